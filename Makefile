@@ -84,8 +84,8 @@ bench: setup ## run the benchmarks; results in benchmarks/results
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 tables: setup ## rewrite docs/tables, docs/plots and the README's table from benchmarks/results
-	$(BIN)/python -m benchmarks.harness.tables
-	$(BIN)/python -m benchmarks.harness.plots
+	$(BIN)/python -m benchmarks.lib.tables
+	$(BIN)/python -m benchmarks.lib.plots
 
 docs: setup ## build the documentation site into out/site, without network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from tools.cli import BadInput, run
+from eldr_serve.command_errors import BadInput, run
 
 _GROUPS = {  # modules of several commands
     "ep_engine": ("ep_choice", "ep_shift"),

@@ -25,9 +25,9 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from benchmarks.harness.cluster import ROOT, python_path, unwind_on_sigterm
-from tools.cli import BadInput, run
-from tools.results import print_table, publish
+from benchmarks.lib.cluster import ROOT, python_path, unwind_on_sigterm
+from eldr_serve.command_errors import BadInput, run
+from loadgen.results import print_table, publish
 
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _TOLD_S = 20.0  # between lines about a step that runs

@@ -9,12 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eldr_serve.artifacts import RoutingTable
+    from eldr_serve.app import build_app
     from eldr_serve.client import Client, ServiceError
     from eldr_serve.errors import ConfigurationError
-    from eldr_serve.expert_placement import ExpertPlacement
+    from eldr_serve.experts.placement import ExpertPlacement
+    from eldr_serve.experts.routing_table import RoutingTable
     from eldr_serve.records import ArtifactError
-    from eldr_serve.routing import (
+    from eldr_serve.scheduling import (
         Decision,
         Loads,
         NoWorkerError,
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
         make_policy,
         policy_names,
     )
-    from eldr_serve.routing.checks import check_policy
-    from eldr_serve.serving.app import build_app
+    from eldr_serve.scheduling.policies.checks import check_policy
 
 __all__ = [
     "ArtifactError",

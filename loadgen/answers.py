@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from loadgen.figures import BASELINES
-from tools.stats import ROUNDS_TO_RESAMPLE
+from loadgen.statistics import ROUNDS_TO_RESAMPLE
 
 _CLIENT = {"tpot_p50_ms": "TPOT p50", "tpot_p99_ms": "TPOT p99", "ttft_p50_ms": "TTFT p50"}
 

@@ -13,8 +13,8 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from eldr_serve.client import Client, ServiceError
-from eldr_serve.serving.ray_settings import QUIET
-from tools.cli import BadInput
+from eldr_serve.command_errors import BadInput
+from eldr_serve.ray_settings import QUIET
 
 NAME = "eldr"
 _POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that the engines start on
@@ -140,7 +140,7 @@ def _ingress_status(service: Client) -> dict[str, Any]:
 
 
 def _builder() -> Callable[[dict[str, Any]], Any]:
-    from eldr_serve.serving.app import build_app
+    from eldr_serve.app import build_app
 
     return build_app
 

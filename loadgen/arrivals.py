@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from eldr_serve.command_errors import BadInput
 from loadgen.workload import Prompt
-from tools.cli import BadInput
 
 
 @dataclass(frozen=True)

@@ -30,18 +30,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eldr_serve.client import Client
+from eldr_serve.command_errors import BadInput, run
 from eldr_serve.files import write_whole
 from eldr_serve.home import ROOT
 from loadgen.answers import client_answers, step_answers
 from loadgen.figures import method, policy_rows
+from loadgen.journal import Journal
 from loadgen.load import LATE_S, verdict
 from loadgen.report import figures_table, html_report
+from loadgen.results import environment, print_table, write_result
+from loadgen.statistics import Slo
 from loadgen.trial import JOURNAL, RESTORE, Shape, Step, Trial, drive, order, parse_policy
 from loadgen.workload import read_prompts
-from tools.cli import BadInput, run
-from tools.journal import Journal
-from tools.results import environment, print_table, write_result
-from tools.stats import Slo
 
 _SCHEMA = "eldr-compare/7"  # version of the journal's format
 _PER_WORKER = 8  # requests in flight a decode worker, by default
@@ -66,7 +66,7 @@ def compare(
             help="JSONL file or folder: prompts with domains, or a log of OpenAI requests.",
             show_default="the demo model's",
         ),
-    ] = ROOT / "demo_model/prompts",
+    ] = ROOT / "examples/demo_model/prompts",
     trial_seconds: Annotated[int, typer.Option(help="Measured part of a trial, s.")] = 60,
     warm_up_seconds: Annotated[int, typer.Option(help="Load before the measured part, s.")] = 10,
     burn_in_seconds: Annotated[

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.trial import Trial
-from tools.stats import (
+from loadgen.statistics import (
     ROUNDS_TO_RESAMPLE,
     Floats,
     Interval,
@@ -20,6 +19,7 @@ from tools.stats import (
     relative_percent,
     resampled_counts,
 )
+from loadgen.trial import Trial
 
 BASELINES = ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")  # by load alone
 TIMES = ("ttft", "tpot", "itl", "end", "handover")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import httpx
 
 from eldr_serve.client import Client
+from eldr_serve.command_errors import BadInput
 from loadgen.trial import parse_policy
 from loadgen.workload import Prompt
-from tools.cli import BadInput
 
 
 def greedy_answers(service: Client, model: str, prompts: Sequence[Prompt], max_tokens: int) -> list[str]:

@@ -28,11 +28,11 @@ import typer
 from rich.console import Console
 
 from eldr_serve.client import Client, ServiceError
+from eldr_serve.command_errors import BadInput, run
 from loadgen.hostile_cases import Case, by_hand, from_openapi, known, mutations
 from loadgen.hostile_connections import occupied, slow_request
+from loadgen.progress import progress_bar
 from loadgen.remains import settle
-from tools.cli import BadInput, run
-from tools.progress import progress_bar
 
 _SLOW_TOKENS = 1000
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")

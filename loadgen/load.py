@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from eldr_serve.command_errors import BadInput
 from loadgen.arrivals import Arrival, closed_loop, open_loop, share
+from loadgen.statistics import Slo
 from loadgen.traces import read_trace, replay
 from loadgen.workload import read_prompts
-from tools.cli import BadInput
-from tools.stats import Slo
 
 LATE_S = 0.1  # s; a higher p99 of lateness means that users ran out and the load was lower than requested
 

@@ -29,10 +29,10 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import LocalRunner, MasterRunner, Runner, WorkerRunner
 
+from eldr_serve.command_errors import BadInput
 from loadgen.arrivals import Arrival
 from loadgen.load import Load, verdict
-from tools.cli import BadInput
-from tools.sse import StreamError, StreamTiming, read_stream
+from loadgen.sse import StreamError, StreamTiming, read_stream
 
 _STREAM_STATS = ("late", "ttft", "tpot", "end", "handover")
 _TIMEOUT_S = 300  # without a byte
@@ -40,7 +40,7 @@ _TIMEOUT_S = 300  # without a byte
 
 # Name, default, help. Each default has the option's type, since locust's page converts changed values to it.
 _OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
-    ("prompts", "demo_model/prompts", "JSONL file or folder of prompts"),
+    ("prompts", "examples/demo_model/prompts", "JSONL file or folder of prompts"),
     ("model", "eldr-demo", "model id to request"),
     ("rate", 0.0, "total requests/s; 0: closed loop"),
     ("trace", "", "trace to replay: .csv[.gz] (Azure) or .jsonl[.gz] (Mooncake)"),

@@ -13,11 +13,11 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
-from eldr_serve.pages import style
+from eldr_serve.dashboard import style
 from loadgen.figures import changes_by_round, step_figure_by_round
+from loadgen.plots import Change, changes, policy_colour
+from loadgen.results import cell
 from loadgen.trial import Trial
-from tools.plots import Change, changes, policy_colour
-from tools.results import cell
 
 _PAGES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from eldr_serve.command_errors import BadInput
 from loadgen.arrivals import Arrival
+from loadgen.lines import numbered_lines
 from loadgen.workload import Prompt
-from tools.cli import BadInput
-from tools.lines import numbered_lines
 
 BLOCK_TOKENS = 512  # prompt tokens a hash id of a Mooncake trace
 _CSV_HEADER = "timestamp_s,prompt_tokens,output_tokens"

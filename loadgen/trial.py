@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from eldr_serve.client import Client, ServiceError, parse_parameters
-from eldr_serve.routing import policy_names
-from tools.cli import BadInput
-from tools.journal import Journal
+from eldr_serve.command_errors import BadInput
+from eldr_serve.scheduling import policy_names
+from loadgen.journal import Journal
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 JOURNAL = "journal.jsonl"  # in the folder of a comparison

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eldr_serve.command_errors import BadInput
 from eldr_serve.files import write_whole
-from tools.cli import BadInput
-from tools.lines import numbered_lines
+from loadgen.lines import numbered_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 

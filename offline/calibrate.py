@@ -23,19 +23,19 @@ import typer
 import yaml
 from ray.util.actor_pool import ActorPool
 
-from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.command_errors import BadInput, run
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.engine.protocol import Sampling, Tracer
 from eldr_serve.engine.routes import unpack_routes
-from eldr_serve.expert_sample import ExpertSample
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.sample import ExpertSample
+from eldr_serve.experts.signature import unpack_counts
+from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
 from eldr_serve.home import model_folder
-from eldr_serve.serving.signatures.window import SampleWindow, trace_of
-from eldr_serve.signature import unpack_counts
-from eldr_serve.signature_predictor import tokenizer_fingerprint
+from eldr_serve.signatures.window import SampleWindow, trace_of
+from loadgen.journal import Journal
+from loadgen.progress import progress_bar
 from loadgen.workload import Prompt, balanced_sample, read_prompts
-from tools.cli import BadInput, run
-from tools.journal import Journal
-from tools.progress import progress_bar
 
 _FIRST_PORT = 25600  # NIXL side channels; one range each, for the ranks of tensor parallelism
 _BATCH = 16  # prompts of an actor's call; also the most that a resumed run repeats, an actor

@@ -27,23 +27,23 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from eldr_serve.artifacts import RoutingTable
-from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.client import Client
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.files import write_whole
 from eldr_serve.home import ROOT
 from loadgen import application
 from loadgen.answers import client_answers, step_answers
 from loadgen.figures import method, policy_rows
 from loadgen.greedy import differing_answers, greedy_sentence
+from loadgen.plots import signature_space
 from loadgen.report import distributions, figures_table, load_over_time, page, placement_effects
+from loadgen.results import environment, print_table, write_result
+from loadgen.statistics import Slo
 from loadgen.trial import Shape, Trial, drive, order
 from loadgen.workload import balanced_sample, read_prompts
 from offline.demo_arguments import demo_arguments
-from tools.cli import BadInput, run
-from tools.plots import signature_space
-from tools.results import environment, print_table, write_result
-from tools.stats import Slo
 
 KEY = "demo"
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
@@ -158,12 +158,12 @@ def _application(
 def _widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], None]]:
     """Start widening the demo model's experts; return the folder and a function that waits for the end."""
     if intermediate <= 32:
-        return ROOT / "demo_model/weights", lambda: None
+        return ROOT / "examples/demo_model/weights", lambda: None
     wide = (out / f"model_{intermediate}").resolve()
     if (wide / "config.json").exists():
         return wide, lambda: None
     arguments = ("--intermediate", intermediate, "--out", wide)
-    return wide, _begin("demo_model.widen", *arguments, log=out / "widen.log")
+    return wide, _begin("examples.demo_model.widen", *arguments, log=out / "widen.log")
 
 
 def _load(service: Client, plan: _Plan, trial: Trial, shape: Shape, *, seed: int, what: str) -> None:
@@ -307,7 +307,7 @@ def demo(
     prompts: Annotated[
         Path,
         typer.Option(help="JSONL file or folder of prompts with domains.", show_default="the demo model's"),
-    ] = ROOT / "demo_model/prompts",
+    ] = ROOT / "examples/demo_model/prompts",
     deployment: Annotated[
         Path, typer.Option(help="Deployment YAML.", show_default="cpu_demo.yaml, which comes along")
     ] = ROOT / "deployments/cpu_demo.yaml",

@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.table import compare_transforms, fit_table
 from eldr_serve.files import write_whole
-from eldr_serve.fitting.table import compare_transforms, fit_table
-from tools.cli import BadInput, run
-from tools.plots import save, signature_space
+from loadgen.plots import save, signature_space
 
 
 def fit(

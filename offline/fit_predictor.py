@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_whole
+from loadgen.progress import progress_bar
 from offline.predictor import FOLDS, fit_signature_predictor
-from tools.cli import BadInput, run
-from tools.progress import progress_bar
 
 
 def fit_predictor(

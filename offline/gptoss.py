@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.calibration_trace import CalibrationTrace
-from tools.cli import BadInput
-from tools.lines import numbered_lines
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from loadgen.lines import numbered_lines
 
 LAYERS, EXPERTS, TOP_K = 24, 32, 4
 _VALUE = np.full(256, 255, np.uint8)

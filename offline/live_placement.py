@@ -19,16 +19,16 @@ import typer
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.client import Client, ServiceError
+from eldr_serve.command_errors import run
 from eldr_serve.errors import sentence
-from eldr_serve.expert_placement import Topology, hosts_of
-from eldr_serve.serving.decode_router import actor_name, find
+from eldr_serve.experts.placement import Topology, hosts_of
+from eldr_serve.experts.routing_table import ExpertPlacement
+from eldr_serve.router.actor import actor_name, find
 from offline.placement.alignment import aligned
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement, placed_work
 from offline.placement.forecast import expected_workload
-from tools.cli import run
 
 Ints = NDArray[np.int64]
 

@@ -16,11 +16,13 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from eldr_serve.artifacts import ExpertPlacement, RoutingTable
-from eldr_serve.calibration_trace import CalibrationTrace
-from eldr_serve.expert_placement import Topology, hosts_of
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.placement import Topology, hosts_of
+from eldr_serve.experts.routing_table import ExpertPlacement, RoutingTable
 from eldr_serve.files import write_all
-from eldr_serve.fitting.table import fit_table
+from loadgen.results import print_table
 from offline.placement.affinity import co_activation, expert_load
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement
@@ -29,8 +31,6 @@ from offline.placement.evaluate import Rule, evaluate, metro_rule, sample_batche
 from offline.placement.grace import grace_placement, slots_a_rank
 from offline.placement.locality import local_rule
 from offline.scenario import observed, routes_of
-from tools.cli import BadInput, run
-from tools.results import print_table
 
 Ints = NDArray[np.int64]
 Report = dict[str, Any]

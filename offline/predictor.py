@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from eldr_serve.calibration_trace import CalibrationTrace
-from eldr_serve.signature_predictor import SignaturePredictor
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.signature_predictor import SignaturePredictor
 
 PENALTIES = np.geomspace(1e-4, 3, 10)  # of the ridge, relative to the kernel's mean diagonal
 FOLDS = 5

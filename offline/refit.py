@@ -18,13 +18,13 @@ from typing import Annotated, Any
 import ray
 import typer
 
-from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.client import Client
+from eldr_serve.command_errors import BadInput, run
 from eldr_serve.errors import Overloaded, SwapRefused
-from eldr_serve.fitting.table import fit_table
-from eldr_serve.serving.decode_router import actor_name, find
-from eldr_serve.serving.signatures.control import PoolControl
-from tools.cli import BadInput, run
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.router.actor import actor_name, find
+from eldr_serve.signatures.control import PoolControl
 
 _URL = "http://127.0.0.1:8000"
 

@@ -11,15 +11,15 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from eldr_serve.artifacts import RoutingTable
-from eldr_serve.calibration_trace import CalibrationTrace
-from eldr_serve.fitting.table import fit_table
-from eldr_serve.routing import Policy, make_policy
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.scheduling import Policy, make_policy
 from loadgen.traces import TraceRequest, read_trace
 from offline.gptoss import read_gptoss
 from offline.simulation.cluster import Cluster
 from offline.simulation.requests import Experts, Requests
-from tools.cli import BadInput
 
 
 class _Part(BaseModel):

@@ -17,13 +17,13 @@ from typing import Annotated, Any
 import typer
 
 from eldr_serve.client import Client
+from eldr_serve.command_errors import BadInput, run
+from loadgen.progress import progress_bar
+from loadgen.results import publish
 from offline.scenario import PolicyChoice, Scenario, Work, read_scenario
 from offline.simulation.calibration import FittedCost, fit_steps, from_status
 from offline.simulation.cluster import Cluster
 from offline.simulation.run import simulate as run_simulation
-from tools.cli import BadInput, run
-from tools.progress import progress_bar
-from tools.results import publish
 
 
 def simulate(

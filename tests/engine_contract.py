@@ -17,7 +17,7 @@ from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import Engine, EngineRequest, Prefilled, Sampling, Tracer
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.errors import Refused
-from eldr_serve.signature import Counts, unpack_counts
+from eldr_serve.experts.signature import Counts, unpack_counts
 
 PATIENCE_S = 60.0  # of a check
 PROMPT = "the prompt"

@@ -14,7 +14,7 @@ import jsonschema
 import typer
 import yaml
 
-from tools.cli import BadInput, run
+from eldr_serve.command_errors import BadInput, run
 
 _KEPT = ("additionalProperties", "x-kubernetes-preserve-unknown-fields")
 

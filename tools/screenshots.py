@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
+from eldr_serve.command_errors import run
 from eldr_serve.files import write_whole
 from tools.browser import browser
-from tools.cli import run
 from tools.small_png import small_png
 
 _REPORT_PX = 1500  # height: answers, figures and the first plots

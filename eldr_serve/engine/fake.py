@@ -20,10 +20,10 @@ from eldr_serve.engine.protocol import EngineRequest, Prefilled, Sampling, Send
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.errors import Refused
-from eldr_serve.expert_placement import ExpertPlacement
-from eldr_serve.expert_sample import ExpertSample
-from eldr_serve.routing.cost import StepSums
-from eldr_serve.signature import Counts, pack_counts
+from eldr_serve.experts.placement import ExpertPlacement
+from eldr_serve.experts.sample import ExpertSample
+from eldr_serve.experts.signature import Counts, pack_counts
+from eldr_serve.scheduling.cost import StepSums
 
 
 @dataclass(frozen=True)

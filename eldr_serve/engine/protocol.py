@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.expert_placement import ExpertPlacement
-from eldr_serve.expert_sample import ExpertSample
-from eldr_serve.routing.cost import StepSums
+from eldr_serve.experts.placement import ExpertPlacement
+from eldr_serve.experts.sample import ExpertSample
+from eldr_serve.scheduling.cost import StepSums
 
 MAX_SAMPLES = 256  # maximum that an engine keeps until `take_samples`
 

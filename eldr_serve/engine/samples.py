@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.engine.protocol import MAX_SAMPLES, EngineRequest
-from eldr_serve.expert_sample import ExpertSample
-from eldr_serve.signature import unpack_counts
+from eldr_serve.experts.sample import ExpertSample
+from eldr_serve.experts.signature import unpack_counts
 
 logger = logging.getLogger(__name__)
 

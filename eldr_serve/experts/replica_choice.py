@@ -15,9 +15,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from eldr_serve.expert_placement import Topology
 from eldr_serve.experts.metro import MetroPlan
 from eldr_serve.experts.metro_torch import TorchMetro
+from eldr_serve.experts.placement import Topology
 
 Ints = NDArray[np.int64]
 Rule = Literal["none", "even", "metro", "local", "weighted"]

@@ -59,9 +59,9 @@ def kubernetes(
     labels = dict(_label(word) for word in node_selector or ())
     logging.disable(logging.WARNING)  # Ray and vLLM log their imports at length
     try:
-        from eldr_serve.check.deployment import read_deployment
         from eldr_serve.kubernetes.groups import SIZES
         from eldr_serve.kubernetes.manifest import Options, rayservice, text
+        from eldr_serve.preflight.deployment import read_deployment
 
         read = read_deployment(deployment, model_config)
     finally:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from eldr_serve.check.deployment import Deployment, EngineDeployment
-from eldr_serve.check.machine import ACCELERATOR
-from eldr_serve.check.placement import total
+from eldr_serve.preflight.deployment import Deployment, EngineDeployment
+from eldr_serve.preflight.machine import ACCELERATOR
+from eldr_serve.preflight.placement import total
 
 _COMMON = {"CPU", "GPU", "memory"}  # resources of many nodes, which do not identify a group of pods
 

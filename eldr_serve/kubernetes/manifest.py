@@ -17,10 +17,10 @@ from typing import Any
 
 import yaml
 
-from eldr_serve.check.deployment import Deployment
-from eldr_serve.check.document import APPLICATION
 from eldr_serve.kubernetes.groups import Group, Sizes, accelerators, groups
-from eldr_serve.serving.ray_settings import QUIET
+from eldr_serve.preflight.deployment import Deployment
+from eldr_serve.preflight.document import APPLICATION
+from eldr_serve.ray_settings import QUIET
 
 # Copied from KubeRay 1.7.0.
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")

@@ -18,14 +18,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from eldr_serve.command_errors import BadInput, run
 from loadgen.faults.chaos import FAULTS, run_chaos
 from loadgen.faults.mutations import MUTATIONS, search
 from loadgen.faults.record import APART, NOTES, Record, rows, wrong
 from loadgen.faults.simulate import Run, run_seed
+from loadgen.progress import progress_bar
+from loadgen.results import environment, print_table, write_result
 from loadgen.workload import read_prompts
-from tools.cli import BadInput, run
-from tools.progress import progress_bar
-from tools.results import environment, print_table, write_result
 
 _Processes = Annotated[int, typer.Option(help="processes to run them in", min=1)]
 _CORES = os.cpu_count() or 1
@@ -160,7 +160,7 @@ def chaos(
         Path, typer.Option(help="Deployment YAML; its engines run on this machine.")
     ] = Path("deployments/cpu_demo.yaml"),
     prompts: Annotated[Path, typer.Option(help="JSONL file or folder of prompts.")] = Path(
-        "demo_model/prompts"
+        "examples/demo_model/prompts"
     ),
     blocks: Annotated[int, typer.Option(help="KV blocks of an engine; few, so that they are reused.")] = 64,
     port: Annotated[int, typer.Option(help="HTTP port; Serve's proxy gets the next one.")] = 8300,

@@ -26,9 +26,9 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
 
-from eldr_serve.artifacts import RoutingTable
 from eldr_serve.client import Client, ServiceError
-from eldr_serve.signature import SignatureSpec
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.experts.signature import SignatureSpec
 from loadgen import application, workload
 from loadgen.faults import processes, steadiness
 from loadgen.faults.record import Record

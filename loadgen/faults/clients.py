@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from eldr_serve.serving.http_application import application
+from eldr_serve.ingress.http_application import application
 from loadgen.faults.fake_engines import MODEL, TOKEN_HEADER, continuation, text_of, tokens_of
 from loadgen.faults.virtual_time import Process, current
 from loadgen.faults.world import TENANTS, World

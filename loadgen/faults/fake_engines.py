@@ -23,9 +23,9 @@ from eldr_serve.engine.fake import InProcess
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.errors import Refused
-from eldr_serve.expert_sample import ExpertSample
-from eldr_serve.routing.cost import StepSums
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.sample import ExpertSample
+from eldr_serve.experts.signature import pack_counts
+from eldr_serve.scheduling.cost import StepSums
 from loadgen.faults.virtual_time import Process
 
 MODEL = "m"

@@ -169,18 +169,18 @@ MUTATIONS = (
     ),
     Mutation(
         "a request that is given up stays in the decode queue",
-        "eldr_serve.routing.placer",
+        "eldr_serve.scheduling.placer",
         "waiting = self.queue.pop(request_id, None)",
         "waiting = None",
     ),
     Mutation(
         "prefixes of workers that have gone are remembered",
-        "eldr_serve.routing.placer",
+        "eldr_serve.scheduling.placer",
         "self.prefixes.keep(self._slot)",
     ),
     Mutation(
         "prompt tokens of a request that has gone are still to be computed",
-        "eldr_serve.routing.ledger",
+        "eldr_serve.scheduling.ledger",
         "        self._prefilled(request_id)\n        held = self._requests.pop",
         "        held = self._requests.pop",
     ),

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from eldr_serve.serving.router_state import RouterState
+from eldr_serve.router.state import RouterState
 from loadgen.faults.clients import Plan
 from loadgen.faults.virtual_time import Process
 from loadgen.faults.world import POLICIES, ROLES, TENANTS, World, table

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from eldr_serve.routing import State
-from eldr_serve.serving.outliers import FAILURES
+from eldr_serve.replicas.outliers import FAILURES
+from eldr_serve.scheduling import State
 from loadgen.faults.clients import Outcome, Plan, ask
 from loadgen.faults.fake_engines import BLOCK_TOKENS, DecodeEngine, PrefillEngine
 from loadgen.faults.schedule import DRAIN, DURATION_S, Fault, arm, faults, plans

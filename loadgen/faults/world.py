@@ -22,30 +22,27 @@ import numpy as np
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from eldr_serve.artifacts import RoutingTable
 from eldr_serve.channel import ChannelServer
 from eldr_serve.channel import client as channel_client
-from eldr_serve.serving import (
-    decode_router,
-    engine_watch,
-    http_application,
-    ingress,
-    loop_watch,
-    servers,
-    tenants,
-)
-from eldr_serve.serving.address import Address
-from eldr_serve.serving.admission import IngressOptions
-from eldr_serve.serving.budget import PrefillBudget
-from eldr_serve.serving.decode_router import DecodeRouter
-from eldr_serve.serving.keys import Key, Keys, Limits, digest
-from eldr_serve.serving.path_options import PathOptions
-from eldr_serve.serving.replicas import ReplicaDirectory
-from eldr_serve.serving.router_settings import RouterSettings
-from eldr_serve.serving.router_state import RouterState
-from eldr_serve.serving.wire import Asked
-from eldr_serve.signature import SignatureSpec
-from eldr_serve.signature_predictor import SignaturePredictor
+from eldr_serve.channel.address import Address
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.experts.signature import SignatureSpec
+from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.ingress import deployment as ingress
+from eldr_serve.ingress import http_application
+from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.limits import tenants
+from eldr_serve.limits.keys import Key, Keys, Limits, digest
+from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.replicas import engine_watch, servers
+from eldr_serve.request_fields import Asked
+from eldr_serve.router import actor as decode_router
+from eldr_serve.router import loop_watch
+from eldr_serve.router.actor import DecodeRouter
+from eldr_serve.router.budget import PrefillBudget
+from eldr_serve.router.directory import ReplicaDirectory
+from eldr_serve.router.settings import RouterSettings
+from eldr_serve.router.state import RouterState
 from loadgen.faults.fake_engines import (
     EXPERTS,
     LAYERS,

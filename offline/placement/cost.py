@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy.optimize import nnls
 
-from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.placement import Topology
 from eldr_serve.files import write_whole
 
 Floats = NDArray[np.float64]

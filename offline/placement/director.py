@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.placement import Topology
 from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.packing import copies_of, improved, packed, priced, rank_s, replicated, rereplicated
 

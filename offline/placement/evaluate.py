@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.calibration_trace import CalibrationTrace
-from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.metro import MetroPlan
+from eldr_serve.experts.placement import Topology
 from offline.placement.cost import LayerCost, LayerWork
 
 Ints = NDArray[np.int64]

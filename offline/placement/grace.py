@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.placement import Topology
 from offline.placement.grouping import (
     RATIOS,
     hierarchical_groups,

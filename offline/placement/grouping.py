@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster import SpectralClustering
 
-from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.placement import Topology
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

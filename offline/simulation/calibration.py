@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_serve.files import write_whole
-from eldr_serve.routing import StepCost, StepSums
+from eldr_serve.scheduling import StepCost, StepSums
 from offline.simulation.requests import SimulationError
 
 COLUMNS = ("requests", "kv_tokens", "experts", "seconds")

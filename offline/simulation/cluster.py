@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from eldr_serve.routing import StepCost
+from eldr_serve.scheduling import StepCost
 
 Seconds = Annotated[float, Field(ge=0)]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing import Saving
+from eldr_serve.scheduling import Saving
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

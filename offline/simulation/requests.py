@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.experts.calibration_trace import CalibrationTrace
 
 
 class SimulationError(ValueError):

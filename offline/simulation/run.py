@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.routing import (
+from eldr_serve.scheduling import (
     LoadLedger,
     Placement,
     PlacementRequest,
@@ -26,8 +26,8 @@ from eldr_serve.routing import (
     Shadow,
     State,
 )
-from eldr_serve.routing.policies import CentroidTable
-from eldr_serve.routing.prefill import choose_prefill
+from eldr_serve.scheduling.policies.base import CentroidTable
+from eldr_serve.scheduling.prefill import choose_prefill
 from offline.simulation.cluster import Cluster, Prefill, Whole
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests, SimulationError, rank_masks

@@ -9,10 +9,10 @@ from typing import Any
 
 from service import ADMIN_KEY, ROOT, Service
 
-from benchmarks.harness.cluster import wait_ready
-from benchmarks.harness.engines import our_arguments
-from benchmarks.harness.replay_engine import free_port
-from demo_model import WEIGHTS
+from benchmarks.lib.cluster import wait_ready
+from benchmarks.lib.engines import our_arguments
+from benchmarks.lib.replay_engine import free_port
+from examples.demo_model import WEIGHTS
 
 _NIXL_PORTS = {"prefill_config": 24000, "decode_config": 26000}  # not the demo's
 _CACHE_BYTES = 2**28  # of KV an engine: several applications share the memory
@@ -42,7 +42,7 @@ def deploy(name: str, arguments: dict[str, Any], *, wait: bool = True) -> None:
     """Deploy an application, anew if it runs already; return at once if told not to wait for its replicas."""
     from ray import serve
 
-    from eldr_serve.serving.app import build_app
+    from eldr_serve.app import build_app
 
     target = serve.RunTarget(build_app(arguments | {"name": name}), name=name, route_prefix=f"/{name}")
     serve.run_many([target], wait_for_applications_running=wait)

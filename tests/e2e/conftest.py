@@ -21,7 +21,7 @@ PORT = 8231
 # A policy of somebody else, outside the repository.
 STRANGER = Path(tempfile.gettempdir()) / f"eldr_stranger_{os.getpid()}" / "stranger_policy.py"
 _POLICY = """
-from eldr_serve.routing import Decision, Policy
+from eldr_serve.scheduling import Decision, Policy
 from pydantic import Field
 
 class LastWorker(Policy):
@@ -141,7 +141,7 @@ def calibration_job(starting_demo: Demo) -> Iterator[Background]:
     out = starting_demo.out / "job_trace.safetensors"
     command = [
         sys.executable, "-m", "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml",
-        "--prompts", "demo_model/prompts", "--out", str(out), "--limit", "40", "--max-tokens", "12",
+        "--prompts", "examples/demo_model/prompts", "--out", str(out), "--limit", "40", "--max-tokens", "12",
         "--routes",
     ]  # fmt: skip
     with submit_job(starting_demo.dashboard, command, starting_demo.out / "job.txt") as job:

@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from tools.prometheus import total
+from benchmarks.lib.prometheus import total
 
 ROOT = Path(__file__).parents[2]
 ADMIN_KEY = "demo"

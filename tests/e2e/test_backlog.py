@@ -7,8 +7,8 @@ from pathlib import Path
 
 from service import ROOT, Service, wait_for
 
-from benchmarks.backlog import row, send_all, texts
-from demo_model import WEIGHTS
+from benchmarks.serving.backlog import row, send_all, texts
+from examples.demo_model import WEIGHTS
 
 REQUESTS, TOKENS = 150, 1500
 

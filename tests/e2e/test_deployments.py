@@ -11,8 +11,8 @@ import pytest
 import yaml
 from tables import unit_table
 
+from eldr_serve.app import build_app
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.serving.app import build_app
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGIES = {  # file -> most prefill replicas, most decode replicas, GPUs a replica
@@ -32,7 +32,7 @@ TOPOLOGIES = {  # file -> most prefill replicas, most decode replicas, GPUs a re
 
 def arguments(name: str) -> dict[str, Any]:
     document = yaml.safe_load((ROOT / "deployments" / f"{name}.yaml").read_text())
-    assert document["applications"][0]["import_path"] == "eldr_serve.serving.app:build_app"
+    assert document["applications"][0]["import_path"] == "eldr_serve.app:build_app"
     args: dict[str, Any] = document["applications"][0]["args"]
     return copy.deepcopy(args)
 
@@ -118,7 +118,7 @@ def test_two_models_in_one_deployment_are_refused() -> None:
     args = arguments("cpu_demo")
     args["decode_config"]["model_loading_config"] = {
         "model_id": "other",
-        "model_source": "demo_model/weights",
+        "model_source": "examples/demo_model/weights",
     }
     with pytest.raises(ConfigurationError, match="other"):
         build_app(args)

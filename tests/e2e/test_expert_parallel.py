@@ -24,12 +24,12 @@ from applications import arguments_of, running
 from service import ADMIN_KEY, Background, Service, core_of, wait_for
 from typer.testing import CliRunner, Result
 
-from demo_model import WEIGHTS
-from demo_model.widen import widen
-from eldr_serve.artifacts import ExpertPlacement
-from eldr_serve.command import app
+from eldr_serve.cli import app
+from eldr_serve.experts.routing_table import ExpertPlacement
+from examples.demo_model import WEIGHTS
+from examples.demo_model.widen import widen
 from loadgen.faults.processes import lives
-from tools.results import RESULTS
+from loadgen.results import RESULTS
 
 LONG = {"model": "eldr-demo", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
 

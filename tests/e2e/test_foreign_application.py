@@ -10,8 +10,8 @@ import pytest
 from service import wait_for
 from tables import counts_for, unit_table
 
-from eldr_serve.serving.decode_router import actor_name, find
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.signature import pack_counts
+from eldr_serve.router.actor import actor_name, find
 from offline.scenario import Scenario
 from offline.simulate import simulated
 
@@ -27,7 +27,7 @@ def other(ray_cluster: str) -> Any:
             return replica
 
     router = RequestRouterConfig(
-        request_router_class="eldr_serve.serving.request_router.DecodeRequestRouter",
+        request_router_class="eldr_serve.replicas.request_router.DecodeRequestRouter",
         request_router_kwargs={
             "directory_name": "other",
             "router_name": actor_name("other"),

@@ -18,7 +18,7 @@ from conftest import ENGINE_ENV
 from service import ROOT, Demo, Service, wait_for
 from vllm_cases import CHAT, COMPLETIONS, DETOKENIZE, MODEL, REFUSED, REFUSED_GENERATION, TOKENIZE, TOKENIZED
 
-from benchmarks.harness.replay_engine import free_port
+from benchmarks.lib.replay_engine import free_port
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import yaml
 from applications import beside_the_demo
 from service import ADMIN_KEY, ROOT
 
-from benchmarks.harness.engines import wait_http
+from benchmarks.lib.engines import wait_http
 
 PORT = 8271
 URL = f"http://127.0.0.1:{PORT}"
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
     (found / "my_deployment.yaml").write_text(yaml.safe_dump(document))
     (found / "my_prompts").mkdir()
     with (found / "my_prompts/log.jsonl").open("w") as log:
-        for file in sorted((ROOT / "demo_model/prompts").glob("*.jsonl")):
+        for file in sorted((ROOT / "examples/demo_model/prompts").glob("*.jsonl")):
             for line in file.read_text().splitlines()[:4]:
                 messages = [{"role": "user", "content": json.loads(line)["prompt"][:500]}]
                 log.write(json.dumps({"model": "eldr-demo", "messages": messages}) + "\n")

@@ -146,7 +146,7 @@ async def test_a_policy_without_pool_lets_those_in_the_pool_run_at_once(service:
 async def test_the_router_may_die_while_requests_wait(service: Service) -> None:
     import ray
 
-    from eldr_serve.serving.decode_router import actor_name, find
+    from eldr_serve.router.actor import actor_name, find
 
     async with crowd(service, 5) as clients:
         await until(lambda: pool_size(service) == 3)

@@ -15,10 +15,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from service import ADMIN_KEY, Service, wait_for
 
-from eldr_serve.artifacts import RoutingTable
-from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.metrics import ENGINE, HISTOGRAM, METRICS, PREFIX
-from eldr_serve.routing import policy_names
+from eldr_serve.scheduling import policy_names
 
 
 def test_trace_from_a_ray_job_is_whole(trace_file: Path) -> None:

@@ -20,8 +20,8 @@ from applications import arguments_of, running
 from conftest import PROMPTS
 from service import ADMIN_KEY, ROOT, Service, wait_for
 
-from eldr_serve.calibration_trace import CalibrationTrace
-from eldr_serve.fitting.table import fit_table
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.table import fit_table
 
 NAME = "pool"
 FIRST, SHIFTED = ("code", "math"), ("zh", "ru")  # domains
@@ -129,7 +129,7 @@ def test_greedy_answers_are_those_of_a_single_engine(
 
 def test_the_traffic_is_saved_as_a_trace_that_can_be_fitted(pool: Pool, tmp_path: Path) -> None:
     out = tmp_path / "trace.safetensors"
-    command = [sys.executable, "-m", "eldr_serve.command", "trace", "--out", str(out)]
+    command = [sys.executable, "-m", "eldr_serve.cli", "trace", "--out", str(out)]
     service = ["--url", pool.service.url, "--admin-key", ADMIN_KEY]
     subprocess.run([*command, *service], cwd=ROOT, check=True, timeout=120)
     trace = CalibrationTrace.load(out)
@@ -183,7 +183,7 @@ def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
 def test_a_pool_that_dies_loses_its_samples_and_nothing_else(pool: Pool) -> None:
     import ray
 
-    from eldr_serve.serving.signatures.pool import find_pool
+    from eldr_serve.signatures.pool import find_pool
 
     table, held = pool.service.status()["table"], pool.signatures()["samples"]
     ray.kill(find_pool(NAME), no_restart=False)

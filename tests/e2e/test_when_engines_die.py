@@ -56,7 +56,7 @@ async def test_the_router_may_die_in_mid_traffic(
 ) -> None:
     import ray
 
-    from eldr_serve.serving.decode_router import actor_name, find
+    from eldr_serve.router.actor import actor_name, find
 
     service.set_policy("locality-band", band=0.05)
     before = service.status()

@@ -17,9 +17,9 @@ from applications import arguments_of, running
 from conftest import PROMPTS
 from service import Service, wait_for
 
-from demo_model import WEIGHTS
-from eldr_serve.serving.prompt_tokens import PromptTokens
-from eldr_serve.signature_predictor import SignaturePredictor
+from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from examples.demo_model import WEIGHTS
 
 LEARNT = 150  # prompts after which a predictor that knew nothing is better than the mean
 

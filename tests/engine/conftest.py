@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_model
 
-from benchmarks.harness.exact import reference
+from benchmarks.lib.exact import reference
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

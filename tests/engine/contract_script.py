@@ -38,7 +38,7 @@ SHAPE = (LAYERS, EXPERTS)
 
 def nixl() -> int:
     """The side channel's port of this process, which is set."""
-    from benchmarks.harness.replay_engine import free_port
+    from benchmarks.lib.replay_engine import free_port
 
     port = free_port()
     os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.harness.families import FAMILIES
+from benchmarks.lib.families import FAMILIES
 
 
 def eagle(folder: Path, hidden: int, vocabulary: int) -> Path:

@@ -1,7 +1,7 @@
 """One in-process engine, driven as a script (vLLM cannot be started twice in a process).
 
 Serves random prompts with shared prefixes under pressure (chunked prefill, eviction, preemption) and
-writes what the connector counted; tests, and `benchmarks.exact_counts` on a GPU, compare it with what
+writes what the connector counted; tests, and `benchmarks.engine.exact_counts` on a GPU, compare it with what
 Hugging Face's model chooses.
 """
 

@@ -79,8 +79,8 @@ class Session:
 
     def swap(self, rows: Any, ranks: int = RANKS) -> Any:
         """As the client of a running engine does it."""
-        from eldr_serve.artifacts import ExpertPlacement
         from eldr_serve.engine.vllm.ep.swap import swap_placement
+        from eldr_serve.experts.routing_table import ExpertPlacement
 
         async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
             answers: list[Any] = self._engine.collective_rpc(method, args=args)
@@ -156,7 +156,7 @@ def main(model: str, expected: Path) -> None:
 
 def started_with(model: str, expected: Path, first: str, *others: str) -> None:
     """4 ranks start with a placement, and go to others while they serve."""
-    from eldr_serve.artifacts import ExpertPlacement
+    from eldr_serve.experts.routing_table import ExpertPlacement
 
     alone = json.loads(expected.read_text())
     config = {"placement": first, "replica_choice": "metro", "moves_a_slice": 24}
@@ -182,7 +182,7 @@ def started_with(model: str, expected: Path, first: str, *others: str) -> None:
 
 def check_held(session: Session, placed: Any) -> None:
     """All ranks know that each holds what it shall."""
-    from eldr_serve.expert_placement import placement_id
+    from eldr_serve.experts.placement import placement_id
 
     for status in session.ask("status"):
         assert placement_id(status["placement"], placed.ranks) == placed.id

@@ -30,12 +30,12 @@ from vllm.model_executor.models.interfaces import MixtureOfExperts
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
-from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.engine.vllm import eplb
 from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
-from eldr_serve.expert_placement import hosts_of
 from eldr_serve.experts.metro import route_metro
+from eldr_serve.experts.placement import hosts_of
+from eldr_serve.experts.routing_table import ExpertPlacement
 
 RANKS, LAYERS, EXPERTS, SLOTS, TOP_K = 2, 2, 6, 8, 2
 PLACEMENT = [[0, 1, 2, 4, 5, 3, 0, 1], [3, 2, 3, 0, 1, 5, 4, 2]]

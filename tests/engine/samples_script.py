@@ -23,7 +23,7 @@ from contract_script import There, end, nixl, serve, start
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Sampling
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.signature import pack_counts
 
 CHUNK = 48  # tokens a step: longer prompts are prefilled in pieces
 BLOCKS = 24  # of 32 tokens: too few for the concurrent requests, so that some are preempted

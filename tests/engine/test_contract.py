@@ -13,7 +13,7 @@ from engine_contract import CHECKS
 from scripts import run_script
 from tiny_model import EXPERTS
 
-from eldr_serve.signature import unpack_counts
+from eldr_serve.experts.signature import unpack_counts
 
 
 @pytest.fixture(scope="module")

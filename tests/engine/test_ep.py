@@ -20,15 +20,15 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from demo_model import WEIGHTS
-from demo_model.widen import widen
-from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.engine.vllm.compat import ep
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.ep.start import start_layer
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse
-from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.placement import Topology
+from eldr_serve.experts.routing_table import ExpertPlacement
+from examples.demo_model import WEIGHTS
+from examples.demo_model.widen import widen
 from offline.placement.affinity import co_activation
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement

@@ -14,7 +14,7 @@ from engine_script import BATCHES, CHUNK, SHORT
 from operators import WAITING
 from scripts import run_script
 
-from benchmarks.harness.exact import against_reference
+from benchmarks.lib.exact import against_reference
 
 # Name -> scheduler, batches, place of counting, NIXL port; v2 is Model Runner V2, avx2 uses the kernels of
 # a CPU without AVX-512.

@@ -13,8 +13,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import X86CPUUnquantizedExperts
 from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 
-from benchmarks.harness.families import FAMILIES
-from benchmarks.model_families import RUNNERS, rows
+from benchmarks.engine.model_families import RUNNERS, rows
+from benchmarks.lib.families import FAMILIES
 
 ALWAYS = {  # one kind of KV cache each: full attention, MLA, sliding windows, recurrent states, convolutions
     ("Qwen3-MoE", "V1"),

@@ -11,10 +11,10 @@ import logging, logging.config, logging.handlers, sys
 import ray.serve
 logger = logging.getLogger("ray.serve")
 logger.addHandler(logging.handlers.MemoryHandler(1, target=logging.FileHandler(sys.argv[1])))
-import eldr_serve.serving.llm_servers
+import eldr_serve.replicas.llm_servers
 assert "vllm" in sys.modules
 logger.warning("it says more")
-from eldr_serve.serving.kept_log import kept_log
+from eldr_serve.replicas.kept_log import kept_log
 with kept_log():
     logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
 logger.warning("and more")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scripts import run_script
 
-from benchmarks.harness.families import FAMILIES, Family
+from benchmarks.lib.families import FAMILIES, Family
 
 DENSE = Family("Qwen3", {})
 

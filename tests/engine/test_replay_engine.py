@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from scripts import ROOT
 
-from benchmarks.harness import replay_command
-from benchmarks.harness.engine_pool import EnginePool
-from benchmarks.harness.replay import widened
-from benchmarks.harness.replay_engine import ENGINE_ENV, Arrival
-from benchmarks.simulator_validation import simulator_validation
+from benchmarks.lib import replay_command
+from benchmarks.lib.engine_pool import EnginePool
+from benchmarks.lib.replay import widened
+from benchmarks.lib.replay_engine import ENGINE_ENV, Arrival
+from benchmarks.papers.simulator_validation import simulator_validation
+from eldr_serve.command_errors import BadInput, run
 from offline.simulation.calibration import fit_steps
-from tools.cli import BadInput, run
 
 SHORT = 100  # characters
 WIDE = 1024  # neurons an expert
@@ -73,7 +73,7 @@ def arguments(prompts: Path, work: Path, out: Path, **more: object) -> list[str]
 def test_a_replay_measures_every_request_of_every_arm(prompts: Path, work: Path, tmp_path: Path) -> None:
     out = tmp_path / "band.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.replays", "band_width",
+        [sys.executable, "-m", "benchmarks.engine.replays", "band_width",
          *arguments(prompts, work, out, engines=2)],
         capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=os.environ | IN_PROCESS,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def test_composed_steps_of_a_made_up_model_activate_the_experts_that_are_given(t
     narrow = "--layers 2 --vocabulary 1024 --hidden 64 --intermediate 32 --context 40"
     small = "--batches 2,4 --active 8,16,32 --rounds 5"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.step_cost", "--device", "cpu", *narrow.split(), *small.split(),
+        [sys.executable, "-m", "benchmarks.engine.step_cost", "--device", "cpu", *narrow.split(), *small.split(),
          "--out", str(out)],
         capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=os.environ | IN_PROCESS,
     )  # fmt: skip

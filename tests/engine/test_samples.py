@@ -13,7 +13,7 @@ from samples_script import TOKENS, prompts
 from scripts import run_script
 from tiny_model import EXPERTS
 
-from eldr_serve.signature import unpack_counts
+from eldr_serve.experts.signature import unpack_counts
 
 RUNS = {"decode": ("decode", 30), "whole": ("whole", 30), "whole, v2": ("whole", 10)}
 

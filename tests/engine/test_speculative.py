@@ -15,8 +15,8 @@ from drafters import eagle, glm_with_mtp
 from scripts import run_script
 from speculative_script import PROMPTS, TOKENS
 
-from benchmarks.harness import families
-from eldr_serve.signature import unpack_counts
+from benchmarks.lib import families
+from eldr_serve.experts.signature import unpack_counts
 
 RUNS = {  # name -> role, method, scheduler, port of NIXL
     "ngram": ("decode", "ngram", "sync", "21881"),

@@ -9,7 +9,7 @@ import pytest
 from scripts import run_script
 from transfer_script import TOKENS
 
-from benchmarks.harness.families import FAMILIES
+from benchmarks.lib.families import FAMILIES
 
 CHOICES = {"GPT-OSS": 4 * 4, "Gemma-4": 6 * 2, "Llama-4": 4, "Qwen3-Next": 4 * 4}  # a token: layers x top-k
 RECURRENT = {"Qwen3-Next"}  # NIXL leaves a prompt's last token to the decode engine

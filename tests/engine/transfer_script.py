@@ -23,7 +23,7 @@ def engine(role: Any, arguments: dict[str, Any]) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from benchmarks.harness.replay_engine import free_port
+    from benchmarks.lib.replay_engine import free_port
     from eldr_serve.engine.vllm.config import engine_kwargs
 
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
@@ -62,7 +62,7 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
 
 
 def main(arguments: dict[str, Any], out: Path) -> None:
-    from eldr_serve.signature import unpack_counts
+    from eldr_serve.experts.signature import unpack_counts
 
     mine, theirs = get_context("fork").Pipe()
     process = get_context("fork").Process(target=prefill, args=(arguments, theirs), daemon=True)

@@ -12,10 +12,10 @@ from ingress_app import App, running_app
 from router_talk import FakeActor, say
 from tables import request
 
-from eldr_serve.routing import StepCost, StepSums
-from eldr_serve.serving.admission import IngressOptions
-from eldr_serve.serving.http_server import HttpServer
-from eldr_serve.serving.messages import Answered, NamedPolicy, Restore
+from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.http_server import HttpServer
+from eldr_serve.router.messages import Answered, NamedPolicy, Restore
+from eldr_serve.scheduling import StepCost, StepSums
 
 L, E = 4, 16
 DOMAINS = ("code", "prose", "<b>law</b>")

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import numpy as np
 
 from eldr_serve.channel import Channel
+from eldr_serve.channel.address import Address
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
-from eldr_serve.serving.address import Address
-from eldr_serve.serving.fleet import METADATA
+from eldr_serve.replicas.fleet import METADATA
 
 COUNTS = np.arange(24, dtype=np.uint32).reshape(2, 3, 4)
 

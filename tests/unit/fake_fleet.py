@@ -15,8 +15,8 @@ import msgspec
 from eldr_serve.channel import Call, CallFailed, ChannelLost
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.errors import Refused
-from eldr_serve.serving.replicas import ReplicaDirectory
-from eldr_serve.serving.servers import describe
+from eldr_serve.replicas.servers import describe
+from eldr_serve.router.directory import ReplicaDirectory
 
 TOKEN_IDS = bytes(7 * 4)  # of each prompt
 _TO_CANCEL_S = 0.004  # how long it takes until an engine hears that a call was cancelled

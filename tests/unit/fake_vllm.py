@@ -16,8 +16,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from demo_model import WEIGHTS
 from eldr_serve.engine.vllm.engine import VllmEngine
+from examples.demo_model import WEIGHTS
 
 TOKENIZER: Any = AutoTokenizer.from_pretrained(WEIGHTS)
 PROMPT = TOKENIZER.encode("Once upon a time")

@@ -18,16 +18,17 @@ from engine_server import COUNTS
 from ray import serve
 from router_talk import FakeActor, settled
 
+from eldr_serve.channel.address import Address
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
-from eldr_serve.serving import ingress, servers
-from eldr_serve.serving.address import Address
-from eldr_serve.serving.admission import IngressOptions
-from eldr_serve.serving.fleet import METADATA
-from eldr_serve.serving.http_application import application
-from eldr_serve.serving.http_server import HttpServer
-from eldr_serve.serving.path_options import PathOptions
-from eldr_serve.serving.replicas import directory
-from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.ingress import deployment as ingress
+from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.http_application import application
+from eldr_serve.ingress.http_server import HttpServer
+from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.replicas import servers
+from eldr_serve.replicas.fleet import METADATA
+from eldr_serve.router.directory import directory
+from eldr_serve.router.settings import RouterSettings
 
 Fleet = Mapping[str, Mapping[str, Any]]  # what each replica of a deployment has told Serve
 First = Callable[[], Awaitable[Any]]  # the first word of a process

@@ -12,7 +12,7 @@ from click.testing import Result
 from shipped import ROOT
 from typer.testing import CliRunner
 
-from tools.cli import app_of
+from eldr_serve.command_errors import app_of
 
 
 def command(entry: str | Callable[..., None], *arguments: object, **options: object) -> Result:

@@ -19,12 +19,12 @@ from router_talk import FakeActor
 
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import REQUESTS, parse_request
-from eldr_serve.serving import ingress
-from eldr_serve.serving.admission import IngressOptions
-from eldr_serve.serving.http_application import application
-from eldr_serve.serving.openapi import openapi_document
-from eldr_serve.serving.path_options import PathOptions
-from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.ingress import deployment as ingress
+from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.http_application import application
+from eldr_serve.ingress.openapi import openapi_document
+from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.router.settings import RouterSettings
 
 KEY = "key"
 _names = itertools.count()

@@ -13,9 +13,9 @@ import triton
 from tables import random_hosts
 from triton.backends.compiler import GPUTarget
 
-from eldr_serve.expert_placement import hosts_of
 from eldr_serve.experts.metro import MetroPlan
 from eldr_serve.experts.metro_triton import TritonMetro, _metro
+from eldr_serve.experts.placement import hosts_of
 from offline.placement.eplb import eplb_placement
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from fake_fleet import FakeFleet, answering, prefilled
 
-from eldr_serve.routing import Placement, PlacementRequest, State
-from eldr_serve.serving.path import RequestPath
-from eldr_serve.serving.path_options import PathOptions
-from eldr_serve.serving.request_run import Engines
-from eldr_serve.serving.wire import SIGNATURE, Asked, Generation
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.signature import pack_counts
+from eldr_serve.pipeline.path import RequestPath
+from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.request_run import Engines
+from eldr_serve.request_fields import SIGNATURE, Asked, Generation
+from eldr_serve.scheduling import Placement, PlacementRequest, State
 
 COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
 good_prefill = answering(

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from tables import counts_for, request, unit_table
 
-from eldr_serve.artifacts import RoutingTable
 from eldr_serve.channel import ChannelLost
-from eldr_serve.routing import Decision, Loads, Placement, PlacementRequest, QueuedPolicy, State
-from eldr_serve.serving.messages import Exchange, Reply, Restore
-from eldr_serve.serving.replicas import ReplicaDirectory
-from eldr_serve.serving.router_client import RouterClient
-from eldr_serve.serving.router_state import RouterState
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.router.client import RouterClient
+from eldr_serve.router.directory import ReplicaDirectory
+from eldr_serve.router.messages import Exchange, Reply, Restore
+from eldr_serve.router.state import RouterState
+from eldr_serve.scheduling import Decision, Loads, Placement, PlacementRequest, QueuedPolicy, State
 
 
 def make(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eldr_serve.expert_sample import ExpertSample
+from eldr_serve.experts.sample import ExpertSample
 
 LAYERS, EXPERTS, TOP_K = 2, 16, 2
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import PlacementRequest
-from eldr_serve.signature import SignatureSpec
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.experts.signature import SignatureSpec
+from eldr_serve.scheduling import PlacementRequest
 
 
 def unit_table(

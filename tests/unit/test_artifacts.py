@@ -19,9 +19,9 @@ from safetensors.numpy import save as save_tensors
 from tables import unit_table
 from traces import synthetic_trace
 
-from eldr_serve.artifacts import ArtifactError, RoutingTable
-from eldr_serve.calibration_trace import CalibrationTrace
-from eldr_serve.signature import SignatureSpec
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.routing_table import ArtifactError, RoutingTable
+from eldr_serve.experts.signature import SignatureSpec
 
 TRACE = synthetic_trace(12)
 TABLE = unit_table(3)

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from eldr_serve.fitting.clustering import balanced_assignment, balanced_kmeans, kmeans
+from eldr_serve.experts.fitting.clustering import balanced_assignment, balanced_kmeans, kmeans
 
 
 def hungarian(cost: np.ndarray, capacity: int) -> float:

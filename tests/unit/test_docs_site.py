@@ -19,9 +19,9 @@ from test_pages import PAGES, code_lines
 from typer.main import get_command
 
 from benchmarks.__main__ import NAMES
-from eldr_serve.command import app, loaded
-from eldr_serve.routing import make_policy
-from studies.reproduce import PAPERS
+from benchmarks.papers.reproduce import PAPERS
+from eldr_serve.cli import app, loaded
+from eldr_serve.scheduling import make_policy
 from tools.docs.reference import MODULES, locust_help, module_app
 
 _FETCHED = {"img": "src", "link": "href", "script": "src", "source": "src", "iframe": "src"}

@@ -36,24 +36,24 @@ PARTS = (
     "eldr_serve.metrics",
     "eldr_serve.records",
     "eldr_serve.validation",
-    "eldr_serve.pages",
-    "eldr_serve.signature",
-    "eldr_serve.expert_placement",
-    "eldr_serve.artifacts",
-    "eldr_serve.calibration_trace",
-    "eldr_serve.expert_sample",
-    "eldr_serve.fitting",
-    "eldr_serve.signature_predictor",
-    "eldr_serve.online_predictor",
-    "eldr_serve.routing",
+    "eldr_serve.dashboard",
+    "eldr_serve.experts.signature",
+    "eldr_serve.experts.placement",
+    "eldr_serve.experts.routing_table",
+    "eldr_serve.experts.calibration_trace",
+    "eldr_serve.experts.sample",
+    "eldr_serve.experts.fitting",
+    "eldr_serve.experts.signature_predictor",
+    "eldr_serve.experts.online_predictor",
+    "eldr_serve.scheduling",
     "eldr_serve.experts",
     "eldr_serve.channel",
     "eldr_serve.engine",
     "eldr_serve.serving",
-    "eldr_serve.check",
+    "eldr_serve.preflight",
     "eldr_serve.kubernetes",
     "eldr_serve.client",
-    "eldr_serve.command",
+    "eldr_serve.cli",
     "eldr_serve",  # what `import eldr_serve` offers
     "tools",
     "loadgen",
@@ -99,7 +99,7 @@ BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
 # The extras under each of which a module may run.
 RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
-    "eldr_serve.check": ENGINE,
+    "eldr_serve.preflight": ENGINE,
     "eldr_serve.kubernetes": ENGINE,
     "eldr_serve.engine": (SERVE,),
     "eldr_serve.engine.vllm": ENGINE,
@@ -121,7 +121,7 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "benchmarks": ENGINE,
     "demo_model": ENGINE,
 }
-# demo_model.corpus fetches these beside its texts, and demo_model.dialogues imports them from there.
+# examples.demo_model.corpus fetches these beside its texts, and examples.demo_model.dialogues imports them from there.
 FETCHED = {"babel", "faker"}
 
 
@@ -227,7 +227,7 @@ def test_only_compat_uses_internal_names(found: Callable[[Path], Iterator[str]])
 
 ENGINES = "eldr_serve.engine"
 # A file that vLLM reads, and the method that writes it is public.
-FORMATS = {("eldr_serve.expert_placement", "to_vllm")}
+FORMATS = {("eldr_serve.experts.placement", "to_vllm")}
 
 
 def _named_by(path: Path) -> Iterator[str]:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_signature_predictor import PREDICTOR, E, L, R, V, predictor
 
-from eldr_serve import online_predictor
-from eldr_serve.online_predictor import OnlinePredictor
-from eldr_serve.signature_predictor import SignaturePredictor
+from eldr_serve.experts import online_predictor
+from eldr_serve.experts.online_predictor import OnlinePredictor
+from eldr_serve.experts.signature_predictor import SignaturePredictor
 
 TRUTH = predictor(1, scale=0.2)
 

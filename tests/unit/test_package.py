@@ -15,7 +15,7 @@ import pytest
 from shipped import ROOT
 from typer.testing import CliRunner
 
-from eldr_serve.command import app
+from eldr_serve.cli import app
 from eldr_serve.home import model_folder
 
 
@@ -31,8 +31,8 @@ def test_the_wheel_holds_one_package_with_all_that_the_demo_needs(wheel: Path) -
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"eldr_serve"}
     tracked = subprocess.run(
-        ["git", "ls-files", "eldr_serve", "offline", "loadgen", "tools", "deployments", "demo_model/weights",
-         "demo_model/prompts", "demo_model/widen.py", "demo_model/__init__.py"],
+        ["git", "ls-files", "eldr_serve", "offline", "loadgen", "tools", "deployments", "examples/demo_model/weights",
+         "examples/demo_model/prompts", "examples/demo_model/widen.py", "examples/demo_model/__init__.py"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     expected = {n if n.startswith("eldr_serve/") else f"eldr_serve/bundle/{n}" for n in tracked}
@@ -101,7 +101,7 @@ def test_the_version_is_shown() -> None:
 
 def test_the_demo_model_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert model_folder("demo_model/weights") == str(ROOT / "demo_model/weights")
-    (tmp_path / "demo_model/weights").mkdir(parents=True)
-    assert model_folder("demo_model/weights") == str(tmp_path / "demo_model/weights")
+    assert model_folder("examples/demo_model/weights") == str(ROOT / "examples/demo_model/weights")
+    (tmp_path / "examples/demo_model/weights").mkdir(parents=True)
+    assert model_folder("examples/demo_model/weights") == str(tmp_path / "examples/demo_model/weights")
     assert model_folder("Qwen/Qwen3-30B-A3B") is None

@@ -24,9 +24,9 @@ from test_pages import PAGES, code_lines
 from traces import synthetic_trace
 from typer.testing import CliRunner
 
-from eldr_serve.command import app
-from eldr_serve.routing import StepCost
-from eldr_serve.serving.messages import NamedPolicy
+from eldr_serve.cli import app
+from eldr_serve.router.messages import NamedPolicy
+from eldr_serve.scheduling import StepCost
 
 _PROGRAMS = (
     "eldr", "make", "python", "curl", "locust", "serve", "ray", "kubectl", "helm", "podman", "haproxy", "pip",
@@ -115,7 +115,7 @@ BY_A_TEST = {
         "tests/unit/test_package.py",
         "test_the_sdist_builds_the_same_wheel",
     ),
-    "python -m benchmarks.ep_layer": (
+    "python -m benchmarks.engine.ep_layer": (
         "tests/unit/studies/test_parallel_layer.py",
         "",
     ),
@@ -123,7 +123,7 @@ BY_A_TEST = {
         "tests/unit/benchmarks/test_gpu.py",
         "test_the_command_writes_states_and_fails_with_a_step",
     ),
-    "python -m demo_model.": (
+    "python -m examples.demo_model.": (
         "tests/unit/demo_model/test_demo_model.py",
         "",
     ),
@@ -182,15 +182,15 @@ BY_NONE = {
     "helm": "needs a cluster",
     "git": "another repository",
     "podman": "there is no container engine where we work",
-    "chrt": "a priority that only root may set; `python -m benchmarks.ep_layer` above is what runs under it",
+    "chrt": "a priority that only root may set; `python -m benchmarks.engine.ep_layer` above is what runs under it",
     "python -m venv router-venv": "a download",
-    "python -m benchmarks.peers": "plain vLLM servers for an hour; its parts are in test_benchmarks.py",
-    "python -m benchmarks.whole_replicas": "engines for hours; its parts are in test_whole_replicas.py",
+    "python -m benchmarks.serving.peers": "plain vLLM servers for an hour; its parts are in test_benchmarks.py",
+    "python -m benchmarks.serving.whole_replicas": "engines for hours; its parts are in test_whole_replicas.py",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/e2e/test_deployments.py",
-    "python -m benchmarks.backlog": "real engines for minutes; test_backlog.py has it on virtual time",
-    "python -m benchmarks.stream_faults": "2,000 streams and minutes; its results are committed",
-    "python -m benchmarks.scaling": "six engines and minutes; its results are committed",
-    "python -m benchmarks.lost_nodes": "three Ray nodes and Redis; its results are committed",
+    "python -m benchmarks.serving.backlog": "real engines for minutes; test_backlog.py has it on virtual time",
+    "python -m benchmarks.serving.stream_faults": "2,000 streams and minutes; its results are committed",
+    "python -m benchmarks.serving.scaling": "six engines and minutes; its results are committed",
+    "python -m benchmarks.serving.lost_nodes": "three Ray nodes and Redis; its results are committed",
     "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
 }
 HERE = (

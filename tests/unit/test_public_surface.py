@@ -13,7 +13,7 @@ from shipped import ROOT
 from typer.testing import CliRunner
 
 import eldr_serve
-from eldr_serve.command import _LAZY, app
+from eldr_serve.cli import _LAZY, app
 
 PUBLIC = [
     "ArtifactError", "Client", "ConfigurationError", "Decision", "ExpertPlacement",
@@ -42,7 +42,7 @@ def test_the_public_names_are_these_and_are_there() -> None:
     "code",
     [
         "from eldr_serve import make_policy, RoutingTable, Client; make_policy('locality-band')",
-        "from eldr_serve.command import app",
+        "from eldr_serve.cli import app",
     ],
 )
 def test_an_import_loads_no_engine(code: str) -> None:
@@ -51,7 +51,7 @@ def test_an_import_loads_no_engine(code: str) -> None:
 
 
 def test_an_ingress_needs_no_engine() -> None:
-    code = "import sys, eldr_serve.serving.ingress, eldr_serve.serving.request_router"
+    code = "import sys, eldr_serve.ingress.deployment, eldr_serve.replicas.request_router"
     assert (
         in_a_process(f"{code}; print([m for m in ('vllm', 'torch', 'ray.llm') if m in sys.modules])")
         == "[]\n"
@@ -60,7 +60,7 @@ def test_an_ingress_needs_no_engine() -> None:
 
 def test_help_of_all_subcommands_loads_none_of_them() -> None:
     done = in_a_process(
-        "import sys, eldr_serve.command as c\nsys.argv[1:] = ['--help']\n"
+        "import sys, eldr_serve.cli as c\nsys.argv[1:] = ['--help']\n"
         "try: c.main()\nexcept SystemExit: pass\n"
         f"print([m for m in (*{HEAVY}, 'offline', 'httpx') if m in sys.modules])"
     )
@@ -77,7 +77,7 @@ def test_a_subcommand_has_the_help_of_its_command(name: str) -> None:
 
 def test_outside_a_checkout_a_subcommand_says_where_it_is() -> None:
     said = in_a_process(
-        "import sys, eldr_serve.command as c\nsys.modules['studies'] = None\n"
+        "import sys, eldr_serve.cli as c\nsys.modules['studies'] = None\n"
         "sys.argv[1:] = ['reproduce']\nc.main()"
     )
     assert said.startswith("eldr reproduce: it is part of the repository")

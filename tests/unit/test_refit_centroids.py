@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tables import unit_table
 
-from eldr_serve.fitting.refit import gain, reason, refit_centroids
+from eldr_serve.experts.fitting.refit import gain, reason, refit_centroids
 
 
 def traffic(*experts: int, each: int = 20, seed: int = 0) -> NDArray[np.uint32]:

@@ -13,9 +13,9 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 from traces import synthetic_trace
 
-from eldr_serve.fitting.quality import inverse_document_frequency, select_layers, signature_quality
-from eldr_serve.fitting.table import fit_signature
-from eldr_serve.signature import TRANSFORMS, SignatureSpec, pack_counts, unpack_counts
+from eldr_serve.experts.fitting.quality import inverse_document_frequency, select_layers, signature_quality
+from eldr_serve.experts.fitting.table import fit_signature
+from eldr_serve.experts.signature import TRANSFORMS, SignatureSpec, pack_counts, unpack_counts
 
 COUNTS = arrays(np.uint32, (3, 4, 5), elements=st.integers(0, 50_000))
 

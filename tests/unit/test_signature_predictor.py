@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from eldr_serve.experts.signature_predictor import SignaturePredictor, tokenizer_fingerprint
 from eldr_serve.records import ArtifactError
-from eldr_serve.signature_predictor import SignaturePredictor, tokenizer_fingerprint
 
 V, R, L, E, K = 11, 3, 2, 5, 2
 

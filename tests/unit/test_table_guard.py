@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 from traces import synthetic_trace
 
-from eldr_serve.fitting.guard import judge
-from eldr_serve.fitting.refit import halves, keep_slots
-from eldr_serve.fitting.table import fit_table
+from eldr_serve.experts.fitting.guard import judge
+from eldr_serve.experts.fitting.refit import halves, keep_slots
+from eldr_serve.experts.fitting.table import fit_table
 
 
 def test_a_table_of_the_traffic_is_better_than_load() -> None:

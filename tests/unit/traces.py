@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eldr_serve.calibration_trace import CalibrationTrace
+from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.simulation.requests import Experts, expert_bits
 
 

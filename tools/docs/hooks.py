@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 from tools.docs.reference import PAGES
 
 ROOT = Path(__file__).parents[2]
-_MODEL_CARD = "demo_model/README.md"
+_MODEL_CARD = "examples/demo_model/README.md"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -15,14 +15,14 @@ import typer
 from typer.cli import get_docs_for_click
 from typer.main import get_command
 
-from eldr_serve.command import app, loaded
+from eldr_serve.cli import app, loaded
+from eldr_serve.command_errors import app_of
+from eldr_serve.config import EldrArgs
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.home import ROOT
+from eldr_serve.ingress.http_application import application
+from eldr_serve.ingress.openapi import openapi_document
 from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, ROUTER, Metric
-from eldr_serve.serving.config import EldrArgs
-from eldr_serve.serving.http_application import application
-from eldr_serve.serving.openapi import openapi_document
-from tools.cli import app_of
 
 # Modules that are commands beside `eldr`, and their functions
 MODULES = {
@@ -41,11 +41,11 @@ _KINDS = {
     "string": "text",
 }
 _BOUNDS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}
-_PACKAGES = ("eldr_serve", "eldr_serve.routing")  # documented by their __all__
+_PACKAGES = ("eldr_serve", "eldr_serve.scheduling")  # documented by their __all__
 _MODULES = (
-    "eldr_serve.signature",
-    "eldr_serve.signature_predictor",
-    "eldr_serve.online_predictor",
+    "eldr_serve.experts.signature",
+    "eldr_serve.experts.signature_predictor",
+    "eldr_serve.experts.online_predictor",
     "eldr_serve.experts.metro",
 )
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from eldr_serve.command_errors import run
 from eldr_serve.files import write_whole
-from tools.cli import run
 from tools.monitoring.alerts import rules
 from tools.monitoring.dashboards import DASHBOARDS, dashboard
 

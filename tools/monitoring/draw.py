@@ -19,10 +19,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
+from eldr_serve.command_errors import BadInput, run
 from eldr_serve.files import write_whole
-from tools.cli import BadInput, run
+from loadgen.plots import rendered
 from tools.monitoring.dashboards import DASHBOARDS, dashboard
-from tools.plots import rendered
 from tools.small_png import small_png
 
 _POINTS = 120  # of a curve

@@ -52,7 +52,7 @@ from eldr_serve.engine.vllm.compat.nixl import (
 from eldr_serve.engine.vllm.signatures import Signature
 from eldr_serve.engine.vllm.stats import EldrPromMetrics, EldrStats
 from eldr_serve.engine.vllm.tracked_request import RouteCounts, TrackedRequest
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.signature import pack_counts
 
 logger = logging.getLogger(__name__)
 

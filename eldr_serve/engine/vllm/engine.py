@@ -43,10 +43,10 @@ from eldr_serve.engine.vllm.first_token import first_token
 from eldr_serve.engine.vllm.plain_stream import PlainStream, is_plain
 from eldr_serve.engine.vllm.requests import parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, Refused, sentence
-from eldr_serve.expert_placement import ExpertPlacement
-from eldr_serve.expert_sample import ExpertSample
-from eldr_serve.routing.cost import StepSums
-from eldr_serve.signature import unpack_counts
+from eldr_serve.experts.placement import ExpertPlacement
+from eldr_serve.experts.sample import ExpertSample
+from eldr_serve.experts.signature import unpack_counts
+from eldr_serve.scheduling.cost import StepSums
 
 # kv_transfer_params that make NIXL's connector hold the prompt's blocks.
 _HAND_OVER = {

@@ -21,7 +21,6 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
 
-from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.eplb import (
     AbstractEplbPolicy,
@@ -34,8 +33,9 @@ from eldr_serve.engine.vllm.compat.eplb import (
 )
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse
-from eldr_serve.expert_placement import Topology, check_fits
+from eldr_serve.experts.placement import Topology, check_fits
 from eldr_serve.experts.replica_choice import Metro, Nearest, OnePerExpert, slots_by_rank
+from eldr_serve.experts.routing_table import ExpertPlacement
 
 Ints = NDArray[np.int64]
 

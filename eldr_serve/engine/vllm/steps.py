@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from eldr_serve.routing.cost import StepSums
+from eldr_serve.scheduling.cost import StepSums
 
 _MAX_RECORDS = 4096  # records to buffer before summing them
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.engine.routes import pack_routes
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.signature import pack_counts
 
 _BATCH = 32  # number of decode steps summed at once
 

@@ -14,16 +14,16 @@ from in_process import command, python, sentence
 from shipped import ROOT
 
 from benchmarks.__main__ import MODULES, NAMES, SERVING
-from benchmarks.cache_memory import Shape, compare, shape_of, smallest_block_size
-from benchmarks.handover import _row
-from benchmarks.harness import tables
-from benchmarks.harness.client import Answer, most_open, summary
-from benchmarks.harness.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
-from benchmarks.harness.rounds import medians
-from benchmarks.peers import _rows
-from benchmarks.ray_idle import summarised
-from tools.cli import BadInput
-from tools.sse import StreamTiming
+from benchmarks.engine.cache_memory import Shape, compare, shape_of, smallest_block_size
+from benchmarks.lib import tables
+from benchmarks.lib.client import Answer, most_open, summary
+from benchmarks.lib.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
+from benchmarks.lib.rounds import medians
+from benchmarks.serving.handover import _row
+from benchmarks.serving.peers import _rows
+from benchmarks.serving.ray_idle import summarised
+from eldr_serve.command_errors import BadInput
+from loadgen.sse import StreamTiming
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,9 +57,9 @@ def test_a_benchmark_without_engines_writes_its_table(arguments: str, tmp_path: 
 
 
 def test_bad_input_is_one_sentence() -> None:
-    assert "nobody" in sentence(command("benchmarks.peers", systems="nobody"))
-    assert "can be up at a time" in sentence(command("benchmarks.peers", systems="eldr,eldr-proxy", turns=2))
-    assert "no-router spin" in sentence(command("benchmarks.peers", systems="eldr,no-router", turns=2))
+    assert "nobody" in sentence(command("benchmarks.serving.peers", systems="nobody"))
+    assert "can be up at a time" in sentence(command("benchmarks.serving.peers", systems="eldr,eldr-proxy", turns=2))
+    assert "no-router spin" in sentence(command("benchmarks.serving.peers", systems="eldr,no-router", turns=2))
 
 
 def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:
@@ -123,7 +123,7 @@ def test_peers_are_compared_round_by_round() -> None:
 
 
 def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
-    arguments = our_arguments(ROOT / "deployments/cpu_demo.yaml", ROOT / "demo_model/weights", 1)
+    arguments = our_arguments(ROOT / "deployments/cpu_demo.yaml", ROOT / "examples/demo_model/weights", 1)
     theirs = ray_pd_arguments(arguments)["decode_config"]
     given = arguments["decode_config"]["engine_kwargs"]
     assert given.items() <= theirs["engine_kwargs"].items()
@@ -182,7 +182,7 @@ def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
     for page in tables.PAGES:
         text = page.read_text()
         assert "<!-- end -->" in text
-        assert tables.filled(text) == text, f"run python -m benchmarks.harness.tables: {page.name} is older"
+        assert tables.filled(text) == text, f"run python -m benchmarks.lib.tables: {page.name} is older"
 
 
 def _in(claim: dict[str, Any], row: dict[str, Any]) -> bool:

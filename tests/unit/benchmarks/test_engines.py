@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.harness.engines import process
+from benchmarks.lib.engines import process
 
 
 def test_a_server_shares_the_cores_as_ours_do_and_ends_with_its_children(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.ep_engine import PHASES, choice_rows, shift_rows, spread
-from benchmarks.harness.ep_engine import Decoded
-from benchmarks.harness.ep_turns import SKIPPED, disjoint, in_turns, summary
-from eldr_serve.expert_placement import placement_id
-from tools.cli import BadInput
-from tools.journal import Journal
+from benchmarks.engine.ep_engine import PHASES, choice_rows, shift_rows, spread
+from benchmarks.lib.ep_engine import Decoded
+from benchmarks.lib.ep_turns import SKIPPED, disjoint, in_turns, summary
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.placement import placement_id
+from loadgen.journal import Journal
 
 
 def measured(step_ms: float, experts: float = 10.0, answers: str = "ab", **others: float) -> dict[str, Any]:

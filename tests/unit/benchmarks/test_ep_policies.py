@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from traces import synthetic_trace
 
-from benchmarks.ep_policies import ARMS, BASE, Case, policy_rows
-from benchmarks.harness.capture import Captured
+from benchmarks.lib.capture import Captured
+from benchmarks.papers.ep_policies import ARMS, BASE, Case, policy_rows
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.harness.exact import Cells, against_reference, against_report
+from benchmarks.lib.exact import Cells, against_reference, against_report
 from eldr_serve.engine.routes import pack_routes
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.signature import pack_counts
 
 LAYERS, EXPERTS, TOP_K, PROMPT, TOKENS = 2, 8, 2, 5, 4
 

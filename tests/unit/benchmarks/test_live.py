@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from traces import synthetic_trace
 
-from benchmarks.harness import live
-from eldr_serve.artifacts import RoutingTable
+from benchmarks.lib import live
 from eldr_serve.client import Client
-from eldr_serve.fitting.table import fit_table
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.figures import policy_rows
+from loadgen.journal import Journal
+from loadgen.statistics import Slo
 from loadgen.trial import JOURNAL, RESTORE, Trial, order, read_trials
-from tools.cli import BadInput
-from tools.journal import Journal
-from tools.stats import Slo
 
 URL = "http://127.0.0.1:1"
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks import model_families
-from benchmarks.harness.family_engine import Seen
-from benchmarks.model_families import gap, row
+from benchmarks.engine import model_families
+from benchmarks.engine.model_families import gap, row
+from benchmarks.lib.family_engine import Seen
 from eldr_serve.engine.routes import pack_routes
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.signature import pack_counts
 
 LAYERS, EXPERTS, K = 2, 8, 2
 PROMPT, OUTPUT, CHUNK, BLOCK = 20, 4, 6, 4

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.harness.cpu_speed import probed
-from benchmarks.harness.normalised_time import NormalisedTime, felt_by_engines, normalised
+from benchmarks.lib.cpu_speed import probed
+from benchmarks.lib.normalised_time import NormalisedTime, felt_by_engines, normalised
+from eldr_serve.command_errors import BadInput
 from loadgen.trial import Trial
-from tools.cli import BadInput
 
 HALF_AT = 50.0  # from here on the cores of `notes` do half as much
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.harness.cluster import ROOT
-from benchmarks.ray_up import DOWN, STOP, UP, left_behind, ray_up, steps
+from benchmarks.lib.cluster import ROOT
+from benchmarks.serving.ray_up import DOWN, STOP, UP, left_behind, ray_up, steps
 
 
 def test_a_dry_run_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import synthetic_trace
 
-from benchmarks.harness import replay
-from benchmarks.harness.capture import Captured
-from benchmarks.harness.engine_pool import EnginePool, Served
-from benchmarks.harness.engines import device_kwargs
-from benchmarks.harness.replay import LAYERS, Arm, Bench, Case, Load, loads_of
-from benchmarks.harness.replay_command import chosen_arms
-from benchmarks.harness.replay_engine import BLOCK, Arrival, Steps, aligned
-from benchmarks.moe_layer_latency import routes
+from benchmarks.engine.moe_layer_latency import routes
+from benchmarks.lib import replay
+from benchmarks.lib.capture import Captured
+from benchmarks.lib.engine_pool import EnginePool, Served
+from benchmarks.lib.engines import device_kwargs
+from benchmarks.lib.replay import LAYERS, Arm, Bench, Case, Load, loads_of
+from benchmarks.lib.replay_command import chosen_arms
+from benchmarks.lib.replay_engine import BLOCK, Arrival, Steps, aligned
+from eldr_serve.command_errors import BadInput
 from eldr_serve.engine.vllm.config import engine_kwargs
-from tools.cli import BadInput
-from tools.journal import Journal
+from loadgen.journal import Journal
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=200))

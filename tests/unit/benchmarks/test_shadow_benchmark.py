@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from fake_service import KEY, fake_service
 
-from benchmarks import shadow as module
-from benchmarks.shadow import Part, rows, shadow, sums
+from benchmarks.serving import shadow as module
+from benchmarks.serving.shadow import Part, rows, shadow, sums
 from eldr_serve import client
-from tools.cli import BadInput
+from eldr_serve.command_errors import BadInput
 
 # 100 steps of 4 requests, 10 ms each; tokens at the client take twice as long.
 PART = Part(400, 4.4, 5.5, 100, 400, 2000, 1.0, 4.0, 0.02, {"steps": 100.0})

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from traces import synthetic_trace
 
-from benchmarks.shadow_simulated import shadow_simulated
-from eldr_serve.routing import make_policy
+from benchmarks.papers.shadow_simulated import shadow_simulated
+from eldr_serve.command_errors import BadInput
+from eldr_serve.scheduling import make_policy
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Requests
 from offline.simulation.run import simulate
-from tools.cli import BadInput
 
 
 def test_a_closed_loop_has_so_many_in_flight_until_the_last_ones() -> None:

@@ -10,8 +10,8 @@ import pytest
 from in_process import command, sentence
 from numpy.typing import NDArray
 
-from benchmarks.step_cost import PACKAGE, Step, composed_steps, fit_rows, package_rows, point_rows
-from eldr_serve.routing import StepCost
+from benchmarks.engine.step_cost import PACKAGE, Step, composed_steps, fit_rows, package_rows, point_rows
+from eldr_serve.scheduling import StepCost
 
 LAYERS = 3
 COST = StepCost(2e-3, 5e-5, 0.0, 3e-6)
@@ -84,7 +84,7 @@ def test_the_package_s_figures_stand_beside_the_batches_that_were_measured() -> 
 
 
 def test_impossible_options_are_refused_in_one_sentence() -> None:
-    told = sentence(command("benchmarks.step_cost", device="cpu", batches="1", active="16,32"))
+    told = sentence(command("benchmarks.engine.step_cost", device="cpu", batches="1", active="16,32"))
     assert "8 to 8 experts" in told
-    assert "--active" in sentence(command("benchmarks.step_cost", device="cpu", active="many"))
-    assert "name cpu" in sentence(command("benchmarks.step_cost"))
+    assert "--active" in sentence(command("benchmarks.engine.step_cost", device="cpu", active="many"))
+    assert "name cpu" in sentence(command("benchmarks.engine.step_cost"))

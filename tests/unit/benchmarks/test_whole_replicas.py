@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from in_process import command, sentence
 
-from benchmarks import whole_replicas
-from benchmarks.harness.client import Answer
-from benchmarks.harness.engines import plain_engine_kwargs
-from benchmarks.harness.normalised_time import NormalisedTime
-from benchmarks.harness.whole_workloads import (
+from benchmarks.lib.client import Answer
+from benchmarks.lib.engines import plain_engine_kwargs
+from benchmarks.lib.normalised_time import NormalisedTime
+from benchmarks.lib.whole_workloads import (
     APPLICATIONS,
     SHRINK,
     SYSTEM_CHARS,
@@ -24,10 +23,11 @@ from benchmarks.harness.whole_workloads import (
     sessions,
     system_prompts,
 )
+from benchmarks.serving import whole_replicas
+from eldr_serve.command_errors import BadInput
+from loadgen.sse import StreamTiming
 from loadgen.traces import BLOCK_TOKENS, TraceRequest
 from loadgen.workload import Prompt
-from tools.cli import BadInput
-from tools.sse import StreamTiming
 
 PROMPTS = [Prompt(f"p{n}", f"d{n % 3}", f"{n} of domain {n % 3}, " + "text " * n) for n in range(30)]
 ANSWERS = range(8, 17)
@@ -196,7 +196,7 @@ def test_what_cannot_run_is_refused_before_anything_starts() -> None:
         ({"systems": "vllm-router/cache_aware"}, "'vllm-router/cache_aware' needs an option"),
         ({"workloads": "sessions"}, "'sessions' needs an option"),
     ):
-        assert said in sentence(command("benchmarks.whole_replicas", **asked))
+        assert said in sentence(command("benchmarks.serving.whole_replicas", **asked))
     assert whole_replicas._chosen("workload", "", whole_replicas.WORKLOADS, "sessions", None) == [
         "many domains", "system prompts",
     ]  # fmt: skip

@@ -16,9 +16,9 @@ import yaml
 from in_process import python
 from shipped import ROOT
 
-from eldr_serve.check.check import Checked, check
-from eldr_serve.check.machine import GIB, Pool, gpu_of, read_cluster, with_gpu
-from eldr_serve.check.report import as_json
+from eldr_serve.preflight.check import Checked, check
+from eldr_serve.preflight.machine import GIB, Pool, gpu_of, read_cluster, with_gpu
+from eldr_serve.preflight.report import as_json
 
 pytestmark = pytest.mark.slow
 
@@ -275,7 +275,7 @@ def test_json_has_it_all(outcomes: dict[str, Checked]) -> None:
 
 def test_the_command_says_it_and_exits_with_1() -> None:
     done = python(
-        "-m", "eldr_serve.command", "check", "deployments/qwen3_30b_8p16d.yaml", "--gpu", "L40S", "--json"
+        "-m", "eldr_serve.cli", "check", "deployments/qwen3_30b_8p16d.yaml", "--gpu", "L40S", "--json"
     )
     assert done.returncode == 1, done.stderr
     (found,) = json.loads(done.stdout)

@@ -9,8 +9,8 @@ from in_process import sentence
 from shipped import ROOT
 from typer.testing import CliRunner
 
-from eldr_serve.check.machine import described, gpu_of, read_cluster, with_gpu
-from eldr_serve.command import app
+from eldr_serve.cli import app
+from eldr_serve.preflight.machine import described, gpu_of, read_cluster, with_gpu
 
 YAML = "deployments/qwen3_30b_8p16d.yaml"
 

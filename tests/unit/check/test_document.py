@@ -13,10 +13,10 @@ import yaml
 from in_process import python
 from shipped import ROOT
 
-from eldr_serve.check import check as checking
-from eldr_serve.check.check import Checked
-from eldr_serve.check.engines import Answer
-from eldr_serve.check.machine import Pool
+from eldr_serve.preflight import check as checking
+from eldr_serve.preflight.check import Checked
+from eldr_serve.preflight.engines import Answer
+from eldr_serve.preflight.machine import Pool
 
 HERE = [Pool("nodes", 1, {"CPU": 2}, memory_gib=24, here=True)]
 ELSEWHERE = [Pool("nodes", 1, {"CPU": 2}, memory_gib=24)]
@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "proxy_location": ("HeadsOnly", "proxy_location is 'HeadsOnly': unknown, did you mean 'HeadOnly'?"),
     "logging_config.log_level": ("LOUD", "logging_config.log_level is 'LOUD'"),
     "applications": (None, "applications is missing"),
-    f"{APPLICATION}.import_path": ("eldr_serve.app:build", "must be eldr_serve.serving.app:build_app"),
+    f"{APPLICATION}.import_path": ("eldr_serve.app:build", "must be eldr_serve.app:build_app"),
     f"{APPLICATION}.import_pth": (
         "x",
         "applications.0: unknown key 'import_pth': did you mean 'import_path'?",
@@ -124,7 +124,7 @@ def test_what_serve_would_refuse_or_misread(path: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [({}, 'multiple configs for application "eldr"'), ({"name": "b"}, 'route prefix "/"'),
-     ({"name": "b", "route_prefix": "/b"}, "has 2 applications eldr_serve.serving.app:build_app")],
+     ({"name": "b", "route_prefix": "/b"}, "has 2 applications eldr_serve.app:build_app")],
 )  # fmt: skip
 def test_two_applications(change: dict[str, str], words: str, tmp_path: Path) -> None:
     given = content()
@@ -134,7 +134,7 @@ def test_two_applications(change: dict[str, str], words: str, tmp_path: Path) ->
 
 def test_a_key_that_serve_ignores_is_a_warning_and_an_import_path_may_have_a_dot(tmp_path: Path) -> None:
     given = content() | {"x-shared": {"any": "thing"}}
-    given["applications"][0]["import_path"] = "eldr_serve.serving.app.build_app"
+    given["applications"][0]["import_path"] = "eldr_serve.app.build_app"
     given["applications"][0]["deployments"] = [{"name": "EldrIngress", "num_replicas": 3}]
     found = checked(tmp_path, given)
     assert found.starts
@@ -213,7 +213,7 @@ def test_a_misspelt_key_is_found_before_anything_slow_is_imported(
     args["decode_config"] |= part.get("decode_config", {})
     (tmp_path / "made.yaml").write_text(yaml.safe_dump(given))
     script = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom eldr_serve.command import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom eldr_serve.cli import app\n"
         "done = CliRunner().invoke(app, ['check', sys.argv[1]])\nprint(done.output, done.exit_code)\n"
         "print([name for name in ('vllm', 'torch', 'transformers', 'ray.llm') if name in sys.modules])\n"
     )

@@ -16,12 +16,12 @@ import yaml
 from pydantic import BaseModel
 from shipped import ROOT
 
-from eldr_serve.check import check as checking
-from eldr_serve.check.engines import Answer
-from eldr_serve.check.machine import Pool
+from eldr_serve.app import build_app
+from eldr_serve.config import EldrArgs
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.serving.app import build_app
-from eldr_serve.serving.config import EldrArgs
+from eldr_serve.preflight import check as checking
+from eldr_serve.preflight.engines import Answer
+from eldr_serve.preflight.machine import Pool
 from eldr_serve.validation import shown
 
 NODES = [Pool("nodes", 64, {"CPU": 64, "GPU": 8, "prefill": 8, "decode": 8, "ingress": 8}, memory_gib=999)]
@@ -235,7 +235,7 @@ def errors_of(path: Path) -> list[str]:
 
 
 def written(folder: Path, args: Any, **others: Any) -> Path:
-    application = {"name": "eldr", "import_path": "eldr_serve.serving.app:build_app", "args": args}
+    application = {"name": "eldr", "import_path": "eldr_serve.app:build_app", "args": args}
     path = folder / "made.yaml"
     path.write_text(yaml.safe_dump({"applications": [application], "http_options": {"port": 8001}} | others))
     models = folder / "models"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from eldr_serve.check.deployment import EngineDeployment
-from eldr_serve.check.engines import Answer
-from eldr_serve.check.findings import memory
-from eldr_serve.check.machine import GIB, gpu_of
-from eldr_serve.check.memory import FIXED_GIB, kv_bytes, reserve_bytes
 from eldr_serve.engine.backend import Step
+from eldr_serve.preflight.deployment import EngineDeployment
+from eldr_serve.preflight.engines import Answer
+from eldr_serve.preflight.findings import memory
+from eldr_serve.preflight.machine import GIB, gpu_of
+from eldr_serve.preflight.memory import FIXED_GIB, kv_bytes, reserve_bytes
 
 QWEN3_30B = Step(
     tokens=16384, sequences=64, hidden=2048, top_k=8, expert_width=768, vocabulary=151936, element=2

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.check.machine import Pool
-from eldr_serve.check.placement import Replicas, place
+from eldr_serve.preflight.machine import Pool
+from eldr_serve.preflight.placement import Replicas, place
 
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 sizes = st.integers(1, 3)

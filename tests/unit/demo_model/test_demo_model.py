@@ -15,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812
 from in_process import command, sentence
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 
-from demo_model import WEIGHTS, corpus, dialogues, evaluate, sources, train, widen
-from tools.cli import BadInput
+from eldr_serve.command_errors import BadInput
+from examples.demo_model import WEIGHTS, corpus, dialogues, evaluate, sources, train, widen
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from benchmarks.harness.ep_ranks import on_ranks
-from eldr_serve.artifacts import ExpertPlacement
+from benchmarks.lib.ep_ranks import on_ranks
 from eldr_serve.engine.vllm.ep import live as live_module
 from eldr_serve.engine.vllm.ep.held import HeldExperts
 from eldr_serve.engine.vllm.ep.layer import KEPT, LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.swap import PlacementError, swap_placement
 from eldr_serve.errors import Refused
-from eldr_serve.expert_placement import Topology, placement_id
+from eldr_serve.experts.placement import Topology, placement_id
+from eldr_serve.experts.routing_table import ExpertPlacement
 
 LAYERS, EXPERTS, SLOTS, MOST = 2, 6, 8, 2
 

@@ -17,8 +17,8 @@ from engine_contract import CHECKS, Subject, run_check
 from eldr_serve.engine.fake import FakeConfig, FakeEngine, FakeTracer
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
-from eldr_serve.expert_sample import ExpertSample
-from eldr_serve.signature import pack_counts, unpack_counts
+from eldr_serve.experts.sample import ExpertSample
+from eldr_serve.experts.signature import pack_counts, unpack_counts
 
 TOKENS, TOP_K = 8, 2
 COUNTS = np.array([[[16, 0, 0, 0], [4, 4, 4, 4], [1, 2, 3, 10]], [[8, 8, 0, 0]] * 3], np.uint32)

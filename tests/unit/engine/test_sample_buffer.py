@@ -9,7 +9,7 @@ import pytest
 
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.samples import SampleBuffer
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.signature import pack_counts
 
 IDS = np.arange(3, dtype=np.uint32)
 COUNTS = pack_counts(np.ones((2, 4), np.uint32))

@@ -14,7 +14,7 @@ from fake_vllm import PROMPT, Client, engine
 
 from eldr_serve.engine.keys import CALIBRATE
 from eldr_serve.engine.protocol import EngineRequest
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.signature import pack_counts
 
 COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
 TOKENS = 6

@@ -24,9 +24,9 @@ from vllm.entrypoints.launchers.render.app_state import init_render_app_state
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_cases import DETOKENIZE, MODEL, REFUSED, TOKENIZE, TOKENIZED
 
-from demo_model import WEIGHTS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.engine import VllmEngine
+from examples.demo_model import WEIGHTS
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.engine.vllm.tracked_request import RouteCounts, TrackedRequest
-from eldr_serve.signature import unpack_counts
+from eldr_serve.experts.signature import unpack_counts
 
 PROMPT, STEPS, LAYERS, EXPERTS, K = 5, 100, 3, 8, 2
 ROUTES = np.argsort(np.random.default_rng(0).random((STEPS, LAYERS, EXPERTS)), axis=-1)[..., :K].astype(

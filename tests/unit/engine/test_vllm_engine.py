@@ -25,8 +25,8 @@ from eldr_serve.engine.vllm.compat import serve_llm
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_sets
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.errors import ConfigurationError, error_body
-from eldr_serve.serving.servers import describe
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.signature import pack_counts
+from eldr_serve.replicas.servers import describe
 
 # Ray's destructor is a coroutine, which Serve awaits.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'LLMServer.__del__'")

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from shipped import ROOT
 from tables import random_hosts
 
-from eldr_serve.expert_placement import hosts_of
+from benchmarks.papers.replica_choice import route_even, route_optimal
 from eldr_serve.experts.metro import LARGEST, UNIT, MetroPlan, route_metro
 from eldr_serve.experts.metro_torch import TorchMetro
+from eldr_serve.experts.placement import hosts_of
 from offline.placement.eplb import activation_placement, eplb_placement
-from studies.replica_choice import route_even, route_optimal
 
 
 def test_eplb_gives_the_published_example() -> None:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.expert_placement import Topology
 from eldr_serve.experts.metro import route_metro
+from eldr_serve.experts.placement import Topology
 from eldr_serve.experts.replica_choice import RULES, Nearest, make_choice, slots_by_rank
 
 

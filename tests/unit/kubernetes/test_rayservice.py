@@ -16,13 +16,13 @@ from in_process import sentence
 from shipped import ROOT
 from typer.testing import CliRunner
 
-from eldr_serve.check.deployment import Deployment, read_deployment
-from eldr_serve.check.machine import ACCELERATOR, Pool, read_cluster
-from eldr_serve.check.placement import place, total
-from eldr_serve.command import app
+from eldr_serve.cli import app
 from eldr_serve.kubernetes.groups import SIZES
 from eldr_serve.kubernetes.manifest import Options, rayservice, text
-from eldr_serve.serving.ray_settings import QUIET
+from eldr_serve.preflight.deployment import Deployment, read_deployment
+from eldr_serve.preflight.machine import ACCELERATOR, Pool, read_cluster
+from eldr_serve.preflight.placement import place, total
+from eldr_serve.ray_settings import QUIET
 from tools.crd import faults
 
 SHIPPED = sorted((ROOT / "deployments").glob("*.yaml"))

@@ -8,8 +8,8 @@ import pytest
 
 from loadgen.answers import client_answers, step_answers
 from loadgen.figures import policy_rows
+from loadgen.statistics import Slo
 from loadgen.trial import Trial
-from tools.stats import Slo
 
 KEYS = ("tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms")
 

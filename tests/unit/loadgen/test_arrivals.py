@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from eldr_serve.command_errors import BadInput
 from loadgen.arrivals import Arrival, closed_loop, open_loop, output_lengths, poisson, share
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace, replay
 from loadgen.workload import Prompt
-from tools.cli import BadInput
 
 
 def common_prefix(one: str, other: str) -> int:

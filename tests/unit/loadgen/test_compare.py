@@ -20,12 +20,12 @@ from in_process import command
 from shipped import ROOT
 
 from eldr_serve import client
+from eldr_serve.command_errors import BadInput
 from loadgen.compare import compare
 from loadgen.figures import policy_rows
+from loadgen.journal import Journal
+from loadgen.statistics import Slo
 from loadgen.trial import JOURNAL, RESTORE, Sample, Trial, increase, order, parse_policy, read_trials
-from tools.cli import BadInput
-from tools.journal import Journal
-from tools.stats import Slo
 
 OWN = {"name": "locality-band", "parameters": {"band": 0.2}}
 

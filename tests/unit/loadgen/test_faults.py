@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from in_process import python
 
-from eldr_serve.routing import Placement, Placer
-from eldr_serve.serving.prefill_step import PrefillStep
-from eldr_serve.serving.router_link import RouterLink
-from eldr_serve.serving.router_state import RouterState
+from eldr_serve.pipeline.prefill_step import PrefillStep
+from eldr_serve.router.link import RouterLink
+from eldr_serve.router.state import RouterState
+from eldr_serve.scheduling import Placement, Placer
 from loadgen.faults import virtual_time
 from loadgen.faults.clients import Plan
 from loadgen.faults.fake_engines import Blocks, continuation

@@ -8,9 +8,9 @@ import pytest
 from fake_service import KEY, FakeService, fake_service
 
 from eldr_serve.client import Client
+from eldr_serve.command_errors import BadInput
 from loadgen.greedy import differing_answers, greedy_sentence
 from loadgen.workload import Prompt
-from tools.cli import BadInput
 
 PROMPTS = [Prompt(name, "d", f"Say {name}") for name in ("one", "two")]
 POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]

@@ -19,7 +19,7 @@ import requests
 from fake_service import REPLICAS, FakeService, fake_service
 from shipped import ROOT
 
-from benchmarks.harness.replay_engine import free_port
+from benchmarks.lib.replay_engine import free_port
 from loadgen.arrivals import poisson
 
 pytestmark = pytest.mark.slow  # a process a test

@@ -12,8 +12,8 @@ from PIL import Image
 from loadgen.answers import client_answers, step_answers
 from loadgen.figures import policy_rows
 from loadgen.report import html_report
+from loadgen.statistics import Slo
 from loadgen.trial import Trial
-from tools.stats import Slo
 
 POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
 

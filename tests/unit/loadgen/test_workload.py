@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from eldr_serve.command_errors import BadInput
 from loadgen.arrivals import closed_loop
 from loadgen.workload import Prompt, balanced_sample, read_prompts, write_prompts
-from tools.cli import BadInput
 
 
 def test_prompts_of_files_and_folders(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from shipped import ROOT
 
+from eldr_serve.command_errors import BadInput
 from eldr_serve.engine.fake import FakeConfig, FakeTracer
 from eldr_serve.engine.protocol import Sampling
 from eldr_serve.engine.routes import pack_routes, unpack_routes
-from eldr_serve.signature import pack_counts
-from eldr_serve.signature_predictor import tokenizer_fingerprint
+from eldr_serve.experts.signature import pack_counts
+from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
 from loadgen.workload import Prompt
 from offline.calibrate import build_trace, decode_settings, trace_texts
-from tools.cli import BadInput
 
 
 def record(name: str, prompt: int, steps: int, seed: int = 0) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from in_process import command, python, sentence
 from shipped import ROOT
 from traces import synthetic_trace
 
-from eldr_serve.artifacts import RoutingTable
+from eldr_serve.experts.routing_table import RoutingTable
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def test_fit_writes_table_report_and_plot(trace: Path) -> None:
         "offline.refit --trace {trace} --out {out}",
         "offline.refit --trace nowhere --workers 3 --out {out}",
         "loadgen.compare --host http://127.0.0.1:9 --policies random --rate 1 --out {out}",
-        "offline.calibrate --deployment nowhere --prompts demo_model/prompts --out {out}",
-        "offline.calibrate --deployment Makefile --prompts demo_model/prompts --out {out}",
+        "offline.calibrate --deployment nowhere --prompts examples/demo_model/prompts --out {out}",
+        "offline.calibrate --deployment Makefile --prompts examples/demo_model/prompts --out {out}",
         "offline.calibrate --deployment deployments/cpu_demo.yaml --prompts nowhere --out {out}",
         "offline.calibrate --deployment deployments/cpu_demo.yaml --prompts Makefile --out {out}",
     ],
@@ -98,7 +98,7 @@ def test_help_says_units_and_defaults(module: str) -> None:
 
 def test_a_dry_run_of_calibrate_says_what_it_would_do() -> None:
     done = command(
-        "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml", "--prompts", "demo_model/prompts",
+        "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml", "--prompts", "examples/demo_model/prompts",
         "--out", "nothing.safetensors", "--limit", "20", "--dry-run",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr

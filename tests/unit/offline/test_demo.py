@@ -12,12 +12,12 @@ import yaml
 from shipped import ROOT
 from traces import synthetic_trace
 
-from eldr_serve.fitting.table import fit_table
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.fitting.table import fit_table
 from loadgen.application import _gpus
 from loadgen.trial import Shape, Trial
 from offline import demo
 from offline.demo_arguments import demo_arguments
-from tools.cli import BadInput
 
 DEPLOYMENT = ROOT / "deployments/cpu_demo.yaml"
 MODEL = Path("somewhere/model_64")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from eldr_serve.expert_placement import Topology, hosts_of
+from eldr_serve.experts.placement import Topology, hosts_of
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement, placed_work, round_in_polytope
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tables import random_hosts
 from traces import synthetic_trace
 
-from eldr_serve.expert_placement import Topology, hosts_of
+from eldr_serve.experts.placement import Topology, hosts_of
 from offline.placement.affinity import co_activation, expert_load
 from offline.placement.cost import LayerCost
 from offline.placement.evaluate import (

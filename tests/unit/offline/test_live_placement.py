@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from eldr_serve.artifacts import ExpertPlacement
-from eldr_serve.expert_placement import hosts_of
+from eldr_serve.experts.placement import hosts_of
+from eldr_serve.experts.routing_table import ExpertPlacement
 from offline.live_placement import Planner, update_placement
 from offline.placement.cost import LayerCost
 

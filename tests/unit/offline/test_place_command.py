@@ -11,9 +11,9 @@ import pytest
 from in_process import command, sentence
 from traces import saved, synthetic_trace
 
-from eldr_serve.artifacts import ExpertPlacement
-from eldr_serve.calibration_trace import CalibrationTrace
-from eldr_serve.fitting.table import fit_table
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.routing_table import ExpertPlacement
 from offline.place import METHODS, place
 from offline.placement.cost import LayerCost
 

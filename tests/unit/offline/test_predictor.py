@@ -14,8 +14,8 @@ from in_process import command, sentence
 from scipy.sparse import csr_array
 from traces import synthetic_trace
 
-from eldr_serve.online_predictor import OnlinePredictor
-from eldr_serve.signature_predictor import SignaturePredictor
+from eldr_serve.experts.online_predictor import OnlinePredictor
+from eldr_serve.experts.signature_predictor import SignaturePredictor
 from offline.predictor import (
     agreement,
     dual_ridge,

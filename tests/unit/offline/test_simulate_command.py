@@ -12,13 +12,13 @@ import pytest
 import yaml
 from in_process import command, sentence
 
-from eldr_serve.routing import StepCost
+from eldr_serve.command_errors import BadInput
+from eldr_serve.scheduling import StepCost
 from offline.gptoss import LAYERS, TOP_K, read_gptoss
 from offline.scenario import Work, read_scenario
 from offline.simulate import one_run
 from offline.simulation.calibration import FittedCost, fit_steps, from_status
 from offline.simulation.requests import SimulationError
-from tools.cli import BadInput
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from traces import observed_experts, random_routes
 
-from eldr_serve.routing import Decision, Loads, PlacementRequest, QueuedPolicy, StepCost, make_policy
+from eldr_serve.scheduling import Decision, Loads, PlacementRequest, QueuedPolicy, StepCost, make_policy
 from offline.simulation.cluster import Cluster, Decode, Prefill, Whole
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests, SimulationError, rank_masks

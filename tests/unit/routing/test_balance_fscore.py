@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.routing.fscore import FScore, best_subset
+from eldr_serve.scheduling.policies.balance_route.fscore import FScore, best_subset
 
 TOKENS = st.integers(0, 500)
 LOADS = st.lists(TOKENS, min_size=1, max_size=6)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import request
 
-from eldr_serve.routing import (
+from eldr_serve.scheduling import (
     Loads,
     Oracle,
     PlacementRequest,
@@ -19,7 +19,7 @@ from eldr_serve.routing import (
     StepCost,
     make_policy,
 )
-from eldr_serve.routing.horizon import Forecast
+from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 
 RNG = np.random.default_rng(0)
 QUEUED = ["balance-route", "balance-route-horizon", "balance-band"]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import request
 
-from eldr_serve.routing import (
+from eldr_serve.scheduling import (
     BoostedTrees,
     Loads,
     Oracle,
@@ -19,8 +19,8 @@ from eldr_serve.routing import (
     Survival,
     make_policy,
 )
-from eldr_serve.routing.horizon import Forecast
-from eldr_serve.routing.predictors import PREDICTORS
+from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
+from eldr_serve.scheduling.policies.predictors import PREDICTORS
 
 H = 10
 RNG = np.random.default_rng(0)

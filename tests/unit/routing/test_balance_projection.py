@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from eldr_serve.routing.dispatch import Newcomers, Slots
-from eldr_serve.routing.projection import RunningRequests
+from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers, Slots
+from eldr_serve.scheduling.policies.balance_route.projection import RunningRequests
 
 H, WORKERS = 6, 3
 NAMES = st.sampled_from([f"r{i}" for i in range(90)])

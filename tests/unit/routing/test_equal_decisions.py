@@ -21,10 +21,10 @@ from shipped import ROOT
 from tables import counts_for, request, unit_table
 from traces import observed_experts, random_routes
 
-from eldr_serve.artifacts import RoutingTable
-from eldr_serve.routing import Placement, PlacementRequest, State, StepCost, StepSums, make_policy
-from eldr_serve.serving.messages import Restore, Settings
-from eldr_serve.serving.router_state import RouterState
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.router.messages import Restore, Settings
+from eldr_serve.router.state import RouterState
+from eldr_serve.scheduling import Placement, PlacementRequest, State, StepCost, StepSums, make_policy
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.requests import Requests
 from offline.simulation.run import Change, simulate

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.routing import Placement, PlacementRequest, State, make_policy
-from eldr_serve.routing.fairness import fair_order
-from eldr_serve.routing.placer import Placer
+from eldr_serve.scheduling import Placement, PlacementRequest, State, make_policy
+from eldr_serve.scheduling.fairness import fair_order
+from eldr_serve.scheduling.placer import Placer
 
 PRIORITIES = {"a": 1.0, "b": 2.0, "c": 0.5}
 tenants = st.lists(st.sampled_from("abc"), max_size=12)

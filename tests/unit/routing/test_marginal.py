@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from eldr_serve.routing import (
+from eldr_serve.scheduling import (
     Loads,
     MarginalCost,
     PlacementRequest,

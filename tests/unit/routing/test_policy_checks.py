@@ -15,8 +15,9 @@ from router_talk import ask, make
 from shipped import ROOT
 from tables import request
 
-from benchmarks.harness.tables import filled
-from eldr_serve.routing import (
+from benchmarks.lib.tables import filled
+from eldr_serve.router.settings import RouterSettings
+from eldr_serve.scheduling import (
     Decision,
     Loads,
     MarginalCost,
@@ -30,14 +31,13 @@ from eldr_serve.routing import (
     policy_names,
     reads_counts,
 )
-from eldr_serve.routing.registry import policy_class
-from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.scheduling.policies.registry import policy_class
 
 PAGE = ROOT / "docs" / "placement.md"
 STRANGER = """
 import numpy as np
 from pydantic import Field
-from eldr_serve.routing import Decision, NoWorkerError, Policy, Survival
+from eldr_serve.scheduling import Decision, NoWorkerError, Policy, Survival
 
 class Nearest(Policy):
     reads_counts = True
@@ -89,7 +89,7 @@ def test_a_strangers_policy_is_loaded_by_its_import_path(stranger: str) -> None:
         ("their_rules:Nearest", {"end": 1}, "has no parameter 'end'; it takes start"),
         ("their_rules:Nobody", {}, "'their_rules:Nobody' cannot be imported (AttributeError: "),
         ("no_such_rules:X", {}, "cannot be imported (ModuleNotFoundError: No module named 'no_such_rules')"),
-        ("their_rules:Late", {}, "'their_rules:Late' is no subclass of eldr_serve.routing.Policy"),
+        ("their_rules:Late", {}, "'their_rules:Late' is no subclass of eldr_serve.scheduling.Policy"),
         ("their_rules:Fails", {}, "cannot be made: RuntimeError('not today')"),
         ("nearest", {}, "unknown policy"),
         ("random", {"seed": 1}, "no parameter"),

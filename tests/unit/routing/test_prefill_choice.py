@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.routing.prefill import choose_prefill
-from eldr_serve.serving.wire import Asked, prompt_head
+from eldr_serve.request_fields import Asked, prompt_head
+from eldr_serve.scheduling.prefill import choose_prefill
 
 REPLICAS = [f"p{n}" for n in range(8)]
 IDLE = dict.fromkeys(REPLICAS, 0)

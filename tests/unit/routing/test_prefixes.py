@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from router_talk import loads, make, release, say
 from tables import request
 
-from eldr_serve.routing import (
+from eldr_serve.scheduling import (
     Decision,
     Loads,
     Placement,

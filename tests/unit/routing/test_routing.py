@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from tables import counts_for, request, unit_table
 
-from eldr_serve.routing import Decision, Loads, make_policy, policy_names, worker_similarity
+from eldr_serve.scheduling import Decision, Loads, make_policy, policy_names, worker_similarity
 
 RNG = np.random.default_rng(0)
 

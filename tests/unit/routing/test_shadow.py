@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.routing import (
+from eldr_serve.scheduling import (
     Decision,
     Loads,
     Placement,
@@ -22,7 +22,7 @@ from eldr_serve.routing import (
     StepSums,
     make_policy,
 )
-from eldr_serve.routing.activation import levels_of, probability
+from eldr_serve.scheduling.activation import levels_of, probability
 
 L, E = 2, 6
 COST = StepCost(2e-3, 3e-4, 1e-6, 7e-4)
@@ -203,7 +203,7 @@ def test_nothing_of_the_policy_runs_while_a_request_is_placed_and_it_must_keep_u
     slow = Shadow(OneWorker())
     placer.set_shadow(slow)
     assert slow.catch_up(budget_s=0.0)  # no time, no work
-    monkeypatch.setattr("eldr_serve.routing.shadow._MAX_EVENTS", 1)
+    monkeypatch.setattr("eldr_serve.scheduling.shadow._MAX_EVENTS", 1)
     placer.finish("r")
     with pytest.raises(OverflowError):
         slow.catch_up()

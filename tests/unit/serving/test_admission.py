@@ -22,7 +22,7 @@ from starlette.responses import Response
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import parse_request
 from eldr_serve.errors import Overloaded
-from eldr_serve.serving.admission import Admission, Gate, IngressOptions, parse_json
+from eldr_serve.ingress.admission import Admission, Gate, IngressOptions, parse_json
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}

@@ -8,10 +8,10 @@ import pytest
 from ray.serve._private.autoscaling_state import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from eldr_serve.serving.app import engine_spec
-from eldr_serve.serving.autoscaling import IN_FLIGHT, KV_IN_USE, by_requests_in_flight
+from eldr_serve.app import engine_spec
+from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE, by_requests_in_flight
 
-POLICY = "eldr_serve.serving.autoscaling:by_requests_in_flight"
+POLICY = "eldr_serve.replicas.autoscaling:by_requests_in_flight"
 
 
 def context(

@@ -15,11 +15,11 @@ from fake_fleet import FakeFleet, Sent, answering, prefilled
 from one_path import Client, generation, good_decode
 
 from eldr_serve.errors import Overloaded
-from eldr_serve.serving.decode_turns import SEATS
-from eldr_serve.serving.path import RequestPath
-from eldr_serve.serving.path_options import PathOptions
-from eldr_serve.serving.prefill_queue import QUEUE
-from eldr_serve.serving.request_run import Engines
+from eldr_serve.pipeline.path import RequestPath
+from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.request_run import Engines
+from eldr_serve.queues.prefill_queue import QUEUE
+from eldr_serve.replicas.decode_turns import SEATS
 from loadgen.faults.virtual_time import VirtualLoop
 
 RATE = 9000.0  # throughput of an engine, tokens/s

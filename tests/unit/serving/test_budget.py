@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
+from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
 
 
 class Budget(PrefillBudget):

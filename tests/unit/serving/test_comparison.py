@@ -10,10 +10,10 @@ from router_talk import FakeActor, ask, connected, make, say
 from tables import counts_for, request, unit_table
 
 from eldr_serve.errors import SwapRefused
-from eldr_serve.routing import Decision, Policy, State
-from eldr_serve.serving.messages import NamedPolicy, Restore
-from eldr_serve.serving.router_state import RouterState
-from eldr_serve.serving.signature_plane import CentroidPlane, CountsPlane
+from eldr_serve.router.messages import NamedPolicy, Restore
+from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane
+from eldr_serve.router.state import RouterState
+from eldr_serve.scheduling import Decision, Policy, State
 
 
 class Broken(Policy):

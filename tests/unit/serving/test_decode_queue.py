@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from router_talk import SLOTS, Slots, leased, loads, make, say
 from tables import counts_for, request, unit_table
 
-from eldr_serve.routing import Placement, State
-from eldr_serve.serving.messages import Reply, Restore
-from eldr_serve.serving.outbox import Outbox
-from eldr_serve.serving.router_state import RouterState
+from eldr_serve.router.messages import Reply, Restore
+from eldr_serve.router.outbox import Outbox
+from eldr_serve.router.state import RouterState
+from eldr_serve.scheduling import Placement, State
 
 router = partial(make, workers=2, table=2, policy=SLOTS)
 

@@ -14,14 +14,14 @@ from fake_fleet import FakeFleet, Sent
 from ingress_app import KEY, running_app
 from numpy.typing import ArrayLike
 
-from eldr_serve.artifacts import ExpertPlacement
 from eldr_serve.channel import CallFailed, ChannelLost
 from eldr_serve.engine.fake import FakeEngine
 from eldr_serve.errors import Refused
-from eldr_serve.expert_placement import placement_id
-from eldr_serve.serving import servers
-from eldr_serve.serving.expert_swap import METHOD, place, place_everywhere
-from eldr_serve.serving.replicas import EXPERTS, ReplicaDirectory
+from eldr_serve.experts.placement import placement_id
+from eldr_serve.experts.routing_table import ExpertPlacement
+from eldr_serve.replicas import servers
+from eldr_serve.replicas.expert_swap import METHOD, place, place_everywhere
+from eldr_serve.router.directory import EXPERTS, ReplicaDirectory
 
 PLACED = ExpertPlacement(np.array([[0, 1, 2, 0], [2, 1, 0, 1]]), 2, 3, model="m", method="by hand")
 

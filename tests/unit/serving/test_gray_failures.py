@@ -14,8 +14,8 @@ from router_talk import settled
 from test_resume import END, WHOLE, packed
 
 from eldr_serve.channel import Call, CallLate
-from eldr_serve.serving import path
-from eldr_serve.serving.outliers import Outliers
+from eldr_serve.pipeline import path
+from eldr_serve.replicas.outliers import Outliers
 
 
 def on(replica: str, answer: Any, others: Any = good_decode) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from router_talk import ask, leased, loads, make, release, say
 from tables import request
 
-from eldr_serve.routing import (
+from eldr_serve.scheduling import (
     Decision,
     GuardedPolicy,
     Loads,
@@ -19,7 +19,7 @@ from eldr_serve.routing import (
     State,
     make_policy,
 )
-from eldr_serve.routing.balance import BalanceRoute
+from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute
 
 HORIZON = ["balance-route-horizon", "balance-band"]
 LOADS = Loads(np.array([2, 0, 1]), np.zeros(3, np.int64), np.array([True, False, True]))

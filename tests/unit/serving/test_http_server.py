@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from eldr_serve.serving.admission import IngressOptions
-from eldr_serve.serving.http_server import HttpServer
-from eldr_serve.serving.port import Port
+from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.http_server import HttpServer
+from eldr_serve.ingress.port import Port
 
 
 def answering(held: asyncio.Event) -> Any:
@@ -95,7 +95,7 @@ def test_a_port_of_another_application_is_refused_until_its_last_replica_has_gon
 def test_of_two_applications_that_start_at_once_one_has_the_port(tmp_path: Path) -> None:
     """Each process tries repeatedly, and writes its name while it holds the port."""
     script = (
-        "import sys, time\nfrom eldr_serve.serving.port import Port, PortTaken\n"
+        "import sys, time\nfrom eldr_serve.ingress.port import Port, PortTaken\n"
         "until = time.monotonic() + 2\nheld = 0\n"
         "while time.monotonic() < until:\n"
         "    try: port = Port('127.0.0.1', int(sys.argv[1]), sys.argv[2])\n"

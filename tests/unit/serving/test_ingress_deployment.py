@@ -10,9 +10,9 @@ import yaml
 from ingress_app import running_app
 from shipped import ROOT
 
-from eldr_serve.check.findings import drain
-from eldr_serve.serving.app import engine_spec
-from eldr_serve.serving.config import EldrArgs
+from eldr_serve.app import engine_spec
+from eldr_serve.config import EldrArgs
+from eldr_serve.preflight.findings import drain
 
 
 def options(**given: Any) -> dict[str, Any]:

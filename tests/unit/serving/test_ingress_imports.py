@@ -12,8 +12,8 @@ from ray import cloudpickle
 from ray.serve._private.build_app import build_app as finalized
 from shipped import ROOT
 
+from eldr_serve.app import build_app
 from eldr_serve.engine.vllm.backend import VllmBackend
-from eldr_serve.serving.app import build_app
 
 _REPLICA = """
 import asyncio, sys
@@ -21,7 +21,7 @@ from ray import cloudpickle
 
 async def main():
     kind, arguments = map(cloudpickle.loads, cloudpickle.load(sys.stdin.buffer))
-    import eldr_serve.serving.request_router  # where its handles choose replicas
+    import eldr_serve.replicas.request_router  # where its handles choose replicas
     made = kind.__new__(kind)
     kind.__mro__[1].__init__(made, **arguments)
     made._client.start()

@@ -19,8 +19,8 @@ from router_talk import settled
 
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import parse_request
-from eldr_serve.serving.keys import Keys, add_key, write_keys
-from eldr_serve.serving.wire import Asked, tenant_salt
+from eldr_serve.limits.keys import Keys, add_key, write_keys
+from eldr_serve.request_fields import Asked, tenant_salt
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}

@@ -19,10 +19,10 @@ from PIL import Image
 from router_talk import FakeActor
 from tables import unit_table
 
-from eldr_serve.pages import live_page
-from eldr_serve.routing import StepSums
-from eldr_serve.serving.live_view import LiveView
-from eldr_serve.serving.messages import Answered, NamedPolicy
+from eldr_serve.dashboard import live_page
+from eldr_serve.router.live_view import LiveView
+from eldr_serve.router.messages import Answered, NamedPolicy
+from eldr_serve.scheduling import StepSums
 from tools.browser import Page, browser
 from tools.screenshots import VIEWS, taken
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from eldr_serve.metrics import LOOP, STALL_S
-from eldr_serve.serving import loop_watch
-from eldr_serve.serving.loop_watch import LoopWatch
+from eldr_serve.router import loop_watch
+from eldr_serve.router.loop_watch import LoopWatch
 from loadgen.faults.virtual_time import VirtualLoop
 
 

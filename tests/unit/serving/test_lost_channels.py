@@ -9,12 +9,12 @@ from router_talk import leased, settled
 from tables import request
 
 from eldr_serve.channel import Channel, ChannelServer
-from eldr_serve.serving import decode_router
-from eldr_serve.serving.address import Address
-from eldr_serve.serving.decode_router import DecodeRouter
-from eldr_serve.serving.messages import Exchange, Restore
-from eldr_serve.serving.router_calls import RouterCalls
-from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.channel.actor_calls import RouterCalls
+from eldr_serve.channel.address import Address
+from eldr_serve.router import actor as decode_router
+from eldr_serve.router.actor import DecodeRouter
+from eldr_serve.router.messages import Exchange, Restore
+from eldr_serve.router.settings import RouterSettings
 
 
 async def _open(handler: Any, **options: Any) -> tuple[Address, ChannelServer]:

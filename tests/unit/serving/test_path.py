@@ -15,12 +15,11 @@ from router_talk import settled
 
 from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
 from eldr_serve.errors import Overloaded
-from eldr_serve.serving import path
-from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
-from eldr_serve.serving.path_options import PathOptions
-from eldr_serve.serving.request_record import RequestRecord
-from eldr_serve.serving.stages import WINDOW, Stages
-from eldr_serve.serving.wire import (
+from eldr_serve.pipeline import path
+from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.request_record import RequestRecord
+from eldr_serve.pipeline.stages import WINDOW, Stages
+from eldr_serve.request_fields import (
     SIGNATURE,
     Asked,
     needs_whole_engine,
@@ -28,6 +27,7 @@ from eldr_serve.serving.wire import (
     prompt_head,
     prompt_key,
 )
+from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
 
 DEAD = answering(ChannelLost("it is dead"))
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from router_talk import FakeActor
 from tables import request, unit_table
 
-from eldr_serve.routing import Placement, State
-from eldr_serve.serving.messages import Exchange, Settings
-from eldr_serve.serving.replicas import ReplicaDirectory
-from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.router.client import RouterClient
+from eldr_serve.router.directory import ReplicaDirectory
+from eldr_serve.router.messages import Exchange, Settings
+from eldr_serve.scheduling import Placement, State
 
 EDGES = {
     State.SCORED: {State.SENT, State.LEASED, State.DONE},

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.errors import Overloaded
-from eldr_serve.serving.keys import Limits
-from eldr_serve.serving.places import Places
-from eldr_serve.serving.tenants import Tenant
+from eldr_serve.limits.keys import Limits
+from eldr_serve.limits.places import Places
+from eldr_serve.limits.tenants import Tenant
 
 PRIORITIES = {"a": 1.0, "b": 2.0, "c": 0.5}
 MOST, MOST_WAITING = 3, 6

@@ -18,17 +18,18 @@ from tables import request
 
 from eldr_serve.engine.vllm import signatures
 from eldr_serve.errors import SwapRefused
-from eldr_serve.online_predictor import OnlinePredictor
-from eldr_serve.routing import MarginalCost, prompt_blocks
-from eldr_serve.routing.activation import levels_of
-from eldr_serve.serving import router_state, true_signature
-from eldr_serve.serving.path import RequestPath
-from eldr_serve.serving.prompt_tokens import PromptTokens
-from eldr_serve.serving.replicas import BLOCK_TOKENS
-from eldr_serve.serving.request_run import Engines
-from eldr_serve.serving.router_state import RouterState
-from eldr_serve.signature import pack_counts
-from eldr_serve.signature_predictor import SignaturePredictor
+from eldr_serve.experts.online_predictor import OnlinePredictor
+from eldr_serve.experts.signature import pack_counts
+from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.pipeline.path import RequestPath
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.request_run import Engines
+from eldr_serve.replicas import true_signature
+from eldr_serve.router import state as router_state
+from eldr_serve.router.directory import BLOCK_TOKENS
+from eldr_serve.router.state import RouterState
+from eldr_serve.scheduling import MarginalCost, prompt_blocks
+from eldr_serve.scheduling.activation import levels_of
 
 L, E, K, V = 2, 8, 2, 16
 IDS = np.array([1, 1, 3], np.uint32)

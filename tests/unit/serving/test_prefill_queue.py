@@ -13,7 +13,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.serving.prefill_queue import (
+from eldr_serve.queues.prefill_queue import (
     DEFAULT_RATE,
     Meter,
     PrefillQueues,
@@ -21,8 +21,8 @@ from eldr_serve.serving.prefill_queue import (
     Throughput,
     Ticket,
 )
-from eldr_serve.serving.retry_times import MOST_S, RetryTimes
-from eldr_serve.serving.turns import Turns
+from eldr_serve.queues.retry_times import MOST_S, RetryTimes
+from eldr_serve.queues.turns import Turns
 
 BOUND_S = 30.0
 QUICK = (Phase.explicit, Phase.generate)  # shrinking a failing load takes minutes

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from shipped import ROOT
 from tokenizers import Tokenizer
 
-from eldr_serve.serving import prompt_tokens
-from eldr_serve.serving.prompt_tokens import PromptTokens
-from eldr_serve.serving.wire import Asked
-from eldr_serve.signature_predictor import tokenizer_fingerprint
+from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
+from eldr_serve.pipeline import prompt_tokens
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.request_fields import Asked
 
 MODEL = ROOT / "demo_model" / "weights"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))

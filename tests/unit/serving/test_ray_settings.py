@@ -8,7 +8,7 @@ import pytest
 import yaml
 from shipped import ROOT
 
-from eldr_serve.serving.ray_settings import QUIET
+from eldr_serve.ray_settings import QUIET
 
 
 @pytest.mark.parametrize("name", ["ray_cluster.yaml", "ray_cluster_local.yaml"])

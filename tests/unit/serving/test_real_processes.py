@@ -16,7 +16,7 @@ from engine_server import serving
 from fleet_processes import Replica, process, replica, running_ingress
 from router_talk import settled
 
-from eldr_serve.serving import servers
+from eldr_serve.replicas import servers
 
 ENDLESS = {"model": "m", "prompt": "x", "max_tokens": 10**6, "gap_ms": 20, "stream": True}
 NEVER_S = 3600.0  # of an engine's step, or of a prefill

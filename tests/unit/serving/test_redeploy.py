@@ -7,9 +7,9 @@ import logging
 import pytest
 from tables import unit_table
 
-from eldr_serve.serving.decode_router import DecodeRouter
-from eldr_serve.serving.messages import Restore, Settings
-from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.router.actor import DecodeRouter
+from eldr_serve.router.messages import Restore, Settings
+from eldr_serve.router.settings import RouterSettings
 
 FIRST = RouterSettings(model_id="m", policy="shortest-queue")
 SECOND = RouterSettings(model_id="m", policy="least-tokens", table=unit_table(2).to_bytes())

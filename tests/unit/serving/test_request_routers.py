@@ -10,9 +10,9 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID
 from ray.serve.request_router import ReplicaID, RequestRouter
 
-from eldr_serve.serving.replicas import directory
-from eldr_serve.serving.request_router import DecodeRequestRouter, DirectoryRouter
-from eldr_serve.serving.wire import REPLICA
+from eldr_serve.replicas.request_router import DecodeRequestRouter, DirectoryRouter
+from eldr_serve.request_fields import REPLICA
+from eldr_serve.router.directory import directory
 
 ID = DeploymentID("d")
 
@@ -33,7 +33,7 @@ def router(kind: Any, **kwargs: Any) -> Any:
 def leasing(place: Any) -> Any:
     """A DecodeRequestRouter whose client places so."""
     client = Mock(place=AsyncMock(side_effect=place))
-    with patch("eldr_serve.serving.request_router.RouterClient", return_value=client):
+    with patch("eldr_serve.replicas.request_router.RouterClient", return_value=client):
         return router(DecodeRequestRouter, router_name="r")
 
 

@@ -15,8 +15,8 @@ from one_path import World, generation
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.errors import Overloaded
-from eldr_serve.serving.budget import KV_USAGE, SAMPLE, PrefillBudget
-from eldr_serve.serving.rate import Rate
+from eldr_serve.queues.rate import Rate
+from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
 
 TOKENS = 12
 END = b"data: [DONE]\n\n"

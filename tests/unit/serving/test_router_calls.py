@@ -14,12 +14,12 @@ from router_talk import settled
 from tables import counts_for, request, unit_table
 
 from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.channel.actor_calls import RouterCalls
 from eldr_serve.errors import SwapRefused
-from eldr_serve.serving.decode_router import DecodeRouter
-from eldr_serve.serving.replicas import ReplicaDirectory
-from eldr_serve.serving.router_calls import RouterCalls
-from eldr_serve.serving.router_client import RouterClient
-from eldr_serve.serving.router_settings import RouterSettings
+from eldr_serve.router.actor import DecodeRouter
+from eldr_serve.router.client import RouterClient
+from eldr_serve.router.directory import ReplicaDirectory
+from eldr_serve.router.settings import RouterSettings
 
 
 class Cluster:

@@ -11,9 +11,9 @@ from router_talk import SLOTS, FakeActor, all_is_over, connected, settled
 from tables import counts_for, request, unit_table
 
 from eldr_serve.errors import Overloaded, SwapRefused
-from eldr_serve.routing import Placement, State
-from eldr_serve.serving.messages import Answered
-from eldr_serve.serving.router_client import RouterClient
+from eldr_serve.router.client import RouterClient
+from eldr_serve.router.messages import Answered
+from eldr_serve.scheduling import Placement, State
 
 
 async def test_a_signature_is_scored_here_and_placed_there() -> None:
@@ -241,7 +241,7 @@ async def test_queued_requests_are_asked_for_again_when_the_actor_starts_anew() 
 async def test_a_poll_that_is_not_answered_means_that_the_actor_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("eldr_serve.serving.router_link._POLL_S", 0.1)
+    monkeypatch.setattr("eldr_serve.router.link._POLL_S", 0.1)
     actor = queueing()
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
         for name in "ab":

@@ -10,9 +10,9 @@ from router_talk import ask, leased, loads, make, release, say
 from tables import request, unit_table
 
 from eldr_serve.errors import SwapRefused
-from eldr_serve.routing import State, StepCost, StepSums
-from eldr_serve.serving.messages import Exchange, Restore
-from eldr_serve.serving.router_state import RouterState
+from eldr_serve.router.messages import Exchange, Restore
+from eldr_serve.router.state import RouterState
+from eldr_serve.scheduling import State, StepCost, StepSums
 
 
 def test_a_request_goes_to_the_worker_of_its_centroid_and_counts_there_at_once() -> None:

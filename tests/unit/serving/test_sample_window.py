@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from samples import EXPERTS, LAYERS, TOP_K, sample, traffic
 
-from eldr_serve.calibration_trace import CalibrationTrace
-from eldr_serve.serving.signatures.sampling import SampleShare
-from eldr_serve.serving.signatures.window import SampleWindow, trace_of
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.signatures.sampling import SampleShare
+from eldr_serve.signatures.window import SampleWindow, trace_of
 
 
 def names(window: SampleWindow) -> list[str]:

@@ -17,11 +17,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from router_talk import settled
 
 from eldr_serve.channel import CallFailed
-from eldr_serve.routing import StepSums
-from eldr_serve.serving import servers
-from eldr_serve.serving.budget import KV_USAGE, SAMPLE
-from eldr_serve.serving.prefill_step import prefill_answer
-from eldr_serve.serving.wire import decode_header, prefill_header, signature_of
+from eldr_serve.pipeline.prefill_step import prefill_answer
+from eldr_serve.replicas import servers
+from eldr_serve.request_fields import decode_header, prefill_header, signature_of
+from eldr_serve.router.budget import KV_USAGE, SAMPLE
+from eldr_serve.scheduling import StepSums
 
 
 def router(*errors: Exception | None) -> Any:

@@ -10,16 +10,17 @@ import pytest
 from samples import EXPERTS, sample, traffic
 from tables import unit_table
 
-from eldr_serve.artifacts import RoutingTable
-from eldr_serve.calibration_trace import CalibrationTrace
 from eldr_serve.errors import SwapRefused
-from eldr_serve.serving.decode_router import DecodeRouter
-from eldr_serve.serving.messages import Restore
-from eldr_serve.serving.router_settings import RouterSettings
-from eldr_serve.serving.signatures import link, pool
-from eldr_serve.serving.signatures.coordinator import Coordinator, RouterView
-from eldr_serve.serving.signatures.settings import PoolSettings, SignatureOptions
-from eldr_serve.serving.signatures.window import SampleWindow, trace_of
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.router import pool_link as link
+from eldr_serve.router.actor import DecodeRouter
+from eldr_serve.router.messages import Restore
+from eldr_serve.router.settings import RouterSettings
+from eldr_serve.signatures import pool
+from eldr_serve.signatures.coordinator import Coordinator, RouterView
+from eldr_serve.signatures.settings import PoolSettings, SignatureOptions
+from eldr_serve.signatures.window import SampleWindow, trace_of
 
 OPTIONS = SignatureOptions(first_table=60, window=240, every_s=60.0)
 POOL = PoolSettings("eldr", "decode-router:eldr", "m", OPTIONS)

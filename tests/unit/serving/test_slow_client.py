@@ -12,8 +12,8 @@ import httpx
 from ingress_app import running_app
 from router_talk import settled
 
-from eldr_serve.serving.admission import IngressOptions
-from eldr_serve.serving.http_server import HttpServer
+from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.http_server import HttpServer
 
 _KIB = b"data: " + b"x" * 1016 + b"\n\n"
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from eldr_serve.command import app
+from eldr_serve.cli import app
 from eldr_serve.errors import RateLimited, Refused
-from eldr_serve.routing import Placement, PlacementRequest
-from eldr_serve.serving.keys import Keys, KeysError, Limits, add_key, digest, read_keys, write_keys
-from eldr_serve.serving.shared_limits import SharedLimits
-from eldr_serve.serving.tenants import Bucket, Tenant, Tenants, Visit
+from eldr_serve.limits.keys import Keys, KeysError, Limits, add_key, digest, read_keys, write_keys
+from eldr_serve.limits.shared_limits import SharedLimits
+from eldr_serve.limits.tenants import Bucket, Tenant, Tenants, Visit
+from eldr_serve.scheduling import Placement, PlacementRequest
 
 KEY_OF_A = json.dumps({"sha256": "0" * 64, "tenant": "a"})
 

@@ -21,8 +21,9 @@ from otlp import HttpCollector
 from pydantic import ValidationError
 
 from eldr_serve.channel import ChannelLost
-from eldr_serve.serving import servers, tracing
-from eldr_serve.serving.admission import IngressOptions
+from eldr_serve.ingress import tracing
+from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.replicas import servers
 
 COMPLETIONS = "/v1/completions"
 HELLO = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -147,7 +148,7 @@ async def test_an_incoming_trace_goes_on_here_and_in_the_engines(traced: Any) ->
 async def test_the_line_in_the_log_has_the_trace(traced: Any, caplog: pytest.LogCaptureFixture) -> None:
     async with traced(log_requests="all") as service:
         await service.post(**SAMPLED)
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "eldr_serve.serving.request_log"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "eldr_serve.ingress.request_log"]
     assert json.loads(line.removeprefix("request "))["trace"] == TRACE
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from eldr_serve.errors import Overloaded
-from eldr_serve.serving.decode_turns import SEATS, DecodeTurns
-from eldr_serve.serving.keys import Limits
-from eldr_serve.serving.places import Places
-from eldr_serve.serving.tenants import Tenant
-from eldr_serve.serving.wait_estimate import WaitEstimate
+from eldr_serve.limits.keys import Limits
+from eldr_serve.limits.places import Places
+from eldr_serve.limits.tenants import Tenant
+from eldr_serve.queues.wait_estimate import WaitEstimate
+from eldr_serve.replicas.decode_turns import SEATS, DecodeTurns
 
 
 def test_a_prediction_is_the_mean_interval_times_those_ahead() -> None:

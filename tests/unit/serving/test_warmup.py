@@ -14,10 +14,11 @@ from ingress_app import answers
 from one_path import COUNTS, good_prefill
 from router_talk import settled
 
-from eldr_serve.serving import true_signature, warmup
-from eldr_serve.serving.request_run import Engines
-from eldr_serve.serving.warmup import Warmup
-from eldr_serve.signature import pack_counts
+from eldr_serve.experts.signature import pack_counts
+from eldr_serve.pipeline import warmup
+from eldr_serve.pipeline.request_run import Engines
+from eldr_serve.pipeline.warmup import Warmup
+from eldr_serve.replicas import true_signature
 
 
 async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_compiled_its_samplers(

@@ -32,9 +32,9 @@ from eldr_serve.metrics import (
     REPLICA,
     ROUTER,
 )
-from eldr_serve.serving import watching
-from eldr_serve.serving.messages import Answered, NamedPolicy
-from eldr_serve.serving.watching import IngressMetrics, LoopMetrics, ReplicaMetrics, RouterMetrics
+from eldr_serve.router import process_metrics as watching
+from eldr_serve.router.messages import Answered, NamedPolicy
+from eldr_serve.router.process_metrics import IngressMetrics, LoopMetrics, ReplicaMetrics, RouterMetrics
 
 
 class FakeMetric:

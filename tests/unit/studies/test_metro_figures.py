@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from traces import favourites_trace
 
+from benchmarks.papers.figures import metro
+from benchmarks.papers.figures.common import Options
 from offline.placement.cost import LayerWork
-from studies.figures import metro
-from studies.figures.common import Options
 
 E, TOP_K, N = 32, 2, 40
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.expert_placement import Topology
+from benchmarks.papers.migration import Links, MigrationPlan, plan_migration
+from eldr_serve.experts.placement import Topology
 from offline.placement.alignment import aligned
-from studies.migration import Links, MigrationPlan, plan_migration
 
 LINKS = Links(expert_bytes=1e6, near_byte_s=1e-9, far_byte_s=5e-9, commit_s=1e-4)
 WINDOWS = (3e-4, 5e-4)

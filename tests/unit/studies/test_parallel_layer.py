@@ -11,12 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.harness.ep_ranks import on_ranks, read_experts, read_gate
-from demo_model import WEIGHTS
-from eldr_serve.expert_placement import hosts_of
-from eldr_serve.experts.metro import MetroPlan
-from offline.placement.eplb import activation_placement, eplb_placement
-from studies.parallel_layer import (
+from benchmarks.lib.ep_ranks import on_ranks, read_experts, read_gate
+from benchmarks.papers.parallel_layer import (
     ParallelLayer,
     Products,
     Routing,
@@ -27,7 +23,11 @@ from studies.parallel_layer import (
     torch_products,
     vllm_products,
 )
-from studies.replica_choice import route_even, route_optimal
+from benchmarks.papers.replica_choice import route_even, route_optimal
+from eldr_serve.experts.metro import MetroPlan
+from eldr_serve.experts.placement import hosts_of
+from examples.demo_model import WEIGHTS
+from offline.placement.eplb import activation_placement, eplb_placement
 
 E, TOP_K, LAYER = 64, 4, 2  # of the demo model; any layer
 SIZES = ([5, 3, 4, 6], [7, 0, 2, 1], [0, 0, 0, 0], [1, 0, 0, 0])  # tokens of each rank; 2 ranks: the first

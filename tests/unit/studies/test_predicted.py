@@ -10,10 +10,10 @@ import pytest
 from in_process import command, sentence
 from traces import favourites_trace, saved
 
-from studies import signature_methods
-from studies.figures import predicted
-from studies.figures.common import Options
-from studies.reproduce import reproduce
+from benchmarks.papers import signature_methods
+from benchmarks.papers.figures import predicted
+from benchmarks.papers.figures.common import Options
+from benchmarks.papers.reproduce import reproduce
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
@@ -127,7 +127,7 @@ def test_a_domain_that_no_fit_saw_is_predicted_worse(small: Options) -> None:
 
 
 def test_a_trace_without_token_ids_is_refused(observed: Path, tmp_path: Path) -> None:
-    from eldr_serve.calibration_trace import CalibrationTrace
+    from eldr_serve.experts.calibration_trace import CalibrationTrace
 
     bare = tmp_path / "bare.safetensors"
     replace(CalibrationTrace.load(observed), token_ids=None).save(bare)

@@ -12,12 +12,12 @@ import pytest
 from in_process import command, sentence
 from traces import favourites_trace, saved, synthetic_trace
 
-from eldr_serve.calibration_trace import CalibrationTrace
+from benchmarks.papers.figures import balanceroute, director, eldr, eldr_parallel, grace, shifting
+from benchmarks.papers.figures.common import Options
+from benchmarks.papers.reproduce import reproduce
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.scenario import Work
-from studies.figures import balanceroute, director, eldr, eldr_parallel, grace, shifting
-from studies.figures.common import Options
-from studies.reproduce import reproduce
-from tools.cli import BadInput
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 

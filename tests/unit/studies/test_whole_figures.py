@@ -13,7 +13,10 @@ from in_process import command, sentence
 from tables import request
 from traces import favourites_trace, observed_experts, random_routes, saved
 
-from eldr_serve.routing import Loads, MarginalCost, StepCost, check_policy
+from benchmarks.papers.figures import whole
+from benchmarks.papers.prefix_policies import LongestPrefix, SessionHash
+from benchmarks.papers.reproduce import reproduce
+from eldr_serve.scheduling import Loads, MarginalCost, StepCost, check_policy
 from loadgen.traces import read_trace
 from offline.predictor import fit_signature_predictor
 from offline.scenario import observed as read
@@ -22,9 +25,6 @@ from offline.simulation.calibration import FittedCost
 from offline.simulation.cluster import Cluster, Decode, Whole
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
-from studies.figures import whole
-from studies.prefix_policies import LongestPrefix, SessionHash
-from studies.reproduce import reproduce
 
 RNG = np.random.default_rng(0)
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")

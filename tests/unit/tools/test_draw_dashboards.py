@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from monitoring_files import expressions
 from PIL import Image
 
-from tools.cli import BadInput
+from eldr_serve.command_errors import BadInput
 from tools.monitoring.dashboards import DASHBOARDS, dashboard
 from tools.monitoring.draw import Series, asked, draw, drawn
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.cli import BadInput
-from tools.journal import Journal
+from eldr_serve.command_errors import BadInput
+from loadgen.journal import Journal
 
 
 def test_a_journal_is_of_one_run(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.results import _commit, environment
+from loadgen.results import _commit, environment
 
 
 def test_a_result_says_that_its_code_is_not_the_commits(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tools.sse import StreamError, StreamTiming, read_stream
+from loadgen.sse import StreamError, StreamTiming, read_stream
 
 
 def event(**choice: object) -> str:

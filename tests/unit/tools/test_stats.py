@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tools.stats import (
+from loadgen.statistics import (
     DRAWS,
     Sample,
     Slo,

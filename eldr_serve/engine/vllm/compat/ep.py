@@ -15,7 +15,7 @@ from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.start import start_layer
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse
-from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.placement import Topology
 
 with internal_imports():
     from vllm.distributed import get_ep_group

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from eldr_serve.engine.vllm.ep.swap import Call, PlacementError, swap_placement
 from eldr_serve.errors import Refused
-from eldr_serve.expert_placement import ExpertPlacement, placement_id
+from eldr_serve.experts.placement import ExpertPlacement, placement_id
 
 _SUMMED = ("weight_bytes", "replica_bytes", "slice_bytes", "bytes_received")  # summed over all ranks
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from eldr_serve.expert_placement import Topology
+from eldr_serve.experts.placement import Topology
 from eldr_serve.experts.replica_choice import ReplicaChoice, make_choice
 
 Ints = NDArray[np.int64]

@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.engine.vllm.ep.layer import KEPT, LayerExperts
 from eldr_serve.engine.vllm.ep.transfer import transfer
-from eldr_serve.expert_placement import check_fits
 from eldr_serve.experts.moves import Move, aligned, sliced
+from eldr_serve.experts.placement import check_fits
 from eldr_serve.experts.replica_choice import RULES
 
 

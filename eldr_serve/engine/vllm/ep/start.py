@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from eldr_serve.artifacts import ArtifactError, ExpertPlacement
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.transfer import transfer
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig
-from eldr_serve.expert_placement import Topology, check_fits
 from eldr_serve.experts.moves import aligned, sliced
+from eldr_serve.experts.placement import Topology, check_fits
+from eldr_serve.experts.routing_table import ArtifactError, ExpertPlacement
 
 
 def start_layer(

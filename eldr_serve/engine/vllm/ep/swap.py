@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from eldr_serve.expert_placement import ExpertPlacement
+from eldr_serve.experts.placement import ExpertPlacement
 
 Call = Callable[..., Awaitable[list[Any]]]  # the signature of AsyncLLM.collective_rpc
 

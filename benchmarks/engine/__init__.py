@@ -1,0 +1,1 @@
+"""Benchmarks of engines and of their extension."""

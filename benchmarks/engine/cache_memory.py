@@ -1,0 +1,133 @@
+"""Memory of the signature cache beside that of the KV cache, for each deployment.
+
+    python -m benchmarks.engine.cache_memory
+
+A row of the signature cache is one byte per MoE layer and expert, two in blocks over 255 tokens; a KV block
+grows with its size. So the share falls as 1 / block_size. Read share_of_kv_pct: the goal is below 0.5.
+Under tensor parallelism a rank holds its part of the KV heads, but a whole row. A model with sliding windows
+has several groups of layers; a block is of one of them at a time, and as large as the largest needs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from benchmarks.lib import options
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.engine.vllm.config import engine_kwargs
+from eldr_serve.engine.vllm.signature_cache import SignatureCache, cell_dtype
+from loadgen.results import publish
+
+GOAL_PCT = 0.5
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's part of the comparison. `kv_groups`: (layers, KV heads, head dimension) of vLLM's groups."""
+
+    moe_layers: int
+    experts: int
+    kv_groups: tuple[tuple[int, int, int], ...]
+
+    def kv_elements(self, ranks: int) -> int:
+        """Elements of a block for each of its tokens, on one of `ranks` tensor-parallel ranks."""
+        return max(2 * layers * math.ceil(heads / ranks) * dim for layers, heads, dim in self.kv_groups)
+
+
+# From the config.json of each model; a model folder is read instead of looked up.
+SHAPES = {
+    "Qwen/Qwen3-30B-A3B": Shape(48, 128, ((48, 4, 128),)),
+    "Qwen/Qwen3-235B-A22B": Shape(94, 128, ((94, 4, 128),)),
+    "openai/gpt-oss-120b": Shape(36, 128, ((18, 8, 64),) * 2),  # sliding; full
+    "./out/demo_model_4_heads": Shape(6, 64, ((6, 1, 64),)),
+    "google/gemma-4-26B-A4B-it": Shape(30, 128, (*((5, 8, 256),) * 5, (5, 2, 512))),  # sliding; global
+}
+
+
+def shape_of(source: str) -> Shape:
+    """The shape of a model by its folder or its id; BadInput if neither is known."""
+    if source in SHAPES:
+        return SHAPES[source]
+    path = Path(source) / "config.json"
+    if not path.exists():
+        raise BadInput(f"the shape of model {source!r} is not known, and it is not a folder")
+    config = json.loads(path.read_text())
+    layers, heads, dim = (config[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+    moe_layers = layers - len(config.get("mlp_only_layers") or [])
+    return Shape(moe_layers, config["num_experts" if "num_experts" in config else "num_local_experts"],
+                 ((layers, heads, dim),))  # fmt: skip
+
+
+def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_gib: float) -> dict[str, Any]:
+    """Both caches of one rank whose KV cache takes `kv_gib` GiB; the signature cache is a real one."""
+    block_bytes = shape.kv_elements(ranks) * dtype_bytes * block_size
+    num_blocks = max(1, int(kv_gib * 2**30 / block_bytes))
+    cache = SignatureCache(num_blocks, block_size, shape.moe_layers, shape.experts)
+    return {
+        "blocks": num_blocks,
+        "kv_block_bytes": block_bytes,
+        "row_bytes": cache.nbytes // num_blocks,
+        "kv_cache_mib": num_blocks * block_bytes / 2**20,
+        "signature_cache_mib": cache.nbytes / 2**20,
+        "share_of_kv_pct": 100 * cache.nbytes / (num_blocks * block_bytes),
+    }
+
+
+def smallest_block_size(shape: Shape, dtype_bytes: int, ranks: int) -> int:
+    """The smallest block size (tokens) that meets the goal."""
+    cells, kv_bytes = shape.moe_layers * shape.experts, shape.kv_elements(ranks) * dtype_bytes
+    sizes = {width: math.ceil(100 * width * cells / (GOAL_PCT * kv_bytes)) for width in (1, 2, 4)}
+    return next(size for width, size in sizes.items() if cell_dtype(size).itemsize == width)
+
+
+def cache_memory(
+    deployments: Annotated[Path, typer.Option(help="Folder of deployment YAMLs.")] = Path("deployments"),
+    kv_gib: Annotated[float, typer.Option(min=0.01, help="KV cache of one GPU rank, GiB.")] = 8.0,
+    gpu_block_sizes: Annotated[
+        str, typer.Option(help="Block sizes (tokens) shown for GPU deployments that set none.")
+    ] = "16,32,64,128",
+    out: options.Out = None,
+) -> None:
+    """Compare both caches' bytes for the engines of every deployment that prefill."""
+    rows = []
+    cpu_block = int(engine_kwargs("prefill", device="cpu")["block_size"])
+    for path in sorted(deployments.glob("*.yaml")):
+        arguments = yaml.safe_load(path.read_text())["applications"][0]["args"]
+        config = arguments.get("prefill_config") or arguments["decode_config"]  # whole replicas count there
+        engine = config["engine_kwargs"]
+        on_cpu = (config.get("accelerator_config") or {}).get("kind") == "cpu"
+        sizes = [cpu_block] if on_cpu else [int(size) for size in gpu_block_sizes.split(",")]
+        shape = shape_of(config["model_loading_config"]["model_source"])
+        ranks, dtype_bytes = int(engine.get("tensor_parallel_size", 1)), _DTYPE_BYTES[engine["dtype"]]
+        cpu_gib = float(
+            config.get("runtime_env", {}).get("env_vars", {}).get("VLLM_CPU_KVCACHE_SPACE", kv_gib)
+        )
+        for size in [int(engine["block_size"])] if "block_size" in engine else sizes:
+            gib = cpu_gib if on_cpu else kv_gib
+            found = compare(shape, block_size=size, dtype_bytes=dtype_bytes, ranks=ranks, kv_gib=gib)
+            rows.append(
+                {"deployment": path.stem, "ranks": ranks, "block_size_tokens": size}
+                | found
+                | {
+                    "goal_met": found["share_of_kv_pct"] < GOAL_PCT,
+                    "smallest_block_size_tokens": smallest_block_size(shape, dtype_bytes, ranks),
+                }
+            )
+    if not rows:
+        raise BadInput(f"no deployment YAML in {deployments}")
+    publish(
+        "cache_memory", rows, inputs={"kv_gib": kv_gib, "goal_pct": GOAL_PCT}, seed=0,
+        notes="one rank of a prefill engine; decode engines have no signature cache", out=out,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(cache_memory)

@@ -1,0 +1,270 @@
+"""What counting experts costs a request, part by part, and what it adds to a real prefill.
+
+    python -m benchmarks.engine.capture_overhead              (parts, and an engine with capture on and off)
+    python -m benchmarks.engine.capture_overhead --requests 0 --wide-requests 0 (parts alone: no engine)
+
+Parts are our own code on tensors of Qwen3-30B-A3B's shape, as the paper's Table 1; the prompt is
+prefilled in one step. The paper's total is 0.86 ms a request, 1.2 % of TTFT. On a GPU (--device cuda) the
+counting runs on the device; on a CPU one core does it, so `count scatter` is far larger there.
+The engine rows are the demo model's: one engine, whose connector and scheduler are ours or vLLM's own by
+a switch (benchmarks/lib/switched.py), for each pair of prompts in random order; the two differ in
+their first token, so neither is found in the prefix cache. The rows of the wide engine are the same on layers
+of Qwen3-30B-A3B at full width, two of its 48 unless --wide-layers says more, with random weights. Goal: below
+0.5 % of TTFT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.cluster import python_path, unwind_on_sigterm
+from benchmarks.lib.engines import ENGINE_ENV, check_device
+from benchmarks.lib.synthetic import (
+    DUMMY,
+    HIDDEN,
+    INTERMEDIATE,
+    KV_BYTES,
+    TOP_K,
+    E,
+    L,
+    random_spec,
+    table_near,
+    write_config,
+)
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.engine.vllm.capture import ExpertCapture
+from eldr_serve.experts.signature import pack_counts, unpack_counts
+from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
+from loadgen.results import publish, time_calls
+from loadgen.statistics import median_ci
+
+WORKERS = 16
+PAPER_TTFT_MS = 0.86 / 0.012  # what its 0.86 ms are 1.2 % of
+_WARM_UP = 8  # prompts
+_VOCABULARY = 4096  # the demo model's
+_KEPT = 80 * L  # prompts times layers whose blocks a GPU's engine keeps: those of its last second
+
+
+class _Router:
+    """A BaseRouter's part of the hook."""
+
+    top_k, global_num_experts = TOP_K, E
+    capture_fn: Callable[[torch.Tensor], None]
+
+    def set_capture_fn(self, capture_fn: Callable[[torch.Tensor], None] | None) -> None:
+        assert capture_fn is not None
+        self.capture_fn = capture_fn
+
+
+def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> dict[str, list[float]]:
+    """Seconds of each part for one request of `tokens` prompt tokens."""
+    rng = np.random.default_rng(seed)
+    torch.set_num_threads(1)
+    blocks = -(-tokens // block_size)
+    routers = [_Router() for _ in range(L)]
+    capture = ExpertCapture(
+        routers, max_tokens=tokens, device=device, num_blocks=4 * blocks, block_size=block_size
+    )  # fmt: skip
+    scores = rng.gumbel(size=(L, tokens, E)) + 2 * rng.normal(size=(L, 1, E))
+    chosen = torch.tensor(np.argsort(-scores, axis=-1)[..., :TOP_K].astype(np.int32), device=device)
+    ids = torch.tensor(rng.permutation(4 * blocks)[:blocks], device=device)
+    positions = torch.arange(tokens, device=device)
+    slots = ids[positions // block_size] * block_size + positions % block_size
+    cache = capture.cache
+    assert cache is not None
+
+    def hooks() -> None:
+        for layer, router in enumerate(routers):
+            router.capture_fn(chosen[layer])
+
+    hooks()
+    cache.record(slots, chosen, ids)
+    counts = cache.total(ids).cpu().numpy().astype(np.uint32)
+    packed = pack_counts(counts)
+    narrow = chosen.to(torch.int16)  # as the hooks keep them
+    answer = {"eldr_signature": packed, "remote_block_ids": ids.tolist()}
+
+    table = table_near(counts[None], WORKERS, rng, spec=random_spec(rng), noise=tokens // 4)
+    policy = make_policy("locality-band").with_table(table)
+    loads = Loads.of(rng.integers(0, 20, WORKERS))
+
+    def reset() -> None:
+        cache.rows[ids] = 0
+
+    measured: dict[str, Callable[[], Any]] = {
+        "hooks: copy the choices": hooks,
+        "count scatter, with row reset": lambda: cache.record(slots, narrow, ids),
+        "of it row reset": reset,
+        "prompt sum": lambda: cache.total(ids).cpu().numpy().astype(np.uint32),
+        "pack": lambda: pack_counts(counts),
+        "transport": lambda: pickle.loads(pickle.dumps(json.loads(json.dumps(answer)))),
+        "unpack": lambda: unpack_counts(packed),
+        "encode and route": lambda: policy.select(PlacementRequest("r", counts, tokens, 64), loads, rng),
+    }
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+    return {
+        name: time_calls(lambda _, part=part: part(), calls=calls, warm_up=5, settle=settle)  # type: ignore[misc]
+        for name, part in measured.items()
+    }
+
+
+def _part_rows(found: dict[str, list[float]], ttft_ms: float) -> list[dict[str, Any]]:
+    rows = [_row("part", name, seconds, ttft_ms) for name, seconds in found.items()]
+    per_call = zip(*(v for n, v in found.items() if not n.startswith("of it")), strict=True)
+    return [*rows, _row("part", "sum", [sum(call) for call in per_call], ttft_ms)]
+
+
+def _row(level: str, name: str, seconds: list[float], ttft_ms: float) -> dict[str, Any]:
+    middle, low, high = (1000 * v for v in median_ci(seconds))
+    return {
+        "level": level,
+        "part": name,
+        "p50_ms": middle,
+        "p50_low_ms": low,
+        "p50_high_ms": high,
+        "ttft_p50_ms": ttft_ms,
+        "share_of_ttft_pct": 100 * middle / ttft_ms,
+        "share_low_pct": 100 * low / ttft_ms,
+        "share_high_pct": 100 * high / ttft_ms,
+    }
+
+
+class _Engine:
+    """A prefill engine in a process of its own."""
+
+    def __init__(self, job: dict[str, Any], port: int, stack: ExitStack) -> None:
+        self._log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+        env = {"PYTHONPATH": python_path(), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.lib.prefill_engine", json.dumps(job)],
+            env=os.environ | ENGINE_ENV | env, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+        )  # fmt: skip
+        stack.callback(self._stop)
+
+    def _stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def prefill(self, prompt: list[int], capture: bool) -> tuple[float, float]:
+        """Seconds from prompt to first token, and of counting among them as the engine reports it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([capture, prompt]) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise BadInput(f"an engine ended: {' | '.join(self._log.read().splitlines()[-3:])}")
+        seconds, counting = json.loads(line)
+        return seconds, counting
+
+
+def _engine(
+    level: str, job: dict[str, Any], requests: int, port: int, rng: np.random.Generator
+) -> list[dict[str, Any]]:
+    """Pairs of prompts, one with capture and one without, in random order."""
+    tokens = job["max_tokens"]
+    plain, captured, counting = ([], [], [])  # type: tuple[list[float], list[float], list[float]]
+    with ExitStack() as stack:
+        engine = _Engine(job, port, stack)
+        for number in range(-_WARM_UP, requests):
+            first, *rest = rng.integers(1, 4000, tokens).tolist()
+            found = {}
+            for place, capture in enumerate(rng.permutation([False, True]).tolist()):
+                found[capture] = engine.prefill([1 + (first + place) % 3999, *rest], capture)
+            if number >= 0:
+                plain.append(found[False][0])
+                captured.append(found[True][0])
+                counting.append(found[True][1])
+    ttft_ms = 1000 * float(np.median(plain))
+    added = [on - off for off, on in zip(plain, captured, strict=True)]
+    return [
+        _row(level, "TTFT without capture", plain, ttft_ms),
+        _row(level, "TTFT with capture", captured, ttft_ms),
+        _row(level, "added by capture, prompt by prompt", added, ttft_ms),
+        _row(level, "counting, as the engine times it", counting, ttft_ms),
+    ]
+
+
+def capture_overhead(
+    tokens: Annotated[int, typer.Option(min=32, help="Prompt tokens of the parts, one step.")] = 1024,
+    block_size: Annotated[int, typer.Option(min=1, help="KV block of the parts, tokens.")] = 16,
+    calls: Annotated[int, typer.Option(min=3, help="Calls timed for each part.")] = 200,
+    ttft_ms: Annotated[
+        float, typer.Option(min=0.1, help="TTFT that the parts are compared with, ms; default the paper's.")
+    ] = PAPER_TTFT_MS,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="Where the parts' signature cache and the engines are.")
+    ] = "cpu",
+    requests: Annotated[
+        int, typer.Option(min=0, help="Pairs of prompts on a real engine; 0: no engine.")
+    ] = 1800,
+    engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,
+    wide_requests: Annotated[
+        int, typer.Option(min=0, help="Pairs of prompts on layers of full width; 0: none.")
+    ] = 200,
+    wide_layers: Annotated[int, typer.Option(min=1, help="Those layers; all 48 take 61 GB.")] = 2,
+    wide_vocabulary: Annotated[
+        int, typer.Option(min=_VOCABULARY, help="Tokens of their vocabulary; the model's: 151936.")
+    ] = _VOCABULARY,
+    wide_hidden: Annotated[int, typer.Option(min=32, help="Their hidden size.")] = HIDDEN,
+    wide_intermediate: Annotated[int, typer.Option(min=32, help="Neurons of their experts.")] = INTERMEDIATE,
+    model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = Path("examples/demo_model/weights"),
+    port: Annotated[int, typer.Option(help="Port of the engine's NIXL side channel.")] = 8340,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time the parts of expert capture, and prefill with and without it."""
+    unwind_on_sigterm()
+    check_device(device)
+    rows = _part_rows(parts(tokens, block_size, device, calls, seed), ttft_ms)
+    job: dict[str, Any] = {
+        "model": str(model.resolve()), "device": device, "block_size": 32, "max_tokens": engine_tokens,
+    }  # fmt: skip
+    if requests:
+        rows += _engine("engine", job, requests, port, np.random.default_rng(seed))
+    if wide_requests:
+        with tempfile.TemporaryDirectory() as folder:
+            made = write_config(
+                Path(folder), layers=wide_layers, vocabulary=wide_vocabulary, hidden=wide_hidden,
+                intermediate=wide_intermediate,
+            )  # fmt: skip
+            room = {"kv_cache_memory_bytes": _KEPT * engine_tokens * KV_BYTES} if device == "cuda" else {}
+            job |= {"model": str(made), "arguments": DUMMY | room}
+            rows += _engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
+    publish(
+        "capture_overhead", rows,
+        inputs={"L": L, "E": E, "top_k": TOP_K, "workers": WORKERS, "tokens": tokens, "device": device,
+                "block_size": block_size, "calls": calls, "requests": requests,
+                "engine_tokens": engine_tokens, "wide_requests": wide_requests, "wide_layers": wide_layers,
+                "wide_vocabulary": wide_vocabulary, "wide_hidden": wide_hidden,
+                "wide_intermediate": wide_intermediate},
+        seed=seed, out=out,
+        notes="parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model, "
+        "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; "
+        "wide engine: the same with random weights, bfloat16",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(capture_overhead)

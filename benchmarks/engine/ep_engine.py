@@ -1,0 +1,403 @@
+"""Expert parallelism on a running engine: replica choice, placement, migration through a shift of domains.
+
+    python -m benchmarks.engine.ep_engine ep_choice --prompts DIR
+    python -m benchmarks.engine.ep_engine ep_shift --prompts DIR
+
+Ranks are processes of this machine (docs/expert_parallel_engines.md), the model is the demo model with wide
+experts and a head more, in 32 bits, so that all arms must answer alike. Placements are made of one half of
+the captured requests, batches are of the other half. All arms take turns on one engine, whose slots are
+those of the largest replication; where an arm has fewer replicas the others are empty. A step's time is its
+wall time, the decision included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.lib import options
+from benchmarks.lib.capture import GROUPS, Captured, captured
+from benchmarks.lib.ep_engine import Decoded, EpEngine
+from benchmarks.lib.ep_turns import (
+    HEADS,
+    PROMPT,
+    SKIPPED,
+    Minutes,
+    Ranks,
+    Rounds,
+    Tokens,
+    disjoint,
+    in_turns,
+    summary,
+)
+from benchmarks.lib.replay import widened
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.experts.placement import Topology
+from loadgen.journal import Journal
+from loadgen.results import RESULTS, publish
+from loadgen.statistics import median_ci, paired_change_percent
+from offline.placement.affinity import co_activation
+from offline.placement.alignment import aligned
+from offline.placement.cost import LayerCost
+from offline.placement.director import director_placement
+from offline.placement.eplb import eplb_placement
+from offline.placement.forecast import expected_workload
+from offline.placement.grace import grace_placement
+
+Ints = NDArray[np.int64]
+PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains
+_BASE = "linear, none"  # at replication 1
+_EVEN = "eplb, even"
+# METRO: of EPLB's spread at replication 1.5 and more against no replicas, and of its own choice against it.
+_PAPER_EVEN = {"paper_experts_pct": 30.0, "paper_step_pct": 14.0}
+_PAPER_METRO = {"paper_experts_pct": -42.3}
+# GRACE-MoE's groups against linear blocks, within a node, its three models: benchmarks/papers/figures/grace.py.
+_PAPER_GRACE = {"paper_moved_pct": "-10.0 / -25.1 / -35.8"}
+_PAPER_PROACTIVE = "-39..-58"  # DIRECTOR's proactive placement on 32 GPUs against a static one
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is compared: where experts are (int[L, P], -1: an empty slot), and who of them serves."""
+
+    placement: Ints
+    rule: str
+
+
+def ep_choice(
+    prompts: options.Prompts = options.PROMPTS,
+    batch: options.Batch = "8,32,128",
+    replication: Annotated[str, typer.Option(help="Slots over experts, with commas.")] = "1,1.25,1.5,2",
+    ranks: Ranks = 2,
+    tokens: Tokens = 24,
+    rounds: Rounds = 5,
+    intermediate: options.Intermediate = 1024,
+    requests: options.Captured = 640,
+    minutes: Minutes = None,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Compare placements and choices of replicas, by batch and replication."""
+    batches = [int(size) for size in batch.split(",")]
+    data = captured(prompts, work, requests=requests, seed=seed)
+    model = widened(intermediate, work, heads=HEADS)
+    fit, rest = data.split("all", 0.5, seed)
+    if max(batches) > len(rest):
+        raise BadInput(
+            f"a batch of {max(batches)} needs as many held-out requests, and there are {len(rest)}"
+        )
+    settings = {
+        "prompts": prompts.name, "batch": batch, "replication": replication, "ranks": ranks,
+        "tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed,
+    }  # fmt: skip
+    journal = Journal(work / "ep_choice.jsonl", settings)
+    load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
+    experts = load.shape[1]
+    sizes = {ratio: round(experts * ratio / ranks) * ranks for ratio in map(float, replication.split(","))}
+    most = max(sizes.values())
+    arms = {
+        (ratio, name): arm
+        for ratio, slots in sizes.items()
+        for name, arm in _arms(data, fit, slots, most, ranks, seed)
+    }
+    taken = {size: disjoint(rest, size, rounds, np.random.default_rng([seed, size])) for size in batches}
+    rng = np.random.default_rng([seed, 1])
+    keys = [
+        (turn, size, *list(arms)[n])
+        for turn in range(rounds)
+        for size in batches
+        for n in rng.permutation(len(arms))
+    ]
+
+    def measure(engine: EpEngine, key: tuple[int, int, float, str]) -> dict[str, Any]:
+        turn, size, ratio, name = key
+        arm = arms[ratio, name]
+        engine.place(arm.placement, arm.rule, load)
+        chosen = [data.tokens[n][-PROMPT:] for n in taken[size][turn]]
+        return summary(engine.decode(chosen, tokens, name=f"{turn}/{size}"))
+
+    def started() -> EpEngine:
+        return EpEngine(
+            model, ranks=ranks, redundant=most - experts, moves_a_slice=64, max_batch=max(batches)
+        )
+
+    found = in_turns(journal, keys, started, measure, minutes)
+    rows = [
+        row
+        for size in batches
+        for row in choice_rows(
+            {arm: [found[turn, size, *arm] for turn in range(rounds)] for arm in arms}, size, seed
+        )
+    ]
+    publish(
+        "ep_choice", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
+        notes="one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
+        "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "
+        "replicas and against `eplb, even` at the same replication; 95 % intervals by bootstrap over rounds; "
+        "away_pct: pairs served off the rank that the token would live on; moved_a_token: ranks other than "
+        "that one which serve a token, in a layer, and none_moved_pct its change against `linear, none`; "
+        "requests_equal_pct: answers that are those of `linear, none`, token by token; paper_experts_pct, "
+        "paper_step_pct: METRO's, on its GPUs, of even spread against no replicas and of METRO against even "
+        "spread; paper_moved_pct: GRACE-MoE's groups against linear blocks, within a node, three models",
+    )  # fmt: skip
+    journal.remove()
+
+
+def ep_shift(
+    prompts: options.Prompts = options.PROMPTS,
+    batch: Annotated[int, typer.Option(min=4, help="Requests of a window, which decode together.")] = 32,
+    windows: Annotated[int, typer.Option(min=4, help="Windows; the domains shift in the middle.")] = 10,
+    groups: Annotated[str, typer.Option(help="Workload before and after, with a comma.")] = "task,language",
+    replication: Annotated[float, typer.Option(min=1, help="Slots over experts.")] = 1.25,
+    choice: Annotated[str, typer.Option(help="Replica choice of all arms.")] = "even",
+    ranks: Ranks = 2,
+    tokens: Tokens = 48,
+    rounds: Rounds = 4,
+    moves_a_slice: Annotated[int, typer.Option(min=1, help="Experts that move between two steps.")] = 8,
+    cost: Annotated[Path, typer.Option(help="LayerCost (JSON) that DIRECTOR plans by.")] = (
+        RESULTS / "layer_cost_cpu.json"
+    ),
+    intermediate: options.Intermediate = 1024,
+    requests: options.Captured = 640,
+    minutes: Minutes = None,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Follow a shift of domains by an offline, a reactive (EPLB) and a proactive (DIRECTOR) placement."""
+    data = captured(prompts, work, requests=requests, seed=seed)
+    model = widened(intermediate, work, heads=HEADS)
+    fit, rest = data.split("all", 0.5, seed)
+    settings = {
+        "prompts": prompts.name, "batch": batch, "windows": windows, "groups": groups,
+        "replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens,
+        "moves_a_slice": moves_a_slice, "cost": cost.name, "intermediate": intermediate,
+        "requests": requests, "seed": seed,
+    }  # fmt: skip
+    journal = Journal(work / "ep_shift.jsonl", settings)
+    load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
+    experts = load.shape[1]
+    slots = round(experts * replication / ranks) * ranks
+    start = eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
+    plans = _plans(data, slots, ranks, LayerCost.load(cost), seed)
+    rng = np.random.default_rng([seed, 1])
+    traffic, keys = {}, []
+    for turn in range(rounds):
+        traffic[turn] = list(_shifting(data, rest, groups.split(","), windows, batch, rng))
+        keys += [(turn, str(name)) for name in rng.permutation(list(plans))]
+
+    def measure(engine: EpEngine, key: tuple[int, str]) -> list[dict[str, Any]]:
+        turn, name = key
+        engine.place(start, choice, load)
+        found, held, seen = [], start, None
+        for window, coming in enumerate(traffic[turn]):
+            began = perf_counter()
+            planned = plans[name](coming, held, seen)
+            plan_s = perf_counter() - began
+            target, expected = planned or (None, None)
+            decoded = engine.decode(
+                [data.tokens[n][-PROMPT:] for n in coming], tokens, name=f"{turn}/{window}",
+                migrate_to=target, load=expected,
+            )  # fmt: skip
+            found.append(summary(decoded) | _moved(decoded, plan_s))
+            held, seen = decoded.placement, decoded.routed
+        return found
+
+    def started() -> EpEngine:
+        return EpEngine(
+            model, ranks=ranks, redundant=slots - experts, moves_a_slice=moves_a_slice, max_batch=batch
+        )
+
+    found = in_turns(journal, keys, started, measure, minutes)
+    rows = list(shift_rows({name: [found[turn, name] for turn in range(rounds)] for name in plans}, seed))
+    publish(
+        "ep_shift", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
+        notes="one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode "
+        "together, those of different windows are different; the arms take turns, each from the offline "
+        "placement on; medians over rounds and windows of medians over a window's steps, 95 % intervals by "
+        "bootstrap; step times are without the slices of a migration between steps, with_moves_ms has them "
+        "spread over the window's steps, plan_ms is in neither; offline: EPLB on the other half of all "
+        "requests; reactive: EPLB on the window before; proactive: DIRECTOR on the window's own prefill "
+        "counts; ranks are renamed so that fewest experts move; paper_pct: DIRECTOR's on 32 GPUs",
+    )  # fmt: skip
+    journal.remove()
+
+
+def _arms(
+    data: Captured, fit: Ints, slots: int, most: int, ranks: int, seed: int
+) -> Iterator[tuple[str, Arm]]:
+    """(name, arm) at one replication, in `most` slots."""
+    load = data.trace.decode_counts[fit].sum(axis=0)
+    layers, experts = load.shape
+    affinity = co_activation(np.concatenate([data.routes(int(n)) for n in fit]), experts)
+    grace = grace_placement(affinity, load, slots, Topology(ranks=ranks), seed=seed)[0]
+    eplb = eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
+    if slots == experts:
+        rows = {_BASE: np.tile(np.arange(experts), (layers, 1)), "eplb, none": eplb, "grace, none": grace}
+    else:
+        rows = {_EVEN: eplb, "eplb, metro": eplb, "grace, metro": grace}
+        rows |= {"grace, local": grace, "grace, weighted": grace}
+    for name, placed in rows.items():
+        yield name, Arm(spread(placed, most, ranks), name.split(", ")[1])
+
+
+def spread(placement: Ints, slots: int, ranks: int) -> Ints:
+    """The placement int[L, P] in more slots a rank; the others are empty (-1)."""
+    by_rank = np.asarray(placement).reshape(len(placement), ranks, -1)
+    empty = slots // ranks - by_rank.shape[2]
+    return np.pad(by_rank, ((0, 0), (0, 0), (0, empty)), constant_values=-1).reshape(len(placement), slots)
+
+
+Planned = tuple[Ints, NDArray[np.float64]] | None  # placement and load, None: all stays
+Plan = Callable[
+    [Ints, Ints, Ints | None], Planned
+]  # of a window's requests, the placement, the routes before
+
+
+def _plans(data: Captured, slots: int, ranks: int, cost: LayerCost, seed: int) -> dict[str, Plan]:
+    def offline(coming: Ints, held: Ints, seen: Ints | None) -> Planned:
+        return None
+
+    def reactive(coming: Ints, held: Ints, seen: Ints | None) -> Planned:
+        if seen is None:
+            return None
+        target = eplb_placement(seen, slots, groups=1, nodes=1, ranks=ranks)
+        return aligned(held, target, ranks, alike=True), seen.astype(float)
+
+    def proactive(coming: Ints, held: Ints, seen: Ints | None) -> Planned:
+        expected = expected_workload(data.trace.prefill_counts[coming], data.trace.prompt_tokens[coming], 1)
+        target = director_placement(
+            expected, topology=Topology(ranks=ranks), slots=slots // ranks, cost=cost, start=held, seed=seed
+        )[0]
+        return aligned(held, target, ranks, alike=True), expected
+
+    return {"offline": offline, "reactive": reactive, "proactive": proactive}
+
+
+def _shifting(
+    data: Captured, rest: Ints, groups: list[str], windows: int, batch: int, rng: np.random.Generator
+) -> Iterator[Ints]:
+    """Indices of each window's requests: of the first workload, then of the second."""
+    if len(groups) != 2 or not set(groups) <= set(GROUPS):
+        raise BadInput(f"--groups takes two of {', '.join(GROUPS)}, with a comma")
+    halves = windows // 2, windows - windows // 2
+    for group, number in zip(groups, halves, strict=True):
+        there = rest[np.isin(rest, data.group(group))]
+        if len(there) < batch * number:
+            raise BadInput(
+                f"{number} windows of {batch} need as many held-out {group!r} requests, not {len(there)}"
+            )
+        yield from disjoint(there, batch, number, rng)
+
+
+def _moved(decoded: Decoded, plan_s: float) -> dict[str, float]:
+    moved_ms = 1e3 * decoded.move_s
+    return {
+        "plan_ms": 1e3 * plan_s,
+        "migration_ms": moved_ms,
+        "with_moves_ms": 1e3 * float(np.median(decoded.seconds[SKIPPED:])) + moved_ms / len(decoded.seconds),
+        "experts_moved": decoded.experts_moved,
+        "slices": decoded.slices,
+        "slices_left": decoded.slices_left,
+    }
+
+
+def choice_rows(
+    measured: dict[tuple[float, str], list[dict[str, Any]]], batch: int, seed: int
+) -> Iterator[dict[str, Any]]:
+    """One row an arm, of what each of them measured in each round."""
+    base = next(found for (ratio, name), found in measured.items() if (ratio, name) == (1.0, _BASE))
+    for (ratio, name), found in measured.items():
+        placement, choice = name.split(", ")
+        even = measured.get((ratio, _EVEN))
+        papers: Mapping[str, float | str] = {}
+        if name == _EVEN and ratio >= 1.5:
+            papers = _PAPER_EVEN
+        elif choice == "metro":
+            papers = _PAPER_METRO
+        elif name == "grace, none":
+            papers = _PAPER_GRACE
+        yield {
+            "replication": ratio, "batch_size": batch, "placement": placement, "choice": choice,
+            **_interval("step", found),
+            **_means(found, ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct",
+                             "moved_a_token")),
+            **_change("change", found, base, "step_ms", seed),
+            **(_change("even", found, even, "step_ms", seed) if even else {}),
+            **({"even_experts_pct": _mean_pct(found, even, "worst_rank_experts")} if even else {}),
+            "none_experts_pct": _mean_pct(found, base, "worst_rank_experts"),
+            "none_moved_pct": _mean_pct(found, base, "moved_a_token"),
+            "requests_equal_pct": _equal_pct(found, base),
+            "paper_experts_pct": None, "paper_step_pct": None, "paper_moved_pct": None, **papers,
+        }  # fmt: skip
+
+
+def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> Iterator[dict[str, Any]]:
+    """One row an arm and phase, of what was measured in each round and window."""
+    windows = len(measured["offline"][0])
+    middle = windows // 2
+    parts = dict(
+        zip(PHASES, (range(middle), range(middle, middle + 1), range(middle + 1, windows)), strict=True)
+    )
+    for name, turns in measured.items():
+        for phase, part in parts.items():
+            found, base = (
+                [turn[window] for turn in of for window in part] for of in (turns, measured["offline"])
+            )
+            yield {
+                "placement": name, "phase": phase, "windows": len(found),
+                **_interval("step", found),
+                **_change("step", found, base, "step_ms", seed),
+                "with_moves_ms": float(np.median([one["with_moves_ms"] for one in found])),
+                **_change("with_moves", found, base, "with_moves_ms", seed),
+                **_means(found, ("worst_rank_experts", "worst_rank_pairs")),
+                **_means(
+                    found, ("plan_ms", "migration_ms", "experts_moved", "slices", "slices_left")
+                ),
+                "requests_equal_pct": _equal_pct(found, base),
+                "paper_pct": _PAPER_PROACTIVE if name == "proactive" else None,
+            }  # fmt: skip
+
+
+def _interval(name: str, found: list[dict[str, Any]]) -> dict[str, float]:
+    value, low, high = median_ci([one[f"{name}_ms"] for one in found])
+    return {f"{name}_ms": value, f"{name}_low_ms": low, f"{name}_high_ms": high}
+
+
+def _means(found: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, float]:
+    return {key: float(np.mean([one[key] for one in found])) for key in keys}
+
+
+def _change(
+    name: str, found: list[dict[str, Any]], base: list[dict[str, Any]], key: str, seed: int
+) -> dict[str, float]:
+    mine, its = (np.array([one[key] for one in of]) for of in (found, base))
+    change = paired_change_percent(mine, its, np.median, seed=seed)
+    return dict(zip((f"{name}_pct", f"{name}_low_pct", f"{name}_high_pct"), change, strict=True))
+
+
+def _mean_pct(found: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> float:
+    mine, its = (float(np.mean([one[key] for one in of])) for of in (found, base))
+    return 100 * (mine / its - 1)
+
+
+def _equal_pct(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> float:
+    """Of all answers."""
+    pairs = [
+        mine == its
+        for one, other in zip(found, base, strict=True)
+        for mine, its in zip(one["answers"], other["answers"], strict=True)
+    ]
+    return 100 * float(np.mean(pairs))
+
+
+if __name__ == "__main__":
+    run(ep_choice, ep_shift)

@@ -1,0 +1,231 @@
+"""A MoE layer under expert parallelism, measured: even spread against METRO's choice of replicas.
+
+    python -m benchmarks.engine.ep_layer --prompts DIR --cost-out layer_cost.json
+
+Experts are those of the widened demo model, routes those that it took for real prompts. Placements are
+EPLB's on one half of the requests, batches are of the other half. Two ranks run as processes, a core (or a
+GPU) each. More ranks than cores would wait for each other: there each rank's share is timed alone, one
+after the other, and the slowest is the layer's time without messages. Before that, a rank's time by its
+activated experts and tokens, and the messages' by bytes, give the layer cost that `--cost-out` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.lib import options
+from benchmarks.lib.capture import Captured, captured
+from benchmarks.lib.ep_ranks import device, on_ranks
+from benchmarks.lib.ep_timing import (
+    STAGES,
+    Arm,
+    Plan,
+    layers_together,
+    messages,
+    rank_alone,
+    shares_alone,
+)
+from benchmarks.lib.replay import widened
+from eldr_serve.command_errors import BadInput, run
+from loadgen.plots import lines
+from loadgen.results import publish
+from loadgen.statistics import paired_change_percent
+from offline.placement.cost import LayerCost, LayerFit, LayerWork
+from offline.placement.eplb import eplb_placement
+
+Floats = NDArray[np.float64]
+RATIOS = (1.0, 1.25, 1.5, 2.0)  # slots / experts
+ARMS = (("even", "all-gather"), ("metro", "all-gather"))
+
+
+def ep_layer(
+    prompts: options.Prompts = options.PROMPTS,
+    batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch, two ranks together.")] = 32,
+    many_ranks: Annotated[int, typer.Option(min=2, help="Ranks that are timed one by one.")] = 8,
+    many_batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch, all those together.")] = 64,
+    batches: Annotated[int, typer.Option(min=4, help="Batches drawn from the held-out requests.")] = 24,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed calls of each point.")] = 5,
+    intermediate: options.Intermediate = 1024,
+    requests: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    cost_out: Annotated[Path | None, typer.Option(help="JSON of the fitted layer cost to write.")] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time a layer's stages on real ranks, by replication and choice of replicas; fit its cost."""
+    data = captured(prompts, work, requests=requests, seed=seed)
+    model = widened(intermediate, work)
+
+    def plan(ranks: int, tokens: int, arms: Sequence[tuple[str, str]]) -> Plan:
+        compared = tuple((ratio, *arm) for ratio in RATIOS for arm in arms)
+        return _plan(data, model, ranks, tokens, batches, compared, rounds, seed)
+
+    pair = plan(2, batch, [*ARMS, ("even", "all-to-all")])
+    many = plan(many_ranks, many_batch, ARMS)
+    points = on_ranks(1, rank_alone, pair)[0]
+    moved = on_ranks(2, messages, rounds)[0]
+    alone = _slowest_share(on_ranks(1, shares_alone, many)[0])
+    together = _slowest(on_ranks(2, layers_together, pair))
+
+    alone_work = _work(points)
+    compute = LayerCost.fitted(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
+    error = np.concatenate(
+        [(_predicted(compute, many, arm) / alone[arm]["experts"] - 1).ravel() for arm in alone]
+    )
+    fit = LayerFit(
+        measurements=len(points),
+        held_out_median_relative_error=float(np.median(np.abs(error))),
+        held_out_mean_relative_error=float(error.mean()),
+        source=f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
+        f"slowest of {many_ranks} ranks on real batches; no second node: a far byte is as a near one",
+    )
+    cost = _with_messages(compute, moved).model_copy(update={"fit": fit})
+    if cost_out is not None:
+        cost.save(cost_out)
+    inputs = {
+        "batch": batch, "many_batch": many_batch, "batches": batches, "rounds": rounds,
+        "intermediate": intermediate, "layer_cost": cost.model_dump(),
+    }  # fmt: skip
+    rows = _rows(f"2 ranks together, {device()}", pair, together, compute, seed)
+    rows += _rows(f"{many_ranks} ranks one by one", many, alone, compute, seed)
+    path = publish(
+        "ep_layer", rows, inputs=inputs, seed=seed, out=out,
+        notes="real experts and routes, random hidden states; means over batches and layers of the slowest "
+        "rank; changes against the even spread by all-gather at the same replication, 95 % intervals by "
+        "bootstrap over batches; the route stage runs in Python; one by one: experts alone, no messages",
+    )  # fmt: skip
+    lines(
+        [row | {"workload": row["how"]} for row in rows if row["dispatch"] == "all-gather"],
+        "replication", ["experts_ms"], path.with_suffix(".png"), by="routing",
+    )  # fmt: skip
+    shown = [
+        {
+            "activated_experts": point["activated"],
+            "tokens_per_expert": point["pairs"] // point["activated"],
+            "latency_p50_ms": 1e3 * point["s"],
+            "predicted_ms": 1e3 * float(predicted),
+        }
+        for point, predicted in zip(points, compute.fixed_s + compute.rank_s(alone_work), strict=True)
+    ]
+    by_rank = path.with_name(f"{path.stem}_rank.json")
+    publish(
+        "ep_layer_rank", shown, inputs=inputs, seed=seed, out=by_rank,
+        notes="one rank's experts alone, by activated experts and tokens of each",
+    )  # fmt: skip
+    lines(shown, "activated_experts", ["latency_p50_ms"], by_rank.with_suffix(".png"), by="tokens_per_expert")
+    publish(
+        "ep_layer_messages", moved, inputs=inputs, seed=seed,
+        out=path.with_name(f"{path.stem}_messages.json"),
+        notes="2 ranks; an all-gather and a reduce-scatter, and two all-to-alls; bytes that reach a rank in "
+        "one way",
+    )  # fmt: skip
+
+
+def _plan(
+    data: Captured, model: Path, ranks: int, tokens: int, batches: int, arms: tuple[Arm, ...], rounds: int,
+    seed: int,
+) -> Plan:  # fmt: skip
+    if tokens % ranks:
+        raise BadInput(f"a batch of {tokens} tokens does not divide by {ranks} ranks")
+    fit, rest = data.split("all", 0.5, seed)
+    rng = np.random.default_rng([seed, ranks])
+    load = data.trace.decode_counts[fit].sum(axis=0)
+    experts = load.shape[1]
+    placements = {
+        ratio: eplb_placement(load, round(experts * ratio / ranks) * ranks, groups=1, nodes=1, ranks=ranks)
+        for ratio in RATIOS
+    }
+    steps = [
+        np.stack([routes[rng.integers(len(routes))] for routes in map(data.routes, drawn)])
+        for drawn in (rng.choice(rest, tokens, replace=False) for _ in range(batches))
+    ]
+    routes = np.stack(steps).swapaxes(1, 2).astype(np.int64)
+    return Plan(model, ranks, placements, routes, arms, rounds, seed)
+
+
+def _slowest(found: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
+    """By arm and stage [B, L], medians over rounds of the slowest rank; `layer` is a rank's sum."""
+    timed = {}
+    for arm in found[0]:
+        parts = np.stack([part[arm] for part in found])  # [G, B, L, rounds, stage]
+        stages = np.median(parts.max(axis=0), axis=2)
+        timed[arm] = {stage: stages[..., n] for n, stage in enumerate(STAGES)}
+        timed[arm]["layer"] = np.median(parts.sum(axis=-1).max(axis=0), axis=2)
+    return timed
+
+
+def _slowest_share(found: dict[Arm, Floats]) -> dict[Arm, dict[str, Floats]]:
+    """The same of [B, L, rounds, G] of shares that were timed alone, with one stage."""
+    return {arm: {"experts": np.median(s, axis=2).max(axis=-1)} for arm, s in found.items()}
+
+
+def _predicted(compute: LayerCost, plan: Plan, arm: Arm) -> Floats:
+    """s[B, L] that the cost predicts for the slowest rank's experts."""
+    return compute.layer_s(LayerWork.gathered(plan.served(arm)))
+
+
+def _work(points: list[dict[str, Any]]) -> LayerWork:
+    """[N] ranks, each alone."""
+    activated, pairs = (np.array([point[key] for point in points], float) for key in ("activated", "pairs"))
+    return LayerWork(activated, pairs, np.zeros_like(pairs), np.zeros_like(pairs))
+
+
+def _with_messages(compute: LayerCost, moved: list[dict[str, Any]]) -> LayerCost:
+    """Adds an empty all-gather and reduce-scatter to every layer, and what a byte of an all-to-all costs.
+
+    The way back is in it: a `LayerWork` counts the bytes of the dispatch alone.
+    """
+    size = np.array([row["message_bytes"] for row in moved], np.float64)
+    gather, exchange = (
+        LayerCost.fitted(np.zeros_like(size), size, 1e-3 * np.array([row[key] for row in moved]))
+        for key in ("all_gather_reduce_scatter_p50_ms", "all_to_all_twice_p50_ms")
+    )
+    return compute.model_copy(
+        update={
+            "fixed_s": compute.fixed_s + gather.fixed_s,
+            "near_byte_s": exchange.per_token_s,
+            "far_byte_s": exchange.per_token_s,
+        }
+    )
+
+
+def _rows(
+    how: str, plan: Plan, timed: dict[Arm, dict[str, Floats]], compute: LayerCost, seed: int
+) -> list[dict[str, Any]]:
+    by_batch = {
+        arm: {stage: 1e3 * s.mean(axis=1) for stage, s in stages.items()} for arm, stages in timed.items()
+    }
+    rows = []
+    for arm, stages in by_batch.items():
+        served = plan.served(arm)
+        row: dict[str, Any] = {
+            "how": how, "batch_size": plan.routes.shape[2], "replication": arm[0], "routing": arm[1],
+            "dispatch": arm[2],
+            "worst_rank_experts": float((served > 0).sum(axis=2).max(axis=-1).mean()),
+            "worst_rank_tokens": float(served.sum(axis=2).max(axis=-1).mean()),
+            "predicted_experts_ms": 1e3 * float(_predicted(compute, plan, arm).mean()),
+        }  # fmt: skip
+        for stage in ("experts", "layer"):
+            change: Sequence[float | None] = [None] * 3
+            if stage in stages:
+                mine, base = stages[stage], by_batch[arm[0], "even", "all-gather"][stage]
+                change = paired_change_percent(mine, base, np.mean, seed=seed)
+            row[f"{stage}_ms"] = float(stages[stage].mean()) if stage in stages else None
+            row |= {
+                f"{stage}_{end}pct": value
+                for end, value in zip(("change_", "low_", "high_"), change, strict=True)
+            }
+        for stage in ("dispatch", "gate", "route", "combine"):
+            row[f"{stage}_ms"] = float(stages[stage].mean()) if stage in stages else None
+        rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    run(ep_layer)

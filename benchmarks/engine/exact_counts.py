@@ -1,0 +1,119 @@
+"""Counts of engines under pressure against what Hugging Face's model chooses, integer by integer.
+
+    python -m benchmarks.engine.exact_counts --device cuda
+
+Both of vLLM's model runners serve the batches of `tests/engine`, on a GPU in CUDA graphs: prompts with
+shared prefixes over few KV blocks, so that prefill is chunked, prefixes are found in the cache and requests
+are preempted. `_differ` columns must be 0. Rows `against` reference compare with what Hugging Face's model
+chooses on the CPU, in float32 and cold; rows `against` V1 compare the runners with each other, tokens too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.cluster import ROOT, python_path
+from benchmarks.lib.exact import Cells, against_reference, against_report, reference
+from eldr_serve.command_errors import run
+from loadgen.results import publish
+
+_SCRIPT = ROOT / "tests/engine/engine_script.py"
+_ENV = {
+    "cuda": {
+        "TRITON_F32_DEFAULT": "ieee",  # not TF32, so that rounding moves no choice
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    },
+    "cpu": {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    },
+}
+_PORTS = {"V1": 28211, "V2": 28221}  # of NIXL's side channels
+
+
+def exact_counts(
+    device: options.CpuOrCuda = "cpu",
+    batches: Annotated[
+        Literal["all", "short"], typer.Option(help="All five batches, or the first two, of 10 requests.")
+    ] = "all",
+    graphs: Annotated[
+        Literal["FULL", "FULL_DECODE_ONLY", "NONE"], typer.Option(help="CUDA graphs of vLLM on a GPU.")
+    ] = "FULL",
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Serve the batches under Model Runners V1 and V2, and compare every integer."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        runpy.run_path(str(ROOT / "tests/tiny_model.py"))["make"](model, seed)
+
+        def serve(runner: str) -> dict[str, Any]:
+            return _serve(runner, model, Path(folder) / f"{runner}.json", (device, batches, graphs))
+
+        with ThreadPoolExecutor() as together:
+            reports = dict(zip(_PORTS, together.map(serve, _PORTS), strict=True))
+        choices = reference(model)
+        found = {
+            (runner, "reference"): against_reference(report, choices) for runner, report in reports.items()
+        }
+    found["V2", "V1"] = against_report(reports["V2"], reports["V1"])
+    rows = [
+        _row(runner, against, number, cells, reports[runner])
+        for (runner, against), of_batches in found.items()
+        for number, cells in enumerate(of_batches)
+    ]
+    told = ("runner", "graphs", "cached_tokens", "preemptions", "decode_steps")
+    publish(
+        "exact_counts", rows, seed=seed, out=out,
+        inputs={"device": device, "graphs": graphs}
+        | {runner: {name: report[name] for name in told} for runner, report in reports.items()},
+        notes="tiny random Qwen3-MoE in float32; inputs say how many steps ran in which kind of CUDA graph",
+    )  # fmt: skip
+
+
+def _serve(runner: str, model: Path, out: Path, how: tuple[str, str, str]) -> dict[str, Any]:
+    """Report of an engine in a process of its own."""
+    device, batches, graphs = how
+    folders = [ROOT / "tests/engine/triton_cpu"] if (device, runner) == ("cpu", "V2") else []
+    environment = _ENV[device] | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": python_path(*folders),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_PORTS[runner]),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if device == "cuda":
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
+    elif runner == "V2":
+        environment["TRITON_INTERPRET"] = "1"  # with which vLLM's CPU engine takes V2
+    place = "cuda" if device == "cuda" else "device"
+    command: list[str | Path] = [sys.executable, _SCRIPT, model, out, "async", batches, place, graphs]
+    subprocess.run(command, env=os.environ | environment, check=True, cwd=ROOT)
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
+def _row(runner: str, against: str, number: int, cells: Cells, report: dict[str, Any]) -> dict[str, Any]:
+    mine = [record for record in report["records"] if record["request"].startswith(f"{number}-")]
+    row = {"runner": runner, "against": against, "batch": number, "requests": len(mine)}
+    row |= {
+        "prompt_tokens": sum(len(record["prompt"]) for record in mine),
+        "token_cells": 0,
+        "token_differ": 0,
+    }
+    return row | cells.row()
+
+
+if __name__ == "__main__":
+    run(exact_counts)

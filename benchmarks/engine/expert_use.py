@@ -1,0 +1,253 @@
+"""Which experts the demo model uses for real prompts: counterparts of the paper's Figures 1, 3, 4, 7, 8, 9.
+
+    python -m benchmarks.engine.expert_use NAME --prompts DIR
+
+- activation_by_domain (1): each domain over-activates experts of its own. Decode activation of each expert
+  by domain, relative to the mean over domains, at the layer where the domains differ most. `own_experts`:
+  how many of the layer's experts the domain uses more than any other does; `own_excess`: by how much it
+  uses those more than the mean.
+- prefill_decode (3): prefill tells which experts decode will use. Correlation over experts (normalised
+  activation pooled over the domains, each expert of each layer a point), and over requests: rho, the rank
+  correlation of pairwise distances (the paper's Eq. 1).
+- same_domain (4): batches of one domain activate fewer experts than mixed ones. They are drawn at random,
+  each request at a random decode step of its real routes. A domain counts as often as it occurs; domains
+  with too few requests for a batch are left out of that batch size.
+- signature_quality (7, 8): rho of each transform of the counts with all layers, and with those that greedy
+  selection keeps; the curve over the number of layers is in `layer_mask.json`. Layers are selected and
+  measured on the same requests, as in the paper; held-out rho is in `prefill_decode`.
+- signature_space (9): signatures on their first two principal components with the balanced centroids.
+  `purity` is the share of requests in a cluster that are of its main domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from scipy.stats import pearsonr, spearmanr
+
+from benchmarks.lib import options
+from benchmarks.lib.capture import TASKS, Captured, captured
+from eldr_serve.command_errors import run
+from eldr_serve.experts.fitting.quality import signature_quality as rho_of
+from eldr_serve.experts.fitting.table import compare_transforms, fit_signature, fit_table
+from loadgen.plots import bars, lines, save
+from loadgen.plots import signature_space as draw_space
+from loadgen.results import publish
+from offline.simulation.requests import expert_bits
+
+LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
+WORKLOADS = ("task", "language")
+SIZES = (4, 8, 16, 32, 64, 128)  # of batches
+DRAWS = 1000  # batches of each size and kind
+CLUSTERS = 8  # one a decode worker
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one measurement found: a table, its picture, and what its file says of them."""
+
+    rows: Rows
+    draw: Callable[[Path], None]  # given the PNG's path
+    notes: str
+    inputs: dict[str, Any] = field(default_factory=dict)
+    suffix: str = ""  # of the file, where a measurement has several
+    name: str = ""  # of the committed result, if not the command's
+
+
+def _command(measure: Callable[[Captured, int], list[Result]]) -> Callable[..., None]:
+    name = measure.__name__.removeprefix("_")
+
+    def command(
+        prompts: options.Prompts = options.PROMPTS,
+        requests: options.Captured = 2400,
+        work: options.Work = options.WORK,
+        seed: options.Seed = 0,
+        out: options.Out = None,
+    ) -> None:
+        data = captured(prompts, work, requests=requests, seed=seed)
+        for result in measure(data, seed):
+            path = publish(
+                result.name or name, result.rows, inputs={"captured": requests} | result.inputs, seed=seed,
+                notes=result.notes, out=out and out.with_name(f"{out.stem}{result.suffix}.json"),
+            )  # fmt: skip
+            result.draw(path.with_suffix(".png"))
+
+    command.__name__, command.__doc__ = name, measure.__doc__
+    return command
+
+
+def _activation_by_domain(data: Captured, seed: int) -> list[Result]:
+    """Measure decode activation of experts by domain."""
+    trace = data.trace
+    domains = np.array(trace.domains)
+    rows: Rows = []
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    panels = zip(figure.subplots(2, 1), WORKLOADS, (TASKS, LANGUAGES), strict=True)
+    for axes, workload, names in panels:
+        present = [name for name in names if (domains == name).any()]
+        share = np.stack([_activation(trace.decode_counts[domains == name]) for name in present])
+        relative = share / np.maximum(share.mean(axis=0), 1e-9)
+        layer = int(share.std(axis=0).sum(axis=1).argmax())
+        owner = relative[:, layer].argmax(axis=0)
+        order = np.lexsort((-relative[:, layer].max(axis=0), owner))
+        axes.imshow(np.maximum(relative[:, layer][:, order], 1), aspect="auto", cmap="Blues", vmin=1, vmax=4)
+        axes.set(yticks=range(len(present)), yticklabels=present, xlabel=f"expert of layer {layer}, by owner")
+        axes.set_title(f"{workload}: activation over the mean of the domains (white: below, dark: 4x)")
+        for number, name in enumerate(present):
+            own = owner == number
+            mine = share[number, layer]
+            rows.append(
+                {
+                    "workload": workload,
+                    "domain": name,
+                    "layer": layer,
+                    "requests": int((domains == name).sum()),
+                    "own_experts": int(own.sum()),
+                    "own_excess": float(relative[number, layer][own].mean()) if own.any() else 0.0,
+                    "share_on_own_experts": float(mine[own].sum() / mine.sum()),
+                }
+            )
+    return [Result(rows, partial(save, figure), "decode counts of the demo model on real prompts")]
+
+
+def _activation(counts: NDArray[Any]) -> NDArray[np.float64]:
+    """float[L, E] share of a layer's choices, mean over requests."""
+    share = counts / np.maximum(counts.sum(axis=2, keepdims=True), 1)
+    return np.asarray(share.mean(axis=0))
+
+
+def _prefill_decode(data: Captured, seed: int) -> list[Result]:
+    """Correlate prefill with decode activation of experts."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    rows: Rows = []
+    for axes, workload in zip(figure.subplots(1, 2), WORKLOADS, strict=True):
+        trace = data.trace.subset(data.group(workload))
+        domains = np.array(trace.domains)
+        points = [
+            np.mean([_activation(counts[domains == d]) for d in sorted(set(domains))], axis=0).reshape(-1)
+            for counts in (trace.prefill_counts, trace.decode_counts)
+        ]
+        fit, held_out = data.split(workload, 0.5, seed)
+        spec, test = fit_signature(data.trace.subset(fit), seed=seed), data.trace.subset(held_out)
+        rows.append(
+            {
+                "workload": workload,
+                "requests": len(trace.ids),
+                "pearson": float(pearsonr(*points)[0]),
+                "spearman": float(spearmanr(*points)[0]),
+                "rho_held_out": rho_of(spec.encode(test.prefill_counts), test.decode_probability, seed=seed),
+            }
+        )
+        axes.scatter(*points, s=8, alpha=0.6)
+        axes.axline((0, 0), slope=1, color="black", linewidth=0.8)
+        axes.set(xlabel="prefill activation", ylabel="decode activation", title=workload)
+    return [Result(rows, partial(save, figure), "each point one expert of one layer, mean over domains")]
+
+
+def _same_domain(data: Captured, seed: int) -> list[Result]:
+    """Count active experts of same-domain and of mixed batches."""
+    num_layers, num_experts = data.trace.prefill_counts.shape[1:]
+    rng = np.random.default_rng(seed)
+    domains = np.array(data.trace.domains)
+    rows: Rows = []
+    for workload in WORKLOADS:
+        members = data.group(workload)
+        bits = {int(i): expert_bits(data.routes(int(i)), num_experts) for i in members}
+
+        def active(batch: Any, bits: dict[int, Any] = bits) -> float:
+            steps = [bits[int(i)][rng.integers(len(bits[int(i)]))] for i in batch]
+            return float(np.bitwise_count(np.bitwise_or.reduce(steps)).sum() / num_layers)
+
+        names, sizes = np.unique(domains[members], return_counts=True)
+        for size in SIZES:
+            large = sizes >= 2 * size
+            if not large.any():
+                continue
+            weights = sizes[large] / sizes[large].sum()
+            pool = members[np.isin(domains[members], names[large])]
+            by_domain = {name: members[domains[members] == name] for name in names[large]}
+            same = [
+                active(rng.choice(by_domain[rng.choice(names[large], p=weights)], size, replace=False))
+                for _ in range(DRAWS)
+            ]
+            mixed = [active(rng.choice(pool, size, replace=False)) for _ in range(DRAWS)]
+            rows.append(
+                {
+                    "workload": workload,
+                    "batch_size": size,
+                    "domains": int(large.sum()),
+                    "same_domain": float(np.mean(same)),
+                    "mixed": float(np.mean(mixed)),
+                    "change_pct": 100 * float(np.mean(same) / np.mean(mixed) - 1),
+                }
+            )
+    draw = partial(lines, rows, "batch_size", ["same_domain", "mixed"])
+    notes = "mean distinct experts of a MoE layer in one decode step"
+    return [Result(rows, draw, notes, {"draws": DRAWS})]
+
+
+def _signature_quality(data: Captured, seed: int) -> list[Result]:
+    """Measure rho by transform and by layers kept."""
+    rows: Rows = []
+    curve: Rows = []
+    for workload in WORKLOADS:
+        trace = data.trace.subset(data.group(workload))
+        for transform, found in compare_transforms(trace, seed=seed).items():
+            label = {"workload": workload, "transform": transform}
+            rows.append(label | {k: found[k] for k in ("rho_all_layers", "rho_kept_layers", "layers_kept")})
+            curve += [
+                label | {"layers": n, "layer": layer, "rho": rho}
+                for n, (layer, rho) in enumerate(zip(found["order"], found["rho"], strict=True), 1)
+            ]
+    notes = "rho: rank correlation of pairwise distances of signatures and of decode activations"
+    draw_curve = partial(lines, curve, "layers", ["rho"], by="transform", xlabel="layers kept, greedy order")
+    return [
+        Result(rows, partial(bars, rows, "transform", "rho_all_layers"), notes),
+        Result(curve, draw_curve, notes, suffix="_layer_mask", name="layer_mask"),
+    ]
+
+
+def _signature_space(data: Captured, seed: int) -> list[Result]:
+    """Cluster the signatures of both workloads and plot them."""
+    rows: Rows = []
+    figures = {}
+    for workload in WORKLOADS:
+        trace = data.trace.subset(data.group(workload))
+        table, report = fit_table(trace, CLUSTERS, seed=seed)
+        by_domain = np.array(list(report["clusters_by_domain"].values()))
+        rows += [
+            {
+                "workload": workload,
+                "cluster": c,
+                "requests": int(by_domain[:, c].sum()),
+                "main_domain": table.domains[c],
+                "purity": float(by_domain[:, c].max() / by_domain[:, c].sum()),
+            }
+            for c in range(CLUSTERS)
+        ]
+        figures[workload] = draw_space(trace, table)
+
+    def draw(path: Path) -> None:
+        for workload, figure in figures.items():
+            save(figure, path.with_name(f"{path.stem}_{workload}.png"))
+
+    notes = "balanced K-means over count-idf signatures with the greedy layer mask"
+    return [Result(rows, draw, notes, {"clusters": CLUSTERS})]
+
+
+activation_by_domain = _command(_activation_by_domain)
+prefill_decode = _command(_prefill_decode)
+same_domain = _command(_same_domain)
+signature_quality = _command(_signature_quality)
+signature_space = _command(_signature_space)
+
+if __name__ == "__main__":
+    run(activation_by_domain, prefill_decode, same_domain, signature_quality, signature_space)

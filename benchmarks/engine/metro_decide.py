@@ -1,0 +1,107 @@
+"""Time of METRO's decision: which replica serves each expert of a batch, by form, experts and ranks.
+
+    python -m benchmarks.engine.metro_decide
+
+numpy and torch on one CPU core, one layer at a time as an engine needs it, and 48 layers at once as a
+simulation does; where there is a CUDA device, the Triton kernel in a CUDA graph of 48 layers, one after the
+other, whose replays are timed by events. Placements are EPLB's of skewed loads; 60 % of the experts have
+tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.lib import options
+from eldr_serve.command_errors import run
+from eldr_serve.experts.metro import MetroPlan
+from eldr_serve.experts.metro_torch import TorchMetro
+from eldr_serve.experts.placement import hosts_of
+from loadgen.results import p50_p99_us, publish, time_calls
+from offline.placement.eplb import eplb_placement
+
+SHAPES = ((32, 8), (64, 8), (128, 8), (256, 16), (256, 32))  # experts, ranks
+LAYERS = 48
+Timed = Callable[[int], list[float]]  # number of decisions -> seconds of each
+
+
+def metro_decide(
+    calls: Annotated[int, typer.Option(min=20, help="Decisions timed for each row.")] = 400,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time METRO's decision in each form that this machine can run."""
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(seed)
+    rows: list[dict[str, Any]] = []
+    for experts, ranks in SHAPES:
+        for ratio in (1.125, 1.5):
+            load = rng.lognormal(size=(LAYERS, experts))
+            slots = round(experts * ratio / ranks) * ranks
+            hosts = hosts_of(eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks), experts, ranks)
+            batches = [(rng.uniform(size=(LAYERS, experts)) < 0.6).astype(np.int32) for _ in range(16)]
+            for form, layers, timed in _forms(hosts, batches):
+                found = p50_p99_us(timed(calls))
+                row = {"form": form, "experts": experts, "ranks": ranks, "replication": slots / experts}
+                rows.append(row | {"layers": layers, **found, "p50_us_per_layer": found["p50_us"] / layers})
+    cuda = "" if torch.cuda.is_available() else "; no CUDA device here, so the kernel is not in the table"
+    publish(
+        "metro_decide", rows, seed=seed, out=out, inputs={"calls": calls},
+        notes=f"one core; the three forms choose alike, bit for bit{cuda}",
+    )  # fmt: skip
+
+
+def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int, Timed]]:
+    """(name, layers at once, times of some decisions) of each form."""
+    found: list[tuple[str, int, Timed]] = []
+    for layers in (1, LAYERS):
+        plan = MetroPlan.of(hosts[:layers])
+        arrays = [batch[:layers] for batch in batches]
+        tensors = [torch.from_numpy(a) for a in arrays]
+        found.append(("numpy", layers, partial(_by_clock, plan.route, arrays)))
+        found.append(("torch, CPU", layers, partial(_by_clock, TorchMetro(plan).route, tensors)))
+    if torch.cuda.is_available():
+        found.append(("triton, CUDA graph", LAYERS, partial(_by_events, hosts, batches)))
+    return found
+
+
+def _by_clock(route: Callable[[Any], object], batches: list[Any], calls: int) -> list[float]:
+    return time_calls(lambda n: route(batches[n % len(batches)]), calls=calls)
+
+
+def _by_events(hosts: np.ndarray, batches: list[np.ndarray], calls: int) -> list[float]:
+    """Replays of a graph that decides for one layer after the other, as in a model's step."""
+    from benchmarks.lib.cuda_graph import TimedGraph
+    from eldr_serve.experts.metro_triton import TritonMetro
+
+    tokens = torch.zeros(batches[0].shape, dtype=torch.int32, device="cuda")
+    given = [torch.from_numpy(batch).cuda() for batch in batches]
+    layers = [TritonMetro(MetroPlan.of(hosts[n : n + 1]), "cuda") for n in range(len(hosts))]
+
+    def step() -> None:
+        for number, layer in enumerate(layers):
+            layer.route(tokens[number : number + 1])
+
+    graph = TimedGraph(step)
+    seconds = []
+    for n in range(calls):
+        tokens.copy_(given[n % len(given)])
+        seconds.append(graph.seconds())
+    chosen = torch.cat([layer.chosen for layer in layers]).cpu().numpy()
+    expected = MetroPlan.of(hosts).route(batches[(calls - 1) % len(batches)])
+    if not np.array_equal(chosen, expected):
+        raise RuntimeError("the kernel in a CUDA graph chose otherwise than MetroPlan")
+    return seconds
+
+
+if __name__ == "__main__":
+    run(metro_decide)

@@ -1,0 +1,250 @@
+"""Which MoE families start with vLLM's defaults and are counted exactly, under both of its model runners.
+
+    python -m benchmarks.engine.model_families
+
+Checkpoints are tiny and random, made by transformers on the spot. An engine of each serves prompts with
+shared prefixes twice over few KV blocks. Read prompts_exact and decodes_exact against requests: what the
+connector counted against what the engine's routers were seen to choose, token by token. differ_from_hf
+are the choices that are not those that enter the experts of Hugging Face's model for the same tokens, and
+tokens_near_ties were seen with several choices, as batches round differently. differ_replayed are those that
+remain where Hugging Face's experts are made the engine's, so that no difference leads to others, and
+widest_gap is how far the furthest of them is from a tie, as a share of the range of the router's scores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from textwrap import shorten
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.lib import options
+from benchmarks.lib.cluster import ROOT, python_path
+from benchmarks.lib.engines import ENGINE_ENV
+from benchmarks.lib.families import FAMILIES, Reference
+from benchmarks.lib.family_engine import CHUNK
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.engine.routes import unpack_routes
+from eldr_serve.experts.signature import unpack_counts
+from loadgen.results import RESULTS, publish, read_rows
+
+_TRITON_CPU = ROOT / "tests/engine/triton_cpu"
+_TORCHVISION = ROOT / "tests/engine/torchvision_cpu"
+RUNNERS = ("V1", "V2")
+
+
+def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, dict[str, Any]]:
+    """Family -> report of its engine (see family_engine), or {"error": the reason} where none started."""
+    reports: dict[str, dict[str, Any]] = {}
+    for torchvision in (False, True):
+        names = [name for name in checkpoints if FAMILIES[name].torchvision == torchvision]
+        if not names:
+            continue
+        folders = [*([_TORCHVISION] if torchvision else []), *([_TRITON_CPU] if runner == "V2" else [])]
+        environment = {"PYTHONPATH": python_path(*folders)}
+        if runner == "V2":  # its kernels are Triton's, which runs them without a GPU in Python
+            environment["TRITON_INTERPRET"] = "1"
+        folder = work / f"{runner}{'_torchvision' * torchvision}"
+        folder.mkdir()
+        jobs = {
+            name: {
+                "arguments": FAMILIES[name].engine | {"model": str(checkpoints[name])},
+                "mla_for_amx": FAMILIES[name].mla_for_amx,
+            }
+            for name in names
+        }
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        ended = subprocess.run(
+            [sys.executable, "-m", "benchmarks.lib.family_engine", str(folder / "jobs.json")],
+            env=os.environ | ENGINE_ENV | environment, check=False, cwd=ROOT,
+        ).returncode  # fmt: skip
+        reports |= {name: report(folder / f"{name}.json", ended) for name in names}
+    return reports
+
+
+def report(path: Path, ended: int) -> dict[str, Any]:
+    """What an engine wrote; of one whose process could not write, how that ended: the others stand."""
+    if not path.exists():
+        return {"error": f"the process of the engines ended with {ended} before this one"}
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """A line of the table."""
+    found = {"family": family, "runner": runner, "starts": "error" not in report}
+    if "error" in report:
+        return found | {"note": shorten(report["error"], 240)}
+    records = report["records"]
+    captured = [record for record in records if "eldr_prefill" in record]
+    reference = Reference(checkpoint)
+    given = {} if FAMILIES[family].exact else _replayed(records, reference)
+    return (
+        found
+        | {
+            "kv_groups": "; ".join(f"{kind} {size}" for kind, size in report["groups"]),
+            "requests": len(records),
+            "captured": len(captured),
+            "prompts_exact": sum(map(_prompt_exact, captured)),
+            "decodes_exact": sum(map(_decode_exact, captured)),
+            "in_several_steps": sum(len(r["prompt"]) - r["cached"] > report["step_tokens"] for r in records),
+            "with_prefix_hit": sum(r["cached"] > 0 for r in records),
+            "preemptions": int(report["preemptions"]),
+            "choices": sum(np.size([known[0] for known in r["seen"]]) for r in records),
+            "differ_from_hf": int(sum(_others(_first(r), reference.route(_fed(r))).sum() for r in records)),
+            "tokens_near_ties": sum(len(known) > 1 for r in records for known in r["seen"]),
+        }
+        | given
+    )
+
+
+def _prompt_exact(record: dict[str, Any]) -> bool:
+    """Whether some choice for each token that was seen with several gives the counts."""
+    counts = unpack_counts(record["eldr_prefill"]).astype(np.int64)
+    seen = record["seen"][: len(record["prompt"])]
+    rest = counts - _histogram([known[0] for known in seen if len(known) == 1], counts.shape)
+    open_ = [np.stack([_histogram([one], counts.shape) for one in known]) for known in seen if len(known) > 1]
+    most = [sum((token.max(0) for token in open_[n:]), np.zeros_like(rest)) for n in range(len(open_) + 1)]
+
+    def explained(number: int, rest: NDArray[np.int64]) -> bool:
+        if (rest < 0).any() or (rest > most[number]).any():
+            return False
+        return number == len(open_) or any(explained(number + 1, rest - one) for one in open_[number])
+
+    return explained(0, rest)
+
+
+def _decode_exact(record: dict[str, Any]) -> bool:
+    counts = unpack_counts(record["eldr_decode"])
+    routes = np.sort(unpack_routes(record["eldr_routes"]), axis=-1).tolist()
+    seen = record["seen"][len(record["prompt"]) :]
+    return np.array_equal(counts, _histogram(routes, counts.shape)) and all(
+        route in known for route, known in zip(routes, seen, strict=True)
+    )
+
+
+def _histogram(chosen: Sequence[list[list[int]]], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """[L,E] from [T,L,k]."""
+    counts = np.zeros(shape, np.int64)
+    np.add.at(counts, (np.arange(shape[0])[None, :, None], np.array(chosen)), 1)
+    return counts
+
+
+def _fed(record: dict[str, Any]) -> list[int]:
+    tokens: list[int] = record["prompt"] + record["output"][:-1]
+    return tokens
+
+
+def _first(record: dict[str, Any]) -> NDArray[np.int64]:
+    """[T,L,k], the choice that each token was first seen with."""
+    return np.array([known[0] for known in record["seen"]])
+
+
+def _others(mine: NDArray[np.int64], theirs: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[T,L,k], choices that are not among theirs, [T,L,k], of the same token and layer."""
+    other: NDArray[np.bool_] = (mine[..., None] != theirs[..., None, :]).all(-1)
+    return other
+
+
+def _replayed(records: list[dict[str, Any]], reference: Reference) -> dict[str, Any]:
+    """Where Hugging Face's model, whose experts are made the engine's, would have chosen others.
+
+    A choice that is another leads later layers and tokens to others; here each stands alone.
+    """
+    differ, widest = 0, 0.0
+    for record in records:
+        mine = _first(record)
+        theirs = reference.route(_fed(record), mine)
+        others = _others(mine, theirs)
+        differ += int(others.sum())
+        for at in map(tuple, np.argwhere(others.any(-1))):
+            widest = max(widest, gap(mine[at], theirs[at], reference.scores[at], reference.groups))
+    return {"differ_replayed": differ, "widest_gap": round(widest, 4)}
+
+
+def gap(
+    mine: NDArray[np.int64],
+    theirs: NDArray[np.int64],
+    score: NDArray[np.float32],
+    groups: tuple[int, int] = (1, 1),
+) -> float:
+    """How far from a tie two choices [k] of a token are: what theirs scores above mine, where they differ.
+
+    Args:
+        score: float[E], what a router chooses by.
+        groups: it first chooses the second number of so many groups, by the sum of each one's two best.
+
+    Returns:
+        A share of the range of the experts' scores or, where mine has another group, of the groups'.
+    """
+    many, taken = groups
+    if many > 1:
+        of_groups = np.sort(score.reshape(many, -1))[:, -2:].sum(1)
+        first = np.argsort(of_groups)[-taken:]
+        others = of_groups[np.setdiff1d(mine * many // len(score), first)]
+        if len(others):
+            return float((of_groups[first].min() - others.min()) / np.ptp(of_groups))
+    ours, other = np.setdiff1d(mine, theirs), np.setdiff1d(theirs, mine)
+    return float((score[other].max() - score[ours].min()) / np.ptp(score)) if len(ours) else 0.0
+
+
+def rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[dict[str, Any]]:
+    """Lines of these families under these runners."""
+    checkpoints = {name: FAMILIES[name].make(work / name) for name in families}
+    with ThreadPoolExecutor() as together:
+        served = [together.submit(serve, checkpoints, runner, work) for runner in runners]
+    reports = {runner: found.result() for runner, found in zip(runners, served, strict=True)}
+    return [
+        row(name, runner, folder, reports[runner][name])
+        for name, folder in checkpoints.items()
+        for runner in reports
+    ]
+
+
+def model_families(
+    anew: Annotated[
+        str, typer.Option(help="Families, with commas: the rows of others stay as published; default all.")
+    ] = "",
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Serve every family under both runners, and compare."""
+    names = anew.split(",") if anew else list(FAMILIES)
+    unknown = [name for name in names if name not in FAMILIES]
+    if unknown:
+        raise BadInput(f"there is no family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
+    with tempfile.TemporaryDirectory() as work:
+        found = rows(names, RUNNERS, Path(work))
+    inputs: dict[str, Any] = {"chunk_tokens": CHUNK}
+    notes = ""
+    if anew:
+        found = with_published(found)
+        before = json.loads((RESULTS / "model_families.json").read_text())["commit"]
+        inputs["anew"] = names
+        notes = f"; rows of families that are not among inputs.anew are of commit {before} or before"
+    publish(
+        "model_families", found, inputs=inputs, seed=seed, out=out,
+        notes="tiny random checkpoints in float32, GDN in bfloat16; V2 on a CPU, its kernels under Triton's "
+        f"interpreter{notes}",
+    )  # fmt: skip
+
+
+def with_published(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the published rows with the given ones replaced, and rows of new families appended."""
+    new = {(one["family"], one["runner"]): one for one in found}
+    rows = [new.pop((one["family"], one["runner"]), one) for one in read_rows("model_families")]
+    return rows + list(new.values())
+
+
+if __name__ == "__main__":
+    run(model_families)

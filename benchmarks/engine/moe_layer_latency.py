@@ -1,0 +1,169 @@
+"""A MoE layer's time follows its active experts, not its batch (counterpart of the paper's Figure 2).
+
+    python -m benchmarks.engine.moe_layer_latency --shape qwen3-30b-a3b
+    python -m benchmarks.engine.moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b --device cuda
+
+One layer of random bf16 weights at a model's shape, through the kernel that vLLM serves with: its CPU
+fused-MoE kernel, or its Triton kernel in a CUDA graph, timed by events. Each call takes other experts
+than the one before, so that weights come from memory as they do when other layers ran in between.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import typer
+
+from benchmarks.lib import options
+from eldr_serve.command_errors import BadInput, run
+from loadgen.plots import lines
+from loadgen.results import publish
+
+SHAPES = {  # hidden size, intermediate size, experts, top-k
+    "demo-wide": (160, 1024, 64, 4),
+    "qwen3-30b-a3b": (2048, 768, 128, 8),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+}
+
+
+def moe_layer_latency(
+    shape: Annotated[
+        str, typer.Option(help=f"Shapes, with commas, of: {', '.join(SHAPES)}.")
+    ] = "qwen3-30b-a3b",
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "16,32,64,128",
+    active: Annotated[str, typer.Option(help="Active experts, with commas.")] = "8,16,32,64,96,128",
+    rounds: Annotated[int, typer.Option(min=3, help="Timed calls for each point.")] = 15,
+    threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
+    device: options.CpuOrCuda | None = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time one MoE layer by batch size and number of active experts."""
+    shapes = shape.split(",")
+    unknown = [name for name in shapes if name not in SHAPES]
+    if unknown:
+        raise BadInput(f"unknown shape {unknown[0]!r}; there are {', '.join(SHAPES)}")
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
+    import torch
+
+    here: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in (None, here):
+        raise BadInput(f"--device is {device}, but vLLM's kernels here are for {here}; leave the option out")
+    torch.set_num_threads(threads)
+    sizes = [int(size) for size in batches.split(",")], [int(many) for many in active.split(",")]
+    rows = [row for name in shapes for row in _rows(name, here, *sizes, rounds, seed)]
+    path = publish(
+        "moe_layer_latency", rows, inputs={"rounds": rounds, "threads": threads}, seed=seed, out=out,
+        notes="random weights, one layer alone; the kernel that vLLM uses on this device. Least squares over "
+        f"all batch sizes: {'; '.join(map(partial(_fitted, rows), shapes))}",
+    )  # fmt: skip
+    for name in shapes:
+        picture = path.with_suffix(".png") if len(shapes) == 1 else path.with_name(f"{path.stem}_{name}.png")
+        mine = [row for row in rows if row["shape"] == name]
+        lines(mine, "active_experts", ["latency_p50_ms"], picture, by="batch_size")
+
+
+def _fitted(rows: list[dict[str, Any]], shape: str) -> str:
+    mine = [row for row in rows if row["shape"] == shape]
+    active = np.array([[1, row["active_experts"]] for row in mine])
+    fixed, slope = np.linalg.lstsq(active, 1e3 * np.array([row["latency_p50_ms"] for row in mine]))[0]
+    return f"{shape} {fixed:.1f} us + {slope:.2f} us an active expert"
+
+
+def _rows(
+    shape: str, device: str, sizes: list[int], actives: list[int], rounds: int, seed: int
+) -> list[dict[str, Any]]:
+    """Rows of one shape, of each batch size and number of active experts that it can activate."""
+    hidden, intermediate, experts, top_k = SHAPES[shape]
+    layer = _Layer(device, hidden, intermediate, experts, seed)
+    rng = np.random.default_rng(seed)
+    points = [(b, a) for b in sizes for a in actives if top_k <= a <= min(experts, b * top_k)]
+    if not points:
+        raise BadInput("no batch can activate so many experts; see --batches and --active")
+    times: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    for _ in range(rounds + 1):  # the first round warms up
+        for n in rng.permutation(len(points)):
+            b, a = points[n]
+            ids = routes(b, a, experts, top_k, rng)
+            times[b, a].append(layer.seconds(ids))
+    return [
+        {
+            "shape": shape,
+            "device": device,
+            "batch_size": b,
+            "active_experts": a,
+            "latency_p50_ms": 1e3 * float(np.median(measured[1:])),
+            "latency_p90_ms": 1e3 * float(np.percentile(measured[1:], 90)),
+        }
+        for (b, a), measured in times.items()
+    ]
+
+
+def routes(batch: int, active: int, experts: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
+    """int[batch, top_k]: distinct experts a token, exactly `active` in all."""
+    chosen = rng.permutation(experts)[:active]
+    dealt = np.concatenate([rng.permutation(chosen) for _ in range(-(-batch * top_k // active) + 1)])
+    ids = np.empty((batch, top_k), np.int64)
+    for token in range(batch):
+        hand, rest = dealt[:top_k], dealt[top_k:]
+        while len(set(hand)) < top_k:  # a deal that crosses two rounds may repeat an expert
+            missing = rng.choice(np.setdiff1d(chosen, hand), top_k - len(set(hand)), replace=False)
+            hand = np.concatenate([np.unique(hand), missing])
+        ids[token], dealt = hand, rest
+    return ids
+
+
+class _Layer:
+    """One MoE layer's experts on a device."""
+
+    def __init__(self, device: str, hidden: int, intermediate: int, experts: int, seed: int) -> None:
+        import torch
+
+        from eldr_serve.engine.vllm.compat.moe import fused_moe
+
+        self._device, self._hidden = device, hidden
+        torch.manual_seed(seed)
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+        self._experts = fused_moe(
+            torch.randn(experts, 2 * intermediate, hidden, **options) * hidden**-0.5,
+            torch.randn(experts, hidden, intermediate, **options) * intermediate**-0.5,
+        )
+        self._graphs: dict[int, tuple[Any, Any]] = {}  # batch size -> chosen experts, graph
+
+    def seconds(self, ids: np.ndarray) -> float:
+        """Time of one call with these experts, s: by the clock, or of a graph's replay by events."""
+        import torch
+
+        chosen = torch.as_tensor(ids, dtype=torch.int32)
+        if self._device == "cuda":
+            if len(ids) not in self._graphs:
+                self._graphs[len(ids)] = self._captured(chosen.cuda())
+            held, graph = self._graphs[len(ids)]
+            held.copy_(chosen)
+            return float(graph.seconds())
+        inputs = self._inputs(chosen)
+        start = time.perf_counter()
+        self._experts(*inputs)
+        return time.perf_counter() - start
+
+    def _captured(self, chosen: Any) -> tuple[Any, Any]:
+        from benchmarks.lib.cuda_graph import TimedGraph
+
+        inputs = self._inputs(chosen)
+        return chosen, TimedGraph(lambda: self._experts(*inputs))
+
+    def _inputs(self, chosen: Any) -> tuple[Any, Any, Any]:
+        """bf16[T,H] and equal weights float32[T,k], beside the experts int32[T,k]."""
+        import torch
+
+        x = torch.randn(len(chosen), self._hidden, dtype=torch.bfloat16, device=self._device)
+        weights = torch.full(chosen.shape, 1 / chosen.shape[1], dtype=torch.float32, device=self._device)
+        return x, weights, chosen
+
+
+if __name__ == "__main__":
+    run(moe_layer_latency)

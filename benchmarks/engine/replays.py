@@ -1,0 +1,91 @@
+"""TPOT on K workers without contention, each worker's schedule replayed alone on a real engine.
+
+    python -m benchmarks.engine.replays NAME --prompts DIR
+
+What is measured and what is simulated: see benchmarks/lib/replay.py. There is no prefill in it, so
+`first_token` is the time from the hand-over to the end of the first decode step. `marginal-cost, true decode`
+is told the decode activations that the request will really have: what a perfect prediction would gain.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.lib.replay import Arm, experts_by_batch
+from benchmarks.lib.replay_command import Replayed, Rows, against, replay_command
+from eldr_serve.command_errors import run
+from loadgen.figures import BASELINES
+from loadgen.plots import lines
+from loadgen.results import publish
+
+TRUE = "marginal-cost, true decode"
+ROUND_ROBIN = Arm("round-robin", "round-robin")
+LOCALITY, MARGINAL = (Arm(name, name) for name in ("locality-band", "marginal-cost"))
+POLICIES = [*(Arm(name, name) for name in (*BASELINES, "domain")), LOCALITY, MARGINAL]
+
+
+def _band(label: str, band: float = 0.1, *, balanced: bool = True, transform: str = "count-idf") -> Arm:
+    return Arm(label, "locality-band", {"band": band}, balanced=balanced, transform=transform)
+
+
+def _share(rows: Rows) -> str:
+    """How much of the gain of perfect prediction the prefill signature gives."""
+    found = {(r["workload"], r["workers"], r["arm"]): r["p50_change_pct"] for r in rows}
+    shares = [
+        f"{group} K={k}: {100 * found[group, k, 'marginal-cost'] / gain:.0f} %"
+        for (group, k, arm), gain in found.items()
+        if arm == TRUE and gain < 0
+    ]
+    return "gain of prefill signatures as share of that of true decode activations: " + ", ".join(shares)
+
+
+def _with_active_experts(run: Replayed) -> None:
+    """The policies against the load balancers, and active experts by batch size (Figure 13)."""
+    against(BASELINES, _share)(run)
+    shown = [
+        label
+        for label in ("round-robin", "shortest-queue", "locality-band", "marginal-cost")
+        if label in run.cases[0].outcomes
+    ]
+    steps = [row for case in run.cases for row in experts_by_batch(case, shown)]
+    path = publish(
+        "active_experts", steps, inputs=run.inputs, seed=run.seed,
+        notes="the steps of decode_replay: mean distinct experts of a MoE layer by batch size (Figure 13)",
+        out=run.out and run.out.with_name(f"{run.out.stem}_active_experts.json"),
+    )  # fmt: skip
+    lines(steps, "batch_from", [f"{label}: active_experts" for label in shown], path.with_suffix(".png"))
+
+
+def _by_rate(rows: Rows, path: Path) -> None:
+    lines(rows, "rate_per_s", ["tpot_p50_ms"], path, by="arm", xlabel="requests/s")
+
+
+# The counterparts of the paper's Figures 11 to 13; 11 and 12 by rate; 16, 15, 14; Table 2.
+decode_replay = replay_command(
+    "decode_replay",
+    [
+        *POLICIES,
+        Arm("marginal-cost, affinity 0", "marginal-cost", {"affinity": 0.0}),
+        Arm(TRUE, "marginal-cost", true_decode=True),
+    ],
+    _with_active_experts,
+    default_workers="8,16",
+    default_groups="all,language,task",
+    default_per_worker=48,
+    default_intermediate=1536,  # as live has it
+)
+rates = replay_command("rates", POLICIES, against(BASELINES, draw=_by_rate), default_batch="4,8,16,24")
+band_width = replay_command(
+    "band_width", [ROUND_ROBIN, *(_band(f"band {band}", band) for band in (0.0, 0.1, 0.2, 0.3))]
+)
+balanced_clusters = replay_command(
+    "balanced_clusters", [ROUND_ROBIN, _band("balanced"), _band("vanilla", balanced=False)]
+)
+signature_transforms = replay_command(
+    "signature_transforms",
+    [ROUND_ROBIN, *(_band(t, transform=t) for t in ("count-idf", "count", "sqrt-count", "binary"))],
+)
+pool_size = replay_command("pool_size", [ROUND_ROBIN, LOCALITY, MARGINAL], default_workers="4,8,16")
+
+if __name__ == "__main__":
+    run(decode_replay, rates, band_width, balanced_clusters, signature_transforms, pool_size)

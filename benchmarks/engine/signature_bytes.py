@@ -1,0 +1,82 @@
+"""Size of a prompt's expert counts on the wire, as `kv_transfer_params` carry them.
+
+    python -m benchmarks.engine.signature_bytes --gptoss RECORDS
+
+Shape of Qwen3-30B-A3B: 48 layers, 128 experts, 8 a token. `even` chooses experts evenly at random; `tastes`
+has each prompt prefer some in each layer (scores of normal noise, twice as strong as the tokens' own).
+`GPT-OSS-20B` are its published routes: eight prompts' counts [24, 32] side by side, so that 16 of 128 experts
+are a token's. Read packed_p50_bytes, of the text, against cells_bytes, of the counts before compression.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.lib import options
+from benchmarks.lib.synthetic import TOP_K, E, L
+from eldr_serve.command_errors import run
+from eldr_serve.experts.signature import pack_counts
+from loadgen.results import publish
+from offline.gptoss import read_gptoss
+
+_LENGTHS = (64, 512, 2048)  # tokens; GPT-OSS-20B's records hold enough steps for the first of them
+
+
+def drawn(tokens: int, taste: float, rng: np.random.Generator) -> NDArray[np.int64]:
+    """int64[L,E] of a prompt whose scores are noise, and `taste` times what the prompt prefers in a layer."""
+    scores = rng.gumbel(size=(L, tokens, E)) + taste * rng.normal(size=(L, 1, E))
+    chosen = np.argpartition(-scores, TOP_K, axis=-1)[..., :TOP_K]
+    counts = np.zeros((L, E), np.int64)
+    np.add.at(counts, (np.arange(L)[:, None, None], chosen), 1)
+    return counts
+
+
+def row(routing: str, tokens: int, prompts: list[NDArray[Any]]) -> dict[str, Any]:
+    """A line of the table, from each prompt's counts."""
+    packed = np.array([len(pack_counts(counts)) for counts in prompts])
+    used = np.mean([(counts > 0).mean() for counts in prompts])
+    return {
+        "routing": routing,
+        "prompt_tokens": tokens,
+        "prompts": len(prompts),
+        "cells_used_pct": float(100 * used),
+        "cells_bytes": max(counts.size * (1 if counts.max() < 256 else 2) for counts in prompts),
+        "packed_p50_bytes": float(np.median(packed)),
+        "packed_max_bytes": int(packed.max()),
+    }
+
+
+def signature_bytes(
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind and length.")] = 20,
+    gptoss: Annotated[
+        Path | None,
+        typer.Option(exists=True, help="GPT-OSS-20B records, JSON lines; none are measured else."),
+    ] = None,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Pack the counts of prompts of several lengths and kinds of routing."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        row(name, tokens, [drawn(tokens, taste, rng) for _ in range(prompts)])
+        for tokens in _LENGTHS
+        for name, taste in (("even", 0.0), ("tastes", 2.0))
+    ]
+    if gptoss is not None:
+        found = read_gptoss(gptoss, prompt_steps=_LENGTHS[0], decode_steps=1).prefill_counts
+        found = found[rng.permutation(len(found))[: 8 * prompts]]
+        beside = found.reshape(-1, 2, 4, *found.shape[1:]).transpose(0, 1, 3, 2, 4).reshape(-1, L, E)
+        rows.append(row("GPT-OSS-20B", _LENGTHS[0], list(beside)))
+    publish(
+        "signature_bytes", rows, inputs={"gptoss": gptoss and gptoss.name}, seed=seed, out=out,
+        notes="base64 text of zlib's fastest level",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(signature_bytes)

@@ -1,0 +1,251 @@
+"""Measure the time of a decode step of Qwen3-30B-A3B by batch size and number of active experts.
+
+    python -m benchmarks.engine.step_cost --device cuda
+
+A decode engine of ours with made-up weights serves batches that are composed: each step's tokens go to
+experts that are given, so many of each layer as wanted, in the same CUDA graphs as any other step. The
+router runs as it does anyway, then its choices are replaced (one copy a layer). All requests have about
+`--context` tokens in the KV cache.
+`forward` is the time that our connector reports of the forward pass, by CUDA events; `step` is the wall time
+of the whole step, with scheduling and sampling, and without asynchronous scheduling. The rows of level `fit`
+are time = fixed + per request * batch + per expert * active experts, summed over layers. Those of level
+`package` are of aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24): a MoE layer's
+time by active experts, and whole steps with 1,024 tokens of context and its own routing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.engine.moe_layer_latency import routes
+from benchmarks.lib import options
+from benchmarks.lib.engines import check_device
+from benchmarks.lib.replay_engine import BLOCK, STEP_TOKENS, ReplayEngine, aligned
+from benchmarks.lib.synthetic import (
+    DUMMY,
+    HIDDEN,
+    INTERMEDIATE,
+    KV_BYTES,
+    TOP_K,
+    VOCABULARY,
+    E,
+    L,
+    write_config,
+)
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.scheduling import StepSums
+from loadgen.plots import lines
+from loadgen.results import publish
+from loadgen.statistics import median_ci
+
+_WARM_UP = 3  # steps of a batch
+# aiconfigurator-core 0.12.0, Qwen3-30B-A3B, bf16, vLLM 0.24: a MoE layer's time, us, as fixed + per active
+# expert (its balanced rows, within 3 %), and a whole decode step by batch, ms, 1,024 tokens of context.
+PACKAGE: dict[str, tuple[float, float, dict[int, float]]] = {
+    "H100": (26.0, 3.10, {1: 4.68, 2: 5.98, 4: 7.91, 8: 10.49, 16: 12.62, 32: 20.78, 64: 24.18}),
+    "H200": (24.0, 2.22, {1: 4.04, 2: 4.87, 4: 6.45, 8: 8.32, 16: 10.27, 32: 15.80, 64: 17.75}),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step: requests, active experts over all layers, and times, s."""
+
+    requests: int
+    experts: int
+    forward_s: float
+    step_s: float
+
+
+class ComposedEngine(ReplayEngine):
+    """A decode engine whose tokens go to the experts of a table, int32[step_tokens, k], in every layer.
+
+    Args:
+        step_tokens: tokens of a step, at most.
+    """
+
+    def __init__(self, model: str, *, device: str, step_tokens: int, **arguments: Any) -> None:
+        import torch
+
+        from eldr_serve.engine.vllm.capture import ExpertCapture
+
+        spread = torch.arange(step_tokens * TOP_K, dtype=torch.int32) % E
+        self._table = table = spread.reshape(-1, TOP_K).to("cpu" if device == "cpu" else "cuda")
+
+        def replacing(hook: Any) -> Any:
+            def replaced(capture: ExpertCapture, layer: int, experts: Any) -> None:
+                experts.copy_(table[: len(experts)])
+                hook(capture, layer, experts)
+
+            return replaced
+
+        for name in ("_keep", "_hold"):  # captured in the graphs, like all that a hook does
+            setattr(ExpertCapture, name, replacing(getattr(ExpertCapture, name)))
+        super().__init__(model, device=device, max_num_batched_tokens=step_tokens, **arguments)
+
+    def start(self, prompts: list[list[int]], tokens: int) -> None:
+        """Begin decoding `tokens` tokens of each prompt; the first steps, which may compute prompts, run."""
+        from vllm import SamplingParams
+
+        self.warm(prompts)
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        for number, prompt in enumerate(prompts):
+            self._engine.add_request(f"request{number}", {"prompt_token_ids": prompt}, params)
+
+    def timed(self, routed: NDArray[np.int64]) -> list[dict[str, Any]]:
+        """One step whose token n goes to the experts int64[T, k] of row n; the records known now."""
+        import torch
+
+        full = np.resize(routed, self._table.shape)  # padding goes where the batch goes
+        self._table.copy_(torch.as_tensor(full, dtype=torch.int32))
+        return self.step()[2]
+
+    def drain(self) -> None:
+        """Finish all requests."""
+        while self._engine.has_unfinished_requests():
+            self.step()
+
+
+def composed_steps(
+    engine: ComposedEngine, prompts: list[list[int]], active: list[int], rounds: int, rng: np.random.Generator
+) -> list[Step]:
+    """`rounds` steps of each number of active experts a layer, in random order, all prompts in the batch."""
+    order = [a for _ in range(rounds) for a in rng.permutation(active).tolist()]
+    wanted = [active[-1]] * _WARM_UP + order
+    engine.start(prompts, len(wanted) + 2)
+    batch, records = len(prompts), []
+    for number in [*wanted, active[0]]:  # the last step tells what the one before took
+        records += engine.timed(routes(batch, number, E, TOP_K, rng))
+    engine.drain()
+    whole = [record for record in records if record["requests"] == batch]
+    layers = len(whole[0]["active_by_layer"])
+    first = whole[0]["step"]
+    found = [record for record in whole if _WARM_UP <= record["step"] - first < len(wanted)]
+    for record in found:
+        each = wanted[record["step"] - first]
+        if record["active_by_layer"] != [each] * layers:
+            told = record["active_by_layer"]
+            raise RuntimeError(f"a step was to activate {each} experts in each layer and activated {told}")
+    return [Step(batch, sum(r["active_by_layer"]), r["seconds"], r["took"]) for r in found]
+
+
+def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
+    """One row a batch and number of active experts: medians with intervals, ms."""
+    rows = []
+    for batch, experts in sorted({(step.requests, step.experts) for step in steps}):
+        mine = [step for step in steps if (step.requests, step.experts) == (batch, experts)]
+        row: dict[str, Any] = {
+            "level": "point", "batch_size": batch, "active_experts": experts / layers, "steps": len(mine),
+        }  # fmt: skip
+        for name in ("forward", "step"):
+            times = [1e3 * getattr(step, f"{name}_s") for step in mine]
+            row |= zip((f"{name}_p50_ms", f"{name}_low_ms", f"{name}_high_ms"), median_ci(times), strict=True)
+        rows.append(row)
+    return rows
+
+
+def fit_rows(steps: list[Step]) -> list[dict[str, Any]]:
+    """The cost of forward and of step, as routing fits it to an engine's steps, without KV tokens.
+
+    A row has no cost where there are too few steps, or their time does not grow with active experts.
+    """
+    rows: list[dict[str, Any]] = []
+    requests, experts = ([getattr(step, name) for step in steps] for name in ("requests", "experts"))
+    for name in ("forward", "step"):
+        seconds = np.array([getattr(step, f"{name}_s") for step in steps])
+        sums = StepSums.of(requests, np.zeros(len(steps)), experts, seconds)
+        rows.append({"level": "fit", "of": name, "steps": len(steps)})
+        if (cost := sums.fit()) is None:
+            continue
+        rest = seconds - cost.seconds(np.array(requests), 0, np.array(experts))
+        rows[-1].update(
+            {
+                "fixed_ms": 1e3 * cost.fixed_s,
+                "per_request_us": 1e6 * cost.per_request_s,
+                "per_expert_us": 1e6 * cost.per_expert_s,
+                "r2": 1 - float((rest**2).sum() / ((seconds - seconds.mean()) ** 2).sum()),
+                "relative_error_pct": 100 * sums.error(cost),
+            }
+        )
+    return rows
+
+
+def package_rows(batches: list[int]) -> list[dict[str, Any]]:
+    """The package's figures: of a MoE layer, and of whole steps of these batches."""
+    rows: list[dict[str, Any]] = []
+    for card, (fixed_us, per_expert_us, step_ms) in PACKAGE.items():
+        layer = {"level": "package", "of": f"{card}, MoE layers", "fixed_ms": L * fixed_us / 1e3}
+        rows.append(layer | {"per_expert_us": per_expert_us})
+        rows += [
+            {"level": "package", "of": f"{card}, step", "batch_size": batch, "step_p50_ms": step_ms[batch]}
+            for batch in batches
+            if batch in step_ms
+        ]
+    return rows
+
+
+def step_cost(
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "8,16,32,64",
+    active: Annotated[
+        str, typer.Option(help="Active experts of a layer, with commas; those that a batch can activate.")
+    ] = "8,16,32,48,64,96,128",
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps for each point.")] = 15,
+    context: Annotated[int, typer.Option(min=32, help="Tokens of each request's prompt.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1, help="Layers; the model's 48 take 61 GB.")] = L,
+    vocabulary: Annotated[int, typer.Option(min=1024, help="Tokens of the vocabulary.")] = VOCABULARY,
+    hidden: Annotated[int, typer.Option(min=32, help="Hidden size.")] = HIDDEN,
+    intermediate: Annotated[int, typer.Option(min=32, help="Neurons of an expert.")] = INTERMEDIATE,
+    device: options.Device = "cuda",
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time decode steps of composed batches, and fit what a request and an active expert cost."""
+    check_device(device)
+    given = (("--batches", batches), ("--active", active))
+    sizes, wanted = (sorted(set(options.numbers(*option))) for option in given)
+    points = {b: [a for a in wanted if TOP_K <= a <= min(E, b * TOP_K)] for b in sizes}
+    if impossible := [b for b, possible in points.items() if not possible]:
+        raise BadInput(
+            f"a batch of {impossible[0]} activates {TOP_K} to {min(E, impossible[0] * TOP_K)} experts of a "
+            f"layer, and --active has none of these"
+        )
+    rng = np.random.default_rng(seed)
+    prompts = [aligned(rng.integers(1, 1024, context).tolist()) for _ in range(sizes[-1])]
+    longest = len(prompts[0]) + max(map(len, points.values())) * rounds + _WARM_UP
+    longest = BLOCK * (1 + -(-longest // BLOCK))
+    room: dict[str, Any] = {}
+    if device != "cpu":
+        room["kv_cache_memory_bytes"] = (sizes[-1] + 1) * longest * layers * KV_BYTES
+    steps: list[Step] = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(
+            Path(folder), layers=layers, vocabulary=vocabulary, hidden=hidden, intermediate=intermediate
+        )
+        engine = ComposedEngine(
+            folder, device=device, max_batch=sizes[-1], max_model_len=longest, batches=sizes,
+            step_tokens=min(STEP_TOKENS, sizes[-1] * len(prompts[0])), **DUMMY, **room,
+        )  # fmt: skip
+        for size, possible in points.items():
+            steps += composed_steps(engine, prompts[:size], possible, rounds, rng)
+    rows = [*point_rows(steps, layers), *fit_rows(steps), *package_rows(sizes)]
+    path = publish(
+        "step_cost", rows, seed=seed, out=out,
+        inputs={"device": device, "layers": layers, "vocabulary": vocabulary, "hidden": hidden,
+                "intermediate": intermediate, "experts": E, "top_k": TOP_K, "context": context,
+                "rounds": rounds},
+        notes="Qwen3-30B-A3B's shape, made-up weights, bf16, one decode engine; each layer's experts are "
+        "prescribed; package: aiconfigurator-core 0.12.0, measured elsewhere",
+    )  # fmt: skip
+    measured = [row for row in rows if row["level"] == "point"]
+    lines(measured, "active_experts", ["forward_p50_ms"], path.with_suffix(".png"), by="batch_size")
+
+
+if __name__ == "__main__":
+    run(step_cost)

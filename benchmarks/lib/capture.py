@@ -1,0 +1,153 @@
+"""Which experts the demo model really used for real prompts: the input of most benchmarks.
+
+    python -m benchmarks.lib.capture --prompts DIR
+
+Runs the prompts on one real engine, once, and keeps the result in the work folder. Prompts are filled
+up to whole KV blocks and one token (see replay_engine), so that a replay meets the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.progress import track
+
+from benchmarks.lib import options
+from benchmarks.lib.engines import device_kwargs, weights_name
+from benchmarks.lib.replay_engine import BLOCK, ENGINE_ENV, ROOM, TEMPERATURE, aligned, free_port
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.engine.protocol import Sampling
+from eldr_serve.engine.vllm.config import ONE_PROCESS
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.files import write_whole
+from examples.demo_model import WEIGHTS
+from loadgen.workload import balanced_sample, read_prompts
+from offline.calibrate import build_trace, prompt_tokens, trace_tokens
+
+TASKS = ("code", "math", "medical", "legal")
+GROUPS = ("all", "language", "task")
+_TOP_K = 4  # of the demo model
+_TOGETHER = 32  # requests that the capture has in flight
+
+
+def groups_of(names: str) -> list[str]:
+    """The workloads named, with commas; BadInput if one is unknown."""
+    chosen = names.split(",")
+    if unknown := [name for name in chosen if name not in GROUPS]:
+        raise BadInput(f"unknown workload {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    return chosen
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A trace with routes, and the token ids of its prompts."""
+
+    trace: CalibrationTrace
+    tokens: list[list[int]]
+
+    def group(self, name: str) -> NDArray[np.int64]:
+        """Indices of the requests of a workload: task domains, languages, or all."""
+        task = np.isin(self.trace.domains, TASKS)
+        return np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[name])
+
+    def split(self, name: str, fit: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A workload's requests in two: to fit on, and to measure with."""
+        found = np.random.default_rng(seed).permutation(self.group(name))
+        cut = round(fit * len(found))
+        return found[:cut], found[cut:]
+
+    def routes(self, request: int) -> NDArray[np.unsignedinteger]:
+        """[T, L, k] experts of one request's decode steps."""
+        assert self.trace.routes is not None
+        assert self.trace.route_offsets is not None
+        start, end = (int(x) for x in self.trace.route_offsets[request : request + 2])
+        return self.trace.routes[start:end]
+
+
+def captured(
+    prompts: Path, work: Path, *, requests: int, output_tokens: int = 64, seed: int = 0, device: str = "cpu"
+) -> Captured:
+    """Load the capture of these settings, running it first if it is not there.
+
+    Another device samples other texts.
+    """
+    settings = [str(prompts.resolve()), requests, output_tokens, seed, weights_name()]
+    settings += [device] if device != "cpu" else []
+    name = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    trace, tokens = (work / f"capture_{name[:10]}{suffix}" for suffix in (".safetensors", ".json"))
+    if not tokens.exists():
+        arguments = ["--prompts", prompts, "--trace", trace, "--tokens", tokens, "--requests", requests]
+        arguments += ["--output-tokens", output_tokens, "--seed", seed, "--device", device]
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.lib.capture", *map(str, arguments)],
+            env=os.environ | ENGINE_ENV | ({} if device == "cpu" else ONE_PROCESS),
+            check=False,
+        )
+        if done.returncode:
+            raise BadInput(f"the capture of {prompts} failed")
+    return Captured(CalibrationTrace.load(trace), json.loads(tokens.read_text()))
+
+
+def capture(
+    prompts: Annotated[Path, typer.Option(help="Folder of JSONL prompts with domains.")],
+    trace: Annotated[Path, typer.Option(help="CalibrationTrace to write.")],
+    tokens: Annotated[Path, typer.Option(help="JSON of token ids to write.")],
+    requests: Annotated[int, typer.Option(min=8, help="Prompts, half tasks and half languages.")] = 1600,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated a prompt.")] = 64,
+    max_prompt_tokens: Annotated[int, typer.Option(min=32, help="Longer prompts lose their head.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
+    device: options.Device = "cpu",
+) -> None:
+    """Run prompts on one engine; write their expert counts, routes and token ids."""
+    from transformers import AutoTokenizer
+
+    from eldr_serve.engine.vllm.config import engine_kwargs
+    from eldr_serve.engine.vllm.tracer import VllmTracer
+
+    everything = read_prompts([prompts])
+    chosen = [
+        prompt
+        for wanted in (True, False)
+        for prompt in balanced_sample(
+            [p for p in everything if (p.domain in TASKS) == wanted], requests // 2, seed
+        )
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
+    longest = max_prompt_tokens // BLOCK * BLOCK + 1
+    ids = [aligned(prompt_tokens(tokenizer, p.text, chat=True)[-longest:]) for p in chosen]
+    kwargs = engine_kwargs(
+        "calibrate",
+        **device_kwargs(device, range(1, _TOGETHER + 1)),
+        block_size=BLOCK,
+        max_model_len=longest + output_tokens + BLOCK,
+        seed=seed,
+        # vLLM 0.32 cannot split the prefill of a request with a seed on a CPU.
+        **({"enable_chunked_prefill": False} if device == "cpu" else ROOM),
+    )
+    tracer = VllmTracer({"model": str(WEIGHTS), **kwargs}, free_port())
+    records = []
+    for start in track(range(0, len(chosen), _TOGETHER), description="capturing routes"):
+        part = slice(start, start + _TOGETHER)
+        # One token more than wanted: the last one sampled never passes the gates.
+        sampling = [
+            Sampling(output_tokens + 1, TEMPERATURE, ignore_eos=True, seed=of_prompt, routes=True)
+            for of_prompt in range(start, start + len(ids[part]))
+        ]
+        records += trace_tokens(tracer, chosen[part], ids[part], sampling)
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    build_trace("eldr-demo", records, _TOP_K, routes=True, vocabulary=tokenizer.get_vocab()).save(trace)
+    write_whole(tokens, json.dumps(ids))
+
+
+if __name__ == "__main__":
+    run(capture)

@@ -1,0 +1,107 @@
+"""An HTTP client that holds thousands of OpenAI streams at once and times each."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from loadgen.sse import StreamError, StreamTiming, read_stream_async
+
+
+@dataclass
+class Answer:
+    """One streamed answer; `start` and `end` are time.perf_counter()."""
+
+    start: float
+    end: float = 0.0
+    timing: StreamTiming = field(default_factory=StreamTiming)
+    error: str | None = None
+
+
+def allow_open_files(wanted: int) -> None:
+    """Raise this process's limit of open files, as far as the system lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def session(timeout_s: float | None = None) -> aiohttp.ClientSession:
+    """A client session without a limit on connections; a request that takes longer is a failure."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=timeout_s)
+    )
+
+
+async def complete(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], start: float | None = None
+) -> Answer:
+    """Send one streaming completion, timed from `start` or now; failures of any kind are in `error`."""
+    answer = Answer(time.perf_counter() if start is None else start)
+    try:
+        async with http.post(f"{url}/v1/completions", json=body | {"stream": True}) as response:
+            if response.status != 200:
+                answer.error = f"HTTP {response.status}: {(await response.text())[:200]}"
+            else:
+                answer.timing = await read_stream_async(response.content, answer.start)
+                if body.get("ignore_eos"):
+                    answer.timing.completion_tokens = body["max_tokens"]  # a chunk may hold several
+                if not answer.timing.token_times_s:
+                    answer.error = "the stream held no token"
+    except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.end = time.perf_counter()
+    return answer
+
+
+async def closed_loop(
+    send: Callable[[int], Awaitable[Answer]], *, requests: int, in_flight: int
+) -> list[Answer]:
+    """Send requests 0 ... requests-1, the next one as soon as one of `in_flight` has ended."""
+    numbers = iter(range(requests))
+    answers: list[Answer] = []
+
+    async def user() -> None:
+        for number in numbers:
+            answers.append(await send(number))
+
+    await asyncio.gather(*(user() for _ in range(in_flight)))
+    return answers
+
+
+def most_open(answers: list[Answer]) -> int:
+    """Answers that were under way together, at most."""
+    changes = sorted([(a.start, 1) for a in answers] + [(a.end, -1) for a in answers])
+    return int(np.cumsum([change for _, change in changes]).max(initial=0))
+
+
+def summary(answers: list[Answer], since: float | None = None) -> dict[str, Any]:
+    """Failures; TTFT, TPOT and the whole answer's latency in ms; requests/s and tokens/s.
+
+    Args:
+        since: when the stretch of load began; None: with the first of the answers.
+    """
+    good = [a.timing for a in answers if a.error is None]
+    latencies = [1000 * (a.end - a.start) for a in answers if a.error is None]
+    span = max(a.end for a in answers) - (min(a.start for a in answers) if since is None else since)
+    row: dict[str, Any] = {"requests": len(answers), "failures": len(answers) - len(good)}
+    for name, values in (("ttft", [t.ttft_s for t in good]), ("tpot", [t.tpot_s for t in good])):
+        known = [1000 * v for v in values if v is not None]
+        for q in (50, 99):
+            row[f"{name}_p{q}_ms"] = float(np.percentile(known, q)) if known else float("nan")
+    row["latency_p50_ms"] = float(np.median(latencies)) if latencies else float("nan")
+    row["requests_per_s"] = len(good) / span
+    row["tokens_per_s"] = sum(t.completion_tokens or len(t.token_times_s) for t in good) / span
+    return row
+
+
+def errors(answers: list[Answer]) -> dict[str, int]:
+    """How often each failure came."""
+    return dict(Counter(a.error for a in answers if a.error is not None).most_common(5))

@@ -1,0 +1,83 @@
+"""A Ray of the benchmark's own, on this machine, with nothing of it left afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+from eldr_serve.command_errors import BadInput
+
+ROOT = Path(__file__).parents[2]
+
+
+def unwind_on_sigterm() -> None:
+    """Let SIGTERM end this process as an interrupt does: what it started is stopped first."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def python_path(*folders: Path) -> str:
+    """Return PYTHONPATH for processes that import this checkout and `folders`, then what it has now."""
+    return os.pathsep.join(filter(None, [*map(str, (ROOT, *folders)), os.environ.get("PYTHONPATH")]))
+
+
+@contextmanager
+def local_ray(
+    *, http_port: int | None = None, metrics_port: int | None = None, environment: Mapping[str, str] = {}
+) -> Iterator[None]:
+    """Start Ray, and Serve if a port is given; stop both at the end, also when interrupted.
+
+    Args:
+        environment: of Ray's processes.
+    """
+    # Before ray is imported: a cluster that needs no token and reports to nobody. Ray runs its workers at
+    # niceness 15; beside a load generator at 0, on few cores, that would be most of what is measured.
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    before = dict(os.environ)
+    os.environ |= environment
+    os.environ["PYTHONPATH"] = python_path()
+    import ray
+    from ray import serve
+
+    for noisy in ("ray", "ray.serve", "vllm", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    options = {} if metrics_port is None else {"_metrics_export_port": metrics_port}
+    ray.init(
+        "local", num_cpus=8, log_to_driver=False, logging_level="error", include_dashboard=False,
+        object_store_memory=300_000_000, namespace="serve", **options,
+    )  # fmt: skip
+    try:
+        if http_port is not None:
+            serve.start(http_options={"host": "127.0.0.1", "port": http_port})
+        yield
+    finally:
+        if http_port is not None:
+            serve.shutdown()
+        ray.shutdown()
+        for name in environment:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
+def wait_ready(url: str, seconds: float = 60.0) -> None:
+    """Until our application there has every pair of engines warm; BadInput after `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(httpx.TransportError):  # it does not listen yet
+            status = httpx.get(f"{url}/eldr/status", timeout=30)
+            if status.status_code == 200 and status.json()["ingress"]["ready"]:
+                return
+        time.sleep(0.5)
+    raise BadInput(f"the application was not ready within {seconds:.0f} s")

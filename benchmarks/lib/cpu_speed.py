@@ -1,0 +1,95 @@
+"""How fast the cores compute.
+
+Cores of shared machines are slower by up to a third for seconds or minutes: by their frequency, by their
+neighbours, by what the hypervisor takes away. Where that is as large as what is measured, times are
+normalised for it (benchmarks/lib/normalised_time.py).
+
+    python -m benchmarks.lib.cpu_speed CORE FILE
+
+notes the speed of a core until its parent is gone (`probed`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.lib.engines import process
+
+_EVERY_S = 0.25  # a note
+
+
+class CpuSpeed:
+    """How fast this core computes now, by a matrix product that stays in its cache."""
+
+    def __init__(self) -> None:
+        import torch
+
+        left, right, out = torch.randn(128, 256), torch.randn(256, 256), torch.empty(128, 256)
+        self._multiply = partial(torch.mm, left, right, out=out)
+        self._last: deque[float] = deque(maxlen=3)
+
+    def once(self) -> float:
+        """CPU time of the product, s."""
+        self._multiply()  # brings it into the cache
+        start = time.thread_time()
+        for _ in range(4):
+            self._multiply()
+        return time.thread_time() - start
+
+    def seconds(self) -> float:
+        """CPU time of the product, s, mean of the last three times that it was asked for."""
+        self._last.append(self.once())
+        return sum(self._last) / len(self._last)
+
+    def typical(self) -> float:
+        """Median over about a third of a second."""
+        return float(np.median([self.seconds() for _ in range(300)]))
+
+
+@contextmanager
+def probed(folder: Path) -> Iterator[None]:
+    """Note the speed of every core of this process, some times a second, into `folder`/cpu_speed_CORE.jsonl.
+
+    A line is [Unix time, s, CPU time of the product, s, ticks so far that were stolen, all ticks so far].
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as probes:
+        for core in sorted(os.sched_getaffinity(0)):
+            file = folder / f"cpu_speed_{core}.jsonl"
+            command = [sys.executable, "-m", "benchmarks.lib.cpu_speed", str(core), str(file)]
+            probes.enter_context(process(command, env={}, log=file.with_suffix(".log")))
+        yield
+
+
+def _ticks(core: int) -> tuple[int, int]:
+    """Ticks of the core that the hypervisor took, and all."""
+    with open("/proc/stat") as lines:
+        found = next(line for line in lines if line.startswith(f"cpu{core} "))
+    ticks = [int(part) for part in found.split()[1:9]]
+    return ticks[7], sum(ticks)
+
+
+def _note(core: int, file: Path) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {core})
+    probe, parent = CpuSpeed(), os.getppid()
+    with file.open("a", buffering=1) as out:
+        while os.getppid() == parent:
+            out.write(json.dumps([time.time(), probe.once(), *_ticks(core)]) + "\n")
+            time.sleep(_EVERY_S)
+
+
+if __name__ == "__main__":
+    _note(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,90 @@
+"""Replay engines side by side, each in a process of its own on one core; or one on a GPU."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+
+from benchmarks.lib.replay_engine import Arrival, ReplayEngine, Steps
+from eldr_serve.command_errors import BadInput
+
+Served = tuple[dict[str, np.ndarray], Steps]
+
+
+class Replays(Protocol):
+    """What serves arrivals: EnginePool, or a stand-in without engines."""
+
+    def probe_s(self) -> float:
+        """What CpuSpeed takes now, s."""
+
+    def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
+        """Token times, s, by request, and the steps; in the order asked for."""
+
+
+class EnginePool:
+    """A context with `engines` replay engines of one model, each on a core of its own, or one on a GPU.
+
+    Raises:
+        BadInput: fewer cores than engines, or several for a GPU; or, on leaving, that an engine's process has
+            died.
+    """
+
+    def __init__(self, model: Path, engines: int, device: str = "cpu") -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        if device != "cpu" and engines > 1:
+            raise BadInput(f"--engines is {engines}, but engines on a GPU slow each other: leave it at 1")
+        if engines > len(cores):
+            raise BadInput(f"--engines is {engines}, but there are {len(cores)} cores")
+        context = get_context("spawn")
+        free = context.SimpleQueue()
+        for core in cores[:engines]:
+            free.put({core} if device == "cpu" else set(cores))
+        self._pool = ProcessPoolExecutor(
+            engines, mp_context=context, initializer=_start, initargs=(str(model), device, free)
+        )
+
+    def probe_s(self) -> float:
+        """What CpuSpeed takes on a core of the engines, s."""
+        return self._pool.submit(_probe).result()
+
+    def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
+        """Serve the arrivals on the next engine that is free, by the clock of ReplayEngine.run."""
+        return self._pool.submit(_replay, arrivals, probe_s)
+
+    def __enter__(self) -> EnginePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        if isinstance(error, BrokenProcessPool):
+            raise BadInput(
+                "a replay engine died (out of memory?); what was measured is kept, start again to go on"
+            ) from error
+
+
+_engine: ReplayEngine
+
+
+def _start(model: str, device: str, free: SimpleQueue[set[int]]) -> None:
+    global _engine
+    os.sched_setaffinity(0, free.get())
+    _engine = ReplayEngine(model, device=device)
+
+
+def _probe() -> float:
+    return _engine.probe_s()
+
+
+def _replay(arrivals: list[Arrival], probe_s: float) -> Served:
+    _engine.warm([arrival.tokens for arrival in arrivals])
+    return _engine.run(arrivals, probe_s)

@@ -1,0 +1,192 @@
+"""Real CPU engines with the demo model, as our application, as Ray's, and as plain vLLM servers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from benchmarks.lib.cluster import ROOT
+from benchmarks.lib.prompts import MODEL
+from eldr_serve.command_errors import BadInput
+from eldr_serve.engine.vllm.config import engine_kwargs
+from examples.demo_model import WEIGHTS
+
+ENGINE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # spinning threads made a request 20 times slower
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+def check_device(device: str) -> None:
+    """Raise BadInput where a GPU is wanted and there is none."""
+    import torch
+
+    if device != "cpu" and not torch.cuda.is_available():
+        raise BadInput(f"--device is {device}, but PyTorch sees no CUDA device here: name cpu")
+
+
+def device_kwargs(device: str, batches: Sequence[int] = ()) -> dict[str, Any]:
+    """Arguments of `engine_kwargs` for a benchmark's engine on "cpu", "cuda" or "cuda-eager".
+
+    On "cuda", steps of `batches` decoding requests run in CUDA graphs, others padded to the next larger one;
+    without any, and on "cuda-eager", there are no graphs. Prompts are computed outside of them, and nothing
+    is compiled by inductor, so that an engine starts in seconds.
+    """
+    if device == "cpu":
+        return {"device": "cpu"}
+    found: dict[str, Any] = {"device": "gpu", "attention_backend": "TRITON_ATTN"}
+    if device == "cuda-eager" or not batches:
+        return found | {"enforce_eager": True}
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(batches)}
+    return found | {"compilation_config": graphs}
+
+
+def weights_name() -> str:
+    """Names the demo model's weights, for what is made from them."""
+    return hashlib.sha256((WEIGHTS / "SHA256SUMS").read_bytes()).hexdigest()[:8]
+
+
+def engine_roles(arguments: dict[str, Any]) -> list[str]:
+    """Keys of the engines' settings in a deployment's `args`; whole engines have but one."""
+    return [role for role in ("prefill_config", "decode_config") if role in arguments]
+
+
+def our_arguments(deployment: Path, model: Path, decode_replicas: int | None = None) -> dict[str, Any]:
+    """`args` of a deployment YAML, with the model that is given."""
+    arguments: dict[str, Any] = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
+    for role in engine_roles(arguments):
+        arguments[role] = copy.deepcopy(arguments[role])
+        arguments[role]["model_loading_config"]["model_source"] = str(model.resolve())
+    if decode_replicas is not None:
+        arguments["decode_config"]["deployment_config"]["num_replicas"] = decode_replicas
+    return arguments
+
+
+def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Ray Serve LLM's own prefill/decode application on equal engines: NixlConnector, its scheduler."""
+    found: dict[str, Any] = {"ingress_deployment_config": arguments["ingress_deployment_config"]}
+    for role in ("prefill", "decode"):
+        config = copy.deepcopy(arguments[f"{role}_config"])
+        config["engine_kwargs"] = plain_engine_kwargs(role, config["engine_kwargs"])
+        config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # as ours
+        found[f"{role}_config"] = config
+    found["ingress_deployment_config"] = found["ingress_deployment_config"] | {
+        "autoscaling_config": None,
+        "max_ongoing_requests": 8192,
+    }
+    return found
+
+
+def plain_engine_kwargs(role: Any, given: dict[str, Any], *, our_connector: bool = False) -> dict[str, Any]:
+    """Engine arguments equal to ours, without what is ours; or with our connector module alone."""
+    kwargs = engine_kwargs(role, device="cpu", **given)
+    for name in ("scheduler_cls", "worker_extension_cls"):
+        kwargs.pop(name)
+    if role == "whole":
+        kwargs.pop("kv_transfer_config")  # nothing is transferred
+    elif not our_connector:
+        kwargs["kv_transfer_config"] |= {"kv_connector": "NixlConnector"}
+        kwargs["kv_transfer_config"].pop("kv_connector_module_path")
+    return kwargs
+
+
+@contextmanager
+def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command with children; all of them are ended at the end.
+
+    It stays in the session, which on Linux is a group of the scheduler (`sched_autogroup_enabled`): in one of
+    its own it would get as much of the cores as our whole application, engines and all.
+    """
+    with log.open("wb") as file:
+        started = subprocess.Popen(
+            command, env=os.environ | env, stdout=file, stderr=subprocess.STDOUT, process_group=0
+        )
+    try:
+        yield started
+    finally:
+        for how in (signal.SIGINT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, how)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+def wait_http(url: str, what: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:
+    """Until `url` answers 200; BadInput with the log's end if the process ends or time runs out."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and what.poll() is None:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url, timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    tail = " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
+    raise BadInput(f"{url} did not answer: {tail}")
+
+
+@contextmanager
+def vllm_servers(
+    arguments: dict[str, Any], *, port: int, logs: Path, our_connector: bool = False
+) -> Iterator[dict[str, list[str]]]:
+    """Plain vLLM OpenAI servers, equal engines, one process group each: {"prefill": urls, "decode": urls}.
+
+    Whole ones are all under "decode", as in a deployment.
+    """
+    urls: dict[str, list[str]] = {"prefill": [], "decode": []}
+    with contextlib.ExitStack() as stack:
+        started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
+        for role in urls:
+            if f"{role}_config" not in arguments:
+                continue
+            config = arguments[f"{role}_config"]
+            as_role = role if "prefill_config" in arguments else "whole"
+            kwargs = plain_engine_kwargs(as_role, config["engine_kwargs"], our_connector=our_connector)
+            for _ in range(config["deployment_config"]["num_replicas"]):
+                number = len(started)
+                command = _server_command(config, kwargs, port + number)
+                env = ENGINE_ENV | config["runtime_env"]["env_vars"] | {
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, as ours
+                    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 100 + number),
+                    "PYTHONPATH": str(ROOT),
+                }  # fmt: skip
+                log = logs / f"vllm_{role}_{number}.log"
+                url = f"http://127.0.0.1:{port + number}"
+                started.append((url, stack.enter_context(process(command, env=env, log=log)), log))
+                urls[role].append(url)
+        for url, server, log in started:
+            wait_http(f"{url}/health", server, log)
+        yield urls
+
+
+def _server_command(config: dict[str, Any], kwargs: dict[str, Any], port: int) -> list[str]:
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",
+        "--port", str(port), "--model", config["model_loading_config"]["model_source"],
+        "--served-model-name", MODEL, "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    for name, value in kwargs.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            command += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return command

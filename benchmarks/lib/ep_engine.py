@@ -1,0 +1,209 @@
+"""One real engine of several ranks with expert parallelism, in a process of its own, step by step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.lib.replay_engine import ENGINE_ENV
+from eldr_serve.command_errors import BadInput
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The pure decode steps of a batch.
+
+    Attributes:
+        answers: int64[requests, tokens].
+        seconds: float64[N] of each step, wall clock, without moves.
+        move_s: of the slices of a migration between them; in all.
+        experts_moved: by them, in all layers.
+        slices, slices_left: of the migration, and how many of them the batch ended before.
+        log: int64[G, N, L, 5], what each rank did (`eldr_serve.engine.vllm.ep.layer.LOGGED`).
+        routed: int64[L, E], tokens of each expert, prefill too.
+        placement: int64[L, P] at the end: a migration may not have come to its own. -1: an empty slot.
+    """
+
+    answers: Ints
+    seconds: NDArray[np.float64]
+    move_s: float
+    experts_moved: int
+    slices: int
+    slices_left: int
+    log: Ints
+    routed: Ints
+    placement: Ints
+
+
+class EpEngine:
+    """A context with one engine.
+
+    Args:
+        model: directory, with heads that the ranks divide.
+        ranks: of tensor and expert parallelism, G.
+        redundant: slots of a layer beyond one an expert.
+        moves_a_slice: experts that move between two steps, at most.
+        max_batch: requests at once.
+
+    Raises:
+        BadInput: on leaving, that the engine's process has died.
+    """
+
+    def __init__(
+        self, model: Path, *, ranks: int, redundant: int, moves_a_slice: int, max_batch: int
+    ) -> None:
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=get_context("spawn"), initializer=_start,
+            initargs=(str(model), ranks, redundant, moves_a_slice, max_batch),
+        )  # fmt: skip
+
+    def place(self, placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
+        """Bring the experts to int[L, P] at once (-1: an empty slot), and choose replicas by the rule.
+
+        Args:
+            load: float[L, E], tokens that each expert is expected to get.
+        """
+        self._pool.submit(_place, placement, rule, load).result()
+
+    def decode(
+        self,
+        prompts: Sequence[list[int]],
+        tokens: int,
+        *,
+        name: str,
+        migrate_to: Ints | None = None,
+        load: NDArray[np.float64] | None = None,
+    ) -> Decoded:
+        """Decode greedily so many tokens of each prompt, all at once.
+
+        Args:
+            name: of these prompts, whose KV blocks are in the prefix cache when they are measured.
+            migrate_to: int[L, P]; from the first decode step on, a slice between two steps.
+            load: float[L, E] that goes with it; None: as before.
+        """
+        return self._pool.submit(_decode, prompts, tokens, name, migrate_to, load).result()
+
+    def __enter__(self) -> EpEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._pool.submit(_stop).result()
+        self._pool.shutdown(cancel_futures=True)
+        if isinstance(error, BrokenProcessPool):
+            raise BadInput(
+                "the engine died (out of memory?); what was measured is kept, start again to go on"
+            ) from error
+
+
+_engine: Any
+_ranks: int
+_sent = 0
+_known: set[str] = set()  # names of prompts that were computed
+
+
+def _start(model: str, ranks: int, redundant: int, moves_a_slice: int, max_batch: int) -> None:
+    global _engine, _ranks
+    from eldr_serve.engine.vllm.ep.plugin import SWITCH, register
+
+    os.environ |= ENGINE_ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", SWITCH: "1"}
+    register()  # the plug-in does so in each process where the package is installed
+    from vllm import EngineArgs, LLMEngine
+
+    _ranks = ranks
+    _engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=model, max_model_len=1024, max_num_seqs=max_batch, max_num_batched_tokens=4096, seed=0,
+            dtype="float32", block_size=32, enable_prefix_caching=True,
+            enforce_eager=True, async_scheduling=False, skip_tokenizer_init=True,
+            tensor_parallel_size=ranks, enable_expert_parallel=True,
+            worker_extension_cls="eldr_serve.engine.vllm.worker.EldrWorkerExtension",
+            additional_config={
+                "eldr_experts": {"redundant_experts": redundant, "moves_a_slice": moves_a_slice}
+            },
+        )
+    )  # fmt: skip
+
+
+def _stop() -> None:
+    """The ranks before the process that they are children of."""
+    _engine.engine_core.shutdown()
+
+
+def _ask(method: str, *arguments: Any) -> list[Any]:
+    answers: list[Any] = _engine.collective_rpc("eldr_experts", args=(method, *arguments))
+    for answer in answers:
+        if isinstance(answer, str):
+            raise BadInput(answer)
+    return answers
+
+
+def _place(placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
+    _ask("choose", rule)
+    left = _ask("begin", placement.tolist(), _ranks, load.tolist())[0]
+    while left:
+        left = _ask("move")[0]
+
+
+def _decode(
+    prompts: Sequence[list[int]],
+    tokens: int,
+    name: str,
+    migrate_to: Ints | None,
+    load: NDArray[np.float64] | None,
+) -> Decoded:
+    global _sent
+    from vllm import SamplingParams
+
+    if name not in _known:
+        _known.add(name)
+        _decode(prompts, 2, name, None, None)
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    first = _sent + 1
+    for prompt in prompts:
+        _sent += 1
+        _engine.add_request(str(_sent), {"prompt_token_ids": prompt, "cache_salt": name}, params)
+    begun = _ask("batches", 2**40)[0][0]
+    before, moved = np.array(_ask("routed")[0]), _ask("status")[0]["experts_moved"]
+    seconds, decoding = [], 0
+    move_s = 0.0
+    slices = left = 0
+    if migrate_to is not None:
+        slices = left = _ask("begin", migrate_to.tolist(), _ranks, None if load is None else load.tolist())[0]
+    answers: dict[int, Sequence[int]] = {}
+    while _engine.has_unfinished_requests():
+        start = perf_counter()
+        outputs = _engine.step()
+        seconds.append(perf_counter() - start)
+        decoding += len(outputs) == len(prompts)
+        answers |= {int(o.request_id) - first: o.outputs[0].token_ids for o in outputs if o.finished}
+        if left and decoding:
+            start = perf_counter()
+            left = _ask("move")[0]
+            move_s += perf_counter() - start
+    if left:
+        _ask("stop")
+    log = np.array([rows for _, rows in _ask("batches", begun)])
+    pure = log[0, :, 0, 0] == len(prompts)  # tokens of the step
+    after = _ask("status")[0]
+    routed = np.array(_ask("routed")[0]) - before
+    return Decoded(
+        np.array([answers[number] for number in range(len(prompts))]),
+        np.array(seconds)[pure], move_s, after["experts_moved"] - moved, slices, left, log[:, pure], routed,
+        np.array(after["placement"]),
+    )  # fmt: skip

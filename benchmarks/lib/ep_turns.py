@@ -1,0 +1,93 @@
+"""What the benchmarks of EP engines share: arms take turns on one engine, and nothing is measured twice.
+
+The model is the demo model with wide experts and a head more, in 32 bits, so that all arms must answer alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable
+from time import monotonic
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.lib.ep_engine import Decoded, EpEngine
+from eldr_serve.command_errors import BadInput
+from loadgen.journal import Journal
+
+Ints = NDArray[np.int64]
+Key = TypeVar("Key", bound=tuple[Hashable, ...])
+HEADS = 4  # of the model, which 2 and 4 ranks divide
+PROMPT = 65  # tokens of a prompt, at most: what is measured is decode
+SKIPPED = 2  # decode steps after the prefill, in no figure
+Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
+Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated a request.")]
+Rounds = Annotated[
+    int,
+    typer.Option(min=2, help="Times that every arm decodes, each with other prompts; fewer end a run early."),
+]
+Minutes = Annotated[
+    float | None, typer.Option(min=0.1, help="Stop after so long; the same command again goes on.")
+]
+
+
+def in_turns(
+    journal: Journal,
+    keys: Iterable[Key],
+    engine: Callable[[], EpEngine],
+    measure: Callable[[EpEngine, Key], Any],
+    minutes: float | None,
+) -> dict[Key, Any]:
+    """What is measured of each key, in this order; what the journal has is not measured again.
+
+    Args:
+        engine: started if anything is left to measure.
+        measure: its answer is JSON-able.
+        minutes: after which nothing more is begun; None: all is measured.
+
+    Raises:
+        BadInput: the time is up.
+    """
+    began, keys = monotonic(), list(keys)
+    left = [key for key in keys if journal.get(_name(key)) is None]
+    if left:
+        with engine() as running:
+            for key in left:
+                if minutes is not None and monotonic() - began > 60 * minutes:
+                    raise BadInput("the time is up; what was measured is kept, start again to go on")
+                journal.put(_name(key), measure(running, key))
+    return {key: journal.get(_name(key)) for key in keys}
+
+
+def _name(key: tuple[Hashable, ...]) -> str:
+    return "/".join(map(str, key))
+
+
+def disjoint(among: Ints, size: int, number: int, rng: np.random.Generator) -> list[Ints]:
+    """So many batches of `size`; none has a request of an earlier one while there are others."""
+    drawn: list[Ints] = []
+    left = among[:0]
+    for _ in range(number):
+        if len(left) < size:
+            left = rng.permutation(among)
+        drawn.append(left[:size])
+        left = left[size:]
+    return drawn
+
+
+def summary(decoded: Decoded) -> dict[str, Any]:
+    """A batch's figures: medians over steps for times, means over steps and layers else."""
+    tokens, activated, pairs, home, guests = np.moveaxis(decoded.log[:, SKIPPED:], -1, 0)
+    return {
+        "step_ms": 1e3 * float(np.median(decoded.seconds[SKIPPED:])),
+        "steps": len(decoded.seconds),
+        "worst_rank_experts": float(activated.max(axis=0).mean()),
+        "experts_all_ranks": float(activated.sum(axis=0).mean()),
+        "worst_rank_pairs": float(pairs.max(axis=0).mean()),
+        "away_pct": 100 * (1 - float(home.sum() / pairs.sum())),
+        "moved_a_token": float(guests.sum() / tokens[0].sum()),
+        "answers": [hashlib.sha256(answer.tobytes()).hexdigest()[:16] for answer in decoded.answers],
+    }

@@ -1,0 +1,119 @@
+"""Compare an engine's expert counts with those of another implementation, integer by integer.
+
+Reports are those of `tests/engine/engine_script.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_serve.engine.routes import unpack_routes
+from eldr_serve.experts.signature import unpack_counts
+
+Choices = Callable[[list[int]], NDArray[np.int64]]
+
+
+def reference(model: Path) -> Choices:
+    """Return a function from tokens to int[T,L,k], the choices of Hugging Face's model on the CPU.
+
+    It computes in float32, cold, with no cache of keys and values.
+    """
+    from transformers import Qwen3MoeForCausalLM
+
+    network = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    top_k = network.config.num_experts_per_tok
+
+    @cache
+    @torch.no_grad()
+    def route(tokens: tuple[int, ...]) -> NDArray[np.int64]:
+        logits = network(torch.tensor([tokens]), output_router_logits=True, use_cache=False).router_logits
+        chosen = [layer.reshape(len(tokens), -1).topk(top_k).indices for layer in logits]
+        return torch.stack(chosen, 1).numpy()
+
+    return lambda tokens: route(tuple(tokens))
+
+
+class Cells:
+    """Integers compared, by kind, and how many of them differ."""
+
+    def __init__(self) -> None:
+        self.compared: dict[str, int] = {}
+        self.differ: dict[str, int] = {}
+
+    def add(self, kind: str, mine: ArrayLike, theirs: ArrayLike) -> None:
+        """Compare two arrays; where their shapes differ, all cells do."""
+        a, b = np.asarray(mine), np.asarray(theirs)
+        differ = int((a != b).sum()) if a.shape == b.shape else max(a.size, b.size, 1)
+        self.compared[kind] = self.compared.get(kind, 0) + b.size
+        self.differ[kind] = self.differ.get(kind, 0) + differ
+
+    def row(self) -> dict[str, int]:
+        """Columns of a table: of each kind `KIND_cells` and `KIND_differ`."""
+        return {
+            column: value
+            for kind, cells in self.compared.items()
+            for column, value in ((f"{kind}_cells", cells), (f"{kind}_differ", self.differ[kind]))
+        }
+
+
+def against_reference(report: dict[str, Any], choices: Choices) -> list[Cells]:
+    """Compare each batch's signatures, decode counts, routes and step records with cold recomputations."""
+    found = [Cells() for _ in report["batches"]]
+    for record in report["records"]:
+        number, prompt = _batch(record["request"]), len(record["prompt"])
+        chosen = choices(record["prompt"] + record["output"])
+        decoded = chosen[prompt:-1]  # the last token never passes the gates
+        counts = unpack_counts(record["eldr_prefill"])
+        cells, tokens = found[number], report["batches"][number][2]
+        cells.add("signature", counts, _histogram(chosen[:prompt], counts.shape))
+        cells.add("decode", unpack_counts(record["eldr_decode"]), _histogram(decoded, counts.shape))
+        cells.add("decode", [record["eldr_decode_steps"]] * 2, [len(decoded), tokens - 1])
+        cells.add("route", np.sort(unpack_routes(record["eldr_routes"])), np.sort(decoded))
+    sequences = {r["request"]: r["prompt"] + r["output"] for r in report["records"]}
+    for step in report["steps"]:
+        fed = step["fed"]
+        layers = np.stack([choices(sequences[name])[position] for name, position in fed], 1)  # [L,n,k]
+        expected = [len(fed), sum(position + 1 for _, position in fed), *map(_active, layers)]
+        found[_batch(fed[0][0])].add("step", _integers(step), expected)
+    return found
+
+
+def against_report(report: dict[str, Any], other: dict[str, Any]) -> list[Cells]:
+    """Compare each batch's tokens, signatures, counts, routes and step records with another engine's."""
+    found = [Cells() for _ in report["batches"]]
+    theirs = {record["request"]: record for record in other["records"]}
+    for mine in report["records"]:
+        his, cells = theirs[mine["request"]], found[_batch(mine["request"])]
+        cells.add("token", mine["output"], his["output"])
+        cells.add("signature", *(unpack_counts(r["eldr_prefill"]) for r in (mine, his)))
+        cells.add("decode", *(unpack_counts(r["eldr_decode"]) for r in (mine, his)))
+        cells.add("route", *(np.sort(unpack_routes(r["eldr_routes"])) for r in (mine, his)))
+    for step, as_step in zip(report["steps"], other["steps"], strict=False):
+        found[_batch(step["fed"][0][0])].add("step", _integers(step), _integers(as_step))
+    return found
+
+
+def _integers(step: dict[str, Any]) -> list[int]:
+    return [step["requests"], step["kv_tokens"], *step["active_by_layer"]]
+
+
+def _active(chosen: NDArray[np.int64]) -> int:
+    return len(np.unique(chosen))
+
+
+def _batch(request: str) -> int:
+    return int(request.split("-")[0])
+
+
+def _histogram(chosen: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """int[L,E] of int[T,L,k]."""
+    counts = np.zeros(shape, np.int64)
+    np.add.at(counts, (np.arange(shape[0])[None, :, None], chosen), 1)
+    return counts

@@ -1,0 +1,152 @@
+"""Times normalised for CPU speed, and what loadgen measured in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eldr_serve.command_errors import BadInput
+from loadgen.trial import Trial
+
+_WINDOW_S = 5.0  # speed is taken as even within
+_SPARE_TRIALS = 4  # beyond one a group, to fit a slope
+
+
+class NormalisedTime:
+    """Tells time by the work that the cores could do in it.
+
+    Args:
+        notes: of each core a float64[n, 4] of Unix time, s, CPU time of the product, s, and ticks so far
+            that were stolen and all.
+        felt: work whose product takes x times as long takes x**felt times (see `felt`).
+
+    A second of it is a second at the mean speed of the notes.
+    """
+
+    def __init__(self, notes: Sequence[np.ndarray], felt: float = 1.0) -> None:
+        self._notes = notes
+        begin, end = min(n[0, 0] for n in notes), max(n[-1, 0] for n in notes)
+        edges = np.linspace(begin, end, 1 + max(1, round((end - begin) / _WINDOW_S)))
+        speed, kept = np.mean([_speed(n, edges, felt) for n in notes], axis=0)
+        self._edges, self._slowdown = edges, np.mean(speed) / speed
+        work = speed * kept
+        self._done = np.concatenate([[0.0], np.cumsum(work / np.mean(work) * np.diff(edges))])
+
+    @classmethod
+    def read(cls, folder: Path) -> NormalisedTime:
+        """From what `probed` noted.
+
+        Raises:
+            BadInput: nothing was.
+        """
+        files = sorted(folder.glob("cpu_speed_*.jsonl"))
+        notes = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        if not any(notes):
+            raise BadInput(f"{folder} holds no notes of the cores' speed")
+        return cls([np.array(of_core, float) for of_core in notes if of_core])
+
+    def as_felt(self, felt: float) -> NormalisedTime:
+        """Of the same notes, for work that feels so much of the probe."""
+        return NormalisedTime(self._notes, felt)
+
+    def seconds(self, start: float, end: float) -> float:
+        """Normalised time from one Unix time to another."""
+        if start < self._edges[0] - _WINDOW_S or end > self._edges[-1] + _WINDOW_S:
+            raise BadInput("the cores' speed was not noted all the time")
+        return float(np.interp(end, self._edges, self._done) - np.interp(start, self._edges, self._done))
+
+    def slowdown(self, start: float, end: float) -> float:
+        """How much more CPU time than at the mean speed the same work took between two Unix times."""
+        inside = (self._edges[1:] > start) & (self._edges[:-1] < end)
+        return float(np.mean(self._slowdown[inside]))
+
+
+def felt_by_engines(trials: Sequence[Trial], clock: NormalisedTime, alike: Collection[str]) -> float:
+    """`felt`, of engine time a token; the policies `alike` count as one.
+
+    Args:
+        clock: of `felt` 1.
+    """
+    groups, slowdowns, seconds = [], [], []
+    for trial in trials:
+        if trial.requests and trial.engines and trial.engines["batch"]:
+            groups.append("" if trial.policy in alike else trial.policy)
+            slowdowns.append(clock.slowdown(*_span(trial)))
+            seconds.append(trial.engines["seconds"] / trial.engines["batch"])
+    return felt(groups, slowdowns, seconds)
+
+
+def felt(groups: Sequence[str], slowdowns: Sequence[float], seconds: Sequence[float]) -> float:
+    """How much of the product's slowdown some work feels: 0 nothing, 1 as much, 2 its square.
+
+    The slope, by least squares, of the logarithm of its seconds over that of the slowdown, from trial to
+    trial of a group, whose work is the same. Too few trials to tell: 1.
+
+    Args:
+        groups: of each trial; `slowdowns` by a clock of `felt` 1.
+    """
+    if len(groups) - len(set(groups)) < _SPARE_TRIALS:
+        return 1.0
+    points = np.log([slowdowns, seconds])
+    for group in set(groups):
+        inside = [g == group for g in groups]
+        points[:, inside] -= points[:, inside].mean(axis=1, keepdims=True)
+    slowdown, took = points
+    if not slowdown.any():
+        return 1.0
+    return float(np.clip(slowdown @ took / (slowdown @ slowdown), 0.0, 2.0))
+
+
+def normalised(trial: Trial, clock: NormalisedTime) -> Trial:
+    """The trial with all times by the clock; each request still ends when it did.
+
+    The gaps between tokens and the hand-over, whose own begin is not known, go with the whole request.
+    """
+    requests = [_normalised(record, clock) for record in trial.requests]
+    engines = trial.engines
+    if engines is not None and requests:
+        slower = clock.slowdown(*_span(trial))
+        engines = engines | {key: engines[key] / slower for key in ("seconds", "waited")}
+    return replace(trial, requests=requests, engines=engines)
+
+
+def _span(trial: Trial) -> tuple[float, float]:
+    """Unix times of the first request's sending and the last one's end."""
+    ends = [r["sent_unix_s"] + (r.get("end_s") or 0.0) for r in trial.requests]
+    return min(r["sent_unix_s"] for r in trial.requests), max(ends)
+
+
+def _normalised(record: dict[str, Any], clock: NormalisedTime) -> dict[str, Any]:
+    if record.get("ttft_s") is None or record.get("end_s") is None:
+        return record
+    sent, end_s = record["sent_unix_s"], record["end_s"]
+    ttft_s, whole_s = (clock.seconds(sent, sent + record[name]) for name in ("ttft_s", "end_s"))
+    rate = whole_s / end_s
+    decode_s = end_s - record["ttft_s"]
+    decode_rate = (whole_s - ttft_s) / decode_s if decode_s else 1.0
+    changed = {
+        "sent_s": record["sent_s"] + end_s - whole_s,
+        "ttft_s": ttft_s,
+        "end_s": whole_s,
+        "tpot_s": None if record["tpot_s"] is None else record["tpot_s"] * decode_rate,
+        "itl_s": [rate * gap for gap in record["itl_s"]],
+        "handover_s": None if record["handover_s"] is None else rate * record["handover_s"],
+    }
+    return record | changed
+
+
+def _speed(notes: np.ndarray, edges: np.ndarray, felt: float) -> tuple[np.ndarray, np.ndarray]:
+    """A core's speed in each window, s**-felt, and the share of it that was not stolen."""
+    windows = len(edges) - 1
+    # A note that was interrupted can be many times as long, or 0: hence the median of the others.
+    timed = notes[notes[:, 1] > 0]
+    window = np.clip(np.searchsorted(edges, timed[:, 0], side="right") - 1, 0, windows - 1)
+    known = np.unique(window)
+    seconds = [np.median(timed[window == w, 1]) for w in known]
+    stolen, ticks = (np.diff(np.interp(edges, notes[:, 0], notes[:, column])) for column in (2, 3))
+    return np.interp(np.arange(windows), known, seconds) ** -felt, 1 - stolen / np.maximum(ticks, 1)

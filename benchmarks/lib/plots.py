@@ -1,0 +1,176 @@
+"""The plots of README.md and of the pages in docs, drawn from benchmarks/results.
+
+    python -m benchmarks.lib.plots
+
+A plot carries one sentence, its title; p50 stands beside p99. A policy keeps its colour: ours in colour, load
+balancers in grey, the paper's figure dashed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.lib.synthetic import L
+from benchmarks.lib.tables import ROOT, Rows, there
+from loadgen.plots import POLICY_COLOURS, policy_colour, save
+from loadgen.results import read_rows
+
+PLOTS = ROOT / "docs/plots"
+_GREY = "0.65"
+_SHADES = ("C9", "C0", "C2", "C4")  # of batches, small to large
+_WORKLOADS = ("all", "language", "task")
+_BASELINE = "TPOT {} against the best balancer, %"
+_PAPER = {"language": (-5.9, -10.0), "task": (-7.0, -13.9)}  # locality-band's medians, Figures 11 and 12
+
+
+def two(title: str) -> tuple[Figure, Any]:
+    """A figure of two panels under one sentence."""
+    figure = Figure(figsize=(9, 3.9), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    return figure, figure.subplots(1, 2)
+
+
+def tpot() -> None:
+    """Both percentiles, live beside replayed."""
+    title = "marginal-cost: median TPOT falls live and replayed; p99 rises live, falls replayed but on tasks"
+    figure, panels = two(title)
+    live = [row for row in read_rows("live") if row["clock"] == "even"]
+    replayed = [row for row in read_rows("decode_replay") if row["workers"] == 8]
+    groups = [
+        (f"{workload}\n{how}", {row[key]: row for row in rows if row["workload"] == workload}, form)
+        for how, rows, key, form in (
+            ("live", live, "policy", "tpot_{}_ms_change_pct"),
+            ("replayed", replayed, "arm", "{}_change_pct"),
+        )
+        for workload in _WORKLOADS
+    ]
+    for axes, percentile in zip(panels, ("p50", "p99"), strict=True):
+        for x, (name, by_policy, form) in enumerate(groups):
+            for policy, row in by_policy.items():
+                change = row.get(form.format(percentile)) or 0.0  # none: the best balancer itself
+                if policy in POLICY_COLOURS:
+                    offset = 0.17 if policy == "locality-band" else -0.17
+                    axes.bar(x + offset, change, 0.32, color=policy_colour(policy), label=policy)
+                elif policy in ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens"):
+                    axes.plot(x, change, "_", color=_GREY, markersize=18, label="load balancers")
+            for paper in _PAPER.get(name.split("\n")[0], ()) if percentile == "p50" else ():
+                axes.hlines(paper, x - 0.4, x + 0.4, "black", "dashed", lw=0.8, label="locality-band, paper")
+        axes.set_xticks(range(len(groups)), [name for name, _, _ in groups], fontsize=8)
+        axes.axhline(0, color="black", linewidth=0.6)
+        axes.set_ylabel(_BASELINE.format(percentile))
+    _save(figure, "tpot")
+
+
+def curves(name: str, title: str, rows: Rows, axis: tuple[str, str], forms: tuple[str, str], by: str) -> None:
+    """TPOT p50 and p99 by `axis` (column, label), a line a policy."""
+    figure, panels = two(title)
+    x, xlabel = axis
+    column, ylabel = forms
+    for axes, percentile in zip(panels, ("p50", "p99"), strict=True):
+        for policy in dict.fromkeys(row[by] for row in rows):
+            points = [(row[x], row[column.format(percentile)]) for row in rows if row[by] == policy]
+            label = policy if policy in POLICY_COLOURS else "load balancers"
+            axes.plot(
+                *zip(*points, strict=True), "o-", color=policy_colour(policy), markersize=3, label=label
+            )
+        axes.set(xlabel=xlabel, ylabel=ylabel.format(percentile), xscale="log")
+        axes.set_xticks(*[sorted({round(row[x]) for row in rows})] * 2)
+        axes.minorticks_off()
+    _save(figure, name)
+
+
+def overload() -> None:
+    """Throughput against TPOT above saturation."""
+    title = "At 120 % of slot capacity marginal-cost serves most without a step barrier, balance-band with it"
+    figure, panels = two(title)
+    for row in read_rows("together_policies"):
+        load, barrier = row["workload"].split(", ")
+        if load != "load 1.2" or row["policy"] == "locality-balance":  # which is no more
+            continue
+        label = row["policy"] if row["policy"] in POLICY_COLOURS else "load and KV balancers"
+        for axes, percentile in zip(panels, ("p50", "p99"), strict=True):
+            point = row[f"tpot_{percentile}_ms"], row["output_tokens_per_s"]
+            mark = "s" if barrier == "barrier" else "o"
+            axes.plot(*point, mark, color=policy_colour(row["policy"]), label=label)
+            axes.set(xlabel=f"TPOT {percentile}, ms (squares: step barrier)", ylabel="throughput, tokens/s")
+    _save(figure, "overload")
+
+
+def experts() -> None:
+    """Why it works: active experts of a batch, and a layer's time by them."""
+    figure, (batches, layer) = two(
+        "A batch of one language activates a third fewer experts, and a layer's time follows active experts"
+    )
+    for workload, mark in (("language", "o"), ("task", "s")):
+        rows = [row for row in read_rows("same_domain") if row["workload"] == workload]
+        sizes = [row["batch_size"] for row in rows]
+        one = f"one {workload}"
+        batches.plot(sizes, [row["same_domain"] for row in rows], f"{mark}-", color="C0", label=one)
+        mixed = f"mixed {workload}s"
+        batches.plot(sizes, [row["mixed"] for row in rows], f"{mark}-", color=_GREY, label=mixed)
+    batches.set(xlabel="batch size, requests", ylabel="active experts of 64")
+    for size, shade in ((16, "C0"), (32, "C9"), (64, "C2")):
+        rows = [row for row in read_rows("moe_layer_latency") if row["batch_size"] == size]
+        times = [row["latency_p50_ms"] for row in rows]
+        layer.plot([row["active_experts"] for row in rows], times, "o-", color=shade, label=f"batch {size}")
+    layer.set(xlabel="active experts of 128", ylabel="time of a layer p50, ms", ylim=(0, None))
+    _save(figure, "experts")
+
+
+def step_cost() -> None:
+    """A step of Qwen3-30B-A3B on a GPU by active experts, and NVIDIA's tables beside it."""
+    rows = read_rows("gpu_step_cost")
+    figure = Figure(figsize=(6, 3.9), layout="constrained")
+    figure.suptitle("On a GPU, too, a decode step's time follows its active experts", fontsize=11)
+    axes = figure.subplots()
+    points = [row for row in rows if row["level"] == "point"]
+    for size, shade in zip(dict.fromkeys(row["batch_size"] for row in points), _SHADES, strict=False):
+        mine = [row for row in points if row["batch_size"] == size]
+        x, y = ([row[key] for row in mine] for key in ("active_experts", "forward_p50_ms"))
+        axes.plot(x, y, "o-", color=shade, markersize=3, label=f"batch {size}")
+    layers = [row for row in rows if row["level"] == "package" and row["of"].endswith("MoE layers")]
+    for row, dashes in zip(layers, ("dashed", "dotted"), strict=True):
+        ends = [8, 128]
+        times = [row["fixed_ms"] + L * row["per_expert_us"] * end / 1000 for end in ends]
+        axes.plot(ends, times, color="black", lw=0.8, ls=dashes, label=f"{row['of']}, aiconfigurator")
+    axes.set(xlabel="active experts of 128, each layer", ylabel="forward pass p50, ms", ylim=(0, None))
+    _save(figure, "gpu_step_cost")
+
+
+def _save(figure: Figure, name: str) -> None:
+    """With the lines of all panels, each name once, below them."""
+    found = [axes.get_legend_handles_labels() for axes in figure.axes]
+    lines = {name: handle for handles, names in found for handle, name in zip(handles, names, strict=True)}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=7, fontsize=8)
+    save(figure, PLOTS / f"{name}.png")
+
+
+def main() -> None:
+    """Draw them all."""
+    tpot()
+    experts()
+    overload()
+    if there("gpu_step_cost"):
+        step_cost()
+    curves(
+        "rates",
+        "On languages the median falls further as the rate grows; p99 falls less surely",
+        [row for row in read_rows("rates") if row["workload"] == "language" and row["arm"] != "domain"],
+        ("rate_per_s", "requests/s, 8 workers, replayed"),
+        ("tpot_{}_ms", "TPOT {}, ms"),
+        "arm",
+    )
+    curves(
+        "workers",
+        "Simulated, languages: marginal-cost gains in both percentiles up to 1,024 workers",
+        [row for row in read_rows("eldr_pool-size") if row["workload"] == "language"],
+        ("decode_workers", "decode workers"),
+        ("tpot_{}_change_pct", "TPOT {} against round-robin, %"),
+        "policy",
+    )
+
+
+if __name__ == "__main__":
+    main()

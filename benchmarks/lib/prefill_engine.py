@@ -1,0 +1,73 @@
+"""One prefill engine in a process of its own, driven by lines on standard input.
+
+Started with {"model", "device" ("cpu" or "cuda"), "block_size", "max_tokens"} and perhaps more "arguments" of
+the engine. On a GPU it is eager: hooks that a CUDA graph has captured could not be switched off, and a prompt
+is computed outside of graphs anyway.
+Each line is [whether to capture, prompt (token ids)]; the answer is one line with its latency and the
+counting time that the engine reports, s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from prometheus_client import generate_latest
+
+from benchmarks.lib.prometheus import total
+
+# How long a prompt that nobody reads keeps its blocks: on a GPU dozens of prompts end in a second.
+_LEASE_S = {"cpu": 5.0, "cuda": 1.0}
+
+
+def main(job: dict[str, Any], answer: Any) -> None:
+    """Serve prompts until standard input ends."""
+    from vllm import LLM, SamplingParams
+
+    from benchmarks.lib.engines import device_kwargs
+    from benchmarks.lib.switched import Switch
+    from eldr_serve.engine.vllm.config import engine_kwargs
+
+    kwargs = engine_kwargs(
+        "prefill", **device_kwargs(job["device"]), block_size=job["block_size"], async_scheduling=False,
+        kv_lease_s=_LEASE_S[job["device"]],
+        scheduler_cls="benchmarks.lib.switched.SwitchedScheduler",
+        kv_transfer_config={
+            "kv_connector": "SwitchedConnector",
+            "kv_connector_module_path": "benchmarks.lib.switched",
+        },
+    )  # fmt: skip
+    llm = LLM(
+        model=job["model"], max_model_len=2048, max_num_seqs=8,
+        max_num_batched_tokens=job["max_tokens"], disable_log_stats=False,
+        **({"dtype": "float32"} | job.get("arguments", {})), **kwargs,
+    )  # fmt: skip
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        extra_args={"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}},
+    )
+    counted = 0.0
+    for line in sys.stdin:
+        capture, prompt = json.loads(line)
+        Switch.turn(capture, llm.llm_engine.vllm_config)
+        start = time.perf_counter()
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        signature = "eldr_signature" in (output.kv_transfer_params or {})
+        if signature != capture:
+            raise RuntimeError(f"capture is {capture}, but a signature came: {signature}")
+        before, counted = counted, total(generate_latest().decode(), "eldr_capture_seconds_sum")
+        print(json.dumps([seconds, counted - before]), file=answer, flush=True)
+
+
+if __name__ == "__main__":
+    # What vLLM prints must not be among the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+    main(json.loads(sys.argv[1]), answers)

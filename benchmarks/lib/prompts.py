@@ -1,0 +1,53 @@
+"""The demo model's prompts, in an order fixed by a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from examples.demo_model import WEIGHTS
+from loadgen.workload import Prompt, read_prompts
+from offline.calibrate import prompt_tokens
+
+MODEL = "eldr-demo"
+
+
+def no_longer_than(prompts: Iterable[Prompt], tokens: int, *, chat: bool) -> list[Prompt]:
+    """Those of so many tokens or fewer; with `chat` those of the template count too."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
+    return [p for p in prompts if len(prompt_tokens(tokenizer, p.text, chat=chat)) <= tokens]
+
+
+def bodies(
+    folder: Path,
+    *,
+    count: int,
+    max_tokens: int,
+    seed: int,
+    min_tokens: int | None = None,
+    most_prompt_tokens: int | None = None,
+) -> list[dict[str, Any]]:
+    """`count` greedy completion requests; prompts repeat if they must.
+
+    Longer prompts than `most_prompt_tokens` are left out. Answers have exactly `max_tokens` tokens, or as
+    many as are drawn from `min_tokens` to that.
+    """
+    prompts = read_prompts([folder])
+    if most_prompt_tokens is not None:
+        prompts = no_longer_than(prompts, most_prompt_tokens, chat=False)
+    rng = random.Random(seed)
+    rng.shuffle(prompts)
+    return [
+        {
+            "model": MODEL,
+            "prompt": prompts[number % len(prompts)].text,
+            "max_tokens": max_tokens if min_tokens is None else rng.randint(min_tokens, max_tokens),
+            "ignore_eos": True,
+            "temperature": 0.0,
+        }
+        for number in range(count)
+    ]

@@ -1,0 +1,446 @@
+"""TPOT of placements without contention: every worker's schedule alone on a real engine.
+
+Poisson arrivals of prefilled requests are placed on K workers by a policy, in the simulator, with the
+step cost that was first fitted on this engine. Then each worker's requests are served, at their arrival
+times, by a real engine that has a core to itself, so that workers do not share cores as they would if
+they all ran here. The times are the real engine's; what is simulated is only who gets which request.
+Prompts' KV blocks are in the prefix cache, as if they had been transferred; the experts are wide enough
+to leave the CPU's caches (widened demo model, same function).
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.lib import options
+from benchmarks.lib.capture import Captured, captured, groups_of
+from benchmarks.lib.engine_pool import Replays
+from benchmarks.lib.engines import weights_name
+from benchmarks.lib.replay_engine import ENGINE_ENV, Arrival, Steps
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.fitting.clustering import kmeans
+from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.scheduling import (
+    Decision,
+    LoadLedger,
+    Loads,
+    MarginalCost,
+    PlacementRequest,
+    Policy,
+    StepCost,
+    StepSums,
+    make_policy,
+)
+from examples.demo_model import WEIGHTS
+from loadgen.journal import Journal
+from loadgen.progress import progress_bar
+from loadgen.statistics import paired_change_percent
+from offline.simulation.cluster import Cluster, Decode
+from offline.simulation.outcome import Outcome
+from offline.simulation.requests import Experts, Requests
+from offline.simulation.run import simulate
+
+LAYERS = 6  # MoE layers of the demo model
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of a comparison: a policy, and what it is told."""
+
+    label: str
+    policy: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    true_decode: bool = False  # told the decode activations that the request will really have
+    balanced: bool = True  # clusters of equal size
+    transform: str = "count-idf"
+
+
+@dataclass(frozen=True)
+class Load:
+    """A workload on K workers; the arrival rate aims at a mean batch of `batch` requests."""
+
+    group: str
+    workers: int
+    batch: int
+    per_worker: int
+
+
+@dataclass
+class Case:
+    """A load with its jobs, who got which in each arm, and what the engine then did."""
+
+    load: Load
+    rate: float  # requests/s
+    requests: NDArray[np.int64]  # index into the capture, by job
+    arrival_s: NDArray[np.float64]
+    outcomes: dict[str, Outcome]
+    replayed_tpot_s: dict[str, NDArray[np.float64]]  # by arm, [repeats, jobs]
+    replayed_first_s: dict[str, NDArray[np.float64]]  # arrival to the end of the first decode step
+    steps: dict[str, Steps]
+
+    @property
+    def tpot_s(self) -> dict[str, NDArray[np.float64]]:
+        """By arm and job, the median of its replays."""
+        return {label: np.median(times, axis=0) for label, times in self.replayed_tpot_s.items()}
+
+    @property
+    def first_s(self) -> dict[str, NDArray[np.float64]]:
+        """The same, of the first decode step."""
+        return {label: np.median(times, axis=0) for label, times in self.replayed_first_s.items()}
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """One worker's schedule in one arm, once."""
+
+    case: Case
+    worker: int
+    repeat: int
+    label: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.case.load} worker {self.worker} repeat {self.repeat} {self.label}"
+
+    @property
+    def jobs(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.case.outcomes[self.label].worker == self.worker)
+
+    def measured(self, times: dict[str, NDArray[np.float64]], steps: Steps) -> dict[str, Any]:
+        """What the journal keeps of the engine's answer."""
+        at = [times[str(j)] for j in self.jobs]
+        return {
+            "tpot_s": [(t[-1] - t[0]) / (len(t) - 1) for t in at],
+            "first_s": [t[0] - self.case.arrival_s[j] for t, j in zip(at, self.jobs, strict=True)],
+            "steps": vars(steps),
+        }
+
+    def keep(self, known: dict[str, Any]) -> None:
+        """Put what the journal kept into the case."""
+        self.case.replayed_tpot_s[self.label][self.repeat, self.jobs] = known["tpot_s"]
+        self.case.replayed_first_s[self.label][self.repeat, self.jobs] = known["first_s"]
+        self.case.steps[self.label].extend(Steps(**known["steps"]))
+
+
+class _Placed(Policy):
+    """Placements that were made before; request ids are numbers, as the simulator gives them."""
+
+    def __init__(self, worker: NDArray[np.int64]) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return Decision(int(self._worker[int(handoff.request_id)]), 1, None, "placed")
+
+
+class Bench:
+    """The captured requests, one engine, and its step cost."""
+
+    def __init__(
+        self,
+        prompts: Path,
+        *,
+        engine_pool: Replays,
+        requests: int,
+        output_tokens: int,
+        intermediate: int,
+        work: Path,
+        seed: int,
+        journal: Journal,
+        device: str = "cpu",
+    ) -> None:
+        self._journal = journal
+        self._engine_pool = engine_pool
+        self.data: Captured = captured(
+            prompts, work, requests=requests, output_tokens=output_tokens, seed=seed, device=device
+        )
+        self._output_tokens = output_tokens
+        self._made: dict[bool, Experts] = {}
+        self._seed = seed
+        self._rng = np.random.default_rng(seed)
+        if (probe_s := journal.get("probe_s")) is None:
+            probe_s = engine_pool.probe_s()
+            journal.put("probe_s", probe_s)
+        self._probe_s: float = probe_s
+        self._fitted_on = self._fitting_steps()
+        self.cost, self.cost_error = self._fit_cost()
+        typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
+        self.inputs = {
+            "device": device,
+            "intermediate": intermediate,
+            "output_tokens": output_tokens,
+            "captured": requests,
+            "step_cost": self.cost.as_dict(),
+            "step_cost_relative_error": self.cost_error,
+        }
+
+    def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
+        """Place and replay every load in every arm; arms in turn, so that the machine's moods meet all.
+
+        A request's times are the medians of its `repeats` replays; steps are those of all of them.
+        """
+        cases = [self._plan(load, arms, repeats) for load in loads]
+        schedule = [
+            _Replay(case, worker, repeat, arms[n].label)
+            for repeat in range(repeats)
+            for case in cases
+            for worker in range(case.load.workers)
+            for n in self._rng.permutation(len(arms))
+        ]
+        asked = {
+            replay.key: self._engine_pool.replay(self._arrivals(replay), self._probe_s)
+            for replay in schedule
+            if self._journal.get(replay.key) is None
+        }
+        with progress_bar() as progress:
+            bar = progress.add_task("replaying", total=len(schedule))
+            for replay in schedule:
+                load = replay.case.load
+                progress.update(bar, description=f"{load.group}, K={load.workers}, worker {replay.worker}")
+                if replay.key in asked:
+                    self._journal.put(replay.key, replay.measured(*asked.pop(replay.key).result()))
+                replay.keep(self._journal.get(replay.key))
+                progress.advance(bar)
+        return cases
+
+    def regret(self, case: Case) -> dict[str, NDArray[np.float64]]:
+        """By arm and job: what the choice added beyond the best one in hindsight, s a step.
+
+        Whose requests were where is that of the arm's simulated run; the judge knows the true decode
+        activations of all of them.
+        """
+        trace = self.data.trace
+        found = {}
+        for label, outcome in case.outcomes.items():
+            judge = MarginalCost(affinity=0, cost=self.cost.as_dict())
+            ledger = LoadLedger()
+            workers = ledger.places(range(case.load.workers))
+            ends: list[tuple[float, int]] = []
+            regret = np.zeros(len(case.requests))
+            for j in np.argsort(case.arrival_s):
+                while ends and ends[0][0] <= case.arrival_s[j]:
+                    gone = str(heapq.heappop(ends)[1])
+                    judge.on_finished(gone)
+                    ledger.release(gone)
+                i = int(case.requests[j])
+                handoff = PlacementRequest(
+                    str(j), trace.decode_counts[i], int(trace.decode_steps[i]), self._output_tokens
+                )
+                added = judge.added_cost(handoff, ledger.loads(workers))
+                worker = int(outcome.worker[j])
+                regret[j] = added[worker] - added.min()
+                judge.on_assigned(handoff, worker)
+                ledger.add(str(j), worker, handoff.prompt_tokens)
+                heapq.heappush(ends, (float(outcome.last_s[j]), int(j)))
+            found[label] = regret
+        return found
+
+    def simulated_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
+        """The arm's run with its placements as they were, and steps of another cost."""
+        policy = _Placed(case.outcomes[label].worker)
+        return self._simulated(case.load, case.requests, case.arrival_s, policy, cost)
+
+    def step_lines(self) -> str:
+        """The steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
+        s = self._fitted_on
+        records = zip(s.requests, s.kv_tokens, s.experts, s.seconds, strict=True)
+        names = ("requests", "kv_tokens", "experts", "seconds")
+        return "".join(json.dumps(dict(zip(names, record, strict=True))) + "\n" for record in records)
+
+    def _fitting_steps(self) -> Steps:
+        """Of batches of 1 to 40, of one domain or many."""
+        if (known := self._journal.get("fitting steps")) is not None:
+            return Steps(**known)
+        seen, domains = Steps(), np.array(self.data.trace.domains)
+        names, sizes = np.unique(domains, return_counts=True)
+        single = names[np.argsort(-sizes)[:2]]
+        asked = []
+        for pool in (domains != "", domains == single[0], domains == single[-1], domains != ""):
+            for size in (2, 10, 24, 40):
+                chosen = self._rng.choice(np.flatnonzero(pool), size)
+                gaps = self._rng.exponential(0.02, size)  # so that the batch fills and empties
+                arrivals = [
+                    Arrival(f"fit{n}", float(t), self.data.tokens[i], self._output_tokens, int(i))
+                    for n, (i, t) in enumerate(zip(chosen, np.cumsum(gaps), strict=True))
+                ]
+                asked.append(self._engine_pool.replay(arrivals, self._probe_s))
+        for future in asked:
+            seen.extend(future.result()[1])
+        self._journal.put("fitting steps", vars(seen))
+        return seen
+
+    def _fit_cost(self) -> tuple[StepCost, float]:
+        seen = self._fitted_on
+        sums = StepSums.of(seen.requests, seen.kv_tokens, seen.experts, seen.seconds)
+        cost = sums.fit()
+        if cost is None:
+            raise BadInput("the engine's steps do not depend on active experts; widen the model")
+        return cost, sums.error(cost)
+
+    def _plan(self, load: Load, arms: Sequence[Arm], repeats: int) -> Case:
+        fit, rest = self.data.split(load.group, 0.4, self._seed)
+        rng = np.random.default_rng([self._seed, load.workers, load.batch])
+        number = load.workers * load.per_worker
+        chosen = rng.choice(rest, number, replace=number > len(rest))
+        observed = self._experts(False)
+        unions = [
+            np.bitwise_or.reduce(observed.bits[observed.offset[rng.choice(chosen, load.batch)]])
+            for _ in range(64)
+        ]
+        experts = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
+        # Little's law: arrivals a second and worker = batch / time in the worker.
+        stay_s = self._output_tokens * float(self.cost.seconds(load.batch, 200 * load.batch, experts))
+        rate = load.workers * load.batch / stay_s
+        arrival_s = np.cumsum(rng.exponential(1 / rate, number))
+        tables = {
+            key: self._table(fit, load.workers, *key)
+            for key in {(arm.balanced, arm.transform) for arm in arms}
+        }
+        outcomes = {}
+        for arm in arms:
+            table = tables[arm.balanced, arm.transform]
+            policy = make_policy(arm.policy, **arm.parameters).with_table(table)
+            policy.update_cost_model(self.cost)
+            outcomes[arm.label] = self._simulated(
+                load, chosen, arrival_s, policy, self.cost, true_decode=arm.true_decode
+            )
+        empty = {arm.label: np.zeros((repeats, number)) for arm in arms}
+        return Case(
+            load, rate, chosen, arrival_s, outcomes, empty, copy.deepcopy(empty),
+            {arm.label: Steps() for arm in arms},
+        )  # fmt: skip
+
+    def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
+        trace = self.data.trace.subset(fit)
+        table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
+        if balanced:
+            return table
+        clusters = kmeans(table.spec.encode(trace.prefill_counts), workers, seed=self._seed)
+        return replace(table, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
+
+    def _simulated(
+        self, load: Load, chosen: NDArray[np.int64], arrival_s: NDArray[np.float64], policy: Policy,
+        cost: StepCost, *, true_decode: bool = False,
+    ) -> Outcome:  # fmt: skip
+        experts = self._experts(true_decode)
+        requests = Requests(
+            arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen
+        )
+        cluster = Cluster(decode=Decode(workers=load.workers, cost=cost))
+        return simulate(requests, policy, cluster, experts=experts, seed=self._seed)
+
+    def _experts(self, true_decode: bool) -> Experts:
+        if true_decode not in self._made:
+            self._made[true_decode] = Experts.replayed(
+                self.data.trace, max_steps=self._output_tokens, true_decode=true_decode
+            )
+        return self._made[true_decode]
+
+    def _arrivals(self, replay: _Replay) -> list[Arrival]:
+        requests, arrival_s = replay.case.requests.tolist(), replay.case.arrival_s.tolist()
+        return [
+            Arrival(str(j), arrival_s[j], self.data.tokens[requests[j]], self._output_tokens, requests[j])
+            for j in replay.jobs.tolist()
+        ]
+
+
+def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Load]:
+    """Each workload on each number of workers at each batch size, all given with commas.
+
+    Raises:
+        BadInput: an unknown workload, or a number that is none.
+    """
+    chosen = groups_of(groups)
+    counts, sizes = options.numbers("--workers", workers), options.numbers("--batch", batch)
+    return [Load(g, k, b, per_worker) for g in chosen for k in counts for b in sizes]
+
+
+def widened(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
+    """The demo model with experts of that many neurons, and so many heads; made where it is not there."""
+    if intermediate == 32 and heads is None:
+        return WEIGHTS
+    path = work / f"model_{intermediate}_{weights_name()}{'' if heads is None else f'_{heads}_heads'}"
+    if not (path / "config.json").exists():
+        work.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "examples.demo_model.widen", "--intermediate", str(intermediate)]
+        command += [] if heads is None else ["--heads", str(heads)]
+        subprocess.run(
+            [*command, "--out", str(path)], check=True, env=os.environ | ENGINE_ENV, stdout=subprocess.DEVNULL
+        )
+    return path
+
+
+def arm_rows(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, Any]]:
+    """One row an arm; changes are against the best of the baselines at that percentile, 95 % intervals.
+
+    The best of several equivalent baselines is biased low; `pooled` is against all their requests.
+    """
+    rows = []
+    measured, first = case.tpot_s, case.first_s
+    pool = np.concatenate([measured[b] for b in baselines])
+    for label, tpot in measured.items():
+        steps, outcome = case.steps[label], case.outcomes[label]
+        row: dict[str, Any] = {
+            "workload": case.load.group,
+            "workers": case.load.workers,
+            "rate_per_s": round(case.rate, 2),
+            "arm": label,
+        }
+        for q in (50, 99):
+            of_q = partial(np.percentile, q=q)
+            row[f"tpot_p{q}_ms"] = 1e3 * float(of_q(tpot))
+            best = min((measured[b] for b in baselines), key=of_q)
+            change = paired_change_percent(tpot, best, of_q, seed=seed)
+            row |= zip((f"p{q}_change_pct", f"p{q}_low_pct", f"p{q}_high_pct"), change, strict=True)
+            if len(baselines) > 1:
+                row[f"p{q}_pooled_change_pct"] = 100 * float(of_q(tpot) / of_q(pool) - 1)
+        rows.append(
+            row
+            | {
+                "first_token_p50_ms": 1e3 * float(np.median(first[label])),
+                "active_experts": float(np.mean(steps.experts)) / LAYERS,
+                "batch_size": float(np.mean(steps.requests)),
+                "step_ms": 1e3 * float(np.mean(steps.seconds)),
+                "simulated_p50_ms": 1e3 * float(np.percentile(outcome.tpot_s, 50)),
+                "simulated_p99_ms": 1e3 * float(np.percentile(outcome.tpot_s, 99)),
+            }
+        )
+    return rows
+
+
+def experts_by_batch(case: Case, labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Mean active experts of a layer by batch size, in bins of 4 requests, one row a bin."""
+    top = max(max(case.steps[label].requests) for label in labels)
+    rows = []
+    for low in range(1, top + 1, 4):
+        row: dict[str, Any] = {
+            "workload": case.load.group,
+            "workers": case.load.workers,
+            "batch_from": low,
+            "batch_to": low + 3,
+        }
+        for label in labels:
+            steps = case.steps[label]
+            size = np.array(steps.requests)
+            inside = (size >= low) & (size < low + 4)
+            row[f"{label}: steps"] = int(inside.sum())
+            row[f"{label}: active_experts"] = (
+                float(np.array(steps.experts)[inside].mean()) / LAYERS if inside.any() else None
+            )
+        rows.append(row)
+    return rows

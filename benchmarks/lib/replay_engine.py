@@ -1,0 +1,225 @@
+"""One real vLLM engine in this process, driven step by step in virtual time, on a CPU core or a GPU.
+
+A decode worker of a disaggregated deployment receives its prompts' KV blocks; here they lie in the
+engine's prefix cache. Prompts are 1 token longer than whole KV blocks, so that admitting one
+computes that single token, as the first decode step after a transfer does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import perf_counter, process_time, thread_time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib import engines
+from benchmarks.lib.cpu_speed import CpuSpeed
+from benchmarks.lib.engines import device_kwargs
+
+ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+TEMPERATURE = 0.8  # of sampling, in captures and replays
+STEP_TOKENS = 4096  # of a step, at most
+BLOCK = 32  # tokens a KV block; the least that vLLM's CPU attention takes
+# Where the product of CpuSpeed takes x times as long, a step takes about x**_FELT times: measured, means of
+# 100 steps, 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
+_FELT = 0.75
+# Decode batches with a CUDA graph of their own: up to 40 of every size, since a padded token may activate
+# experts that nobody asked for.
+_GRAPHS = (*range(1, 41), *range(48, 129, 8))
+# On a GPU: the KV cache, which on a CPU ENGINE_ENV has, and a step's tokens: prompts are hardly computed.
+ROOM = {"kv_cache_memory_bytes": 2 << 30, "max_num_batched_tokens": 512}
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A prefilled request that reaches the worker at `arrival_s`."""
+
+    request_id: str
+    arrival_s: float
+    tokens: list[int]
+    output_tokens: int
+    seed: int  # of its sampling: its place in the capture, so that the captured text comes again
+
+
+@dataclass
+class Steps:
+    """One entry a decode step: its time, and what it touched."""
+
+    seconds: list[float] = field(default_factory=list)
+    requests: list[int] = field(default_factory=list)
+    kv_tokens: list[int] = field(default_factory=list)
+    experts: list[int] = field(default_factory=list)  # summed over MoE layers
+    slowdown: list[float] = field(default_factory=list)  # by the core, which `seconds` are divided by
+
+    def extend(self, other: Steps) -> None:
+        """Take another run's steps too."""
+        for name in vars(self):
+            getattr(self, name).extend(getattr(other, name))
+
+
+def aligned(tokens: list[int]) -> list[int]:
+    """The prompt filled up on its left with its own text to 1 token more than whole blocks."""
+    length = BLOCK * max(1, -(-(len(tokens) - 1) // BLOCK)) + 1
+    return (tokens * -(-length // len(tokens)))[-length:]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on, below those that Linux and macOS give to whoever asks for any.
+
+    An engine opens many of those while it starts, and comes to its side channel's last.
+    """
+    for port in random.sample(range(28000, 32768), 64):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("of 64 ports from 28000 to 32767 none is free")
+
+
+class ReplayEngine:
+    """A decode engine of ours; one at a time in a process.
+
+    Args:
+        model: folder of the model.
+        device: "cpu", "cuda" or "cuda-eager".
+        arguments: further arguments of the engine.
+    """
+
+    def __init__(
+        self, model: str, *, device: str = "cpu", max_batch: int = 256, max_model_len: int = 2048,
+        batches: Sequence[int] = _GRAPHS, **arguments: Any,
+    ):  # fmt: skip
+        os.environ |= ENGINE_ENV | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        }
+        import torch
+        from vllm import EngineArgs, LLMEngine
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        from eldr_serve.engine.vllm.config import engine_kwargs
+
+        records: list[dict[str, Any]] = []
+
+        class Recorder(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+            def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+                if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
+                    records.extend(scheduler_stats.kv_connector_stats["steps"])
+
+            def log_engine_initialized(self) -> None: ...
+
+        self._records = records
+        self._took: list[float] = []  # by number of a step, s
+        self._number_steps()
+        kwargs = device_kwargs(device, batches) | {"block_size": BLOCK, "async_scheduling": False}
+        self._cuda = device != "cpu"
+        kwargs |= {"max_model_len": max_model_len, "max_num_seqs": max_batch, "seed": 0}
+        kwargs |= ROOM if self._cuda else {"max_num_batched_tokens": STEP_TOKENS}
+        made = EngineArgs(model=model, **engine_kwargs("decode", **kwargs | arguments))
+        self._engine = LLMEngine.from_engine_args(made, stat_loggers=[Recorder])
+        # Where torch was imported before, the environment came too late; a second thread would spin
+        # beside the steps and share their work.
+        torch.set_num_threads(1)
+        self._cpu_speed = CpuSpeed()
+        self._settle: Callable[[], None] = torch.cuda.synchronize if self._cuda else lambda: None
+        self._clock = perf_counter if self._cuda else thread_time
+
+    def probe_s(self) -> float:
+        """Return the present time of CpuSpeed's product on this core, s; 1 on a GPU, which needs no probe."""
+        return 1.0 if self._cuda else self._cpu_speed.typical()
+
+    def slowdown(self, probe_s: float) -> float:
+        """How many times longer a step takes now than where CpuSpeed takes `probe_s`."""
+        return 1.0 if self._cuda else float((self._cpu_speed.seconds() / probe_s) ** _FELT)
+
+    def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
+        """One step of the engine.
+
+        Returns:
+            Its outputs, its time by the engine's clock, s, and the records that have come to be known: on a
+            GPU of the step before, too. A record has its step's number in "step", and that step's time, s, in
+            "took".
+        """
+        self._records.clear()
+        start = self._clock()
+        outputs = self._engine.step()
+        self._settle()
+        self._took.append(self._clock() - start)
+        known = [record | {"took": self._took[record["step"]]} for record in self._records]
+        return outputs, self._took[-1], known
+
+    def _number_steps(self) -> None:
+        """Give each record the number of the step that it is of."""
+        from eldr_serve.engine.vllm.capture import StepTimer
+
+        finish = StepTimer.finish
+
+        def numbered(timer: StepTimer, record: dict[str, int], active: Any) -> None:
+            finish(timer, record | {"step": len(self._took)}, active)
+
+        StepTimer.finish = numbered  # type: ignore[method-assign, assignment]
+
+    def warm(self, prompts: Sequence[list[int]]) -> None:
+        """Bring the prompts' KV blocks into the prefix cache."""
+        from vllm import SamplingParams
+
+        for number, tokens in enumerate(prompts):
+            self._engine.add_request(
+                f"warm{number}", {"prompt_token_ids": tokens}, SamplingParams(max_tokens=1)
+            )
+        while self._engine.has_unfinished_requests():
+            self.step()
+
+    def run(self, arrivals: Sequence[Arrival], probe_s: float) -> tuple[dict[str, np.ndarray], Steps]:
+        """Serve the arrivals; idle time passes at once. Returns token times, s, by request, and the steps.
+
+        On a CPU the clock is the sum of the steps' CPU times, as they would be where CpuSpeed takes
+        `probe_s`. An engine here is one thread that never sleeps, so that is what a step takes on a core of
+        its own; neither that others ran on the core is in it, nor that the core was slow for a while. On a
+        GPU it is the sum of wall times, until the device has ended the step.
+
+        Raises:
+            RuntimeError: another thread of the process shared the work, so that the clock is wrong.
+        """
+        from vllm import SamplingParams
+
+        times: dict[str, list[float]] = {a.request_id: [] for a in arrivals}
+        waiting = sorted(arrivals, key=lambda a: a.arrival_s, reverse=True)
+        steps, now, first = Steps(), 0.0, len(self._took)
+        process, thread = process_time(), thread_time()
+        while waiting or self._engine.has_unfinished_requests():
+            if not self._engine.has_unfinished_requests():
+                now = max(now, waiting[-1].arrival_s)
+            while waiting and waiting[-1].arrival_s <= now:
+                arrival = waiting.pop()
+                params = SamplingParams(
+                    max_tokens=arrival.output_tokens,
+                    temperature=TEMPERATURE,
+                    ignore_eos=True,
+                    seed=arrival.seed,
+                )
+                self._engine.add_request(arrival.request_id, {"prompt_token_ids": arrival.tokens}, params)
+            slowdown = self.slowdown(probe_s)
+            outputs, took, records = self.step()
+            now += took / slowdown
+            for output in outputs:
+                times[output.request_id].append(now)
+            for record in records:
+                if record["step"] < first:
+                    continue
+                steps.seconds.append(record["took"] / slowdown)
+                steps.requests.append(record["requests"])
+                steps.kv_tokens.append(record["kv_tokens"])
+                steps.experts.append(sum(record["active_by_layer"]))
+                steps.slowdown.append(slowdown)
+        process, thread = process_time() - process, thread_time() - thread
+        if not self._cuda and process > 1.2 * thread + 0.1:
+            raise RuntimeError(f"other threads computed {process - thread:.1f} s beside the engine's own")
+        return {name: np.array(t) for name, t in times.items()}, steps

@@ -1,0 +1,63 @@
+"""The shape of Qwen3-30B-A3B: a config without weights, and expert counts and tables of random prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.experts.signature import SignatureSpec
+
+L, E, TOP_K = 48, 128, 8
+VOCABULARY, HIDDEN, INTERMEDIATE = 151_936, 2048, 768
+KV_BYTES = 2 * 4 * 128 * 2  # of a token in a layer: keys and values of 4 heads of 128, bf16
+# Arguments of an engine whose weights vLLM makes up, and whose prompts are token ids.
+DUMMY = {"dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True}
+_PROMPT_TOKENS = 300
+
+
+def prompt_counts(number: int, rng: np.random.Generator) -> NDArray[np.uint32]:
+    """uint32[number, L, E] of prompts, each with tastes of its own."""
+    return np.stack(
+        [
+            rng.multinomial(_PROMPT_TOKENS * TOP_K, rng.dirichlet(np.full(E, 0.1)), size=L).astype(np.uint32)
+            for _ in range(number)
+        ]
+    )
+
+
+def write_config(folder: Path, *, layers: int, vocabulary: int, hidden: int, intermediate: int) -> Path:
+    """Write the model's config alone, as it is but for what is given; returns the folder."""
+    from transformers import Qwen3MoeConfig
+
+    head: dict[str, Any] = {"head_dim": 128}  # no parameter that is declared
+    Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=4, **head, num_experts=E, num_experts_per_tok=TOP_K, norm_topk_prob=True,
+        moe_intermediate_size=intermediate, architectures=["Qwen3MoeForCausalLM"],
+        max_position_embeddings=4096, dtype="bfloat16",
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def random_spec(rng: np.random.Generator) -> SignatureSpec:
+    """Random weights of experts, all layers."""
+    return SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
+
+
+def table_near(
+    prompts: NDArray[np.uint32],
+    workers: int,
+    rng: np.random.Generator,
+    *,
+    spec: SignatureSpec,
+    noise: int = 3,
+) -> RoutingTable:
+    """A table whose centroids are those prompts in turn, each count raised by less than `noise`."""
+    near = prompts[np.arange(workers) % len(prompts)] + rng.integers(
+        0, noise, (workers, L, E), dtype=np.uint32
+    )
+    return RoutingTable("m", spec, spec.encode(near), np.ones(workers, np.int64), [""] * workers)

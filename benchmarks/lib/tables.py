@@ -1,0 +1,118 @@
+"""The tables of README.md and of docs, made from benchmarks/results and from what policies declare.
+
+    python -m benchmarks.lib.tables
+
+A table stands between `<!-- table NAME column, column ... -->` and `<!-- end -->`, and is
+filled in from NAME.json; a result of a GPU (gpu_*) that is not there leaves it empty.
+Between `<!-- claims NAME -->` and `<!-- end -->` stands that list of claims.yaml, and
+between `<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->` those of a policy; `beyond` leaves out
+what OTHER has too, with the same default.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eldr_serve.files import write_whole
+from eldr_serve.scheduling.parameters import kind_of
+from eldr_serve.scheduling.policies.registry import policy_class
+from loadgen.results import RESULTS, read_rows
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs/placement.md", *sorted((ROOT / "docs/tables").glob("*.md")))
+CLAIMS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks/claims.yaml").read_text())
+_BLOCK = re.compile(r"(<!-- (table|claims|parameters) (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+Rows = list[dict[str, Any]]
+
+
+def filled(page: str) -> str:
+    """The page with every table made anew."""
+
+    def block(match: re.Match[str]) -> str:
+        opening, kind, arguments, _, closing = match.groups()
+        return opening + _KINDS[kind](arguments) + closing
+
+    return _BLOCK.sub(block, page)
+
+
+def _table(arguments: str) -> str:
+    name, _, columns = arguments.partition(" ")
+    if not there(name):
+        return ""
+    rows = read_rows(name)
+    names = [column.strip() for column in columns.split(",")]
+    if unknown := set(names).difference(*rows):
+        raise KeyError(f"no row of {name} has {', '.join(sorted(unknown))}")
+    heads = [column.replace("_", " ") for column in names]
+    return _markdown(heads, [[_number(row.get(column)) for column in names] for row in rows])
+
+
+def there(name: str) -> bool:
+    """Return whether to fill a table: only a GPU's result may be missing."""
+    return not name.startswith("gpu_") or (RESULTS / f"{name}.json").exists()
+
+
+def _claims(name: str) -> str:
+    """A line a claim; a cell with fields repeats for each row of the result that the claim is about."""
+    lines = []
+    for claim in CLAIMS[name]["lines"]:
+        rows = read_rows(claim["result"])
+        lines.append([_cell(cell, [row for row in rows if selected(row, claim)]) for cell in claim["cells"]])
+    return _markdown(CLAIMS[name]["columns"], lines)
+
+
+def _cell(cell: str | dict[str, Any], rows: Rows) -> str:
+    if isinstance(cell, dict):
+        (row,) = (row for row in rows if selected(row, cell))
+        return str(cell["text"].format(**row))
+    return "; ".join(cell.format(**row) for row in rows) if "{" in cell else cell
+
+
+def selected(row: dict[str, Any], claim: dict[str, Any]) -> bool:
+    """Whether the row has the values that the claim names, or one of each list."""
+    return all(
+        row[key] in (value if isinstance(value, list) else [value]) for key, value in claim["where"].items()
+    )
+
+
+def _markdown(heads: list[str], cells: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in [heads, ["---"] * len(heads), *cells])
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def _parameters(arguments: str) -> str:
+    """A line for each parameter of the policy, without those that it shares with another."""
+    name, _, beyond = arguments.partition(" beyond ")
+    known = policy_class(beyond).Parameters.model_fields if beyond else {}
+    lines = []
+    for parameter, field in policy_class(name).Parameters.model_fields.items():
+        if parameter in known and known[parameter].default == field.default:
+            continue
+        default = f"{field.default:g}" if isinstance(field.default, float) else json.dumps(field.default)
+        lines.append([f"`{parameter}`", kind_of(field), default, str(field.description)])
+    return _markdown(["parameter", "value", "default", "meaning"], lines)
+
+
+_KINDS = {"table": _table, "claims": _claims, "parameters": _parameters}
+
+
+def main() -> None:
+    """Rewrite the pages."""
+    for page in PAGES:
+        write_whole(page, filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()

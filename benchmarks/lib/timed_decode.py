@@ -1,0 +1,78 @@
+"""Our decode server, with the time from a call's arrival at the replica to its first chunk, in parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from typing import Any
+
+from eldr_serve.channel import Answer
+from eldr_serve.engine.vllm.compat.serve_llm import engine_client
+from eldr_serve.pipeline.stages import Stages
+from eldr_serve.replicas.llm_servers import LLMDecodeServer
+
+_called_at: ContextVar[float] = ContextVar("called_at")
+
+
+class TimedDecodeServer(LLMDecodeServer):
+    """Holds these stages of each request; vLLM's own stamps are of the same clock.
+
+    `engine`: the whole; of it `admit`: until the engine core has the request; `wait`: until its first step
+    is scheduled, which the KV pull is in; `step`: until its first token. `pull`: NIXL's own time of a pull,
+    from its start until the engine has noticed its end.
+    """
+
+    async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
+        self._stages = Stages()
+        await super().__init__(*args, **kwargs)
+        engine: Any = self._engine
+        client = engine_client(engine.server.engine)
+        self._client_generate = client.generate
+        client.generate = self._stamped
+        self._record = client.logger_manager.record
+        client.logger_manager.record = self._recorded
+
+    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        """As DecodeServer.answer."""
+        _called_at.set(time.monotonic())
+        timed: Any = _Timed(answer, self._stages)
+        await super().answer(method, header, body, timed)
+
+    async def stages(self) -> dict[str, dict[str, float]]:
+        """See Stages.summary."""
+        return self._stages.summary()
+
+    def _recorded(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        """In place of vLLM's logging of a step's stats."""
+        told = getattr(scheduler_stats, "kv_connector_stats", None) or {}
+        for seconds in (told.get("nixl") or {}).get("transfer_duration", ()):
+            self._stages.record(pull=seconds)
+        self._record(scheduler_stats, *args, **kwargs)
+
+    async def _stamped(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        waiting = True
+        async for output in self._client_generate(*args, **kwargs):
+            if waiting:
+                at, waiting = output.metrics, False
+                self._stages.record(
+                    admit=at.queued_ts - _called_at.get(),
+                    wait=at.scheduled_ts - at.queued_ts,
+                    step=at.first_token_ts - at.scheduled_ts,
+                )
+            yield output
+
+
+class _Timed:
+    """An Answer that records when its first part is sent."""
+
+    def __init__(self, answer: Answer, stages: Stages) -> None:
+        self._answer = answer
+        self._stages = stages
+        self._waiting = True
+
+    def send(self, payload: bytes, tokens: int = 0, ids: bytes = b"") -> None:
+        if self._waiting:
+            self._stages.record(engine=time.monotonic() - _called_at.get())
+            self._waiting = False
+        self._answer.send(payload, tokens, ids)

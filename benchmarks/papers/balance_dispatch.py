@@ -1,0 +1,93 @@
+"""Time of one dispatch of BalanceRoute in process, the projection of the loads included.
+
+    python -m benchmarks.papers.balance_dispatch
+
+Read p50_us: it is what the router adds when a request comes or leaves a worker, however many it then
+places. `one slot` is a worker that has just let go of a request, `scarce` is one free slot a worker
+(stage 2 alone), `abundant` twice as many (both stages). `progress` is one report of tokens from every
+running request, with the predictions that fall due, and happens between dispatches.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Annotated, Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
+
+import numpy as np
+import typer
+
+from benchmarks.lib import options
+from eldr_serve.command_errors import run
+from eldr_serve.scheduling import Loads, PlacementRequest, QueuedPolicy, make_policy
+from loadgen.results import p50_p99_us, publish, time_calls
+
+OUTPUT_TOKENS = 250  # mean, geometric
+
+
+def balance_dispatch(
+    calls: Annotated[int, typer.Option(min=20, help="Dispatches timed a row.")] = 1000,
+    slots: Annotated[int, typer.Option(min=1, help="Requests that a worker runs at once.")] = 64,
+    pool: Annotated[int, typer.Option(min=1, help="Requests that wait.")] = 64,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time dispatches of balance-route and balance-route-horizon for 8 ... 144 workers, all but full."""
+    rng = np.random.default_rng(seed)
+    waiting = [
+        PlacementRequest(f"waiting{n}", None, int(tokens), 4096)
+        for n, tokens in enumerate(rng.lognormal(6.5, 1, pool))
+    ]
+    rows: list[dict[str, Any]] = []
+    for workers in (8, 16, 32, 144):
+        for name in ("balance-route", "balance-route-horizon"):
+            policy = make_policy(name, slots=slots)
+            assert isinstance(policy, QueuedPolicy)
+            ages = _fill(policy, workers, slots - 1, rng)
+            tokens = rng.integers(50_000, 90_000, workers)
+            free = {"one slot": (np.arange(workers) == 0).astype(int), "scarce": 1, "abundant": 2}
+            states = {
+                case: Loads(slots - np.broadcast_to(n, workers), tokens, np.ones(workers, bool))
+                for case, n in free.items()
+            }
+            timed = {
+                case: time_calls(partial(_dispatch, policy, waiting, state, rng), calls=calls)
+                for case, state in states.items()
+            } | {"progress": time_calls(partial(_report, policy, ages), calls=min(calls, 200))}
+            rows += [
+                {"policy": name, "workers": workers, "case": case, **p50_p99_us(seconds)}
+                for case, seconds in timed.items()
+            ]
+    publish(
+        "balance_dispatch", rows, inputs={"slots": slots, "pool": pool, "calls": calls}, seed=seed,
+        notes="one thread; progress is of workers x (slots - 1) requests", out=out,
+    )  # fmt: skip
+
+
+def _dispatch(
+    policy: QueuedPolicy, waiting: list[PlacementRequest], loads: Loads, rng: np.random.Generator, call: int
+) -> None:
+    policy.dispatch(waiting, loads, rng)
+
+
+def _report(policy: QueuedPolicy, ages: dict[str, int], step: int) -> None:
+    policy.on_progress({request: age + step for request, age in ages.items()})
+
+
+def _fill(policy: QueuedPolicy, workers: int, each: int, rng: np.random.Generator) -> dict[str, int]:
+    """Let the policy see past and running requests; ages of the running ones."""
+    for n, tokens in enumerate(rng.geometric(1 / OUTPUT_TOKENS, 1000).tolist()):
+        policy.on_assigned(PlacementRequest(f"ended{n}", None, 500, 4096), 0)
+        policy.on_progress({f"ended{n}": tokens})
+        policy.on_finished(f"ended{n}")
+    ages = {f"held{n}": int(age) for n, age in enumerate(rng.integers(0, OUTPUT_TOKENS, workers * each))}
+    for n, request in enumerate(ages):
+        policy.on_assigned(PlacementRequest(request, None, int(rng.lognormal(6.5, 1)), 4096), n % workers)
+    policy.on_progress(ages)
+    return ages
+
+
+if __name__ == "__main__":
+    run(balance_dispatch)

@@ -1,0 +1,225 @@
+"""ELDR over decode engines with expert parallelism (the paper's Figure 18): policies and own placements.
+
+    python -m benchmarks.papers.ep_policies --prompts DIR
+
+The policies that serve place requests on K decode workers, each an engine of some ranks: first one half of
+the captured requests, in a closed loop, then as many of the other half as all workers together hold. A
+worker's own placement is made of what the first half gave it. Each worker's batch then decodes by itself on
+one engine, worker after worker and arm after arm, so nothing of it is simulated but that workers run at once.
+Caveats: benchmarks/engine/ep_engine.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.lib import options
+from benchmarks.lib.capture import Captured, captured
+from benchmarks.lib.ep_engine import EpEngine
+from benchmarks.lib.ep_turns import (
+    HEADS,
+    PROMPT,
+    Minutes,
+    Ranks,
+    Rounds,
+    Tokens,
+    disjoint,
+    in_turns,
+    summary,
+)
+from benchmarks.lib.replay import widened
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.scheduling import Placement, PlacementRequest, Placer, State, StepCost, make_policy
+from loadgen.journal import Journal
+from loadgen.results import publish
+from loadgen.statistics import paired_change_percent
+from offline.placement.eplb import activation_placement
+
+Ints = NDArray[np.int64]
+BASE = ("shortest-queue", "linear")
+ARMS = (
+    BASE,
+    ("shortest-queue", "one for all"),
+    *((policy, placed) for policy in ("locality-band", "marginal-cost") for placed in ("linear", "own")),
+)  # fmt: skip
+PAPER = {("locality-band", "own"): {"paper_p50_pct": "-2.7..-4.3", "paper_p99_pct": "-0.6..-2.0"}}
+
+
+def ep_policies(
+    prompts: options.Prompts = options.PROMPTS,
+    workers: Annotated[int, typer.Option(min=2, help="Decode engines.")] = 4,
+    batch: Annotated[int, typer.Option(min=2, help="Requests in flight a worker, in the mean.")] = 16,
+    groups: options.Groups = "all,language",
+    ranks: Ranks = 2,
+    tokens: Tokens = 24,
+    rounds: Rounds = 2,
+    intermediate: options.Intermediate = 1024,
+    requests: options.Captured = 640,
+    minutes: Minutes = None,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Compare policies over expert-parallel decode engines, with and without placements of their own."""
+    data = captured(prompts, work, requests=requests, seed=seed)
+    model = widened(intermediate, work, heads=HEADS)
+    settings = {
+        "prompts": prompts.name, "workers": workers, "batch": batch, "groups": groups, "ranks": ranks,
+        "tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed,
+    }  # fmt: skip
+    journal = Journal(work / "ep_policies.jsonl", settings)
+    experts = data.trace.decode_counts.shape[2]
+    names = groups.split(",")
+    cases = {group: Case(data, group, workers, batch, rounds, ranks, seed) for group in names}
+    keys = [(turn, group, *arm) for turn in range(rounds) for group in names for arm in ARMS]
+
+    def measure(engine: EpEngine, key: tuple[int, str, str, str]) -> list[dict[str, Any]]:
+        turn, group, policy, placement = key
+        found = []
+        for mine, rows in cases[group].batches((policy, placement), turn):
+            engine.place(rows, "none", np.ones((len(rows), experts)))
+            chosen = [data.tokens[n][-PROMPT:] for n in mine]
+            decoded = engine.decode(chosen, tokens, name=hashlib.sha256(mine.tobytes()).hexdigest())
+            found.append(summary(decoded) | {"requests": mine.tolist()})
+        return found
+
+    def started() -> EpEngine:
+        return EpEngine(model, ranks=ranks, redundant=0, moves_a_slice=64, max_batch=workers * batch)
+
+    found = in_turns(journal, keys, started, measure, minutes)
+    rows = [
+        row
+        for group in names
+        for row in policy_rows(
+            {arm: [found[turn, group, *arm] for turn in range(rounds)] for arm in ARMS}, group, seed
+        )
+    ]
+    publish(
+        "ep_policies", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
+        notes="requests of `workers` decode workers, placed by the policies; each worker's batch decodes "
+        "alone on one engine of `ranks` ranks, 32 bits, linear or with its own placement; a request's TPOT "
+        "is its worker's median step; changes against shortest-queue with the linear placement, 95 % "
+        "intervals by bootstrap over requests, too narrow since requests of a worker share its steps; "
+        "requests_equal_pct: answers that are those of that arm, token by token; one for all: a placement "
+        "of all requests of the other half; paper_*: its change against the best balancer on 8 workers of "
+        "4 GPUs",
+    )  # fmt: skip
+    journal.remove()
+
+
+class Case:
+    """A workload: who is placed where by each policy, and placements made of the other half."""
+
+    def __init__(
+        self, data: Captured, group: str, workers: int, batch: int, rounds: int, ranks: int, seed: int
+    ) -> None:
+        self._data, self._workers, self._batch, self._ranks, self._seed = data, workers, batch, ranks, seed
+        self._fit, rest = data.split(group, 0.5, seed)
+        if len(rest) < workers * batch:
+            raise BadInput(f"{workers} x {batch} requests of {group!r} are wanted, and {len(rest)} held out")
+        self._rounds = disjoint(rest, workers * batch, rounds, np.random.default_rng([seed, 2]))
+        self._table, _ = fit_table(data.trace.subset(self._fit), workers, seed=seed)
+
+    def batches(self, arm: tuple[str, str], turn: int) -> list[tuple[Ints, Ints]]:
+        """(requests, placement int[L, E]) of each worker that has any."""
+        policy, placement = arm
+        before, now = placed(
+            self._data, self._table, policy, self._workers, self._batch, self._fit, self._rounds[turn],
+            seed=self._seed + turn,
+        )  # fmt: skip
+        layers, experts = self._data.trace.decode_counts.shape[1:]
+        made = {"linear": lambda mine: np.tile(np.arange(experts), (layers, 1))}
+        made["one for all"] = lambda mine: self._placement(self._fit)
+        made["own"] = self._placement
+        return [
+            (mine, made[placement](history)) for mine, history in zip(now, before, strict=True) if len(mine)
+        ]
+
+    def _placement(self, history: Ints) -> Ints:
+        """For steps of batches of requests like these: what counts is whether a step activates an expert."""
+        if not len(history):
+            history = self._fit
+        probability = self._data.trace.decode_probability[history].mean(axis=0)
+        return activation_placement(1 - (1 - probability) ** self._batch, self._ranks)
+
+
+def placed(
+    data: Captured, table: RoutingTable, policy: str, workers: int, batch: int, before: Ints, now: Ints, *,
+    seed: int,
+) -> tuple[list[Ints], list[Ints]]:  # fmt: skip
+    """Requests of each worker: of a closed loop over `before`, and of `now` after that, which all run."""
+    chosen = make_policy(policy).with_table(table)
+    chosen.update_cost_model(StepCost())
+    placer = Placer(chosen, failed=_fail, seed=seed)
+    names = [f"w{worker}" for worker in range(workers)]
+    placer.set_workers(names)
+    found: list[list[list[int]]] = [[[] for _ in names], [[] for _ in names]]
+    running: list[str] = []
+    for part, requests in enumerate((before, now)):
+        for number in requests.tolist():
+            if len(running) == workers * batch:
+                placer.finish(running.pop(0))
+            request = PlacementRequest(
+                f"{part}-{number}",
+                data.trace.prefill_counts[number],
+                int(data.trace.prompt_tokens[number]),
+                64,
+                similarity=table.similarity(data.trace.prefill_counts[number]),
+            )
+            (lease,) = placer.submit([Placement(request, State.SENT, "benchmark")])
+            running.append(lease.request_id)
+            found[part][names.index(lease.replica)].append(number)
+    first, second = ([np.array(mine, np.int64) for mine in part] for part in found)
+    return first, second
+
+
+def policy_rows(
+    measured: dict[tuple[str, str], list[list[dict[str, Any]]]], group: str, seed: int
+) -> list[dict[str, Any]]:
+    """A row an arm, of what each worker's batch measured in each round."""
+    told = {arm: by_request(turns) for arm, turns in measured.items()}
+    base = told[BASE]
+    rows = []
+    for arm, turns in measured.items():
+        workers = [one for turn in turns for one in turn]
+        held = np.array([len(one["answers"]) for one in workers])
+        row: dict[str, Any] = {"workload": group, "policy": arm[0], "placement": arm[1]}
+        mine, its = (np.array([of[request][0] for request in base]) for of in (told[arm], base))
+        for q in (50, 99):
+            of_q = partial(np.percentile, q=q)
+            row[f"tpot_p{q}_ms"] = float(of_q(mine))
+            change = paired_change_percent(mine, its, of_q, seed=seed)
+            row |= zip((f"p{q}_pct", f"p{q}_low_pct", f"p{q}_high_pct"), change, strict=True)
+        for key in ("worst_rank_experts", "experts_all_ranks"):
+            row[key] = float(np.average([one[key] for one in workers], weights=held))
+        equal = [told[arm][request][1] == answer for request, (_, answer) in base.items()]
+        row["requests_equal_pct"] = 100 * float(np.mean(equal))
+        row |= {"largest_batch": int(held.max()), "paper_p50_pct": None, "paper_p99_pct": None}
+        rows.append(row | (PAPER.get(arm, {}) if group == "language" else {}))
+    return rows
+
+
+def by_request(turns: list[list[dict[str, Any]]]) -> dict[tuple[int, int], tuple[float, str]]:
+    """{(round, request): (ms of its worker's median step, its answer)}."""
+    return {
+        (turn, number): (one["step_ms"], answer)
+        for turn, workers in enumerate(turns)
+        for one in workers
+        for number, answer in zip(one["requests"], one["answers"], strict=True)
+    }
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+if __name__ == "__main__":
+    run(ep_policies)

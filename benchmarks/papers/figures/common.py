@@ -1,0 +1,125 @@
+"""What a reproduced figure is, and the options that all of them take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from eldr_serve.command_errors import BadInput
+from eldr_serve.scheduling import StepCost
+from loadgen.plots import bars, lines
+from loadgen.progress import progress_bar
+
+Rows = list[dict[str, Any]]
+Plot = Callable[[Rows, Path], None]
+Case = TypeVar("Case")
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command was given.
+
+    Attributes:
+        traces: a calibration trace (eldr), or request traces (balanceroute).
+        cost: of a decode step; None: the figure's own.
+        requests: per run; None: the figure's own.
+        seeds: repetitions.
+    """
+
+    traces: tuple[Path, ...] = ()
+    cost: StepCost | None = None
+    requests: int | None = None
+    seeds: tuple[int, ...] = (0,)
+
+    def trace(self, what: str) -> Path:
+        """The one trace; BadInput, saying `what` it must be, if there is none."""
+        if len(self.traces) != 1:
+            raise BadInput(f"give one --trace: {what}")
+        return self.traces[0]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure or table.
+
+    Attributes:
+        title: one line.
+        paper: what the paper reports there, in words or figures.
+        run: makes the rows.
+        plot: draws them.
+    """
+
+    title: str
+    paper: str
+    run: Callable[[Options], Rows]
+    plot: Plot | None = None
+
+
+def steps(cases: Iterable[Case]) -> Iterator[Case]:
+    """The cases one by one, under a progress bar that says which is at work."""
+    known = list(cases)
+    with progress_bar() as progress:
+        bar = progress.add_task("", total=len(known))
+        for case in known:
+            parts = case if isinstance(case, tuple) else (case,)
+            shown = (part.name if isinstance(part, Path) else str(part) for part in parts)
+            progress.update(bar, description=", ".join(shown))
+            yield case
+            progress.advance(bar)
+
+
+def each_seed(
+    options: Options, cases: Iterable[Case], run: Callable[[Case, int], Found]
+) -> Iterator[tuple[Case, list[Found]]]:
+    """Each case with what `run` found for it by seed."""
+    found: list[Found] = []
+    for case in steps(case for case in cases for _ in options.seeds):
+        found.append(run(case, options.seeds[len(found)]))
+        if len(found) == len(options.seeds):
+            yield case, found
+            found = []
+
+
+def mean(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The means of the numbers that every summary has."""
+    return {
+        key: float(np.mean([s[key] for s in summaries]))
+        for key, value in summaries[0].items()
+        if isinstance(value, int | float)
+    }
+
+
+def change_pct(value: float, reference: float) -> float:
+    """How much above the reference, %."""
+    return 100 * (value / reference - 1)
+
+
+def bar_plot(label: str, value: str, panels: Sequence[str] = ()) -> Plot:
+    """Bars of `value` by `label`, which may be a format of columns; a panel for each value of `panels`."""
+
+    def named(row: dict[str, Any]) -> str:
+        return label.format(**row) if "{" in label else str(row[label])
+
+    return lambda rows, path: bars(
+        [row | {"label": named(row)} for row in _panelled(rows, panels)], "label", value, path
+    )
+
+
+def line_plot(x: str, *values: str, by: str | None = None, panels: Sequence[str] = ()) -> Plot:
+    """Curves of the values over x, or of one value by `by`; a panel for each value of `panels`."""
+    return lambda rows, path: lines(_panelled(rows, panels), x, values, path, by=by)
+
+
+def _panelled(rows: Rows, panels: Sequence[str]) -> Rows:
+    if not panels:
+        return rows
+    return [
+        {k: v for k, v in row.items() if k != "workers"}
+        | {"workload": ", ".join(str(row[key]) for key in panels if key in row)}
+        for row in rows
+    ]

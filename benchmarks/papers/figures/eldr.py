@@ -1,0 +1,313 @@
+"""ELDR's evaluation at the paper's scale, simulated over real routes (paper, section 6).
+
+A run has 8 prefill workers and K decode workers, Poisson arrivals, and requests that use the experts of
+observed ones (a calibration trace with routes). Step costs are those of a CPU core with experts of
+1 MB, by `eldr bench decode_replay`, unless a fitted cost is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from benchmarks.papers.figures.common import (
+    Figure,
+    Options,
+    Rows,
+    bar_plot,
+    change_pct,
+    each_seed,
+    line_plot,
+    mean,
+)
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.scheduling import StepCost
+from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
+from offline.simulation.cluster import Cluster, Decode, Prefill
+from offline.simulation.outcome import Outcome
+from offline.simulation.requests import Requests
+from offline.simulation.run import Change, simulate
+
+WORKLOADS = ("task", "language")
+TASKS = ("code", "math", "medical", "legal")
+RATES = (20, 40, 60, 80, 100)  # requests/s at 16 decode workers, as in the paper; in proportion elsewhere
+BALANCERS = ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")
+LOCALITY = ("domain", "locality-band", "marginal-cost")
+COST = StepCost(fixed_s=4.9e-3, per_request_s=2.9e-4, per_kv_token_s=2.4e-7, per_expert_s=6.9e-5)
+PREFILL = Prefill(workers=8, fixed_s=5e-3, per_token_s=1e-4)
+OUTPUT_TOKENS = 128
+SECONDS = 60.0  # of arrivals in a run
+HALVES = ("before_tpot_p50", "after_tpot_p50", "after_tpot_p99")  # of a run with a change in its middle
+
+
+def rates(options: Options) -> Rows:
+    """Every policy at 8P16D over the paper's rates."""
+    return _swept(options, [16], RATES, (*BALANCERS, *LOCALITY))
+
+
+def pool_size(options: Options) -> Rows:
+    """Means over the rates for pools of 8 to 1,024 decode workers, against round-robin."""
+    policies = ("round-robin", "shortest-queue", "locality-band", "marginal-cost")
+    found = []
+    for k in (8, 16, 24, 64, 256, 1024):
+        rows = _swept(options, [k], (60,) if k > 64 else RATES, policies)
+        for workload, policy in product(WORKLOADS, policies[2:]):
+            mine = mean([r for r in rows if r["workload"] == workload and r["policy"] == policy])
+            row = {"workload": workload, "decode_workers": k, "policy": policy}
+            changes = (f"{q}_change_pct" for q in ("tpot_p50", "tpot_p99", "active_experts"))
+            found.append(row | {change: mine[change] for change in changes})
+    return found
+
+
+def prefix_cache(options: Options) -> Rows:
+    """Prompts that come again, with prefix caches in the prefill workers and without."""
+
+    def run(case: tuple[bool, str], seed: int) -> dict[str, Any]:
+        cached, policy = case
+        prefill = PREFILL.model_copy(update={"cache_blocks": 4000 if cached else 0, "block_tokens": 16})
+        scenario, work = _case(options, "task", 16, 100, seed, prefill)
+        return _outcome(_with_blocks(work), scenario, policy, seed).summary()
+
+    cases = product((False, True), ("round-robin", "locality-band", "marginal-cost"))
+    rows = [
+        {"prefix_cache": cached, "policy": policy} | mean(found)
+        for (cached, policy), found in each_seed(options, cases, run)
+    ]
+    for cached in (False, True):
+        group = [row for row in rows if row["prefix_cache"] == cached]
+        _against(group, "policy", "round-robin", ("tpot_p50", "tpot_p99"))
+    return rows
+
+
+def drift(options: Options) -> Rows:
+    """Two domains give way to two others: with the old table, with a refit, and without any table."""
+    trace = _observed(options)
+    mixes = ("code", "math"), ("medical", "legal")
+
+    def run(case: str, seed: int) -> dict[str, float]:
+        policy = case.partition(",")[0]
+        scenario, work = _case(options, "task", 16, 60, seed)
+        first = _table(trace, mixes[0], 16, seed)
+        second = _table(trace, mixes[1], 16, seed) if case.endswith(", refit") else None
+        n = len(work.requests)
+        rng = np.random.default_rng([seed, 1])
+        kinds = [
+            rng.choice(np.flatnonzero(np.isin(trace.domains, domains)), size)
+            for domains, size in zip(mixes, (n // 2, n - n // 2), strict=True)
+        ]
+        work.requests = replace(work.requests, kind=np.concatenate(kinds))
+        changes = [Change(float(work.requests.arrival_s[n // 2]), table=second)]
+        return _halves(_outcome(work, scenario, policy, seed, first, changes))
+
+    cases = ("shortest-queue", "locality-band, no refit", "locality-band, refit", "marginal-cost")
+    rows = [{"case": case} | mean(found) for case, found in each_seed(options, cases, run)]
+    return _against(rows, "case", "shortest-queue", HALVES)
+
+
+def scaling(options: Options) -> Rows:
+    """16 decode workers become 24, or 8, in mid-run: with the old table, with a refit, and without."""
+    trace = _observed(options)
+    domains = tuple(d for d in set(trace.domains) if d not in TASKS)
+
+    def run(sizes: tuple[int, int], case: str, seed: int) -> dict[str, float]:
+        (before, after), policy = sizes, case.partition(",")[0]
+        most = max(sizes)
+        scenario, work = _case(options, "language", most, 40 * 16 / most, seed)
+        changed_s = float(work.requests.arrival_s[len(work.requests) // 2])
+        refit = _table(trace, domains, after, seed) if case.endswith(", refit") else None
+        changes = [Change(0.0, workers=before), Change(changed_s, workers=after, table=refit)]
+        return _halves(_outcome(work, scenario, policy, seed, _table(trace, domains, before, seed), changes))
+
+    rows: Rows = []
+    cases = ("shortest-queue", "locality-band, no refit", "locality-band, refit", "marginal-cost")
+    for sizes in ((16, 24), (16, 8)):
+        workload = f"{sizes[0]} to {sizes[1]} workers"
+        group = [
+            {"workload": workload, "case": case} | mean(found)
+            for case, found in each_seed(options, cases, partial(run, sizes))
+        ]
+        rows += _against(group, "case", "shortest-queue", HALVES)
+    return rows
+
+
+# -- the pieces -----------------------------------------------------------------------------------
+
+
+def _swept(options: Options, sizes: Sequence[int], rates_: Sequence[int], policies: Sequence[str]) -> Rows:
+    """One row a workload, pool size, rate and policy: means over the seeds."""
+
+    def run(case: tuple[str, int, int], seed: int) -> dict[str, dict[str, Any]]:
+        scenario, work = _case(options, *case, seed)
+        return {policy: _outcome(work, scenario, policy, seed).summary() for policy in policies}
+
+    rows: Rows = []
+    for case, found in each_seed(options, product(WORKLOADS, sizes, rates_), run):
+        rows += _compared(*case, {policy: mean([run[policy] for run in found]) for policy in policies})
+    return rows
+
+
+def _compared(workload: str, k: int, rate: float, means: dict[str, dict[str, Any]]) -> Rows:
+    times = ("tpot_p50_ms", "tpot_p99_ms")
+    best = {key: min(means[p][key] for p in means if p in BALANCERS) for key in times}
+    rows = []
+    for policy, found in means.items():
+        row: dict[str, Any] = {"workload": workload, "decode_workers": k, "rate_per_s": rate * k / 16}
+        row |= {"policy": policy}
+        row |= {key: found[key] for key in (*times, "ttft_p50_ms", "batch_size", "active_experts")}
+        for key in (*times, "active_experts"):
+            change = change_pct(found[key], means["round-robin"][key])
+            row[key.removesuffix("_ms") + "_change_pct"] = change
+        for q, key in zip(("p50", "p99"), times, strict=True):
+            row[f"{q}_vs_best_balancer_pct"] = change_pct(found[key], best[key])
+        rows.append(row)
+    return rows
+
+
+def scenario_of(
+    options: Options,
+    domains: tuple[str, ...],
+    *,
+    prefill: Prefill,
+    decode_workers: int,
+    rate_per_s: float,
+    requests: int,
+    output_tokens: int,
+    seed: int,
+) -> Scenario:
+    """Poisson arrivals of requests of these domains of the one trace."""
+    return Scenario(
+        cluster=Cluster(
+            prefill=prefill, decode=Decode(workers=decode_workers, cost=options.cost or COST),
+            handoff_fixed_s=5e-3,
+        ),
+        arrivals=Poisson(
+            kind="poisson", rate_per_s=rate_per_s, requests=options.requests or requests,
+            output_tokens=output_tokens,
+        ),
+        experts=routes_of(options.traces[0], domains=domains),
+        policies=(PolicyChoice(name="round-robin"),), seeds=(seed,),
+    )  # fmt: skip
+
+
+def _case(
+    options: Options, workload: str, k: int, rate: float, seed: int, prefill: Prefill = PREFILL
+) -> tuple[Scenario, Work]:
+    """`rate` is at 16 workers, requests/s."""
+    trace = _observed(options)
+    per_s = rate * k / 16
+    workers = max(prefill.workers, round(prefill.workers * k / 16))
+    scenario = scenario_of(
+        options, TASKS if workload == "task" else tuple(sorted(set(trace.domains) - set(TASKS))),
+        prefill=prefill.model_copy(update={"workers": workers}), decode_workers=k, rate_per_s=per_s,
+        requests=max(200, round(per_s * SECONDS)), output_tokens=OUTPUT_TOKENS, seed=seed,
+    )  # fmt: skip
+    return scenario, Work(scenario, seed)
+
+
+def _observed(options: Options) -> CalibrationTrace:
+    path = options.trace("a calibration trace with routes (offline.calibrate --routes)")
+    trace = observed(routes_of(path))
+    if not set(TASKS) <= set(trace.domains) or set(TASKS) == set(trace.domains):
+        raise BadInput(f"{path} needs requests of {', '.join(TASKS)} and of other domains")
+    return trace
+
+
+def _outcome(
+    work: Work,
+    scenario: Scenario,
+    policy: str,
+    seed: int,
+    table: RoutingTable | None = None,
+    changes: Sequence[Change] = (),
+) -> Outcome:
+    made = work.policy(PolicyChoice(name=policy), scenario.cluster)
+    if table is not None:
+        made = made.with_table(table)
+    return simulate(
+        work.requests, made, scenario.cluster, experts=work.experts, seed=seed, changes=list(changes)
+    )
+
+
+def _table(trace: CalibrationTrace, domains: Sequence[str], workers: int, seed: int) -> RoutingTable:
+    index = np.flatnonzero(np.isin(trace.domains, domains))
+    return fit_table(trace.subset(index), workers, seed=seed)[0]
+
+
+def _with_blocks(work: Work) -> Work:
+    """Requests of one kind have the same prompt."""
+    blocks: Iterator[tuple[int, ...]] = (
+        tuple(range(1000 * kind, 1000 * kind + tokens // 16))
+        for kind, tokens in zip(
+            work.requests.kind.tolist(), work.requests.prompt_tokens.tolist(), strict=True
+        )
+    )
+    work.requests = Requests(
+        work.requests.arrival_s, work.requests.prompt_tokens, work.requests.output_tokens, work.requests.kind,
+        tuple(blocks),
+    )  # fmt: skip
+    return work
+
+
+def _halves(outcome: Outcome) -> dict[str, float]:
+    """TPOT of the requests before and after the middle one, the first tenth of each left out."""
+    middle = len(outcome.tpot_s) // 2
+    parts = {
+        "before": outcome.tpot_s[middle // 10 : middle],
+        "after": outcome.tpot_s[middle + middle // 10 :],
+    }
+    return {
+        f"{name}_tpot_p{q}_ms": 1e3 * float(np.nanpercentile(tpot, q))
+        for name, tpot in parts.items()
+        for q in (50, 99)
+    }
+
+
+def _against(rows: Rows, key: str, reference: str, columns: Sequence[str]) -> Rows:
+    base = next(row for row in rows if row[key] == reference)
+    for row in rows:
+        for column in columns:
+            row[f"{column}_change_pct"] = change_pct(row[f"{column}_ms"], base[f"{column}_ms"])
+    return rows
+
+
+FIGURES = {
+    "rates": Figure(
+        "TPOT and TTFT against rate at 8P16D (Figures 11, 12, 13)",
+        "locality-band against the best load balancer: median TPOT -7.0 to -13.9 % (task), -5.9 to -10.0 % "
+        "(language); p99 -3.4 to -6.0 % (task), -6.2 to +1.5 % (language); active experts -22 % against "
+        "round-robin (task, Qwen3-30B-A3B)",
+        rates,
+        line_plot("rate_per_s", "tpot_p50_ms", by="policy"),
+    ),
+    "pool-size": Figure(
+        "Decode pool size, mean over rates against round-robin (Table 2)",
+        "language, 8P8D / 8P16D / 8P24D: median -8.0 / -9.8 / -10.2 %, p99 -2.5 / -0.8 / -1.1 %",
+        pool_size,
+        line_plot("decode_workers", "tpot_p50_change_pct", by="policy"),
+    ),
+    "prefix-cache": Figure(
+        "Prefix cache on and off at 8P16D, 100 requests/s, task (Figure 17)",
+        "locality-band against round-robin: median about -13 %, p99 -5 %, with the cache and without",
+        prefix_cache,
+    ),
+    "drift": Figure(
+        "The mix of domains changes in mid-run, with and without a refit",
+        "not in the paper",
+        drift,
+        bar_plot("case", "after_tpot_p50_change_pct"),
+    ),
+    "scaling": Figure(
+        "Decode workers come and go in mid-run, with and without a refit",
+        "not in the paper",
+        scaling,
+        bar_plot("case", "after_tpot_p50_change_pct"),
+    ),
+}

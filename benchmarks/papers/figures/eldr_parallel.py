@@ -1,0 +1,136 @@
+"""ELDR with decode workers under expert parallelism (paper, Figure 18), simulated over real routes.
+
+Each decode worker is four ranks, and a step waits in every layer for the rank with most active experts.
+What a placement is fitted on is never run. Step costs are those of `benchmarks.papers.figures.eldr`, an active expert
+now of the slowest rank; the paper's GPUs, model and batch are others, so its percentages are not to be met
+to the digit.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.papers.figures.common import Figure, Options, Rows, change_pct, each_seed, mean
+from benchmarks.papers.figures.eldr import BALANCERS, PREFILL, TASKS, scenario_of
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from loadgen.plots import lines
+from offline.placement.eplb import activation_placement
+from offline.scenario import PolicyChoice, Scenario, Work, observed, routes_of
+from offline.simulation.run import simulate
+
+WORKERS, PREFILL_WORKERS, RANKS = 8, 2, 4
+RATES = (24, 40, 56)  # requests/s; the paper's range
+OUTPUT_TOKENS = 512  # as in the paper
+SECONDS = 20.0  # of arrivals in a run
+BATCH = 16  # requests whose steps a placement has in mind; from 8 to 25 it makes no difference
+ARMS = (
+    *((balancer, "linear") for balancer in BALANCERS),
+    ("shortest-queue", "one for all"),
+    *((p, placed) for p in ("locality-band", "marginal-cost") for placed in ("linear", "one for all", "own")),
+)  # fmt: skip
+PAPER_P50_PCT, PAPER_P99_PCT = "-2.7 to -4.3", "-0.6 to -2.0"  # language, own placements
+
+
+def expert_parallel(options: Options) -> Rows:
+    """TPOT and active experts of the slowest rank at 2P8D, TP=4 and EP=4, by rate."""
+    path = options.trace("a calibration trace with routes, or GPT-OSS-20B records")
+    domains = set(observed(routes_of(path)).domains)
+    languages = domains - set(TASKS)
+    both = set(TASKS) <= domains and languages
+    groups = {"task": TASKS, "language": tuple(sorted(languages))} if both else {"all": ()}
+
+    def run(case: tuple[str, int], seed: int) -> dict[tuple[str, str], dict[str, Any]]:
+        group, rate = case
+        scenario = _scenario(options, groups[group], rate, seed)
+        work = Work(scenario, seed)
+        placed = _placements(observed(routes_of(path)), work)
+        return {
+            (policy, placement): simulate(
+                work.requests, work.policy(PolicyChoice(name=policy), scenario.cluster), scenario.cluster,
+                experts=work.experts, ranks=placed[placement], seed=seed,
+            ).summary()
+            for policy, placement in ARMS
+        }  # fmt: skip
+
+    rows: Rows = []
+    for (group, rate), found in each_seed(options, product(groups, RATES), run):
+        rows += _compared(group, rate, {arm: mean([run[arm] for run in found]) for arm in ARMS})
+    return rows
+
+
+def _scenario(options: Options, domains: tuple[str, ...], rate: float, seed: int) -> Scenario:
+    # A prefill worker is four GPUs too.
+    per_token_s = PREFILL.per_token_s / RANKS
+    prefill = PREFILL.model_copy(update={"workers": PREFILL_WORKERS, "per_token_s": per_token_s})
+    return scenario_of(
+        options, domains, prefill=prefill, decode_workers=WORKERS, rate_per_s=rate,
+        requests=round(rate * SECONDS), output_tokens=OUTPUT_TOKENS, seed=seed,
+    )  # fmt: skip
+
+
+def _placements(trace: CalibrationTrace, work: Work) -> dict[str, NDArray[np.int64]]:
+    """The rank of each expert, [L, E] or [K, L, E]: in order of ids, by all activations, and for
+    each worker by the requests in whose locality band it is."""
+    layers, experts = trace.prefill_counts.shape[1:]
+    if experts % RANKS:
+        raise BadInput(f"{experts} experts do not divide by {RANKS} ranks")
+    if work.table is None:
+        raise BadInput(f"too few requests to make {WORKERS} clusters")
+    linear = np.broadcast_to(np.arange(experts) // (experts // RANKS), (layers, experts))
+    probability = trace.decode_probability[work.fitted_on]
+    similarity = np.stack([work.table.similarity(trace.prefill_counts[i]) for i in work.fitted_on])
+    served = similarity >= similarity.max(axis=1, keepdims=True) - work.table.band  # [n, K]
+    return {
+        "linear": linear,
+        "one for all": _ranks(probability),
+        "own": np.stack([_ranks(probability[mine] if mine.any() else probability) for mine in served.T]),
+    }
+
+
+def _ranks(probability: NDArray[np.floating]) -> NDArray[np.int64]:
+    """int[L, E], the rank of each expert, for steps of batches of requests that have probability[n, L, E].
+
+    What counts is whether a step activates an expert. A single request's mean would give the few experts that
+    all requests use many times the weight of others, which a whole batch activates all but as surely.
+    """
+    placed = activation_placement(1 - (1 - probability.mean(axis=0)) ** BATCH, RANKS)
+    ranks = np.empty_like(placed)
+    np.put_along_axis(ranks, placed, np.arange(placed.shape[1])[None] // (placed.shape[1] // RANKS), axis=1)
+    return ranks
+
+
+def _compared(group: str, rate: float, means: dict[tuple[str, str], dict[str, Any]]) -> Rows:
+    """A row an arm, means over seeds; changes against the best load balancer with the linear placement."""
+    keys = ("tpot_p50_ms", "tpot_p99_ms", "active_experts")
+    best = {key: min(means[balancer, "linear"][key] for balancer in BALANCERS) for key in keys}
+    rows = []
+    for (policy, placement), found in means.items():
+        papers = group != "task" and (policy, placement) == ("locality-band", "own")
+        rows.append(
+            {"workload": group, "rate_per_s": rate, "policy": policy, "placement": placement}
+            | {key: found[key] for key in (*keys, "batch_size")}
+            | {f"{k.removesuffix('_ms')}_change_pct": change_pct(found[k], best[k]) for k in keys}
+            | {"paper_p50_pct": PAPER_P50_PCT if papers else None}
+            | {"paper_p99_pct": PAPER_P99_PCT if papers else None}
+        )
+    return rows
+
+
+FIGURES = {
+    "expert-parallel": Figure(
+        "TPOT at 2P8D with TP=4 and EP=4 a worker (Figure 18)",
+        "locality-band with per-decoder placement against the best load balancer, language, 24 to 56 "
+        "requests/s: median -2.7 to -4.3 %, p99 -0.6 to -2.0 % (Qwen3-235B-A22B)",
+        expert_parallel,
+        lambda rows, path: lines(
+            [row | {"arm": f"{row['policy']}, {row['placement']}"} for row in rows if row["policy"] not in
+             BALANCERS or row["policy"] == "shortest-queue"],
+            "rate_per_s", ["tpot_p50_ms"], path, by="arm",
+        ),
+    ),
+}  # fmt: skip

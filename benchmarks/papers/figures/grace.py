@@ -1,0 +1,381 @@
+"""GRACE-MoE's analysis of traffic and load, on observed routes (paper, sections 3, 4.2, 5.3 and 5.4).
+
+Placements are fitted on one half of the requests and judged on steps of 128 tokens of the other half.
+Traffic is counted as the paper's dispatch makes it: a token goes once to another node, which hands it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.placement import Topology, hosts_of
+from offline.placement.affinity import co_activation, expert_load
+from offline.placement.eplb import eplb_placement
+from offline.placement.evaluate import Rule, evaluate, sample_batches, serve_even
+from offline.placement.grace import grace_placement, knee_ratio
+from offline.placement.grouping import (
+    bounded_groups,
+    hierarchical_groups,
+    size_bounds,
+    spectral_groups,
+    utilisation,
+)
+from offline.placement.locality import local_rule, weighted_rule
+from offline.placement.replication import hot_experts, load_skew, num_replicas, with_replicas
+from offline.scenario import observed, routes_of
+
+TOKENS = 128  # of a step, the paper's batch size
+BATCHES = 100  # held-out steps
+TOPOLOGIES = (Topology(ranks=4, nodes=2), Topology(ranks=8, nodes=2))
+RATIOS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+DOMAINS = ("code", "math", "medical", "legal")
+COPIES = (0, 1, 2, 4, 8, 16)
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What is known of a layer's experts from the requests to fit on.
+
+    Attributes:
+        affinity: [L, E, E].
+        load: [L, E].
+        topology: where they go.
+    """
+
+    affinity: NDArray[np.float64]
+    load: NDArray[np.float64]
+    topology: Topology
+
+    @classmethod
+    def on(cls, trace: CalibrationTrace, requests: Ints, topology: Topology) -> Fit:
+        """On these requests' decode steps."""
+        routes, experts = trace.decode_routes(requests), trace.prefill_counts.shape[2]
+        return cls(co_activation(routes, experts), expert_load(routes, experts), topology)
+
+    @property
+    def linear(self) -> Bools:
+        """Equal blocks of experts: the paper's Vanilla."""
+        experts, ranks = self.load.shape[1], self.topology.ranks
+        return self.hosts(np.tile(np.arange(experts) * ranks // experts, (len(self.load), 1)))
+
+    def grouped(self, ratio: float) -> Ints:
+        """int[L, E] rank of each expert, hierarchical."""
+        return np.stack([hierarchical_groups(a, self.topology, ratio=ratio) for a in self.affinity])
+
+    def hosts(self, rank: Ints) -> Bools:
+        """bool[L, E, G] of one rank an expert."""
+        hosts: Bools = rank[..., None] == np.arange(self.topology.ranks)
+        return hosts
+
+    def replicated(self, rank: Ints, replicas: int | None) -> Bools:
+        """bool[L, E, G] with the replicas of section 4.2; `replicas` None: dynamic."""
+        ranks = self.topology.ranks
+        return np.stack(
+            [with_replicas(w, r, ranks, replicas=replicas) for w, r in zip(self.load, rank, strict=True)]
+        )
+
+
+def strictness(options: Options) -> Rows:
+    """Figure 1: (a) flat groups from uniform to non-uniform; (b) which experts to replicate everywhere."""
+
+    def rows(trace: CalibrationTrace, seed: int) -> Rows:
+        topology = TOPOLOGIES[0]
+        fit_on, held_out = _halves(trace, seed)
+        fit, batches = Fit.on(trace, fit_on, topology), _batches(trace, held_out, options, seed)
+        experts, ranks = fit.load.shape[1], topology.ranks
+        flat = [spectral_groups(a, ranks) for a in fit.affinity]
+        arms: list[tuple[str, str, Bools, Rule, float | None]] = [
+            ("a", "linear", fit.linear, serve_even, None)
+        ]
+        for name, bounds in (
+            ("uniform", size_bounds(experts, ranks, 0.0)),
+            ("within 30 %", size_bounds(experts, ranks, 0.3)),
+            ("within 100 %", size_bounds(experts, ranks, 1.0)),
+            ("fully non-uniform", (1, experts)),
+        ):
+            grouped = [bounded_groups(a, g, ranks, *bounds) for a, g in zip(fit.affinity, flat, strict=True)]
+            arms.append(("a", name, fit.hosts(np.stack(grouped)), serve_even, None))
+        primary = fit.grouped(knee_ratio(fit.affinity, topology))
+        by_rank = np.einsum("le,leg->lg", fit.load, fit.hosts(primary))
+        heaviest = by_rank.argmax(axis=1)
+        partners = (fit.affinity > fit.affinity.mean(axis=(1, 2), keepdims=True)).sum(axis=2)
+        for kind, rank_by in (("most active", fit.load), ("most partners", partners)):
+            for copies in COPIES:
+                hosts = fit.hosts(primary)
+                top = np.argsort(-rank_by, axis=1, kind="stable")[:, :copies]
+                there = np.take_along_axis(primary, top, axis=1) == heaviest[:, None]
+                np.put_along_axis(hosts, top[..., None], True, axis=1)
+                rule = weighted_rule(fit.load, hosts, seed=seed)
+                share = 100 * float(there.mean()) if copies else None
+                arms.append(("b", f"{copies} {kind}", hosts, rule, share))
+        judged = [_judged(evaluate(batches, hosts, topology, rule)) for _, _, hosts, rule, _ in arms]
+        return [
+            {"part": part, "placement": name, **mine, "in_heaviest_pct": share}
+            | {"traffic_change_pct": change_pct(mine["copies"], judged[0]["copies"])}
+            for (part, name, _, _, share), mine in zip(arms, judged, strict=True)
+        ]
+
+    return _averaged(options, rows)
+
+
+def concentration(options: Options) -> Rows:
+    """Figure 3: load of the heaviest group of each layer, and how few experts make it."""
+
+    def rows(trace: CalibrationTrace, seed: int) -> Rows:
+        topology = TOPOLOGIES[0]
+        fit = Fit.on(trace, _halves(trace, seed)[0], topology)
+        primary = fit.grouped(knee_ratio(fit.affinity, topology))
+        found: Rows = []
+        for layer, (load, rank) in enumerate(zip(fit.load, primary, strict=True)):
+            by_rank = np.bincount(rank, load, minlength=topology.ranks)
+            skew = load_skew(load, rank, topology.ranks)
+            members = np.flatnonzero(rank == by_rank.argmax())
+            hot = hot_experts(load, members, num_replicas(skew, topology.ranks))
+            found.append(
+                {
+                    "layer": layer,
+                    "load_skew": skew,
+                    "heaviest_group_pct": 100 * float(by_rank.max() / by_rank.sum()),
+                    "lightest_group_pct": 100 * float(by_rank.min() / by_rank.sum()),
+                    "experts_in_heaviest": float(len(members)),
+                    "replicas": float(num_replicas(skew, topology.ranks)),
+                    "hot_experts": float(len(hot)),
+                    "hot_load_pct": 100 * float(load[hot].sum() / load[members].sum()),
+                }
+            )
+        return found
+
+    return _averaged(options, rows)
+
+
+def ratios(options: Options) -> Rows:
+    """Eq. 1: affinity within groups and deviation of sizes over the non-uniformity ratio; the knee."""
+
+    def rows(trace: CalibrationTrace, seed: int) -> Rows:
+        found: Rows = []
+        for topology, fit, batches in _fitted(trace, options, seed):
+            chosen = knee_ratio(fit.affinity, topology)
+            for ratio in RATIOS:
+                grouped = fit.grouped(ratio)
+                judged = _judged(evaluate(batches, fit.hosts(grouped), topology, serve_even))
+                layers = zip(fit.affinity, grouped, strict=True)
+                use, deviation = np.mean([utilisation(a, g, topology.ranks) for a, g in layers], axis=0)
+                found.append(
+                    {"ranks": _shown(topology), "ratio": ratio, "affinity_within_pct": 100 * float(use),
+                     "size_deviation_experts": float(deviation), "knee_ratio": chosen} | judged
+                )  # fmt: skip
+        return found
+
+    return _averaged(options, rows)
+
+
+# What the paper says of an arm against another, on its three models or their mean, %.
+PAPER: dict[str, dict[str, str]] = {
+    "HG": {
+        "far_forwarded": "-3.3 / -14.6 / -26.0", "near_forwarded": "-10.0 / -25.1 / -35.8",
+        "load_std": "+37.5 / +75.2 / +11.1", "idle": "+13 / +231 / +147",
+    },
+    "HG+FR, WRR": {"idle": "-42.2 / -39.1 / -35.7"},
+    "HG+DR, WRR": {
+        "far_forwarded": "mean +17.7", "near_forwarded": "mean +2.8",
+        "load_std": "-44.8 / -48.0 / -58.3", "idle": "-43.3 / -32.3 / -37.8",
+    },
+    "HG+DR, TAR": {
+        "far_forwarded": "-6.3 / -11.6 / -35.2", "near_forwarded": "mean -6.7",
+        "load_std": "mean +21.4", "idle": "mean +5.25",
+    },
+}  # fmt: skip
+AGAINST = {"HG": "linear", "HG+FR, WRR": "HG", "HG+DR, WRR": "HG", "HG+DR, TAR": "HG+DR, WRR"}
+
+
+def components(options: Options) -> Rows:
+    """Figure 5: grouping, replication and routing, each against what it is added to; and in equal slots."""
+
+    def rows(trace: CalibrationTrace, seed: int) -> Rows:
+        found: Rows = []
+        for topology, fit, batches in _fitted(trace, options, seed):
+            judged = {
+                name: (_judged(evaluate(batches, hosts, topology, rule)), replicas)
+                for name, hosts, rule, replicas in _arms(fit, seed)
+            }
+            for name, (mine, replicas) in judged.items():
+                base = AGAINST.get(name, "linear")
+                row: dict[str, Any] = {"ranks": _shown(topology), "arm": name, "replicas_a_layer": replicas}
+                row |= mine | {"against": base}
+                for column in ("far_forwarded", "near_forwarded", "load_std_pct", "idle_pct"):
+                    key = column.removesuffix("_pct")
+                    row[f"{key}_change_pct"] = change_pct(mine[column], judged[base][0][column])
+                    row[f"paper_{key}_change"] = PAPER.get(name, {}).get(key)
+                found.append(row)
+        return found
+
+    return _averaged(options, rows)
+
+
+def generalisation(options: Options) -> Rows:
+    """Figure 6: traffic of placements that were fitted on other domains, all of GRACE-MoE at 2 x 2."""
+
+    def rows(trace: CalibrationTrace, seed: int) -> Rows:
+        topology = TOPOLOGIES[0]
+        parts = {domain: _halves(trace, seed, domain) for domain in DOMAINS}
+        fits = {domain: Fit.on(trace, fit_on, topology) for domain, (fit_on, _) in parts.items()}
+        together = np.concatenate([fit_on for fit_on, _ in parts.values()])
+        fits["mixture"] = Fit.on(trace, together, topology)
+        placed = {name: _replicated(fit) for name, fit in fits.items()}
+        found: Rows = []
+        for domain, (_, held_out) in parts.items():
+            batches = _batches(trace, held_out, options, seed)
+            judged = {
+                name: _judged(evaluate(batches, hosts, topology, _local(fits[name], hosts, seed)))
+                for name, hosts in placed.items()
+            }
+            linear = _judged(evaluate(batches, fits[domain].linear, topology, serve_even))["copies"]
+            for name, mine in judged.items():
+                found.append(
+                    {"evaluated_on": domain, "fitted_on": name, "copies": mine["copies"],
+                     "load_std_pct": mine["load_std_pct"],
+                     "against_own_domain_pct": change_pct(mine["copies"], judged[domain]["copies"]),
+                     "against_linear_pct": change_pct(mine["copies"], linear)}
+                )  # fmt: skip
+        others = [row for row in found if row["fitted_on"] not in ("mixture", row["evaluated_on"])]
+        for name, group in (
+            ("worst of other domains", others),
+            ("worst of mixture", [row for row in found if row["fitted_on"] == "mixture"]),
+        ):
+            worst = {
+                key: max(row[key] for row in group)
+                for key in ("copies", "load_std_pct", "against_own_domain_pct", "against_linear_pct")
+            }
+            found.append({"evaluated_on": "all", "fitted_on": name} | worst)
+        return found
+
+    return _averaged(options, rows)
+
+
+# -- the pieces -----------------------------------------------------------------------------------
+
+
+def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
+    """(name, hosts, rule, replicas a layer) of each arm of figure 5, and the same idea in equal slots."""
+    topology, experts = fit.topology, fit.load.shape[1]
+    primary = fit.grouped(knee_ratio(fit.affinity, topology))
+    fixed, dynamic = fit.replicated(primary, 1), fit.replicated(primary, None)
+    slots = experts + 2 * topology.ranks
+    equal = hosts_of(grace_placement(fit.affinity, fit.load, slots, topology)[0], experts, topology.ranks)
+    eplb = hosts_of(
+        eplb_placement(fit.load, slots, groups=1, nodes=1, ranks=topology.ranks), experts, topology.ranks
+    )
+    arms = [
+        ("linear", fit.linear, serve_even),
+        ("HG", fit.hosts(primary), serve_even),
+        ("HG+FR, WRR", fixed, weighted_rule(fit.load, fixed, seed=seed)),
+        ("HG+DR, WRR", dynamic, weighted_rule(fit.load, dynamic, seed=seed)),
+        ("HG+DR, TAR", dynamic, _local(fit, dynamic, seed)),
+        ("equal slots, TAR", equal, _local(fit, equal, seed)),
+        ("EPLB, as many slots", eplb, serve_even),
+    ]
+    return [(n, hosts, rule, hosts.sum() / len(hosts) - experts) for n, hosts, rule in arms]
+
+
+def _replicated(fit: Fit) -> Bools:
+    """All of GRACE-MoE's placement, ranks of unequal size."""
+    return fit.replicated(fit.grouped(knee_ratio(fit.affinity, fit.topology)), None)
+
+
+def _local(fit: Fit, hosts: Bools, seed: int) -> Rule:
+    return local_rule(fit.load, hosts, fit.topology, seed=seed)
+
+
+def _judged(found: dict[str, float]) -> dict[str, float]:
+    """The columns of the figures; `copies` is all traffic, a token and layer."""
+    columns = ("near_forwarded", "far_forwarded", "load_std_pct", "idle_pct", "experts_worst_rank")
+    return {"copies": found["near_forwarded"] + found["far_forwarded"]} | {c: found[c] for c in columns}
+
+
+def _halves(trace: CalibrationTrace, seed: int, domain: str | None = None) -> tuple[Ints, Ints]:
+    """Requests to fit on, and to judge by."""
+    chosen = np.flatnonzero([domain in (None, name) for name in trace.domains])
+    if len(chosen) < 2:
+        raise BadInput(f"the trace has fewer than two requests{f' of {domain}' if domain else ''}")
+    order = np.random.default_rng(seed).permutation(chosen)
+    first, second = np.split(order, [len(order) // 2])
+    return first, second
+
+
+def _fitted(trace: CalibrationTrace, options: Options, seed: int) -> Iterator[tuple[Topology, Fit, Ints]]:
+    """Of each topology: what one half of the requests says, and batches of the other half."""
+    fit_on, held_out = _halves(trace, seed)
+    batches = _batches(trace, held_out, options, seed)
+    for topology in TOPOLOGIES:
+        yield topology, Fit.on(trace, fit_on, topology), batches
+
+
+def _batches(trace: CalibrationTrace, requests: Ints, options: Options, seed: int) -> Ints:
+    return sample_batches(trace, requests, TOKENS, options.requests or BATCHES, seed=seed + 1)
+
+
+def _shown(topology: Topology) -> str:
+    return f"{topology.nodes} x {topology.ranks // topology.nodes}"
+
+
+def _averaged(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -> Rows:
+    """The rows of each trace, numbers averaged over the seeds."""
+    if not options.traces:
+        raise BadInput("give --trace: calibration traces with routes, or GPT-OSS-20B records")
+    traces = {path: observed(routes_of(path)) for path in options.traces}
+    rows: Rows = []
+    for path, runs in each_seed(options, traces, lambda path, seed: make(traces[path], seed)):
+        for same in zip(*runs, strict=True):
+            means = {
+                key: float(np.mean([row[key] for row in same])) if isinstance(value, float) else value
+                for key, value in same[0].items()
+            }
+            rows.append({"model": traces[path].model} | means)
+    return rows
+
+
+_PANELS = ("model", "ranks")
+FIGURES = {
+    "fig1": Figure(
+        "Strictness of grouping against traffic; which experts to replicate (Figure 1)",
+        "non-uniform groups send less than uniform ones, and those less than linear; replicas of highly "
+        "active experts balance load better than of widely collaborative ones, until there are too many",
+        strictness,
+        bar_plot("placement", "load_std_pct", _PANELS),
+    ),
+    "fig3": Figure(
+        "Load of the heaviest group and of its experts (Figure 3)",
+        "a few groups of a layer carry most tokens, and in the heaviest a few experts do",
+        concentration,
+        line_plot("layer", "heaviest_group_pct", "lightest_group_pct", "hot_load_pct", panels=_PANELS),
+    ),
+    "ratio": Figure(
+        "Non-uniformity ratio: affinity within groups, sizes, traffic and load (Eq. 1, section 4.1)",
+        "the knee of U over S is chosen",
+        ratios,
+        line_plot("size_deviation_experts", "affinity_within_pct", panels=_PANELS),
+    ),
+    "fig5": Figure(
+        "Grouping, replication and routing at 2 x 2 and 2 x 4 (Figure 5)",
+        "OLMoE / DeepSeek-v2-lite / Qwen3-30B-A3B at 2 x 2, each arm against the one it is added to",
+        components,
+        bar_plot("arm", "copies", _PANELS),
+    ),
+    "fig6": Figure(
+        "Traffic of placements fitted on other domains (Figure 6)",
+        "at most +20.1 / +14.2 / +57.1 % against the own data set, at least -17.5 / -18.1 / -14.6 % against "
+        "Vanilla; a mixture generalises better than any single data set",
+        generalisation,
+        bar_plot("{fitted_on} on {evaluated_on}", "against_linear_pct", _PANELS),
+    ),
+}

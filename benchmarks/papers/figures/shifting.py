@@ -1,0 +1,251 @@
+"""Batches whose mix of domains changes, served under expert parallelism by one rule of placement or another.
+
+A batch decodes STEPS steps; its latency is the sum over steps and MoE layers of the slowest rank's time
+(`LayerCost`), attention left out, with what migration adds. Requests come from the half that nothing was
+fitted on. A request lives on one rank, and replays the experts of an observed one from a random step on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.papers.migration import Links, plan_migration
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.placement import Topology, hosts_of
+from offline.placement.alignment import aligned
+from offline.placement.cost import LayerCost
+from offline.placement.director import director_placement, placed_work
+from offline.placement.forecast import decode_correction, expected_workload
+from offline.scenario import observed, routes_of
+
+STEPS = 256  # decode steps of a batch; observed ones repeat
+PER_RANK = 64  # requests
+_CONCENTRATION = 0.3  # of the Dirichlet mix of domains: most of a batch is one or two
+
+# Qwen3-30B-A3B in bf16: 3 matrices of 2048 x 768 an expert, hidden states of 2048.
+EXPERT_BYTES = 3 * 2048 * 768 * 2.0
+TOKEN_BYTES = 2048 * 2.0
+_FLOPS = 2 * 3 * 2048 * 768  # of a token in an expert
+
+
+def _cluster(hbm: float, flops: float, near: float, far: float) -> tuple[LayerCost, Links]:
+    """From bytes/s of memory, FLOP/s (half of it reached), bytes/s of the links of a GPU."""
+    cost = LayerCost(
+        fixed_s=0, per_expert_s=EXPERT_BYTES / hbm, per_token_s=_FLOPS / (flops / 2),
+        near_byte_s=1 / near, far_byte_s=1 / far,
+    )  # fmt: skip
+    return cost, Links(expert_bytes=EXPERT_BYTES, near_byte_s=1 / near, far_byte_s=1 / far, commit_s=1e-6)
+
+
+# The paper's clusters, 8 GPUs a node, by data sheets: H200 with NVLink 4 (450 GB/s a direction) and
+# InfiniBand NDR (400 Gb/s a GPU); RTX 4090 with PCIe 4.0 x16 (32 GB/s) and one such adapter a node.
+CLUSTERS = {
+    "H200": _cluster(4.8e12, 989e12, 450e9, 50e9),
+    "RTX 4090": _cluster(1.008e12, 165e12, 32e9, 50e9 / 8),
+}
+
+
+def cluster_of(ranks: int) -> Topology:
+    """8 GPUs a node, as in the paper."""
+    return Topology(ranks=ranks, nodes=max(1, ranks // 8))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests that decode together.
+
+    Attributes:
+        requests: int[n] of the trace; request i lives on rank i mod G.
+        tokens: float32[T, L, G, E], tokens by source rank in each observed step.
+    """
+
+    requests: NDArray[np.int64]
+    tokens: NDArray[np.float32]
+
+    @property
+    def workload(self) -> NDArray[np.float64]:
+        """[L, G, E] a step, on average."""
+        mean: NDArray[np.float64] = self.tokens.mean(axis=0, dtype=np.float64)
+        return mean
+
+
+Forecast = Callable[[Batch], NDArray[np.float64]]
+
+
+def read_routes(path: Path) -> CalibrationTrace:
+    """A calibration trace with routes, or GPT-OSS-20B records; BadInput if it has none."""
+    trace = observed(routes_of(path))
+    if trace.routes is None:
+        raise BadInput(f"{path} has no routes (calibrate with --routes)")
+    if len(set(trace.decode_steps.tolist())) > 1:
+        raise BadInput(f"the requests of {path} have different numbers of decode steps")
+    return trace
+
+
+def split(trace: CalibrationTrace, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Requests to fit on, and to measure with."""
+    order = np.random.default_rng(seed).permutation(len(trace.ids))
+    return order[::2], order[1::2]
+
+
+def shifting_batches(
+    trace: CalibrationTrace, members: NDArray[np.int64], number: int, ranks: int, seed: int
+) -> list[Batch]:
+    """Batches that each have their own mix of domains, drawn with replacement."""
+    rng = np.random.default_rng([seed, 7])
+    domains = np.array(trace.domains)[members]
+    names, count = np.unique(domains, return_counts=True)
+    names = names[count >= 4]
+    if not len(names):
+        raise BadInput("no domain has 8 requests")
+    batches = []
+    for _ in range(number):
+        mix = rng.dirichlet(np.full(len(names), _CONCENTRATION))
+        wanted = rng.choice(names, PER_RANK * ranks, p=mix)
+        chosen = np.array([rng.choice(members[domains == name]) for name in wanted])
+        batches.append(Batch(chosen, _tokens(trace, chosen, ranks, rng)))
+    return batches
+
+
+def _tokens(
+    trace: CalibrationTrace, chosen: NDArray[np.int64], ranks: int, rng: np.random.Generator
+) -> NDArray[np.float32]:
+    assert trace.routes is not None
+    steps = int(trace.decode_steps[0])
+    _, layers, experts = trace.prefill_counts.shape
+    routes = trace.routes.reshape(-1, steps, layers, trace.top_k)
+    found = np.zeros((steps, layers, ranks, experts), np.float32)
+    step, layer, _ = np.ogrid[:steps, :layers, : trace.top_k]
+    for place, request in enumerate(chosen):
+        mine = np.roll(routes[request], int(rng.integers(steps)), axis=0)
+        found[step, layer, place % ranks, mine] += 1  # the experts of a token differ
+    return found
+
+
+def correction(trace: CalibrationTrace, past: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`decode_correction` [L, E] of the requests `past`."""
+    columns = (trace.prefill_counts, trace.prompt_tokens, trace.decode_counts, trace.decode_steps)
+    return decode_correction(*(column[past] for column in columns))
+
+
+def counted_forecast(counts: NDArray[np.generic], tokens: NDArray[np.generic]) -> Forecast:
+    """One step of each request, its experts as often as in `counts` [N, L, E] of `tokens` [N]."""
+
+    def forecast(batch: Batch) -> NDArray[np.float64]:
+        ranks = batch.tokens.shape[2]
+        return np.stack(
+            [
+                expected_workload(counts[mine], tokens[mine], 1)
+                for mine in (batch.requests[rank::ranks] for rank in range(ranks))
+            ],
+            axis=1,
+        )
+
+    return forecast
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs and what they cost."""
+
+    topology: Topology
+    cost: LayerCost
+    links: Links
+    slots: int
+
+    @classmethod
+    def of(cls, name: str, ranks: int, experts: int) -> Cluster:
+        """One of CLUSTERS with one slot a rank to spare."""
+        return cls(cluster_of(ranks), *CLUSTERS[name], -(-experts // ranks) + 1)
+
+    def place(
+        self, workload: NDArray[np.float64], start: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """DIRECTOR's placement; `start`, to be mended."""
+        placed, _ = director_placement(
+            workload, topology=self.topology, slots=self.slots, cost=self.cost,
+            token_bytes=TOKEN_BYTES, start=start, tolerance=2e-3 if start is None else 0.02,
+        )  # fmt: skip
+        return placed
+
+    def vanilla(self, layers: int, experts: int) -> NDArray[np.int64]:
+        """Experts in order, no replicas; spare slots repeat the rank's last one."""
+        rank = np.arange(experts) * self.topology.ranks // experts
+        rows = [np.flatnonzero(rank == g) for g in range(self.topology.ranks)]
+        if any(not len(row) for row in rows):
+            raise BadInput(f"{experts} experts are fewer than {self.topology.ranks} ranks")
+        line = np.concatenate([np.pad(row, (0, self.slots - len(row)), mode="edge") for row in rows])
+        return np.tile(line, (layers, 1))
+
+    def step_s(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> NDArray[np.float64]:
+        """float[..., L] of tokens[..., L, G, E]."""
+        hosts = hosts_of(placement, tokens.shape[-1], self.topology.ranks)
+        work = placed_work(tokens, hosts, topology=self.topology, token_bytes=TOKEN_BYTES)
+        return self.cost.layer_s(work)
+
+    def windows_s(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> NDArray[np.float64]:
+        """float[L]: the mean rank's computation in each layer, when no all-to-all runs."""
+        hosts = hosts_of(placement, tokens.shape[-1], self.topology.ranks)
+        work = placed_work(tokens, hosts, topology=self.topology, token_bytes=TOKEN_BYTES)
+        idle = replace(work, near_bytes=0 * work.near_bytes, far_bytes=0 * work.far_bytes)
+        mean: NDArray[np.float64] = self.cost.rank_s(idle).mean(axis=-1)
+        return mean
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a run of batches took: ms of each, and experts moved (each in one layer) before it."""
+
+    batch_ms: NDArray[np.float64]
+    moves: NDArray[np.int64]
+
+
+def fixed(cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64]) -> Served:
+    """The same placement throughout."""
+    took = [STEPS * cluster.step_s(batch.tokens, placement).sum(axis=1).mean() for batch in batches]
+    return Served(1e3 * np.array(took), np.zeros(len(batches), np.int64))
+
+
+def adaptive(
+    cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64], forecast: Forecast
+) -> Served:
+    """Before each batch a new placement for the forecast, if it pays; experts move while it runs.
+
+    Of a new placement and the old one mended, the plan with the larger forecast saving is taken.
+    """
+    took, moves = [], []
+    for batch in batches:
+        expected = forecast(batch)
+        now = cluster.step_s(expected, placement)
+        windows = cluster.windows_s(expected, placement)
+        plans = []
+        for wanted in (cluster.place(expected), cluster.place(expected, placement)):
+            new = aligned(placement, wanted, cluster.topology.ranks)
+            gain = now - cluster.step_s(expected, new)
+            plan = plan_migration(
+                placement, new, topology=cluster.topology, links=cluster.links, windows_s=windows,
+                gain_s=gain, steps=STEPS,
+            )  # fmt: skip
+            kept = (plan.placement == new).all(axis=1)
+            saved = (gain * (STEPS - np.minimum(plan.ready_steps, STEPS)))[kept].sum() - plan.cost_s
+            plans.append((saved, plan))
+        _, plan = max(plans, key=lambda pair: pair[0])
+        before, after = (cluster.step_s(batch.tokens, p).mean(axis=0) for p in (placement, plan.placement))
+        waits = np.minimum(plan.ready_steps, STEPS)
+        took.append((before * waits + after * (STEPS - waits)).sum() + plan.cost_s)
+        moves.append(len(plan.moves))
+        placement = plan.placement
+    return Served(1e3 * np.array(took), np.array(moves))
+
+
+def reactive_forecast(batches: list[Batch], first: NDArray[np.float64]) -> Forecast:
+    """The batch before, as it really was; `first` before there is one."""
+    before = {id(later): earlier.workload for earlier, later in itertools.pairwise(batches)}
+    return lambda batch: before.get(id(batch), first)

@@ -1,0 +1,119 @@
+"""Expert locality and balance of KV together: every policy on mixed traffic, with and without the barrier.
+
+16 decode workers; requests use the experts of observed ones, all domains mixed, and have the lengths and
+arrival times of a recorded trace, at a load that leaves slots free and at one that leaves requests waiting.
+With the barrier (data-parallel attention under expert parallelism) a step of all workers takes as long as
+the slowest one's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, each_seed, mean
+from benchmarks.papers.figures.eldr import COST
+from benchmarks.papers.figures.traffic import Traffic
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.scheduling import make_policy
+from offline.scenario import observed, routes_of
+from offline.simulation.cluster import Cluster, Decode
+from offline.simulation.requests import Experts
+from offline.simulation.run import simulate
+
+WORKERS = 16
+SLOTS = 32
+LOADS = (0.85, 1.2)  # of what the slots take
+POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("shortest-queue", {}),
+    ("least-tokens", {}),
+    ("locality-band", {}),
+    ("marginal-cost", {}),
+    ("balance-route", {"slots": SLOTS}),
+    ("balance-route-horizon", {"slots": SLOTS}),
+    ("balance-band", {"slots": SLOTS}),
+)
+BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbalance_tokens": 1}
+
+
+def policies(options: Options) -> Rows:
+    """Each policy by load and barrier; `dominated_by` names those that are better in all four."""
+    experts_path, trace_path = _two(options)
+    trace = observed(routes_of(experts_path))
+    traffic = Traffic(trace_path)
+    experts = Experts.replayed(trace)
+
+    def run(case: tuple[float, bool], seed: int) -> dict[str, dict[str, Any]]:
+        load, barrier = case
+        cost = options.cost or COST
+        cluster = Cluster(decode=Decode(workers=WORKERS, max_batch=SLOTS, barrier=barrier, cost=cost))
+        rng = np.random.default_rng(seed)
+        order = rng.permutation(len(trace.ids))
+        fit, held_out = np.split(order, [round(0.4 * len(order))])
+        table, _ = fit_table(trace.subset(fit), WORKERS, seed=seed)
+        requests = _requests(traffic, experts, options, load, seed)
+        requests = replace(requests, kind=rng.choice(held_out, len(requests)))
+        found = {}
+        for name, parameters in POLICIES:
+            policy: Any = make_policy(name, **parameters).with_table(table)
+            policy.update_cost_model(cost)
+            if hasattr(policy, "predictor"):
+                traffic.teach(policy.predictor)
+            found[name] = simulate(requests, policy, cluster, experts=experts, seed=seed).summary()
+        return found
+
+    rows: Rows = []
+    for (load, barrier), found in each_seed(options, product(LOADS, (False, True)), run):
+        means = {name: mean([run[name] for run in found]) for name, _ in POLICIES}
+        rows += _rows(f"load {load:g}, {'barrier' if barrier else 'no barrier'}", means)
+    return rows
+
+
+def _rows(workload: str, means: dict[str, dict[str, Any]]) -> Rows:
+    keys = (*BETTER, "ttft_p50_ms", "ttft_p99_ms", "active_experts", "batch_size")
+    return [
+        {"workload": workload, "policy": name}
+        | {key: values[key] for key in keys}
+        | {
+            "dominated_by": ", ".join(
+                other
+                for other, theirs in means.items()
+                if all(sign * theirs[key] < sign * values[key] for key, sign in BETTER.items())
+            )
+            or None
+        }
+        for name, values in means.items()
+    ]
+
+
+def _requests(traffic: Traffic, experts: Experts, options: Options, load: float, seed: int) -> Any:
+    cost = options.cost or COST
+    rng = np.random.default_rng(0)
+    first = experts.offset[:-1]
+    unions = [np.bitwise_or.reduce(experts.bits[rng.choice(first, SLOTS)]) for _ in range(32)]
+    active = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
+    step_s = float(cost.seconds(SLOTS, SLOTS * traffic.running_kv_tokens, active))
+    rate = load * WORKERS * SLOTS / (traffic.mean_output_tokens * step_s)
+    number = options.requests or 16 * WORKERS * SLOTS
+    return traffic.requests(number, rate, start=seed / len(options.seeds))
+
+
+def _two(options: Options) -> tuple[Path, Path]:
+    if len(options.traces) != 2:
+        raise BadInput("give two --trace: routes (a calibration trace or GPT-OSS-20B records), then arrivals")
+    return options.traces[0], options.traces[1]
+
+
+FIGURES = {
+    "policies": Figure(
+        "TPOT, throughput and imbalance of every policy, by load, with and without the step barrier",
+        "not in the papers",
+        policies,
+        bar_plot("policy", "tpot_p50_ms"),
+    )
+}

@@ -1,0 +1,275 @@
+"""Whole replicas, whose steps compute prompts too: requests placed by load, prefix, experts or all three.
+
+Every policy meets the same requests on workers with prefix caches. Requests use the experts of observed ones
+(a calibration trace with routes and token ids). `marginal-cost` is told what a predictor, fitted on
+CALIBRATION prompts that none of them runs, says of a request's tokens, and the true counts once its prompt is
+prefilled. A prompt that is longer than the observed one begins with other prompts of its domain, the same for
+all of a session or an application, so that its counts say less of what its answer will use. Three workloads:
+
+- many domains: prompts of all domains, which share nothing; Poisson arrivals;
+- sessions: Mooncake's conversation trace with its arrivals and prefix blocks, prompts divided by SHRINK, so
+  that one of its blocks is one of an engine's; a session has one domain;
+- system prompts: applications, a few of them popular, each with a long system prompt and one domain; Poisson.
+
+Costs are those of `eldr`'s figures, a prompt token's included. What was sent where is all but exactly what
+the simulated caches hold, since nothing but their size makes them forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, mean
+from benchmarks.papers.figures.eldr import BALANCERS, COST, PREFILL
+from benchmarks.papers.prefix_policies import LongestPrefix, SessionHash
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.scheduling import Policy, StepCost, make_policy
+from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace
+from offline.predictor import fit_signature_predictor
+from offline.scenario import observed, routes_of
+from offline.simulation.cluster import Cluster, Decode, Whole
+from offline.simulation.requests import Experts, Requests
+from offline.simulation.run import simulate
+
+WORKERS = (8, 16)
+BATCH = 16  # requests a worker that arrivals aim at, were nothing cached
+LOAD = 0.9  # of that
+PER_WORKER = 200  # requests
+CALIBRATION = 300  # prompts that the predictor is fitted on
+SHRINK = 16  # of a trace's prompts
+SHRINK_ANSWERS = 4
+BLOCK = BLOCK_TOKENS // SHRINK  # tokens, as in the deployments on CPU
+CACHE_BLOCKS = 2000  # 64,000 tokens
+APPLICATIONS, SYSTEM_BLOCKS = 96, 32  # in all more than a worker keeps
+OUR_COST = replace(COST, per_prompt_token_s=PREFILL.per_token_s)
+METRICS = ("tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms", "ttft_p99_ms")
+
+BASELINES: dict[str, Callable[[], Policy]] = {
+    **{name: partial(make_policy, name) for name in BALANCERS},
+    "session-hash": SessionHash,
+    "longest-prefix": LongestPrefix,
+}
+OURS = "marginal-cost"
+DECODE_ALONE, TOLD_TRUTH = f"{OURS}, of decode alone", f"{OURS}, told true counts"
+Index = NDArray[np.int64]
+
+
+def policies(options: Options) -> Rows:
+    """Each policy by workload and workers: times, and changes against each seed's best balancer."""
+    routes_path, trace_path = _two(options)
+    trace, records = observed(routes_of(routes_path)), read_trace(trace_path)
+    if not all(record.hash_ids for record in records):
+        raise BadInput(f"{trace_path} names no prefix blocks; give Mooncake's conversation trace")
+    if trace.token_ids is None:
+        raise BadInput(f"{routes_path} has no token ids; make it with offline.calibrate --routes")
+    if len(trace.ids) <= 2 * CALIBRATION:
+        raise BadInput(f"{routes_path} has {len(trace.ids)} prompts; give more than {2 * CALIBRATION}")
+    experts, cost = Experts.replayed(trace), options.cost or OUR_COST
+    if not cost.per_prompt_token_s:
+        raise BadInput("the step cost says nothing of prompt tokens; fit it to whole engines")
+
+    def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, Any]]:
+        name, workers = case
+        rng = np.random.default_rng([seed, workers])
+        number = options.requests or PER_WORKER * workers
+        fit, members = np.split(np.random.default_rng(seed).permutation(len(trace.ids)), [CALIBRATION])
+        predictor, _ = fit_signature_predictor(trace.subset(fit))
+        requests = {
+            "many domains": lambda: _many_domains(trace, members, number, rng),
+            "sessions": lambda: _sessions(trace, members, records, number, rng),
+            "system prompts": lambda: _system_prompts(trace, members, number, rng),
+        }[name]()
+        requests = _at_load(requests, experts, cost, workers)
+        own = _own_experts(trace, experts, requests, members, predictor, seed)
+        requests = replace(requests, kind=np.arange(number))
+        whole = Whole(cache_blocks=CACHE_BLOCKS, block_tokens=BLOCK)
+        cluster = Cluster(decode=Decode(workers=workers, cost=cost, whole=whole))
+
+        def outcome(policy: Policy, known: StepCost, told: Experts = own) -> dict[str, Any]:
+            policy.update_cost_model(known)
+            found = simulate(requests, policy, cluster, experts=told, seed=seed)
+            summary = found.summary()
+            cached = 100 * float(found.hit_tokens.sum() / requests.prompt_tokens.sum())
+            keys = (*METRICS, "output_tokens_per_s", "active_experts", "batch_size")
+            per_s = number / float(np.nanmax(found.last_s) - requests.arrival_s[0])
+            return {key: summary[key] for key in keys} | {"cached_pct": cached, "requests_per_s": per_s}
+
+        found = {name: outcome(make(), cost) for name, make in BASELINES.items()}
+        found[DECODE_ALONE] = outcome(make_policy(OURS), replace(cost, per_prompt_token_s=0.0))
+        found[OURS] = outcome(make_policy(OURS), cost)
+        found[TOLD_TRUTH] = outcome(make_policy(OURS), cost, replace(own, predicted=None))
+        return found
+
+    rows: Rows = []
+    for (name, workers), found in each_seed(options, product(WORKLOADS, WORKERS), run):
+        for policy in found[0]:
+            row = {"workload": name, "workers": workers, "policy": policy}
+            row |= mean([one[policy] for one in found])
+            for metric in METRICS:
+                best = [min(one[balancer][metric] for balancer in BASELINES) for one in found]
+                row |= _changes(metric, [one[policy][metric] for one in found], best)
+            rows.append(row)
+    return rows
+
+
+def _changes(metric: str, values: list[float], best: list[float]) -> dict[str, float]:
+    """Against each seed's best: mean, lowest and highest."""
+    key = metric.replace("_ms", "_change_pct")
+    changes = [change_pct(*pair) for pair in zip(values, best, strict=True)]
+    found = {key: float(np.mean(changes))}
+    return found | {f"{key}_lowest": min(changes), f"{key}_highest": max(changes)}
+
+
+# -- signatures ------------------------------------------------------------------------------------
+
+
+def _own_experts(
+    trace: CalibrationTrace,
+    experts: Experts,
+    requests: Requests,
+    members: Index,
+    predictor: SignaturePredictor,
+    seed: int,
+) -> Experts:
+    """Each request's own: counts of all of its prompt and what is foretold of them; routes of its kind."""
+    domains, rng = np.array(trace.domains), np.random.default_rng(seed)
+    before: dict[str, Index] = {}  # of a session or an application: prompts that its own begin with
+    counts = np.zeros((len(requests), *trace.prefill_counts.shape[1:]), np.float32)
+    predicted = np.zeros_like(counts)
+    prompts = trace.prompts
+    for j, (kind, tokens) in enumerate(zip(requests.kind, requests.prompt_tokens.tolist(), strict=True)):
+        key = requests.keys[j] if requests.keys else str(j)
+        if key not in before:
+            alike = np.setdiff1d(members[domains[members] == domains[kind]], [kind])
+            before[key] = rng.permutation(alike if len(alike) else members)
+        parts = _parts(trace.prompt_tokens, int(kind), before[key], tokens)
+        for part, taken in parts:
+            counts[j] += trace.prefill_counts[part] * np.float32(taken / trace.prompt_tokens[part])
+        predicted[j] = predictor.predict(np.concatenate([prompts[part][:taken] for part, taken in parts]))
+    steps = np.diff(experts.offset)[requests.kind]
+    offset = np.concatenate([[0], np.cumsum(steps)])
+    rows = np.arange(offset[-1]) + np.repeat(experts.offset[requests.kind] - offset[:-1], steps)
+    names = domains[requests.kind].tolist()
+    return Experts(counts, requests.prompt_tokens, experts.bits[rows], offset, names, predicted)
+
+
+def _parts(
+    lengths: NDArray[Any], kind: int, before: Sequence[int] | Index, tokens: int
+) -> list[tuple[int, int]]:
+    """Prompts and how many tokens of each make one of that length: `before` in turn, then that of `kind`."""
+    own = min(int(lengths[kind]), tokens)
+    lacking, parts = tokens - own, []
+    for part in cycle(before):
+        if not lacking:
+            break
+        taken = min(lacking, int(lengths[part]))
+        parts.append((int(part), taken))
+        lacking -= taken
+    return [*parts, (kind, own)]
+
+
+# -- workloads --------------------------------------------------------------------------------------
+
+
+def _poisson(
+    kinds: NDArray[np.int64], trace: CalibrationTrace, rng: np.random.Generator, **fields: Any
+) -> Requests:
+    """Prompts and answers as long as those observed."""
+    return Requests(
+        np.cumsum(rng.exponential(1.0, len(kinds))),
+        trace.prompt_tokens[kinds].astype(np.int64),
+        trace.decode_steps[kinds].astype(np.int64),
+        kinds,
+        **fields,
+    )
+
+
+def _many_domains(trace: CalibrationTrace, members: Index, number: int, rng: np.random.Generator) -> Requests:
+    return _poisson(rng.choice(members, number), trace, rng)
+
+
+def _sessions(
+    trace: CalibrationTrace,
+    members: Index,
+    records: list[TraceRequest],
+    number: int,
+    rng: np.random.Generator,
+) -> Requests:
+    """A stretch of the trace; the first block, which all share, says nothing of the session."""
+    if number > len(records):
+        raise BadInput(f"the trace has {len(records)} requests, {number} are to be played")
+    start = int(rng.integers(len(records) - number + 1))
+    played = records[start : start + number]
+    sessions = [str(r.hash_ids[:2]) for r in played]
+    kind = dict(zip(dict.fromkeys(sessions), rng.choice(members, number), strict=False))
+    prompt, output = (np.array([getattr(r, f"{n}_tokens") for r in played]) for n in ("prompt", "output"))
+    return Requests(
+        np.array([r.due_s - played[0].due_s for r in played]),
+        np.maximum(prompt // SHRINK, 1),
+        np.maximum(output // SHRINK_ANSWERS, 2),
+        np.array([kind[session] for session in sessions]),
+        tuple(r.hash_ids for r in played),
+        tuple(sessions),
+    )
+
+
+def _system_prompts(
+    trace: CalibrationTrace, members: Index, number: int, rng: np.random.Generator
+) -> Requests:
+    popularity = 1 / np.arange(1, APPLICATIONS + 1)
+    application = rng.choice(APPLICATIONS, number, p=popularity / popularity.sum())
+    domains = np.array(trace.domains)[members]
+    of_application = domains[rng.integers(len(domains), size=APPLICATIONS)]
+    kinds = np.array([rng.choice(members[domains == of_application[a]]) for a in application])
+    # The system prompt's blocks, then such as nobody else has.
+    own = APPLICATIONS * SYSTEM_BLOCKS + np.cumsum(trace.prompt_tokens[kinds] // BLOCK + 1)
+    blocks = tuple(
+        (*range(a * SYSTEM_BLOCKS, (a + 1) * SYSTEM_BLOCKS), *range(int(end - tokens // BLOCK), int(end)))
+        for a, tokens, end in zip(application.tolist(), trace.prompt_tokens[kinds].tolist(), own, strict=True)
+    )
+    requests = _poisson(kinds, trace, rng, blocks=blocks, keys=tuple(map(str, application)))
+    return replace(requests, prompt_tokens=requests.prompt_tokens + SYSTEM_BLOCKS * BLOCK)
+
+
+WORKLOADS = ("many domains", "sessions", "system prompts")
+
+
+def _at_load(requests: Requests, experts: Experts, cost: StepCost, workers: int) -> Requests:
+    """The same with arrivals at LOAD of what workers could do with batches of BATCH and empty caches."""
+    rng = np.random.default_rng(0)
+    unions = [
+        np.bitwise_or.reduce(experts.bits[experts.offset[rng.choice(requests.kind, BATCH)]])
+        for _ in range(64)
+    ]
+    active = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
+    prompt, output = float(requests.prompt_tokens.mean()), float(requests.output_tokens.mean())
+    step_s = float(cost.seconds(BATCH, BATCH * (prompt + output / 2), active))
+    busy_s = prompt * cost.per_prompt_token_s + output * step_s / BATCH
+    wanted_s = len(requests) * busy_s / (LOAD * workers)
+    return replace(requests, arrival_s=requests.arrival_s * (wanted_s / requests.arrival_s[-1]))
+
+
+def _two(options: Options) -> tuple[Path, Path]:
+    if len(options.traces) != 2:
+        raise BadInput("give two --trace: routes (a calibration trace or GPT-OSS-20B records), then arrivals")
+    return options.traces[0], options.traces[1]
+
+
+FIGURES = {
+    "policies": Figure(
+        "Whole replicas: TPOT and TTFT by load, prefix and experts, for domains, sessions and system prompts",
+        "not in the papers",
+        policies,
+        bar_plot("{workers} workers: {policy}", "tpot_p50_change_pct"),
+    )
+}

@@ -1,0 +1,74 @@
+"""Time to fit a table: IDF, greedy layer mask, balanced K-means.
+
+    python -m benchmarks.papers.fit_time
+
+A refit follows every change of the number of decode workers, so it must be a matter of seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.synthetic import TOP_K, E, L
+from eldr_serve.command_errors import run
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.table import fit_table
+from loadgen.results import publish
+
+
+def _trace(n: int, rng: np.random.Generator) -> CalibrationTrace:
+    taste = rng.normal(size=(12, L, E)).astype(np.float32)
+    tokens = np.full(n, 64, np.uint32)
+
+    def counts() -> np.ndarray:
+        found = np.zeros((n, L, E), np.uint32)
+        for request in range(n):
+            scores = 2 * taste[request % 12] + rng.gumbel(size=(L, E))
+            np.put_along_axis(found[request], np.argpartition(-scores, TOP_K, axis=1)[:, :TOP_K], 64, axis=1)
+        return found
+
+    names = [str(i) for i in range(n)]
+    return CalibrationTrace(
+        "m", TOP_K, counts(), counts(), tokens, tokens, [f"d{i % 12}" for i in range(n)], names
+    )
+
+
+def fit_time(
+    rounds: Annotated[int, typer.Option(min=1, help="Fits timed for each size.")] = 3,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time fits of 1,000 requests at the shape of Qwen3-30B-A3B for several numbers of workers."""
+    rng = np.random.default_rng(seed)
+    trace = _trace(1000, rng)
+    rows = []
+    for workers in (4, 16, 64):
+        totals, reports = [], []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            reports.append(fit_table(trace, workers, seed=seed)[1])
+            totals.append(time.perf_counter() - start)
+        rows.append(
+            {
+                "requests": 1000,
+                "workers": workers,
+                "fit_p50_s": float(np.median([r["signature_s"] + r["clustering_s"] for r in reports])),
+                "signature_p50_s": float(np.median([r["signature_s"] for r in reports])),
+                "clustering_p50_s": float(np.median([r["clustering_s"] for r in reports])),
+                "with_report_p50_s": float(np.median(totals)),
+                "largest_cluster": max(reports[0]["cluster_sizes"]),
+            }
+        )
+    publish(
+        "fit_time", rows, inputs={"L": L, "E": E, "top_k": TOP_K, "rounds": rounds}, seed=seed,
+        notes="synthetic trace of 12 domains", out=out,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(fit_time)

@@ -1,0 +1,214 @@
+"""From one placement to the next while the engine runs (DIRECTOR, section V-B).
+
+Weights travel only in compute windows, when no all-to-all uses the links, so transfers are scheduled on a
+clock that stands still outside of them ("idle time"). A rank sends one expert at a time and receives one at a
+time. An expert goes straight into its slot, or, where that is still to be read, into a staging buffer.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from eldr_serve.experts.moves import pair
+from eldr_serve.experts.placement import Topology
+from offline.placement.cost import Seconds
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Links(BaseModel):
+    """What it takes to move an expert."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    expert_bytes: float = Field(gt=0, description="weights of an expert in one layer")
+    near_byte_s: Seconds = Field(description="each byte between ranks of a node, s")
+    far_byte_s: Seconds = Field(description="each byte between nodes, s")
+    commit_s: Seconds = Field(default=0.0, description="on the critical path, to put an expert in use, s")
+
+
+@dataclass(frozen=True)
+class Move:
+    """An expert that goes from one slot to another; slots are those of the placement, 0 to P - 1.
+
+    Attributes:
+        start_s, end_s: of the transfer, idle time.
+        ready_s: when its slot holds it; after `end_s` if it waits in the staging buffer.
+    """
+
+    layer: int
+    expert: int
+    source: int
+    slot: int
+    start_s: float
+    end_s: float
+    ready_s: float
+
+
+@dataclass(frozen=True)
+class MigrationPlan:
+    """What moves when.
+
+    Attributes:
+        placement: int[L, P] after the plan; layers that would not pay for their moves are as before.
+        moves: in the order of their start, layer by layer.
+        ready_s: [L] idle time from which a layer runs as placed; 0 where nothing moves.
+        windows_s: [W] the compute windows of a step, which repeat.
+        cost_s: on the critical path, all layers.
+    """
+
+    placement: Ints
+    moves: list[Move]
+    ready_s: Floats
+    windows_s: Floats
+    cost_s: float
+
+    @property
+    def ready_steps(self) -> Ints:
+        """int[L], the first step in which each layer runs as placed."""
+        return _steps(self.ready_s, self.windows_s)
+
+
+def plan_migration(
+    old: ArrayLike,
+    new: ArrayLike,
+    *,
+    topology: Topology,
+    links: Links,
+    windows_s: ArrayLike,
+    gain_s: ArrayLike | None = None,
+    steps: int | None = None,
+) -> MigrationPlan:
+    """Schedule the moves; layers that gain most for the bytes go first, those that would not pay stay.
+
+    Args:
+        old, new: int[L, P], aligned.
+        windows_s: [W] compute windows of one step, s.
+        gain_s: [L] what the new placement saves a step; None: everything moves, whatever it saves.
+        steps: that the batch is expected to run; with `gain_s`.
+
+    Raises:
+        ValueError: shapes that do not agree, no window, or an expert that no rank holds.
+    """
+    before, after = pair(old, new, topology.ranks)
+    windows = np.asarray(windows_s, np.float64)
+    if windows.ndim != 1 or not windows.size or not np.isfinite(windows).all() or windows.min() < 0:
+        raise ValueError("compute windows must be a list of times, 0 s or more")
+    if not windows.sum():
+        raise ValueError("there is no compute window to move experts in")
+    layers = len(before)
+    moved = (before != after).sum(axis=1)
+    gain = np.full(layers, np.inf) if gain_s is None else np.asarray(gain_s, np.float64)
+    if gain.shape != (layers,) or (gain_s is None) != (steps is None):
+        raise ValueError(f"gains a step must be {layers} numbers, and come with the number of steps")
+    timetable = _Timetable(topology, links)
+    placement, ready, moves = before.copy(), np.zeros(layers), []
+    for layer in np.argsort(-gain / np.maximum(moved, 1), kind="stable"):
+        if not moved[layer]:
+            placement[layer] = after[layer]
+            continue
+        trial = timetable.copy()
+        found = trial.layer_moves(int(layer), before[layer], after[layer])
+        end = max(move.ready_s for move in found)
+        if steps is not None:
+            runs = steps - int(_steps(np.array([end]), windows)[0])
+            if gain[layer] * runs <= links.commit_s * len(found):
+                continue
+        timetable = trial
+        placement[layer], ready[layer] = after[layer], end
+        moves += found
+    return MigrationPlan(placement, moves, ready, windows, links.commit_s * len(moves))
+
+
+class _Timetable:
+    """When each rank's links and staging buffer are free, idle time."""
+
+    def __init__(self, topology: Topology, links: Links) -> None:
+        self._node, self._links = topology.node_of, links
+        self._free = np.zeros((3, topology.ranks))  # to send, to receive, to stage
+
+    def copy(self) -> _Timetable:
+        other = copy(self)
+        other._free = self._free.copy()  # noqa: SLF001 - of the same class
+        return other
+
+    def layer_moves(self, layer: int, old: Ints, new: Ints) -> list[Move]:
+        """The moves of a layer: who reads a slot goes before who writes it, but for one move a cycle."""
+        size = len(old) // len(self._node)
+        sources = self._sources(layer, old, new, size)
+        readers: dict[int, list[int]] = {slot: [] for slot in sources}  # moves are named by their slots
+        for slot, source in sources.items():
+            if source in readers and source != slot:
+                readers[source].append(slot)
+        blocked = {slot: len(found) for slot, found in readers.items()}
+        free = [slot for slot, number in blocked.items() if not number]
+        times: dict[int, tuple[float, float]] = {}
+        staged: int | None = None
+        while len(times) < len(sources):
+            if not free:  # all that is left is cycles: open one
+                staged = next(slot for slot in sources if slot not in times)
+                free.append(staged)
+            slot = free.pop()
+            sender, rank = sources[slot] // size, slot // size
+            after = (
+                self._free[2, rank]
+                if slot == staged
+                else max((times[r][1] for r in readers[slot]), default=0)
+            )
+            times[slot] = self._transfer(sender, rank, after)
+            if sources[slot] in blocked:
+                blocked[sources[slot]] -= 1
+                if not blocked[sources[slot]] and sources[slot] not in times:
+                    free.append(sources[slot])
+            if staged is not None and not blocked[staged]:
+                self._free[2, staged // size] = max(times[r][1] for r in readers[staged])
+                staged = None
+        moves = [
+            Move(
+                layer, int(new[slot]), sources[slot], slot, start, end,
+                max([end, *(times[r][1] for r in readers[slot])]),
+            )
+            for slot, (start, end) in times.items()
+        ]  # fmt: skip
+        return sorted(moves, key=lambda move: move.start_s)
+
+    def _sources(self, layer: int, old: Ints, new: Ints, size: int) -> dict[int, int]:
+        """The slot that each slot to be written is read from: the same rank, the same node, the idlest."""
+        found: dict[int, int] = {}
+        sends = self._free[0].copy()
+        for slot in np.flatnonzero(old != new).tolist():
+            held = np.flatnonzero(old == new[slot])
+            if not len(held):
+                raise ValueError(f"expert {new[slot]} of layer {layer} is on no rank")
+            rank = slot // size
+            cost = np.array([self._time(int(h) // size, rank) for h in held])
+            best = int(np.lexsort((sends[held // size], cost))[0])
+            found[slot] = int(held[best])
+            sends[held[best] // size] += cost[best]
+        return found
+
+    def _transfer(self, sender: int, rank: int, after: float) -> tuple[float, float]:
+        """(start, end); a copy within a rank takes no link."""
+        if sender == rank:
+            return after, after
+        start = float(max(after, self._free[0, sender], self._free[1, rank]))
+        end = start + self._time(sender, rank)
+        self._free[0, sender] = self._free[1, rank] = end
+        return start, end
+
+    def _time(self, source: int, rank: int) -> float:
+        if source == rank:
+            return 0.0
+        near = self._node[source] == self._node[rank]
+        return self._links.expert_bytes * (self._links.near_byte_s if near else self._links.far_byte_s)
+
+
+def _steps(idle_s: Floats, windows_s: Floats) -> Ints:
+    steps: Ints = np.ceil(idle_s / windows_s.sum() - 1e-9).astype(np.int64)
+    return steps

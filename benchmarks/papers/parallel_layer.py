@@ -1,0 +1,228 @@
+"""A MoE layer under expert parallelism (EP) on torch.distributed: gloo on CPUs, nccl on GPUs.
+
+A rank holds its own slots of a placement and is home to its own tokens. They reach their experts in one
+of two ways. All-gather dispatch brings every token to every rank before the gate, so that the choice of
+replicas knows the whole batch (METRO, section IV-C). All-to-all dispatch sends a token only to ranks that
+serve it; each rank chooses replicas for its own tokens. Outputs are those of one process within rounding,
+whatever the placement, the choice and the dispatch. Needs torch, so the package does not import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from torch.nn.functional import silu
+
+from benchmarks.papers.replica_choice import route_even
+
+Ints = NDArray[np.int64]
+Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens [T, H] -> weights [T, k], experts int64[T, k]
+Products = Callable[[Tensor, Tensor], Tensor]  # rows [n, H], slot int64[n] of each -> outputs [n, H]
+Routing = Callable[[Ints, Ints], Ints]  # experts int[T, k], home rank int[T] -> serving rank int[T, k]
+
+
+class ParallelLayer:
+    """One rank's part of the layer; every rank of the group makes one, with equal arguments but products.
+
+    Args:
+        gate: top-k of tokens; rows are independent.
+        products: of this rank's slots.
+        placement: int[P], the logical expert of each slot of all ranks, rank-major.
+        num_experts: E.
+        route: which rank serves each pair of a token and an expert; the same function on every rank.
+        group: None: the default process group.
+
+    Raises:
+        ValueError: slots that do not divide by the ranks.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        products: Products,
+        placement: ArrayLike,
+        *,
+        num_experts: int,
+        route: Routing,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._gate, self._products, self._route, self._group = gate, products, route, group
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._slot = slots_of(placement, num_experts, self._ranks)[self._rank]
+
+    def gathered(
+        self, x: Tensor, sizes: Sequence[int], on_stage: Callable[[str], None] = lambda stage: None
+    ) -> Tensor:
+        """The layer by all-gather dispatch and reduce-scatter.
+
+        Args:
+            x: [T, H], this rank's tokens; T may be 0.
+            sizes: tokens of every rank, which the engine's scheduler knows.
+            on_stage: told the name of each stage at its end: dispatch, gate, route, experts, combine.
+
+        Returns:
+            [T, H].
+        """
+        room, width = max(sizes), x.shape[1]
+        if not room:
+            return x
+        mine = x.new_zeros(room, width)
+        mine[: len(x)] = x
+        everyone = x.new_empty(self._ranks * room, width)
+        dist.all_gather_single(everyone, mine, group=self._group)
+        home = np.repeat(np.arange(self._ranks), sizes)
+        rows = torch.as_tensor(np.concatenate([g * room + np.arange(n) for g, n in enumerate(sizes)]))
+        tokens = everyone[rows]
+        on_stage("dispatch")
+        weights, experts = self._gate(tokens)
+        on_stage("gate")
+        chosen = experts.cpu().numpy()
+        here = self._route(chosen, home) == self._rank
+        on_stage("route")
+        spread = x.new_zeros(self._ranks * room, width)
+        spread[rows] = self._served(tokens, weights, np.where(here, chosen, -1))
+        on_stage("experts")
+        out = x.new_empty(room, width)
+        dist.reduce_scatter_single(out, spread, group=self._group)
+        on_stage("combine")
+        return out[: len(x)]
+
+    def exchanged(self, x: Tensor, on_stage: Callable[[str], None] = lambda stage: None) -> Tensor:
+        """The layer by all-to-all dispatch and combine; a token visits a rank once, for all its experts.
+
+        Args and returns: as `gathered`; the stages are gate, route, dispatch, experts, combine.
+        """
+        weights, experts = self._gate(x)
+        on_stage("gate")
+        chosen = experts.cpu().numpy()
+        ranks = self._route(chosen, np.full(len(x), self._rank))
+        on_stage("route")
+        visits = (ranks[:, None, :] == np.arange(self._ranks)[None, :, None]).any(axis=2)
+        host, token = np.nonzero(visits.T)
+        sent = visits.sum(axis=0)
+        counts = torch.as_tensor(sent).to(x.device)
+        received = self._exchange(counts, [1] * self._ranks, [1] * self._ranks).tolist()
+        wanted = np.where(ranks[token] == host[:, None], chosen[token], -1)
+        visitors, gates, asked = (
+            self._exchange(part, sent.tolist(), received)
+            for part in (x[token], weights[token], torch.as_tensor(wanted).to(x.device))
+        )
+        on_stage("dispatch")
+        partial = self._served(visitors, gates, asked.cpu().numpy())
+        on_stage("experts")
+        back = self._exchange(partial, received, sent.tolist())
+        out = torch.zeros(x.shape, device=x.device).index_add_(
+            0, torch.as_tensor(token).to(x.device), back.float()
+        )
+        on_stage("combine")
+        return out.to(x.dtype)
+
+    def _served(self, tokens: Tensor, weights: Tensor, wanted: Ints) -> Tensor:
+        """[T, H] weighted sums over this rank's experts alone; wanted int[T, k], -1 where another serves."""
+        token, choice = np.nonzero(wanted >= 0)
+        slot = self._slot[wanted[token, choice]]
+        if len(slot) and slot.min() < 0:
+            expert = wanted[token, choice][slot.argmin()]
+            raise ValueError(f"expert {expert} was routed to rank {self._rank}, which does not hold it")
+        row = torch.as_tensor(token).to(tokens.device)
+        outputs = self._products(tokens[row], torch.as_tensor(slot).to(tokens.device))
+        gates = weights[row, torch.as_tensor(choice).to(tokens.device)]
+        total = torch.zeros(tokens.shape, device=tokens.device)
+        return total.index_add_(0, row, outputs.float() * gates.float()[:, None]).to(tokens.dtype)
+
+    def _exchange(self, part: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        arrived = part.new_empty((sum(received), *part.shape[1:]))
+        dist.all_to_all_single(arrived, part.contiguous(), received, sent, group=self._group)
+        return arrived
+
+
+def slots_of(placement: ArrayLike, num_experts: int, ranks: int) -> Ints:
+    """int[G, E]: the slot on the rank that serves the expert, -1 where none does.
+
+    Raises:
+        ValueError: slots that do not divide by the ranks.
+    """
+    placed = np.asarray(placement)
+    if placed.ndim != 1 or len(placed) % ranks:
+        raise ValueError(f"a layer's placement of shape {placed.shape} does not divide by {ranks} ranks")
+    slot = np.full((ranks, num_experts), -1)
+    for rank, experts in enumerate(placed.reshape(ranks, -1)):
+        slot[rank, experts] = np.arange(len(experts))
+    return slot
+
+
+def one_replica(choose: Callable[[Ints], Ints], num_experts: int) -> Routing:
+    """All tokens of an expert to one replica, by the batch.
+
+    Args:
+        choose: tokens int[E] -> rank int[E]; `MetroPlan.of(hosts).route`.
+    """
+
+    def route(experts: Ints, home: Ints) -> Ints:
+        return choose(np.bincount(experts.reshape(-1), minlength=num_experts))[experts]
+
+    return route
+
+
+def all_replicas(hosts: NDArray[np.bool_]) -> Routing:
+    """An expert's tokens spread evenly over its replicas, as by `route_even`, first tokens to the first."""
+
+    def route(experts: Ints, home: Ints) -> Ints:
+        pairs = experts.reshape(-1)
+        served = route_even(np.bincount(pairs, minlength=len(hosts)), hosts)
+        ranks = np.empty_like(pairs)
+        ranks[np.argsort(pairs, kind="stable")] = np.repeat(
+            np.tile(np.arange(hosts.shape[1]), len(hosts)), served.reshape(-1)
+        )
+        return ranks.reshape(experts.shape)
+
+    return route
+
+
+def by_home(ranks: Ints) -> Routing:
+    """A static choice: tokens at home on rank g take expert e from rank ranks[g, e], int[G, E]."""
+    return lambda experts, home: ranks[home[:, None], experts]
+
+
+def top_k_gate(weight: Tensor, top_k: int) -> Gate:
+    """Softmax over experts, the k largest, their weights normalised to 1; weight [E, H]."""
+
+    def gate(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        scores, experts = torch.softmax((tokens @ weight.T).float(), -1).topk(top_k, -1)
+        return scores / scores.sum(-1, keepdim=True), experts
+
+    return gate
+
+
+def torch_products(w13: Tensor, w2: Tensor) -> Products:
+    """Experts by plain torch, one after the other; w13 [S, 2I, H] (gate over up), w2 [S, H, I]."""
+
+    def products(rows: Tensor, slot: Tensor) -> Tensor:
+        out = torch.empty_like(rows)
+        for number in np.unique(slot.cpu().numpy()).tolist():
+            mine = slot == number
+            gate, up = (rows[mine] @ w13[number].T).chunk(2, -1)
+            out[mine] = (silu(gate) * up) @ w2[number].T
+        return out
+
+    return products
+
+
+def vllm_products(w13: Tensor, w2: Tensor) -> Products:
+    """Experts by the fused kernel that vLLM serves with, bf16: its CPU kernel, or Triton's on CUDA.
+
+    A pair of a token and an expert is a row with one expert: a rank then computes its own pairs alone.
+    """
+    from eldr_serve.engine.vllm.compat.moe import fused_moe  # vLLM is there where this is asked for
+
+    fused = fused_moe(w13, w2)
+
+    def products(rows: Tensor, slot: Tensor) -> Tensor:
+        return fused(rows, torch.ones(len(rows), 1, device=rows.device), slot[:, None].int())
+
+    return products

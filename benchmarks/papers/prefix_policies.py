@@ -1,0 +1,58 @@
+"""Balancers that send a prompt where its prefix is, unless that worker is too loaded: what others do."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from eldr_serve.scheduling import Decision, Loads, PlacementRequest, Policy
+from eldr_serve.scheduling.policies.base import available, shortest
+from eldr_serve.scheduling.prefill import choose_prefill
+
+
+class SessionHash(Policy):
+    """A session's worker by rendezvous hash of its key; where that has too many requests, the least loaded.
+
+    Without a key the least loaded.
+    """
+
+    name = "session-hash"
+
+    class Parameters(Policy.Parameters):
+        max_load_ratio: float = Field(
+            default=1.25, ge=1, description="of the mean load, which a worker may have"
+        )
+
+    parameters: Parameters
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        if not request.prompt_key:
+            return shortest(workers, loads, self.name)
+        in_flight = {str(worker): int(loads.in_flight[worker]) for worker in workers}
+        ratio = self.parameters.max_load_ratio
+        chosen = choose_prefill(request.prompt_key.encode(), in_flight, max_load_ratio=ratio)
+        return Decision(int(chosen), len(workers), None, self.name)
+
+
+class LongestPrefix(Policy):
+    """Of the workers that are not too loaded, the one with most of the prompt; of equals the least loaded."""
+
+    name = "longest-prefix"
+
+    class Parameters(Policy.Parameters):
+        max_load_ratio: float = Field(
+            default=1.25, ge=1, description="of the mean load, which a worker may have"
+        )
+
+    parameters: Parameters
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        in_flight = loads.in_flight[workers]
+        most = max(1.0, self.parameters.max_load_ratio * (in_flight.sum() + 1) / len(workers))
+        workers = workers[(in_flight + 1 <= most) | (in_flight == in_flight.min())]
+        if loads.cached_tokens is not None:
+            cached = loads.cached_tokens[workers]
+            workers = workers[cached == cached.max()]
+        return shortest(workers, loads, self.name)

@@ -1,0 +1,101 @@
+"""Figures and tables of the papers, in simulation, with the paper's figures beside ours.
+
+python -m offline.reproduce                                    lists the papers and their figures
+python -m offline.reproduce eldr rates --trace trace.safetensors
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.papers.figures import (
+    balanceroute,
+    director,
+    eldr,
+    eldr_parallel,
+    grace,
+    metro,
+    predicted,
+    together,
+    whole,
+)
+from benchmarks.papers.figures.common import Figure, Options
+from eldr_serve.command_errors import BadInput, run
+from loadgen.results import publish
+from offline.simulation.calibration import FittedCost
+
+PAPERS = {
+    "eldr": eldr.FIGURES | eldr_parallel.FIGURES,
+    "balanceroute": balanceroute.FIGURES,
+    "grace": grace.FIGURES,
+    "metro": metro.FIGURES,
+    "director": director.FIGURES,
+    "together": together.FIGURES,
+    "predicted": predicted.FIGURES,
+    "whole": whole.FIGURES,
+}
+
+
+def reproduce(
+    paper: Annotated[str | None, typer.Argument(help="Which paper; none lists them.")] = None,
+    figure: Annotated[str | None, typer.Argument(help="Which figure; none lists the paper's.")] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="eldr, grace, metro, director: routes, a calibration trace or GPT-OSS-20B records (metro, "
+            "director: one or more); balanceroute: request traces; together, whole: one of each; predicted: "
+            "a calibration trace; GPT-OSS-20B records for gptoss."
+        ),
+    ] = None,
+    cost: Annotated[
+        Path | None, typer.Option(help="Step cost (JSON, by offline.simulate --calibrate-from).")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=10, help="Requests a run; default: the figure's.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other seeds.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="JSON to write; default out/PAPER_FIGURE.json.")] = None,
+) -> None:
+    """Run one figure's simulations; prints a table and writes JSON and a plot."""
+    if paper is None or figure is None:
+        _list(paper)
+        return
+    found = _figures(paper).get(figure)
+    if found is None:
+        raise BadInput(f"{paper} has no figure {figure!r}; there are {', '.join(_figures(paper))}")
+    path = out or Path("out") / f"{paper}_{figure}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fitted = FittedCost.load(cost).cost if cost is not None else None
+    options = Options(tuple(trace or ()), fitted, requests, tuple(range(seeds)))
+    rows = found.run(options)
+    typer.echo(f"{found.title}\npaper: {found.paper}")
+    publish(
+        f"{paper}_{figure}", rows, seed=0, out=path,
+        inputs={
+            "traces": [file.name for file in options.traces], "requests": requests, "seeds": seeds,
+            "cost": fitted.as_dict() if fitted else None,
+        },
+        notes=f"simulated. {found.title}. Paper: {found.paper}",
+    )  # fmt: skip
+    if found.plot is not None:
+        found.plot(rows, path.with_suffix(".png"))
+
+
+def _figures(paper: str) -> dict[str, Figure]:
+    if paper not in PAPERS:
+        raise BadInput(f"unknown paper {paper!r}; there are {', '.join(PAPERS)}")
+    return PAPERS[paper]
+
+
+def _list(paper: str | None) -> None:
+    for name in [paper] if paper else PAPERS:
+        typer.echo(name)
+        for figure, found in _figures(name).items():
+            typer.echo(f"  {figure:14} {found.title}")
+
+
+if __name__ == "__main__":
+    run(reproduce)

@@ -1,0 +1,138 @@
+"""What the live page's shadow says that a policy saves, against what it saves where step costs are known.
+
+    python -m benchmarks.papers.shadow_simulated
+
+The simulator runs two policies in turn over the same requests, each with the other as its shadow, and prices
+by the very cost of its steps. So what differs is what the shadow leaves out by its design, with no noise:
+`closed` keeps so many requests in flight; in `open` they come by the clock, at the rate at which the second
+policy ended them in `closed`, and a policy that is faster has fewer in flight. `step` is the change of the
+decode step time that a token waits for, first policy against second, `priced` what the shadow says of it
+while either is live, `share` the mean of both over `step`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.capture import captured
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.scheduling import StepCost, make_policy
+from loadgen.results import publish
+from offline.simulation.cluster import Cluster, Decode
+from offline.simulation.outcome import Outcome
+from offline.simulation.requests import Experts, Requests
+from offline.simulation.run import simulate
+
+_HANDOFF_S = 0.02
+
+
+def step_ms(outcome: Outcome) -> float:
+    """Decode step time that a token waits for, ms."""
+    return 1e3 * float(np.average(outcome.seconds, weights=outcome.batch))
+
+
+def row(first: Outcome, second: Outcome) -> dict[str, Any]:
+    """Of the outcomes with either policy live and the other as its shadow."""
+    assert first.saving is not None
+    assert second.saving is not None
+    priced = 100 * (first.saving.live_ms / first.saving.shadow_ms - 1)
+    reverse = 100 * (second.saving.shadow_ms / second.saving.live_ms - 1)
+    step = 100 * (step_ms(first) / step_ms(second) - 1)
+    return {
+        "batch_size": float(second.batch.mean()),
+        "step_ms": step_ms(second),
+        "price_error_pct": 100 * (second.saving.live_ms / step_ms(second) - 1),
+        "step_change_pct": step,
+        "priced_first_live_pct": priced,
+        "priced_second_live_pct": reverse,
+        "share": (priced + reverse) / 2 / step,
+    }
+
+
+def shadow_simulated(
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Calibration trace with routes.", show_default="a capture of --prompts"),
+    ] = None,
+    prompts: options.Prompts = options.PROMPTS,
+    captured_prompts: options.Captured = 2400,
+    work: options.Work = options.WORK,
+    policies: Annotated[str, typer.Option(help="Two, with commas.")] = "marginal-cost,shortest-queue",
+    per_expert_us: Annotated[
+        str, typer.Option(help="Cost of an active expert, summed over layers, with commas; us.")
+    ] = "2,15,100",
+    workers: options.Workers = "2,8",
+    in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight a worker.")] = 16,
+    per_worker: options.PerWorker = 500,
+    output_tokens: options.MeanOutput = 80,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, rows are their means.")] = 3,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Simulate two policies, each with the other as its shadow, in a closed and in an open loop."""
+    names = policies.split(",")
+    if len(set(names)) != 2:
+        raise BadInput(f"--policies are {policies}: name two")
+    if trace is None:
+        observed = captured(prompts, work, requests=captured_prompts, seed=seed).trace
+    else:
+        observed = CalibrationTrace.load(trace)
+    experts = Experts.replayed(observed)
+    rows = []
+    for count in (int(w) for w in workers.split(",")):
+        for per_expert in (float(us) for us in per_expert_us.split(",")):
+            cost = StepCost(per_expert_s=1e-6 * per_expert)
+            cluster = Cluster(decode=Decode(workers=count, cost=cost), handoff_fixed_s=_HANDOFF_S)
+            found: dict[str, list[dict[str, Any]]] = {"closed": [], "open": []}
+            for number in range(seed, seed + seeds):
+                sent = _requests(experts, count * per_worker, output_tokens, number)
+                rate = 0.0
+                for loop, made in found.items():
+                    if loop == "open":
+                        sent = _at_rate(sent, rate, number)
+                    most = count * in_flight if loop == "closed" else None
+                    pair = []
+                    for live, other in (names, names[::-1]):
+                        policy = make_policy(live)
+                        policy.update_cost_model(cost)
+                        pair.append(
+                            simulate(
+                                sent, policy, cluster, experts=experts, in_flight=most,
+                                shadow=make_policy(other), seed=number,
+                            )
+                        )  # fmt: skip
+                    rate = len(sent) / float(np.ptp(pair[1].last_s))  # that of the second policy
+                    made.append(row(*pair))
+            for loop, made in found.items():
+                mean = {key: float(np.mean([one[key] for one in made])) for key in made[0]}
+                rows.append({"workers": count, "per_expert_us": per_expert, "loop": loop} | mean)
+    publish(
+        "shadow_simulated", rows, seed=seed, out=out,
+        inputs={
+            "trace": trace.name if trace else f"{captured_prompts} of {prompts.name}", "policies": policies,
+            "in_flight": in_flight, "per_worker": per_worker, "output_tokens": output_tokens, "seeds": seeds,
+        },
+        notes="simulated; batch, step time and error: of the second policy; changes: of the first against it",
+    )  # fmt: skip
+
+
+def _requests(experts: Experts, number: int, mean: int, seed: int) -> Requests:
+    rng = np.random.default_rng(seed)
+    kind = rng.integers(0, len(experts.domains), number)
+    tokens = rng.integers(mean // 2, mean + mean // 2 + 1, number)
+    return Requests(np.zeros(number), experts.count_tokens[kind], tokens, kind)
+
+
+def _at_rate(work: Requests, rate_per_s: float, seed: int) -> Requests:
+    gaps = np.random.default_rng(seed).exponential(1 / rate_per_s, len(work))
+    return Requests(np.cumsum(gaps), work.prompt_tokens, work.output_tokens, work.kind)
+
+
+if __name__ == "__main__":
+    run(shadow_simulated)

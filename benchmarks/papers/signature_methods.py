@@ -1,0 +1,225 @@
+"""Ways to foretell a prompt's experts without its prefill, of which eldr_serve serves one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from benchmarks.papers.token_routes import is_of_the_demo_model, token_embeddings, token_frequencies
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from offline.predictor import (
+    choose_penalty,
+    dual_ridge,
+    expert_frequencies,
+    fit_signature_predictor,
+    token_shares,
+    token_weights,
+)
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What methods see of N prompts: tokens, and the expert frequencies of prefill, float64[N, L*E]."""
+
+    trace: CalibrationTrace
+    shares: csr_array
+    frequencies: Floats
+
+    @classmethod
+    def of(cls, trace: CalibrationTrace) -> Prompts:
+        """ValueError where the trace has no token ids."""
+        return cls(trace, token_shares(trace.prompts, trace.vocabulary), expert_frequencies(trace))
+
+    def __getitem__(self, index: NDArray[np.int64]) -> Prompts:
+        return Prompts(self.trace.subset(index), self.shares[index], self.frequencies[index])
+
+
+Method = Callable[[Prompts, Prompts], Floats]  # fitted to the first, float64[n, L*E] of the second
+
+
+def served(rank: int = 64) -> Method:
+    """The predictor that eldr_serve has."""
+
+    def predicted(fit: Prompts, test: Prompts) -> Floats:
+        predictor, _ = fit_signature_predictor(fit.trace, rank=rank)
+        counts = np.array([predictor.predict(prompt) for prompt in test.trace.prompts], np.float64)
+        found: Floats = counts.reshape(len(counts), -1) / test.trace.prompt_tokens[:, None]
+        return found
+
+    return predicted
+
+
+def ridge(fit: Prompts, test: Prompts, features: Callable[[csr_array], Any]) -> Floats:
+    """Ridge regression of full rank from features of the token shares."""
+    x, new = features(fit.shares), features(test.shares)
+    kernel, across = (_dense(a @ x.T) for a in (x, new))
+    mean = fit.frequencies.mean(axis=0)
+    penalty = choose_penalty(kernel, fit.frequencies, 0)["penalty"]
+    (dual,) = dual_ridge(kernel, fit.frequencies - mean, [penalty])
+    predicted: Floats = mean + across @ dual
+    return predicted
+
+
+def histogram_ridge(fit: Prompts, test: Prompts) -> Floats:
+    """From the plain histogram, every token weighted alike."""
+    return ridge(fit, test, lambda shares: shares)
+
+
+def chi_square_ridge(fit: Prompts, test: Prompts) -> Floats:
+    """From the histogram weighted as the served predictor weights it, at full rank."""
+    weights = token_weights(fit.shares)
+    return ridge(fit, test, lambda shares: shares * weights[None, :])
+
+
+def decode_ridge(fit: Prompts, test: Prompts) -> Floats:
+    """The same, fitted to what decode used after those prompts; deviations from the mean prefill."""
+    decode = fit.trace.decode_probability.reshape(fit.frequencies.shape).astype(np.float64)
+    predicted = chi_square_ridge(replace(fit, frequencies=decode), test)
+    found: Floats = predicted - decode.mean(axis=0) + fit.frequencies.mean(axis=0)
+    return found
+
+
+def presence_ridge(fit: Prompts, test: Prompts) -> Floats:
+    """From which tokens occur, however often."""
+
+    def features(shares: csr_array) -> csr_array:
+        occurs = shares.copy()
+        occurs.data = np.ones_like(occurs.data)
+        return csr_array(occurs * (1 / np.sqrt(occurs.sum(axis=1)))[:, None])
+
+    return ridge(fit, test, features)
+
+
+def embedding_ridge(fit: Prompts, test: Prompts) -> Floats:
+    """From the mean of the tokens' embeddings in the model, and the weighted histogram beside it."""
+    embeddings, weights = token_embeddings(), token_weights(fit.shares)
+
+    def features(shares: csr_array) -> Floats:
+        parts = (np.asarray(shares @ embeddings), (shares * weights[None, :]).toarray())
+        return np.hstack([part / scale for part, scale in zip(parts, scales, strict=True)])
+
+    scales = [1.0, 1.0]
+    size = embeddings.shape[1]
+    unscaled = features(fit.shares)
+    scales = [float(np.sqrt((part**2).sum(axis=1).mean())) for part in np.split(unscaled, [size], axis=1)]
+    return ridge(fit, test, features)
+
+
+def count_table(fit: Prompts, test: Prompts) -> Floats:
+    """A token's row is the mean prompt in which it occurs, by its shares there; from counts alone."""
+    mean = fit.frequencies.mean(axis=0)
+    return _table(fit.shares.T @ (fit.frequencies - mean), fit.shares.sum(axis=0), 0.1, mean, test)
+
+
+def route_table(fit: Prompts, test: Prompts) -> Floats:
+    """A token's row is the mean of the experts that it itself was routed to; from per-token routes."""
+    mean = fit.frequencies.mean(axis=0)
+    sums = np.zeros((fit.trace.vocabulary, len(mean)))
+    times = np.zeros(len(sums))
+    for prompt, found in zip(fit.trace.prompts, token_frequencies(fit.trace.prompts), strict=True):
+        np.add.at(sums, prompt, found - mean)
+        np.add.at(times, prompt, 1)
+    return _table(sums, times, 1.0, mean, test)
+
+
+def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
+    """A network: learnt embeddings, their mean, one hidden layer; stopped early on a fifth of the prompts."""
+    import torch
+
+    torch.manual_seed(0)
+    mean = fit.frequencies.mean(axis=0)
+    scale = float((fit.frequencies - mean).std())
+    x, new = (torch.tensor(p.shares.toarray(), dtype=torch.float32) for p in (fit, test))
+    y = torch.tensor((fit.frequencies - mean) / scale, dtype=torch.float32)
+    network = torch.nn.Sequential(
+        torch.nn.Linear(x.shape[1], 64),
+        torch.nn.Tanh(),
+        torch.nn.Dropout(0.2),
+        torch.nn.Linear(64, y.shape[1]),
+    )
+    optimiser = torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.01)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    held, used = order[: len(x) // 5], order[len(x) // 5 :]
+    best, stale, predicted = float("inf"), 0, torch.zeros(len(new), y.shape[1])
+    while stale < 10:  # epochs without a better one
+        network.train()
+        for batch in used[torch.randperm(len(used))].split(32):
+            optimiser.zero_grad()
+            torch.nn.functional.mse_loss(network(x[batch]), y[batch]).backward()
+            optimiser.step()
+        network.eval()
+        with torch.inference_mode():
+            loss = float(torch.nn.functional.mse_loss(network(x[held]), y[held]))
+            stale += 1
+            if loss < best:
+                best, stale, predicted = loss, 0, network(new)
+    found: Floats = mean + scale * predicted.double().numpy()
+    return found
+
+
+def first_tenth(fit: Prompts, test: Prompts) -> Floats:
+    """The true experts of the first tenth of the prompt's tokens."""
+    heads = [prompt[: -(-len(prompt) // 10)] for prompt in test.trace.prompts]
+    return np.array([found.mean(axis=0) for found in token_frequencies(heads)], np.float64)
+
+
+def cached_half(fit: Prompts, test: Prompts) -> Floats:
+    """The true experts of the first half of the prompt's tokens: what its cached prefix once counted."""
+    heads = [prompt[: -(-len(prompt) // 2)] for prompt in test.trace.prompts]
+    return np.array([found.mean(axis=0) for found in token_frequencies(heads)], np.float64)
+
+
+def last_turn(fit: Prompts, test: Prompts) -> Floats:
+    """The true prefill of another prompt of the domain: a session's turn before, with no text in common.
+
+    A prompt that is alone in its domain has the mean of those fitted on.
+    """
+    domains = np.array(test.trace.domains)
+    found = np.tile(fit.frequencies.mean(axis=0), (len(domains), 1))
+    for domain in np.unique(domains):
+        members = np.flatnonzero(domains == domain)
+        if len(members) > 1:
+            found[members] = test.frequencies[np.roll(members, 1)]
+    return found
+
+
+def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
+    """All by name, those aside that need the demo model's weights where the trace is of another model."""
+    found: dict[str, Method] = {
+        "prefill": lambda fit, test: test.frequencies,
+        "served predictor, rank 64": served(),
+        "served predictor, rank 16": served(16),
+        "ridge, weighted histogram": chi_square_ridge,
+        "ridge, histogram": histogram_ridge,
+        "ridge, fitted to decode": decode_ridge,
+        "ridge, presence": presence_ridge,
+        "token table, of counts": count_table,
+        "bag of embeddings": bag_of_embeddings,
+        "session's last turn": last_turn,
+    }
+    if is_of_the_demo_model(trace):
+        found |= {
+            "token table, of routes": route_table,
+            "ridge, model's embeddings": embedding_ridge,
+            "first tenth of the prompt": first_tenth,
+            "cached first half of the prompt": cached_half,
+        }
+    return found
+
+
+def _table(sums: Any, times: Any, prior: float, mean: Floats, test: Prompts) -> Floats:
+    rows = np.asarray(sums) / (np.asarray(times) + prior)[:, None]
+    predicted: Floats = mean + test.shares @ rows
+    return predicted
+
+
+def _dense(kernel: Any) -> Floats:
+    found: Floats = kernel.toarray() if hasattr(kernel, "toarray") else np.asarray(kernel)
+    return found

@@ -1,0 +1,134 @@
+"""The simulator against a real engine: the same arrivals, the same placements, TPOT by request.
+
+    python -m benchmarks.papers.simulator_validation --prompts DIR
+
+Requests arrive at K workers by a Poisson process and are placed by a policy. The simulator runs the
+whole; the engine then serves each worker's requests at the same times, one worker after the other, and
+samples the captured text again, so that both have the same routes (see benchmarks/lib/replay.py). A
+policy's step cost is fitted to the engine's steps under the other policies, whose replays take turns with
+its own, so that the machine is in the same mood. `regret` is what a decision cost against the best worker
+in hindsight: added decode time a step, with the activations that the requests really had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+
+from benchmarks.engine.replays import POLICIES
+from benchmarks.lib.replay import LAYERS, Bench, Case
+from benchmarks.lib.replay_command import Replayed, replay_command
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.scheduling import StepSums
+from loadgen.plots import save
+from loadgen.results import publish
+
+
+def report(run: Replayed) -> None:
+    """Simulated and measured TPOT of every policy; error, correlation, ranking and regret."""
+    cases = [_with_cost_of_the_others(run.bench, case) for case in run.cases]
+    rows = [row for case in cases for row in policy_rows(case, run.bench.regret(case))]
+    path = publish(
+        run.name, rows, seed=run.seed, out=run.out, inputs=run.inputs,
+        notes="error: simulated against measured; repeats: range of the engine's own repeats; mape and "
+        "pearson over requests; the ranking compares the policies' medians. "
+        + "; ".join(_ranking(case) for case in cases),
+    )  # fmt: skip
+    _draw(cases, path.with_suffix(".png"))
+
+
+def _with_cost_of_the_others(bench: Bench, case: Case) -> Case:
+    """The same placements, simulated with step costs that have not seen the policy's own steps."""
+    sums = {
+        label: StepSums.of(steps.requests, steps.kv_tokens, steps.experts, steps.seconds)
+        for label, steps in case.steps.items()
+    }
+    outcomes = {}
+    for label in sums:
+        cost = sum((theirs for other, theirs in sums.items() if other != label), StepSums()).fit()
+        if cost is None:
+            raise BadInput("too few steps to fit a cost; raise --per-worker or --output-tokens")
+        outcomes[label] = bench.simulated_again(case, label, cost)
+    return replace(case, outcomes=outcomes)
+
+
+def policy_rows(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict[str, Any]]:
+    """One row a policy."""
+    rows = []
+    for label, measured in case.tpot_s.items():
+        outcome, steps = case.outcomes[label], case.steps[label]
+        simulated = outcome.tpot_s
+        row: dict[str, Any] = {"workload": case.load.group, "workers": case.load.workers, "policy": label}
+        for q in (50, 99):
+            real = float(np.percentile(measured, q))
+            row[f"tpot_p{q}_ms"] = 1e3 * real
+            row[f"p{q}_error_pct"] = 100 * (float(np.percentile(simulated, q)) / real - 1)
+            repeats = np.percentile(case.replayed_tpot_s[label], q, axis=1)
+            row[f"p{q}_repeats_pct"] = 100 * float(np.ptp(repeats)) / real
+        rows.append(
+            row
+            | {
+                "mape_pct": 100 * float(np.mean(np.abs(simulated / measured - 1))),
+                "pearson": float(np.corrcoef(simulated, measured)[0, 1]),
+                "active_experts": float(np.mean(steps.experts)) / LAYERS,
+                "simulated_active_experts": float(outcome.experts.mean()) / LAYERS,
+                "regret_mean_us": 1e6 * float(regret[label].mean()),
+                "best_choices_pct": 100 * float((regret[label] <= 1e-9).mean()),
+            }
+        )
+    return rows
+
+
+def _ranking(case: Case) -> str:
+    """How alike the policies are ranked; pairs whose medians differ by less than 2 % are no ranking."""
+    labels = list(case.tpot_s)
+    real = np.array([np.median(case.tpot_s[label]) for label in labels])
+    simulated = np.array([np.median(case.outcomes[label].tpot_s) for label in labels])
+    pairs = [
+        (simulated[a] < simulated[b]) == (real[a] < real[b])
+        for a in range(len(labels))
+        for b in range(a)
+        if abs(real[a] / real[b] - 1) >= 0.02
+    ]
+    rho = float(spearmanr(real, simulated).statistic)
+    return (
+        f"{case.load.group} K={case.load.workers}: Spearman {rho:.2f}, "
+        f"{sum(pairs)} of {len(pairs)} pairs of policies that differ by 2 % or more in the same order"
+    )
+
+
+def _draw(cases: Sequence[Case], path: Path) -> None:
+    figure = Figure(figsize=(5 * len(cases), 5), layout="constrained")
+    for axes, case in zip(figure.subplots(1, len(cases), squeeze=False).flat, cases, strict=True):
+        for label, measured in case.tpot_s.items():
+            axes.scatter(1e3 * measured, 1e3 * case.outcomes[label].tpot_s, s=4, alpha=0.5, label=label)
+        low, high = axes.get_xlim()
+        axes.plot([low, high], [low, high], color="black", linewidth=0.8)
+        axes.set(
+            title=f"{case.load.group}, {case.load.workers} workers",
+            xlabel="measured TPOT, ms",
+            ylabel="simulated TPOT, ms",
+        )
+        axes.legend(fontsize=7)
+    save(figure, path)
+
+
+simulator_validation = replay_command(
+    "simulator_validation",
+    POLICIES,
+    report,
+    default_workers="4",
+    default_groups="all,language,task",
+    default_per_worker=56,
+    default_repeats=3,
+)
+
+if __name__ == "__main__":
+    run(simulator_validation)

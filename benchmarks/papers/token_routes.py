@@ -1,0 +1,46 @@
+"""The experts of each prompt token of the demo model, which no engine keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
+from examples.demo_model import WEIGHTS
+
+
+def is_of_the_demo_model(trace: CalibrationTrace) -> bool:
+    """Whether the trace's prompts were made by the demo model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    return trace.tokenizer == tokenizer_fingerprint(AutoTokenizer.from_pretrained(WEIGHTS).get_vocab())
+
+
+def token_frequencies(prompts: Sequence[NDArray[Any]]) -> Iterator[NDArray[np.float32]]:
+    """float32[n, L*E] of each prompt of n tokens: 1 where the token uses the expert; by Hugging Face."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
+    for prompt in prompts:
+        with torch.inference_mode():
+            found = model(torch.tensor(prompt.astype(np.int64))[None], output_router_logits=True)
+        logits = torch.stack(found.router_logits, dim=1)  # [n, L, E]
+        chosen = torch.zeros_like(logits).scatter_(
+            2, logits.topk(model.config.num_experts_per_tok).indices, 1
+        )
+        yield chosen.flatten(1).numpy()
+
+
+def token_embeddings() -> NDArray[np.float32]:
+    """float32[V, hidden]: the demo model's own, of the tokens that go in."""
+    from safetensors.torch import load_file
+
+    found: NDArray[np.float32] = (
+        load_file(WEIGHTS / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
+    )
+    return found

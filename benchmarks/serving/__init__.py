@@ -1,0 +1,1 @@
+"""Benchmarks of the application and of its parts, on Ray Serve."""

@@ -1,0 +1,182 @@
+"""Send many long prompts at once, and retry refused ones as their Retry-After says.
+
+    python -m benchmarks.serving.backlog
+
+All prompts are sent to a real prefill engine at the same moment, with one token to generate. A refused client
+retries after the answer's Retry-After until it gets 200. Goals: the slowest refusal comes within 2 s;
+most_tries is 2, so that the first retry succeeds; set_aside, duplicate_prefills and errors are 0, since no
+engine fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import numpy as np
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.client import allow_open_files, session
+from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
+from benchmarks.lib.engines import our_arguments
+from benchmarks.lib.prompts import MODEL
+from eldr_serve.client import Client
+from eldr_serve.command_errors import run
+from eldr_serve.ray_settings import QUIET
+from loadgen.results import publish
+from loadgen.workload import read_prompts
+
+_KEY = "backlog"
+_MOST_TRIES = 20
+
+
+@dataclass
+class _Request:
+    """One prompt and the results of its attempts."""
+
+    statuses: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # duration of each attempt
+    retry_after_s: list[float] = field(default_factory=list)  # one value for each refusal
+    error: str = ""
+    done_s: float = 0.0  # time since the start of the run
+
+
+def texts(folder: Path, count: int, tokens: int, seed: int, model: Path) -> list[str]:
+    """Return distinct prompts of about `tokens` tokens, made of words from a folder of prompts."""
+    from transformers import AutoTokenizer
+
+    words = " ".join(prompt.text for prompt in read_prompts([folder])).split()
+    tokenizer, rng = AutoTokenizer.from_pretrained(model), random.Random(seed)
+    return [
+        str(tokenizer.decode(tokenizer.encode(" ".join(rng.choices(words, k=tokens)))[:tokens]))
+        for _ in range(count)
+    ]
+
+
+async def _until_answered(
+    http: aiohttp.ClientSession, url: str, prompt: str, began_s: float, request: _Request
+) -> None:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+    while len(request.statuses) < _MOST_TRIES:
+        sent_s = time.perf_counter()
+        try:
+            async with http.post(f"{url}/v1/completions", json=body) as answer:
+                said = await answer.text()
+                request.statuses.append(answer.status)
+                request.seconds.append(time.perf_counter() - sent_s)
+                retry_after = answer.headers.get("Retry-After")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            request.error = f"{type(error).__name__}: {error}"
+            return
+        if answer.status == 200:
+            request.done_s = time.perf_counter() - began_s
+            return
+        if answer.status not in (429, 503) or retry_after is None:
+            request.error = f"HTTP {answer.status}: {said[:200]}"
+            return
+        request.retry_after_s.append(float(retry_after))
+        await asyncio.sleep(float(retry_after))
+    request.error = f"refused {_MOST_TRIES} times"
+
+
+async def send_all(
+    url: str, prompts: list[str], timeout_s: float, seconds: float | None = None
+) -> list[_Request]:
+    """Send all prompts at once and retry refused ones, up to a time limit, s."""
+    found = [_Request() for _ in prompts]
+    async with session(timeout_s) as http:
+        began_s = time.perf_counter()
+        sent = [
+            asyncio.create_task(_until_answered(http, url, prompt, began_s, request))
+            for prompt, request in zip(prompts, found, strict=True)
+        ]
+        _, pending = await asyncio.wait(sent, timeout=seconds)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*sent, return_exceptions=True)
+    return found
+
+
+def row(requests: list[_Request], before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
+    """Return the figures of a run; `before` and `after` are the router's counters."""
+    refused = [s for r in requests for s, status in zip(r.seconds, r.statuses, strict=True) if status != 200]
+    answered = [r for r in requests if r.statuses and r.statuses[-1] == 200]
+    first = [r for r in answered if len(r.statuses) == 1]
+
+    def count(name: str) -> int:
+        return after.get(name, 0) - before.get(name, 0)
+
+    return {
+        "requests": len(requests),
+        "answered": len(answered),
+        "at_first_try": len(first),
+        "refusals": len(refused),
+        "slowest_refusal_s": max(refused, default=0.0),
+        "refusal_p50_s": float(np.median(refused)) if refused else 0.0,
+        "most_tries": max((len(r.statuses) for r in requests), default=0),
+        "second_try_sufficed": sum(len(r.statuses) == 2 for r in answered),
+        "longest_retry_after_s": max((s for r in requests for s in r.retry_after_s), default=0.0),
+        "slowest_answer_s": max((r.seconds[-1] for r in answered), default=0.0),
+        "all_done_s": max((r.done_s for r in answered), default=0.0),
+        "set_aside": count("set_aside"),
+        "duplicate_prefills": count("prefill_retries"),
+        "errors": sum(bool(r.error) for r in requests),
+        "not_done": sum(not r.error for r in requests) - len(answered),
+    }
+
+
+def backlog(
+    requests: Annotated[int, typer.Option(min=1, help="Prompts, all at once.")] = 1000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1500,
+    warm_up: Annotated[int, typer.Option(min=0, help="Prompts of the same kind, answered before.")] = 0,
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
+    model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("examples/demo_model/weights"),
+    prompts: options.Prompts = options.PROMPTS,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Time for one try, s.")] = 300.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Time for all; the rest is not_done.")] = 900.0,
+    port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8340,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Send more prompts at once than engines can prefill within the bound."""
+    unwind_on_sigterm()
+    allow_open_files(8192)
+    sent = texts(prompts, warm_up + requests, tokens, seed, model)
+    arguments = our_arguments(deployment, model, decode_replicas=1)
+    with local_ray(http_port=port + 1, environment=QUIET):
+        from ray import serve
+
+        from eldr_serve.app import build_app
+
+        application = build_app(arguments | {"ingress": {"port": port}, "admin_key": _KEY})
+        serve.run(application, name="eldr", route_prefix="/")
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(url, 180)
+        status = Client(url, _KEY).status
+        if warm_up:
+            asyncio.run(send_all(url, sent[:warm_up], timeout_s))
+            time.sleep(2.0)  # counters are reported once a second
+        before = status()["counters"]
+        found = asyncio.run(send_all(url, sent[warm_up:], timeout_s, seconds))
+        time.sleep(2.0)
+        figures = row(found, before, status()["counters"])
+    errors = sorted({request.error for request in found if request.error})
+    publish(
+        "backlog", [figures], seed=seed, out=out,
+        inputs={
+            "requests": requests, "tokens": tokens, "warm_up": warm_up, "deployment": deployment.stem,
+            "errors": errors[:5],
+        },
+        notes="one prefill and one decode engine, one token an answer; engines, ingress and the client share "
+        "the cores, and each client waits for its Retry-After",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(backlog)

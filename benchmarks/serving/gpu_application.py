@@ -1,0 +1,48 @@
+"""The whole application on one GPU: a prefill and two decode engines over NIXL, three policies in turn.
+
+    python -m benchmarks.serving.gpu_application --out out/gpu/application.json
+
+That is the demo (`python -m offline.demo --gpu`) with short rounds: greedy answers must be equal under all
+policies, and every request must be answered. Its files, with the report, lie in a folder beside the result.
+The engines share the GPU by turns of its time, so that a policy's effect is in the experts that a decode step
+reads, and hardly in times.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.engines import check_device
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.files import write_whole
+from loadgen.results import RESULTS
+
+_SHORT = ("--rounds", "2", "--seconds", "4", "--warm-up-seconds", "1", "--first-table", "60")
+
+
+def gpu_application(
+    intermediate: options.Intermediate = 1024,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(help="Further options of offline.demo, after --.", show_default="none"),
+    ] = None,
+    out: options.Out = None,
+) -> None:
+    """Serve the demo model on one GPU and compare the policies."""
+    check_device("cuda")
+    result = (out or RESULTS / "gpu_application.json").resolve()
+    folder = result.with_suffix("")
+    asked = ["--gpu", "--decode-engines", "2", "--intermediate", str(intermediate), *_SHORT, *(more or ())]
+    done = subprocess.run([sys.executable, "-m", "offline.demo", *asked, "--out", str(folder)], check=False)
+    if done.returncode:
+        raise BadInput(f"the demo ended with status {done.returncode}; what it wrote is in {folder}")
+    write_whole(result, (folder / "demo.json").read_text())
+
+
+if __name__ == "__main__":
+    run(gpu_application)

@@ -1,0 +1,149 @@
+"""The hand-over in its parts: from the end of the prefill call to the first decode chunk.
+
+    python -m benchmarks.serving.handover
+    python -m benchmarks.serving.handover --rounds 1 --record rounds.jsonl
+
+Real engines behind the real ingress, at one request in flight (idle) and at several (load):
+
+    place       router: score, one call over its channel
+    engine      decode replica: from the call's arrival to its first chunk. Of it
+      admit       until the engine core has the request
+      wait        until its first step is scheduled; of it `pull`, NIXL's own time of reading the KV blocks
+      step        the first decode step
+    transport   the rest: the call's way over the channel, and the first chunk's back
+
+The ingress times the hand-over and `place` itself (/eldr/status), a timed subclass of our decode server
+the engine's part. Read before_step: all but the pull and the step itself, with the way back to the client,
+which cannot be told from the way there (goal below 8 ms idle, below 5 % of TTFT at load). A round starts its
+engines anew, with Ray as `make demo` starts it; rows are medians over rounds, with 95 % intervals.
+`--record FILE` keeps each round, so that they can be made in several runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import numpy as np
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.client import Answer, allow_open_files, closed_loop, complete, session
+from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
+from benchmarks.lib.engines import our_arguments
+from benchmarks.lib.prompts import MODEL, bodies
+from benchmarks.lib.rounds import medians
+from eldr_serve.client import Client
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.pipeline.stages import WINDOW
+from eldr_serve.ray_settings import QUIET
+from loadgen.journal import Journal
+from loadgen.results import publish
+
+_KEY = "handover"
+_WARM_UP = 32  # requests, in no figure
+_SURE = ("ttft_mean_ms", "handover_mean_ms", "before_step_mean_ms", "before_step_share_of_ttft_pct")
+
+
+async def _load(url: str, work: Iterator[dict[str, Any]], requests: int, in_flight: int) -> list[Answer]:
+    async with session() as http:
+        return await closed_loop(
+            lambda n: complete(http, url, next(work)), requests=requests, in_flight=in_flight
+        )
+
+
+def _row(in_flight: int, stages: dict[str, dict[str, float]], answers: list[Answer]) -> dict[str, Any]:
+    good = [1000 * a.timing.token_times_s[0] for a in answers if a.error is None]
+    ttft = float(np.mean(good))
+    before_step = stages["handover"]["mean_ms"] - stages["step"]["mean_ms"] - stages["pull"]["mean_ms"]
+    row: dict[str, Any] = {"in_flight": in_flight, "failures": len(answers) - len(good), "ttft_mean_ms": ttft}
+    for name in ("prefill", "handover", "place", "engine", "admit", "wait", "pull", "step"):
+        row |= {f"{name}_{q}_ms": stages[name][f"{q}_ms"] for q in ("mean", "p50", "p99")}
+    return row | {
+        "transport_mean_ms": stages["first_token"]["mean_ms"] - stages["engine"]["mean_ms"],
+        "before_step_mean_ms": before_step,
+        "before_step_share_of_ttft_pct": 100 * before_step / ttft,
+    }
+
+
+def _round(
+    loads: list[int], requests: int, work: Iterator[dict[str, Any]], arguments: dict[str, Any], port: int
+) -> list[dict[str, Any]]:
+    """One row a load, of engines that are started for it."""
+    rows = []
+    with local_ray(http_port=port + 1, environment=QUIET):
+        from ray import serve
+
+        from benchmarks.lib.timed_decode import TimedDecodeServer
+        from eldr_serve.app import build_app
+
+        with patch("eldr_serve.app.LLMDecodeServer", TimedDecodeServer):
+            application = build_app(arguments | {"ingress": {"port": port}, "admin_key": _KEY})
+        serve.run(application, name="eldr", route_prefix="/")
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(url, 180)
+        asyncio.run(_load(url, work, _WARM_UP, 8))
+        decode = serve.get_deployment_handle(f"Decode:{MODEL}", "eldr")
+        for count in loads:
+            answers = asyncio.run(_load(url, work, requests, count))
+            stages = Client(url, _KEY).status()["ingress"]["stages"]
+            stages |= decode.stages.remote().result()
+            rows.append(_row(count, stages, answers))
+    return rows
+
+
+def handover(
+    in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop; one row each.")] = "1,16",
+    rounds: Annotated[int, typer.Option(min=0, help="Starts of the engines; 0: only print --record.")] = 3,
+    requests: Annotated[int, typer.Option(min=WINDOW, help="Requests of each row, in a round.")] = WINDOW,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
+    model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("examples/demo_model/weights"),
+    prompts: options.Prompts = options.PROMPTS,
+    max_prompt_tokens: options.Longest = 1900,
+    record: Annotated[Path | None, typer.Option(help="Journal of all rounds, read and added to.")] = None,
+    port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8320,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time the hand-over's parts on real engines, idle and at load."""
+    unwind_on_sigterm()
+    allow_open_files(8192)
+    loads = [int(count) for count in in_flight.split(",")]
+    work = bodies(
+        prompts, count=_WARM_UP + len(loads) * requests, max_tokens=max_tokens,
+        most_prompt_tokens=max_prompt_tokens, seed=seed,
+    )  # fmt: skip
+    arguments = our_arguments(deployment, model, decode_replicas=1)
+    inputs = {
+        "in_flight": loads, "requests": requests, "max_tokens": max_tokens, "prompts": prompts.name,
+        "max_prompt_tokens": max_prompt_tokens,
+        "deployment": deployment.stem, "window": WINDOW,
+    }  # fmt: skip
+    journal = Journal(record, inputs) if record else None
+    found: list[list[dict[str, Any]]] = list(journal.known.values()) if journal else []
+    for _ in range(rounds):
+        # No prompt comes twice in a round: its blocks would be there already.
+        found.append(_round(loads, requests, iter(work), arguments, port))
+        if journal:
+            journal.put(str(len(found)), found[-1])
+    if not found:
+        raise BadInput("there is no round to report")
+    publish(
+        "handover", summarised(found), inputs=inputs | {"each": found}, seed=seed, out=out,
+        notes=f"one prefill and one decode engine; times over the newest {WINDOW} requests of a round; all "
+        "engines, Ray and the client share the cores",
+    )  # fmt: skip
+
+
+def summarised(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row a load."""
+    rows = [row for rows in found for row in rows]
+    return medians(rows, about=("in_flight",), sure=_SURE, summed=("failures",))
+
+
+if __name__ == "__main__":
+    run(handover)

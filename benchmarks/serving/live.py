@@ -1,0 +1,105 @@
+"""TPOT, TTFT and active experts of every policy on real engines that run together (Figures 11 to 13).
+
+    python -m benchmarks.serving.live
+
+The whole product under load: 1 prefill and 4 decode engines behind the real ingress, policies in random
+order in every round (loadgen.compare). Each workload has a comparison of its own, with a table fitted on
+40 % of its captured prompts and load from the others. Stopped and started again with the same options, it
+goes on where it was.
+
+On a machine with fewer cores than engines they wait for each other; then the work that a policy saves
+anywhere shortens everybody's steps, and load balance matters less than it would. Hence a closed loop, and
+answers in chunks of several tokens (vLLM's `stream_interval`): otherwise what the cores do for each token
+between engine and client outweighs the experts. Answers are longer than prompts, so that most of the
+engines' time is decode, which placement is about. Each trial begins with a policy that has seen nothing;
+marginal-cost needs about 100 requests until its workers have parted, which the warm-up holds. See
+decode_replay for the same without contention.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.capture import captured, groups_of
+from benchmarks.lib.cluster import unwind_on_sigterm
+from benchmarks.lib.live import Comparison, fitting, lengths, serving, wide_arguments, workers_of
+from benchmarks.lib.replay import widened
+from eldr_serve.command_errors import run
+from eldr_serve.experts.fitting.table import fit_table
+from loadgen.figures import BASELINES
+from loadgen.plots import bars
+from loadgen.results import publish
+from loadgen.workload import write_prompts
+
+POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
+
+
+def live(
+    prompts: options.Prompts = options.PROMPTS,
+    groups: options.Groups = "all,language,task",
+    policies: Annotated[str, typer.Option(help="Policies, with commas.")] = POLICIES,
+    in_flight: options.InFlight = 64,
+    rate: Annotated[float, typer.Option(min=0, help="Requests/s, Poisson arrivals; 0: closed loop.")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy.")] = 2,
+    trial_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a trial, s.")] = 30,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 35,
+    burn_in_seconds: options.BurnIn = 60,
+    deployment: options.Deployment = Path("deployments/cpu_demo_4d.yaml"),
+    intermediate: options.Intermediate = 1536,
+    stream_interval: options.Interval = 16,
+    output_tokens: options.MeanOutput = 160,
+    max_prompt_tokens: options.Longest = 128,
+    requests: options.Captured = 2400,
+    port: Annotated[int, typer.Option(help="HTTP port.")] = 8340,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Serve, fit, and compare policies under the same load."""
+    unwind_on_sigterm()
+    load = {
+        "policies": policies, "rounds": rounds, "seed": seed,
+        **({"rate": rate} if rate else {"in-flight": in_flight}),
+        "trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds,
+        "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
+    }  # fmt: skip
+    about = {
+        "prompts": prompts.name, "captured": requests, "deployment": deployment.stem,
+        "intermediate": intermediate, "stream_interval": stream_interval,
+        "max_prompt_tokens": max_prompt_tokens,
+    }  # fmt: skip
+    asked = load | about | {"prompts": prompts.resolve()}
+    comparisons = {group: Comparison(work / f"live_{group}", asked) for group in groups_of(groups)}
+    data = captured(prompts, work, requests=requests, seed=seed)
+    fit_in = fitting(prompts, data.trace.ids, max_prompt_tokens)
+    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
+    if missing := {group: c for group, c in comparisons.items() if c.result is None}:
+        with serving(arguments, port=port):
+            for group, comparison in missing.items():
+                fit, rest = data.split(group, 0.4, seed)
+                held_out = {data.trace.ids[i] for i in rest}
+                sent = work / f"live_{group}_prompts.jsonl"
+                write_prompts(sent, (p for p in fit_in if p.id in held_out))
+                table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
+                comparison.measure(table, load | {"prompts": sent}, port=port)
+    rows = [{"workload": group, **row} for group, c in comparisons.items() for row in c.rows()]
+    # Of the last workload, and alike for all but for the prompts: parts of one sample.
+    last = list(comparisons.values())[-1].result
+    assert last is not None
+    inputs = {k: v for k, v in last["inputs"].items() if not k.startswith("prompts")}
+    path = publish("live", rows, seed=seed, out=out, notes=last["notes"], inputs=inputs | about)
+    value = "tpot_p50_ms_change_pct"
+    low, high = f"{value}_low", f"{value}_high"
+    against_itself = {value: 0.0, low: 0.0, high: 0.0}  # the best balancer
+    plotted = [against_itself | row for row in rows if row["clock"] == "even"]
+    bars(plotted, "policy", value, path.with_suffix(".png"), interval=(low, high))
+    for comparison in comparisons.values():
+        comparison.finish()
+
+
+if __name__ == "__main__":
+    run(live)

@@ -1,0 +1,240 @@
+"""A cluster of several Ray nodes under load, which loses nodes and its GCS, and gets them back.
+
+    python -m benchmarks.serving.lost_nodes --redis-server redis-server
+
+Ray's nodes are real, but on one machine (`ray.cluster_utils`): the head has two ingresses and the router,
+two others each a prefill and a decode engine that computes nothing, and each node has a proxy of Serve's;
+all proxies share one port. GCS keeps what it knows in Redis, if it is given one, else in files.
+Lost are, in turn: one node of engines, with kill -9 of all that runs there, for 10 s; GCS, for 8 s; both
+nodes of engines at once, for 10 s. Only the last may fail requests at the ingresses' own port: nobody is left
+who could answer. A lost node's proxy takes its connections along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.client import Answer, allow_open_files, complete, errors, session
+from benchmarks.lib.cluster import python_path, wait_ready
+from eldr_serve.command_errors import run
+from loadgen.results import publish
+
+_NODES = 2  # of engines
+_AWAY_S, _GCS_S = 10.0, 8.0
+_RECOVERY_S = 90.0
+_TOKENS, _GAP_MS = 40, 90.0  # of a stream, 3.6 s
+_WORD = " token"
+NOTES = (
+    "Ray nodes on one machine, engines that compute nothing; requests: those that ended between the loss and "
+    "the next, at the ingresses' own port; by_proxy: those through Serve's proxies; recovery: from the loss "
+    "until all replicas and pairs of engines are there again, the time away included; longest_gap: between "
+    "two tokens of a stream"
+)
+
+
+@contextmanager
+def _store(redis_server: str) -> Iterator[dict[str, str]]:
+    """What Ray is told of where GCS keeps what it knows."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not redis_server:
+            yield {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": folder}
+            return
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [redis_server, "--port", f"{port}", "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+            try:
+                yield {"RAY_REDIS_ADDRESS": f"127.0.0.1:{port}"}
+            finally:
+                server.terminate()
+
+
+class _Nodes:
+    """The cluster."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 4, "resources": {"ingress": 4.0}, "include_dashboard": False}
+        # Nodes that come back are started beside the load, in a thread, where Ray's exit hooks cannot be set.
+        self.cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+        self.engines = [self._engine_node() for _ in range(_NODES)]
+
+    def _engine_node(self) -> Any:
+        return self.cluster.add_node(num_cpus=4, resources={"engine": 2.0})
+
+    def lose(self, number: int) -> None:
+        """As if the machine were gone: no process of it says good-bye."""
+        for node in self.engines[:number]:
+            (raylet,) = node.all_processes["raylet"]
+            theirs = psutil.Process(raylet.process.pid).children(recursive=True)
+            for process in theirs:
+                process.kill()
+            self.cluster.remove_node(node, allow_graceful=False)
+        del self.engines[:number]
+
+    def bring_back(self) -> None:
+        """Others in their place."""
+        while len(self.engines) < _NODES:
+            self.engines.append(self._engine_node())
+
+    def lose_gcs(self) -> None:
+        """Kill -9 of it."""
+        self.cluster.head_node.kill_gcs_server()
+
+    def gcs_back(self) -> None:
+        """At the same port."""
+        self.cluster.head_node.start_gcs_server()
+
+
+def _whole(app: str, url: str) -> bool:
+    """All replicas run, and all pairs of engines are warm."""
+    import httpx
+    from ray import serve
+    from ray.exceptions import RayError
+
+    try:
+        deployments = serve.status().applications[app].deployments.values()
+        status = httpx.get(f"{url}/eldr/status", timeout=5).json()
+    except (RayError, httpx.TransportError, ValueError, KeyError):
+        return False
+    running = [deployment.replica_states.get("RUNNING", 0) for deployment in deployments]
+    there = running == [2] * len(running) and status.get("decode_replicas") == _NODES
+    return there and bool(status["ingress"]["ready"]) and not status["ingress"]["router_away"]
+
+
+async def _drive(
+    nodes: _Nodes, app: str, model: str, urls: tuple[str, str], in_flight: int
+) -> tuple[list[tuple[bool, Answer]], list[dict[str, Any]]]:
+    """The answers, each with whether it came by a proxy; and what was lost when, and when all was well."""
+    answers: list[tuple[bool, Answer]] = []
+    over = asyncio.Event()
+    body = {"model": model, "prompt": "a prompt " * 20, "max_tokens": _TOKENS, "gap_ms": _GAP_MS}
+
+    async def client(number: int) -> None:
+        by_proxy = number % 4 == 0
+        async with session(60.0) as http:
+            while not over.is_set():
+                answer = await complete(http, urls[by_proxy], body)
+                if answer.error is None and answer.timing.text != _WORD * _TOKENS:
+                    answer.error = f"{answer.timing.text.count(_WORD)} tokens of {_TOKENS}"
+                answers.append((by_proxy, answer))
+                if answer.error is not None:
+                    await asyncio.sleep(0.5)
+
+    clients = [asyncio.create_task(client(number)) for number in range(in_flight)]
+    lost = []
+    for what, lose, away_s, back in (
+        ("one node of engines", lambda: nodes.lose(1), _AWAY_S, nodes.bring_back),
+        ("GCS", nodes.lose_gcs, _GCS_S, nodes.gcs_back),
+        ("all nodes of engines", lambda: nodes.lose(_NODES), _AWAY_S, nodes.bring_back),
+    ):
+        await asyncio.sleep(6.0)
+        at = time.perf_counter()
+        typer.echo(f"lost: {what}", err=True)
+        await asyncio.to_thread(lose)
+        await asyncio.sleep(away_s)
+        await asyncio.to_thread(back)
+        recovery_s = None
+        while time.perf_counter() - at < _RECOVERY_S + away_s:
+            if await asyncio.to_thread(_whole, app, urls[0]):
+                recovery_s = time.perf_counter() - at
+                break
+            await asyncio.sleep(0.5)
+        typer.echo(f"well again after {recovery_s} s", err=True)
+        lost.append({"lost": what, "at": at, "away_s": away_s, "recovery_s": recovery_s})
+    await asyncio.sleep(6.0)
+    over.set()
+    await asyncio.gather(*clients)
+    return answers, lost
+
+
+def _rows(answers: list[tuple[bool, Answer]], lost: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each loss."""
+    rows = []
+    for entry, until in zip(lost, [*(e["at"] for e in lost[1:]), float("inf")], strict=True):
+        ended = [(proxy, answer) for proxy, answer in answers if entry["at"] <= answer.end < until]
+        mine, others = ([answer for proxy, answer in ended if proxy == by] for by in (False, True))
+        failed = [answer for answer in mine if answer.error is not None]
+        rows.append(
+            {name: value for name, value in entry.items() if name != "at"}
+            | {
+                "requests": len(mine),
+                "failures": len(failed),
+                "errors": errors(mine),
+                "by_proxy": len(others),
+                "failures_by_proxy": sum(answer.error is not None for answer in others),
+                "errors_by_proxy": errors(others),
+                "failing_s": max((a.end for a in failed), default=entry["at"]) - entry["at"],
+                "longest_gap_s": max((max(a.timing.itl_s, default=0.0) for a in mine), default=0.0),
+                "ttft_max_s": max((a.timing.ttft_s or 0.0 for a in mine), default=0.0),
+            }
+        )
+    return rows
+
+
+def lost_nodes(
+    redis_server: Annotated[
+        str, typer.Option(help="Program of a Redis that GCS keeps its state in; files without one.")
+    ] = "",
+    in_flight: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 40,
+    port: Annotated[int, typer.Option(help="HTTP port of proxies; the next one is the ingresses'.")] = 8340,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Lose nodes under load; status 1 if a request failed that another node could have answered."""
+    allow_open_files(65536)
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    os.environ["PYTHONPATH"] = python_path()
+    with _store(redis_server) as store:
+        os.environ |= store
+        import ray
+        from ray import serve
+
+        from benchmarks.lib.fakes import APPLICATION, MODEL, fake_application
+
+        nodes = _Nodes()
+        try:
+            ray.init(
+                address=nodes.cluster.address, namespace="serve", log_to_driver=False, logging_level="error"
+            )
+            serve.start(proxy_location="EveryNode", http_options={"host": "127.0.0.1", "port": port})
+            engines = {
+                "ray_actor_options": {"num_cpus": 0.1, "resources": {"engine": 0.5}},
+                "max_replicas_per_node": 1,
+                "health_check_period_s": 1,
+            }
+            head = {"ray_actor_options": {"num_cpus": 0.1, "resources": {"ingress": 1.0}}}
+            application = fake_application(
+                decode_replicas=_NODES, prefill_replicas=_NODES, prefill_s=0.02, seed=seed, own_port=port + 1,
+                ingresses=2, engine_options=engines, ingress_options=head,
+            )  # fmt: skip
+            serve.run(application, name=APPLICATION, route_prefix="/")
+            urls = (f"http://127.0.0.1:{port + 1}", f"http://127.0.0.1:{port}")
+            wait_ready(urls[0])
+            rows = _rows(*asyncio.run(_drive(nodes, APPLICATION, MODEL, urls, in_flight)))
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+            nodes.cluster.shutdown()
+    inputs = {"in_flight": in_flight, "gcs_keeps_its_state_in": "Redis" if redis_server else "files"}
+    publish("lost_nodes", rows, inputs=inputs, seed=seed, out=out, notes=NOTES)
+    if any(row["failures"] for row in rows[:-1]) or any(row["recovery_s"] is None for row in rows):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run(lost_nodes)

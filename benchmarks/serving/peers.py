@@ -1,0 +1,350 @@
+"""What our serving layer costs beside peers, on equal engines: prefill, hand-over, decode, one table.
+
+    python -m venv router-venv && router-venv/bin/pip install vllm-router==0.1.17
+    python -m benchmarks.serving.peers --vllm-router-venv router-venv
+
+Systems:
+    eldr           this package: the ingress's own port, channels to the engines
+    ray-pd         Ray Serve LLM's build_pd_openai_app: decode replica first, which calls prefill
+    no-router      two plain vLLM servers; the client itself sends the prefill and the decode call
+    eldr-proxy     the same, through Ray Serve's own proxy
+    vllm-router    the Rust router in front of the same servers; with `--router-policies` one system a policy
+    ...-polled     the same, servers load our connector module, so that NIXL does not spin a core an engine
+
+One system runs at a time, for idle engines with NIXL's progress thread would slow the others. Trials are
+in random order within each round, engines are started anew in each. Rows are medians over rounds.
+`--turns N` has all systems up at once instead, and N short trials of each in turn after every start: what the
+machine's speed and an engine's place in memory do to one does to the other. Its systems are those whose idle
+engines sleep; Ray's idle cost (docs/data_path.md) is then in the rows of all, in column `ray_cpu_ms`.
+`--record FILE` keeps every trial; those that are in it already count too, so that a long comparison
+can be made in several short runs. `_cpu_ms` columns are CPU time a request of those that serve.
+`_over_SYSTEM_pct` columns are paired over rounds, with their 95 % intervals: how much more (less, if
+negative) than the n-th trial of SYSTEM the n-th trial took; `ttft_beyond_...` likewise, in ms.
+
+The whole product against the whole peer, engines that spend their time on experts:
+
+    python -m benchmarks.serving.peers --deployment deployments/cpu_demo_4d.yaml --decode-replicas 4 \\
+        --intermediate 1536 --stream-interval 16 --in-flight 64 --requests 40 --warm-up 128 \\
+        --min-tokens 80 --max-tokens 240 --max-prompt-tokens 128 --systems eldr,vllm-router-polled \\
+        --router-policies random,round_robin,power_of_two,consistent_hash,cache_aware \\
+        --vllm-router-venv router-venv --rounds 1 --out benchmarks/results/peers_4d.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import numpy as np
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.client import (
+    Answer,
+    allow_open_files,
+    closed_loop,
+    complete,
+    errors,
+    session,
+    summary,
+)
+from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
+from benchmarks.lib.cpu_time import cpu_s
+from benchmarks.lib.engines import process, ray_pd_arguments, vllm_servers, wait_http
+from benchmarks.lib.live import wide_arguments
+from benchmarks.lib.prompts import bodies
+from benchmarks.lib.replay import widened
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.ray_settings import QUIET
+from loadgen.journal import Journal
+from loadgen.results import publish
+from loadgen.statistics import Interval, median_ci
+
+RAY_SYSTEMS = ("eldr", "eldr-proxy", "ray-pd")
+SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
+ROUTER_POLICIES = ("random", "round_robin", "power_of_two", "consistent_hash", "cache_aware")
+_TIMEOUT_S = 60.0  # a request that takes longer has failed
+_Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
+
+
+@contextmanager
+def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[dict[str, _Send]]:
+    with local_ray(http_port=port, environment=QUIET if system == "eldr" else {}):
+        from ray import serve
+        from ray.serve.llm import build_pd_openai_app
+
+        from eldr_serve.app import build_app
+
+        ours = system.startswith("eldr")
+        if system == "eldr":
+            arguments = arguments | {"ingress": {"port": port + 1}}
+        build = build_app(arguments) if ours else build_pd_openai_app(ray_pd_arguments(arguments))
+        serve.run(build, name=system, route_prefix="/")
+        url = f"http://127.0.0.1:{port + 1 if system == 'eldr' else port}"
+        if ours:
+            wait_ready(url, 240)
+        yield {system: partial(_complete, url)}
+
+
+@contextmanager
+def _servers(
+    systems: list[str], arguments: dict[str, Any], port: int, venv: Path | None
+) -> Iterator[dict[str, _Send]]:
+    """The systems that share plain vLLM servers, all of them over the same two engines."""
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        polled = "-polled" in systems[0]
+        urls = stack.enter_context(vllm_servers(arguments, port=port + 1, logs=logs, our_connector=polled))
+        found: dict[str, _Send] = {}
+        for number, system in enumerate(systems):
+            if system.startswith("no-router"):
+                found[system] = lambda http, body: _by_hand(http, urls, body)
+                continue
+            assert venv is not None
+            policy = system.partition("/")[2] or "round_robin"
+            front = f"http://127.0.0.1:{port + 60 + number}"
+            command = [
+                str(venv / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port + 60 + number),
+                "--vllm-pd-disaggregation", "--policy", policy, "--prometheus-port", str(port + 80 + number),
+                *[part for url in urls["prefill"] for part in ("--prefill", url)],
+                *[part for url in urls["decode"] for part in ("--decode", url)],
+            ]  # fmt: skip
+            log = logs / f"vllm_router_{number}.log"
+            router = stack.enter_context(process(command, env={}, log=log))
+            wait_http(f"{front}/health", router, log, 60)
+            found[system] = partial(_complete, front)
+        yield found
+
+
+def _complete(url: str, http: Any, body: dict[str, Any]) -> Awaitable[Answer]:
+    return complete(http, url, body)
+
+
+async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    """Prefill and decode called by the client itself: the engines with nothing in front of them."""
+    start = time.perf_counter()
+    first = body | {
+        "max_tokens": 1,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+    }
+    headers = {"X-Request-Id": uuid.uuid4().hex}
+    try:
+        async with http.post(f"{urls['prefill'][0]}/v1/completions", json=first, headers=headers) as response:
+            if response.status != 200:
+                return Answer(start, time.perf_counter(), error=f"prefill: HTTP {response.status}")
+            params = (await response.json())["kv_transfer_params"]
+    except (aiohttp.ClientError, OSError) as error:
+        return Answer(start, time.perf_counter(), error=f"prefill: {type(error).__name__}")
+    return await complete(http, urls["decode"][0], body | {"kv_transfer_params": params}, start)
+
+
+async def _trial(
+    send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]], warm_up: int
+) -> Any:
+    """One row for each load, of answers that end while the loop goes on as before and after them.
+
+    What begins together would else queue for prefill together. `warm_up` answers come first.
+    """
+    found = {}
+    spent: list[Counter[str]]  # when the first that counts begins, and when the last has ended
+
+    async def sent(number: int, last: int) -> Answer:
+        answer = await send(http, work[number % len(work)])
+        ended.append(number)
+        if len(ended) in (warm_up, last):
+            spent.append(cpu_s())
+        return answer
+
+    async with session(_TIMEOUT_S) as http:
+        for in_flight in loads:
+            requests = per_load * min(in_flight, 4)
+            spent, ended = [], list[int]()
+            answers = await closed_loop(
+                partial(sent, last=warm_up + requests),
+                requests=warm_up + requests + in_flight,
+                in_flight=in_flight,
+            )
+            answers.sort(key=lambda answer: answer.end)
+            counted = answers[warm_up : warm_up + requests]
+            row = summary(counted, answers[warm_up - 1].end)
+            cpu = {part: 1000 * (s - spent[0][part]) / requests for part, s in spent[1].items()}
+            found[str(in_flight)] = row | {"errors": errors(counted), "cpu_ms": cpu}
+    return found
+
+
+def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for system in dict.fromkeys(trial["system"] for trial in trials):
+        mine = [trial["loads"] for trial in trials if trial["system"] == system]
+        for in_flight in dict.fromkeys(load for loads in mine for load in loads):
+            measured = [loads[in_flight] for loads in mine if in_flight in loads]
+            row: dict[str, Any] = {"system": system, "in_flight": int(in_flight), "blocks": len(measured)}
+            for name in ("requests", "failures"):
+                row[name] = sum(m[name] for m in measured)
+            for name in (
+                "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "latency_p50_ms",
+                "requests_per_s",
+            ):  # fmt: skip
+                row[name] = float(np.median([m[name] for m in measured]))
+            for part in sorted({part for m in measured for part in m["cpu_ms"]}):
+                row[f"{part}_cpu_ms"] = float(np.median([m["cpu_ms"].get(part, 0.0) for m in measured]))
+            for name in ("ttft_p50_ms", "tpot_p50_ms", "requests_per_s"):
+                _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([m[name] for m in measured])
+            rows.append(row | _paired(trials, system, in_flight))
+    return sorted(rows, key=lambda row: (row["in_flight"], row["system"]))
+
+
+def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, float]:
+    """What `system` does beside vllm-router and the client alone, trial by trial in the order of rounds."""
+
+    def of(name: str, column: str) -> list[float]:
+        loads = [trial["loads"] for trial in trials if trial["system"] == name]
+        return [found[load][column] for found in loads if load in found]
+
+    found: dict[str, Interval] = {}
+    for other in dict.fromkeys(trial["system"] for trial in trials):
+        if other == system:
+            continue
+        name = re.sub(r"\W", "_", other)
+        if other.startswith("vllm-router"):
+            for column, short in (("requests_per_s", "requests_per_s"), ("tpot_p50_ms", "tpot")):
+                pairs = list(zip(of(system, column), of(other, column), strict=False))
+                found[f"{short}_over_{name}_pct"] = median_ci([100 * (a / b - 1) for a, b in pairs])
+        elif other.startswith("no-router"):
+            pairs = list(zip(of(system, "ttft_p50_ms"), of(other, "ttft_p50_ms"), strict=False))
+            found[f"ttft_beyond_{name}_ms"] = median_ci([a - b for a, b in pairs])
+    return {
+        f"{name}{suffix}": value
+        for name, interval in found.items()
+        for suffix, value in zip(("", "_low", "_high"), interval, strict=True)
+    }
+
+
+def peers(
+    systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
+    rounds: Annotated[int, typer.Option(min=0, help="Starts of each system; 0: only print --record.")] = 3,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Trials of each after a start; above 1: all are up, and take turns.")
+    ] = 1,
+    requests: Annotated[
+        int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 8.")
+    ] = 40,
+    in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,8",
+    warm_up: Annotated[int, typer.Option(min=1, help="Requests before those, in no figure.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer, at most.")] = 32,
+    min_tokens: Annotated[int | None, typer.Option(min=2, help="At least; as many if not given.")] = None,
+    intermediate: options.Intermediate = 32,
+    stream_interval: options.Interval = 1,
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
+    decode_replicas: Annotated[int, typer.Option(min=1, help="Decode engines of each system.")] = 1,
+    work: options.Work = options.WORK,
+    prompts: options.Prompts = options.PROMPTS,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longer prompts are left out, tokens; default: none are.")
+    ] = None,
+    vllm_router_venv: Annotated[
+        Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
+    ] = None,
+    router_policies: Annotated[
+        str, typer.Option(help=f"Policies of vllm-router, with commas, of {', '.join(ROUTER_POLICIES)}.")
+    ] = "round_robin",
+    record: Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")] = None,
+    port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8400,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Compare TTFT, TPOT and throughput of this package with peers on equal engines."""
+    unwind_on_sigterm()
+    allow_open_files(8192)
+    chosen = _chosen(systems, vllm_router_venv, router_policies)
+    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval, decode_replicas)
+    asked = bodies(
+        prompts, count=512, max_tokens=max_tokens, min_tokens=min_tokens,
+        most_prompt_tokens=max_prompt_tokens, seed=seed,
+    )  # fmt: skip
+    loads = [int(load) for load in in_flight.split(",")]
+    inputs: dict[str, Any] = {
+        "turns": turns, "requests": requests, "warm_up": warm_up, "min_tokens": min_tokens or max_tokens,
+        "max_tokens": max_tokens, "decode_replicas": decode_replicas, "intermediate": intermediate,
+        "stream_interval": stream_interval, "deployment": deployment.stem,
+        "prompts": prompts.name,
+        "max_prompt_tokens": max_prompt_tokens,
+    }  # fmt: skip
+    journal = Journal(record, inputs) if record else None
+    trials: list[dict[str, Any]] = list(journal.known.values()) if journal else []
+    order = random.Random(seed + len(trials))
+
+    def keep(system: str, found: dict[str, Any]) -> None:
+        trials.append({"system": system, "loads": found})
+        if journal:
+            journal.put(str(len(trials)), trials[-1])
+
+    groups = [[s] for s in chosen if s in RAY_SYSTEMS]
+    for polled in (False, True):
+        groups.append([s for s in chosen if s not in RAY_SYSTEMS and ("-polled" in s) == polled])
+    groups = [group for group in groups if group]
+    if turns > 1:
+        _check_together(groups)
+    for _ in range(rounds):
+        shuffled = order.sample(groups, k=len(groups))
+        for up in [shuffled] if turns > 1 else [[group] for group in shuffled]:
+            with ExitStack() as stack:
+                sends: dict[str, _Send] = {}
+                for group in up:
+                    if group[0] in RAY_SYSTEMS:
+                        sends |= stack.enter_context(_serve(group[0], arguments, port))
+                    else:
+                        servers = _servers(group, arguments, port + 1, vllm_router_venv)
+                        sends |= stack.enter_context(servers)
+                for turn in range(turns + (turns > 1)):
+                    for system in order.sample(list(sends), k=len(sends)):
+                        found = asyncio.run(_trial(sends[system], loads, requests, asked, warm_up))
+                        if turn or turns == 1:  # the first of several is a warm-up
+                            keep(system, found)
+    if not trials:
+        raise BadInput("there is no trial to report")
+    publish(
+        "peers", _rows(trials), inputs=inputs | {"blocks": trials},
+        seed=seed, out=out,
+        notes=f"closed loop, greedy, {'all systems up' if turns > 1 else 'one system'} at a time; plain NIXL "
+        "spins one core an engine, which the others share; -polled: the same servers with our "
+        "connector module, which polls",
+    )  # fmt: skip
+
+
+def _check_together(groups: list[list[str]]) -> None:
+    """Raises BadInput if they cannot be up at once."""
+    if sum(group[0] in RAY_SYSTEMS for group in groups) > 1:
+        raise BadInput(f"with --turns one of {', '.join(RAY_SYSTEMS)} can be up at a time")
+    spinning = [s for group in groups for s in group if not s.startswith("eldr") and "-polled" not in s]
+    if spinning:
+        raise BadInput(f"with --turns idle engines must sleep, and those of {', '.join(spinning)} spin")
+
+
+def _chosen(systems: str, venv: Path | None, policies: str) -> list[str]:
+    known = (*RAY_SYSTEMS, *SERVER_SYSTEMS)
+    possible = [s for s in known if venv is not None or not s.startswith("vllm-router")]
+    chosen: list[str] = []
+    for system in systems.split(",") if systems else possible:
+        if system not in known:
+            raise BadInput(f"there is no system {system!r}; there are {', '.join(known)}")
+        if system not in possible:
+            raise BadInput(f"{system} needs --vllm-router-venv")
+        several = system.startswith("vllm-router") and policies != "round_robin"
+        chosen += [f"{system}/{policy}" for policy in policies.split(",")] if several else [system]
+    return chosen
+
+
+if __name__ == "__main__":
+    run(peers)

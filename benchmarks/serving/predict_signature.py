@@ -1,0 +1,135 @@
+"""Time and memory of a signature predicted from a prompt's token ids, of learning its true counts, and of a
+whole placement by it.
+
+    python -m benchmarks.serving.predict_signature
+
+At the shape of Qwen3-30B-A3B (48 MoE layers, 128 experts, top-8, 151,936 token ids).
+Read total_p50_us of predict_decision: it is added to a request that is placed before its prefill; the goal
+is 300 at 1,000 tokens. A placement there is of `marginal-cost`, by a prediction and cached prefixes; its
+parts in turn: predicted and packed; cut into blocks and hashed; placed, with the look-up of prefixes and the
+book-keeping.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+from time import perf_counter
+from typing import Annotated
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
+
+import numpy as np
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.synthetic import TOP_K, E, L
+from eldr_serve.command_errors import run
+from eldr_serve.experts.online_predictor import OnlinePredictor
+from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.scheduling import Placement, PlacementRequest, Placer, State, make_policy, prompt_blocks
+from loadgen.results import p50_p99_us, publish, time_calls
+
+VOCABULARY = 151_936
+WORKERS = (4, 16, 64, 256)
+HELD = 16  # requests a worker that run already
+BLOCK_TOKENS = 16
+_PROMPTS = 64  # different ones
+_SKEW = 0.3  # exponent of the power law that token ids are drawn by
+
+
+def predict_signature(
+    calls: Annotated[int, typer.Option(min=100, help="Predictions timed of each kind.")] = 2000,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time predictions and updates for prompts of 100 to 10,000 tokens at ranks 32 and 64."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for rank, tokens in product((32, 64), (100, 1000, 10_000)):
+        online = OnlinePredictor(_random(rank, rng))
+        # Lists, as engines and tokenizers give them.
+        prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.int64).tolist()
+        counts = [online.predictor.predict(prompt) for prompt in prompts]
+        timed = {
+            "predict": time_calls(lambda call: online.predict(prompts[call % _PROMPTS]), calls=calls),  # noqa: B023
+            "observe": time_calls(
+                lambda call: online.observe(prompts[call % _PROMPTS], counts[call % _PROMPTS]),  # noqa: B023
+                calls=calls,
+            ),
+        }
+        row: dict[str, object] = {"rank": rank, "prompt_tokens": tokens}
+        for name, seconds in timed.items():
+            row |= {f"{name}_{quantile}": us for quantile, us in p50_p99_us(seconds).items()}
+        rows.append(row | {"file_mib": len(online.predictor.to_bytes()) / 2**20})
+    publish(
+        "predict_signature", rows, seed=seed, out=out,
+        inputs={"L": L, "E": E, "top_k": TOP_K, "vocabulary": VOCABULARY, "calls": calls},
+        notes="one thread; a random predictor, token ids by a power law",
+    )  # fmt: skip
+    publish(
+        "predict_decision",
+        [_decisions(workers, tokens, calls, rng) for workers, tokens in product(WORKERS, (1000, 10_000))],
+        seed=seed,
+        out=None if out is None else out.with_stem("predict_decision"),
+        inputs={"L": L, "E": E, "top_k": TOP_K, "vocabulary": VOCABULARY, "rank": 64, "calls": calls}
+        | {"requests_a_worker": HELD, "block_tokens": BLOCK_TOKENS},
+        notes="one thread; as predict_signature; half of each prompt is cached on one worker",
+    )
+
+
+def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) -> dict[str, object]:
+    """A row: p50 and p99 of each part of a placement and of all of it, us."""
+    online = OnlinePredictor(_random(64, rng))
+    prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.uint32)
+    policy = make_policy("marginal-cost")
+    placer = Placer(policy, failed=_fail)
+    placer.set_workers([f"w{worker}" for worker in range(workers)])
+    for number in range(HELD * workers):
+        ids = prompts[number % _PROMPTS]
+        counts = online.predict(ids)
+        held = PlacementRequest(f"held{number}", counts, tokens, 64, predicted=True)
+        lease = Placement(held, State.LEASED, replica=f"w{number % workers}")
+        placer.hold(lease)
+        if number < _PROMPTS:
+            placer.prefixes.sent(lease.replica, prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS))
+    warm_up, marks = 50, []
+    for call in range(warm_up + calls):
+        ids = prompts[call % _PROMPTS]
+        begun = perf_counter()
+        counts = online.predict(ids)
+        assert counts is not None
+        counts = counts.astype(np.float16)  # as it travels to the router
+        predicted = perf_counter()
+        blocks = prompt_blocks(ids, BLOCK_TOKENS)
+        hashed = perf_counter()
+        asked = PlacementRequest("r", counts, tokens, 64, predicted=True, blocks=blocks)
+        placer.submit([Placement(asked, State.SENT)])
+        marks.append((begun, predicted, hashed, perf_counter()))
+        placer.finish("r")
+    taken = np.diff(np.array(marks[warm_up:]), axis=1)
+    row: dict[str, object] = {"workers": workers, "prompt_tokens": tokens}
+    for name, seconds in zip(("predict", "hash", "place"), taken.T, strict=True):
+        row |= {f"{name}_{quantile}": us for quantile, us in p50_p99_us(seconds.tolist()).items()}
+    return row | {f"total_{q}": us for q, us in p50_p99_us(taken.sum(axis=1).tolist()).items()}
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+def _random(rank: int, rng: np.random.Generator) -> SignaturePredictor:
+    directions = np.linalg.qr(rng.normal(size=(L * E, rank)))[0].T.reshape(rank, L, E)
+    return SignaturePredictor(
+        model="m",
+        tokenizer="t",
+        top_k=TOP_K,
+        mean=np.full((L, E), TOP_K / E, np.float32),
+        tokens=rng.normal(size=(VOCABULARY, rank)).astype(np.float32) / np.float32(rank),
+        experts=np.ascontiguousarray(directions, np.float32),
+        variance=np.ones(VOCABULARY, np.float32),
+    )
+
+
+if __name__ == "__main__":
+    run(predict_signature)

@@ -1,0 +1,97 @@
+"""Locality and the prefix cache add up (counterpart of the paper's Figure 17).
+
+    python -m benchmarks.serving.prefix_cache
+
+Few long prompts, asked again and again, with the prefill engine's prefix cache on and then off; each
+policy under the same load, as in benchmarks/serving/live.py. The cache should lower TTFT for every policy and
+leave what a policy gains in TPOT as it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.capture import captured
+from benchmarks.lib.cluster import unwind_on_sigterm
+from benchmarks.lib.live import Comparison, fitting, lengths, serving, wide_arguments, workers_of
+from benchmarks.lib.replay import widened
+from eldr_serve.command_errors import run
+from eldr_serve.experts.fitting.table import fit_table
+from loadgen.plots import bars
+from loadgen.results import publish
+from loadgen.workload import balanced_sample, write_prompts
+
+
+def prefix_cache(
+    prompts: options.Prompts = options.PROMPTS,
+    distinct: Annotated[int, typer.Option(min=1, help="Distinct prompts, of the longest.")] = 12,
+    policies: Annotated[
+        str, typer.Option(help="Policies, with commas.")
+    ] = "round-robin,locality-band,marginal-cost",
+    in_flight: options.InFlight = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy and cache state.")] = 3,
+    trial_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a trial, s.")] = 25,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 15,
+    burn_in_seconds: options.BurnIn = 120,
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
+    intermediate: options.Intermediate = 1024,
+    stream_interval: options.Interval = 16,
+    output_tokens: options.MeanOutput = 64,
+    max_prompt_tokens: options.Longest = 512,
+    requests: options.Captured = 2400,
+    port: Annotated[int, typer.Option(help="HTTP port.")] = 8350,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Compare policies with the prefix cache on and off."""
+    unwind_on_sigterm()
+    load = {
+        "policies": policies, "in-flight": in_flight, "rounds": rounds, "seed": seed,
+        "trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds,
+        "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
+    }  # fmt: skip
+    about = {
+        "prompts": prompts.name, "captured": requests, "distinct": distinct, "deployment": deployment.stem,
+        "intermediate": intermediate, "stream_interval": stream_interval,
+        "max_prompt_tokens": max_prompt_tokens,
+    }  # fmt: skip
+    asked = load | about | {"prompts": prompts.resolve()}
+    comparisons = {state: Comparison(work / f"prefix_cache_{state}", asked) for state in ("on", "off")}
+    data = captured(prompts, work, requests=requests, seed=seed)
+    fit, rest = data.split("all", 0.4, seed)
+    held_out = fitting(prompts, [data.trace.ids[i] for i in rest], max_prompt_tokens)
+    longest = sorted(held_out, key=lambda p: -len(p.text))[: 8 * distinct]
+    repeated = work / "prefix_cache_prompts.jsonl"
+    write_prompts(repeated, balanced_sample(longest, distinct, seed))
+    model = widened(intermediate, work)
+    workers = workers_of(wide_arguments(deployment, model, stream_interval))
+    table, _ = fit_table(data.trace.subset(fit), workers, seed=seed)
+    rows: list[dict[str, Any]] = []
+    for state, comparison in comparisons.items():
+        arguments = wide_arguments(deployment, model, stream_interval)
+        arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
+        if comparison.result is None:
+            with serving(arguments, port=port):
+                comparison.measure(table, load | {"prompts": repeated}, port=port)
+        rows += [{"prefix_cache": state, **row} for row in comparison.rows()]
+    last = comparisons["off"].result
+    assert last is not None
+    path = publish(
+        "prefix_cache", rows, seed=seed, out=out, notes=last["notes"], inputs=last["inputs"] | about
+    )
+    named = [
+        row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in rows if row["clock"] == "even"
+    ]
+    value = "tpot_p50_ms"
+    bars(named, "policy", value, path.with_suffix(".png"), interval=(f"{value}_low", f"{value}_high"))
+    for comparison in comparisons.values():
+        comparison.finish()
+
+
+if __name__ == "__main__":
+    run(prefix_cache)

@@ -1,0 +1,121 @@
+"""What each of Ray's settings saves while nothing happens.
+
+    python -m benchmarks.serving.ray_idle --rounds 1 --record idle.jsonl
+    python -m benchmarks.serving.ray_idle --rounds 0 --record idle.jsonl
+
+An application over engines that compute nothing, one prefill and two decode replicas, is started with one
+setting, with those of eldr_serve/ray_settings.py (`shipped`), with all, and with none, in turn, and
+left alone. Read idle_pct: CPU time of all its processes, of one core, and its parts; saved_pct is that of
+`none` less it, paired over rounds, with its 95 % interval (a negative one costs more).
+`--record FILE` keeps each start, so that rounds can be made in several runs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
+from benchmarks.lib.cpu_time import PARTS, cpu_s
+from benchmarks.lib.rounds import medians
+from eldr_serve.command_errors import BadInput, run
+from eldr_serve.ray_settings import QUIET
+from loadgen.journal import Journal
+from loadgen.results import publish
+from loadgen.statistics import median_ci
+
+_OTHERS = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
+SETTINGS: dict[str, dict[str, str]] = {
+    "none": {},
+    **{name: {name: value} for name, value in (QUIET | _OTHERS).items()},
+    "shipped": QUIET,
+    "all": QUIET | _OTHERS,
+}
+_DECODE_REPLICAS = 2
+
+
+def _measure(environment: dict[str, str], idle_s: float, settle_s: float, port: int) -> dict[str, float]:
+    """Idle CPU time by part, % of a core. In a process of its own: Ray reads settings when it is imported."""
+    os.environ |= environment
+    with local_ray(http_port=port):
+        from ray import serve
+
+        from benchmarks.lib.fakes import fake_application
+
+        application = fake_application(
+            decode_replicas=_DECODE_REPLICAS, prefill_s=0.0, seed=0, own_port=port + 1
+        )
+        serve.run(application, name="bench-streams", route_prefix="/")
+        wait_ready(f"http://127.0.0.1:{port + 1}")
+        time.sleep(settle_s)
+        before, start = cpu_s(), time.perf_counter()
+        time.sleep(idle_s)
+        after, took_s = cpu_s(), time.perf_counter() - start
+    return {part: 100 * (after[part] - before[part]) / took_s for part in after}
+
+
+def summarised(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a setting, of starts in the order in which they were made."""
+    parts = sorted({*PARTS.values(), "ray"})
+    rows = [
+        {"setting": start["setting"], "idle_pct": sum(start["parts"].values())}
+        | {f"{part.replace(' ', '_')}_pct": start["parts"].get(part, 0.0) for part in parts}
+        for start in starts
+    ]
+    bare = [row["idle_pct"] for row in rows if row["setting"] == "none"]
+    found = medians(rows, about=("setting",), sure=("idle_pct",))
+    for row in found:
+        mine = [one["idle_pct"] for one in rows if one["setting"] == row["setting"]]
+        saved = median_ci([a - b for a, b in zip(bare, mine, strict=False)])
+        row |= dict(zip(("saved_pct", "saved_pct_low", "saved_pct_high"), saved, strict=True))
+    return found
+
+
+def ray_idle(
+    settings: Annotated[str, typer.Option(help=f"Of {', '.join(SETTINGS)}; default: all of them.")] = "",
+    rounds: Annotated[int, typer.Option(min=0, help="Starts of each; 0: only print --record.")] = 3,
+    idle_s: Annotated[float, typer.Option(min=1, help="Time without a request, s.")] = 20.0,
+    settle_s: Annotated[float, typer.Option(min=0, help="Time before that, s.")] = 5.0,
+    record: Annotated[Path | None, typer.Option(help="Journal of all starts, read and added to.")] = None,
+    port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8330,
+    out: options.Out = None,
+) -> None:
+    """Measure what the application takes while nobody asks it anything, by Ray's settings."""
+    unwind_on_sigterm()
+    chosen = settings.split(",") if settings else list(SETTINGS)
+    for name in chosen:
+        if name not in SETTINGS:
+            raise BadInput(f"there is no setting {name!r}; there are {', '.join(SETTINGS)}")
+    inputs = {
+        "idle_s": idle_s,
+        "settle_s": settle_s,
+        "decode_replicas": _DECODE_REPLICAS,
+        "all": SETTINGS["all"],
+    }
+    journal = Journal(record, inputs) if record else None
+    starts: list[dict[str, Any]] = list(journal.known.values()) if journal else []
+    for number in range(rounds):
+        for name in chosen if number % 2 == 0 else reversed(chosen):
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+                found = process.submit(_measure, SETTINGS[name], idle_s, settle_s, port).result()
+            starts.append({"setting": name, "parts": found})
+            typer.echo(f"{name}: {sum(found.values()):.1f} % of a core", err=True)
+            if journal:
+                journal.put(str(len(starts)), starts[-1])
+    if not starts:
+        raise BadInput("there is no start to report")
+    publish(
+        "ray_idle", summarised(starts), inputs=inputs, seed=0, out=out,
+        notes="idle CPU time of all processes but this one, % of a core; fake engines; dashboard off",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(ray_idle)

@@ -1,0 +1,121 @@
+"""A Ray cluster of this machine over SSH, from `ray up` to `ray down`, step by step as its operator would.
+
+    python -m benchmarks.serving.ray_up --dry-run
+    python -m benchmarks.serving.ray_up
+
+Up, deploy, calibrate and refit as Ray jobs, load by locust, down; after that no process may be left.
+`ray_cluster_local.yaml` says at its top what this machine needs.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+import yaml
+
+from benchmarks.lib.cluster import ROOT, unwind_on_sigterm, wait_ready
+from eldr_serve.command_errors import BadInput, run
+from loadgen.results import publish
+
+_CLUSTER = "ray_cluster_local.yaml"
+_DASHBOARD = "http://127.0.0.1:8265"
+_URL = "http://127.0.0.1:8000"
+_TRACE = "/tmp/eldr-serve-trace.safetensors"  # a job's working directory goes with it
+_JOB = f"ray job submit --address {_DASHBOARD} --working-dir . --"
+_DEPLOYMENT = "deployments/cpu_demo.yaml"
+UP, DOWN = f"ray up -y {_CLUSTER}", f"ray down -y {_CLUSTER}"
+STOP = f"ray exec {_CLUSTER} '~/eldr-serve-cluster/.venv/bin/ray stop'"  # `ray down` does not find `ray`
+
+
+def steps(requests: int, run_time_s: int) -> dict[str, str]:
+    """Name and command line of what is done between up and down, in order."""
+    return {
+        "serve deploy": f"serve deploy -a {_DASHBOARD} {_DEPLOYMENT}",
+        "ready": "",
+        "calibrate": f"{_JOB} eldr calibrate --deployment {_DEPLOYMENT} --prompts examples/demo_model/prompts "
+        f"--limit {requests} --max-tokens 32 --out {_TRACE}",
+        "refit": f"{_JOB} eldr refit --trace {_TRACE} --swap",
+        "locust": f"locust -f loadgen/locustfile.py --headless --host {_URL} --prompts examples/demo_model/prompts "
+        f"--users 4 --spawn-rate 4 --run-time {run_time_s}s --max-tokens 32",
+    }
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Command lines of processes that run a program of this folder, or in it."""
+    found = []
+    for process in psutil.process_iter(["cwd", "cmdline"]):
+        cwd, command = process.info["cwd"] or "", " ".join(process.info["cmdline"] or ())
+        if Path(cwd).is_relative_to(folder) or f"{folder}/" in command:
+            found.append(command)
+    return found
+
+
+def _execute(name: str, command: str) -> dict[str, Any]:
+    """Its row; BadInput, after what it printed last, if it failed."""
+    typer.echo(f"== {name}: {command or f'until {_URL}/eldr/status says so'}")
+    begun = time.monotonic()
+    if command:
+        program, *rest = shlex.split(command)
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name(program)), *rest],
+            cwd=ROOT, env=os.environ | {"RAY_AUTH_MODE": "disabled"}, check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            typer.echo(done.stdout[-4000:], err=True)
+            raise BadInput(f"{name} ended with status {done.returncode}; what it printed last is above")
+    else:
+        wait_ready(_URL, 600)
+    return {"step": name, "seconds": time.monotonic() - begun}
+
+
+def ray_up(
+    requests: Annotated[int, typer.Option(min=4, help="Prompts that the calibration job takes.")] = 60,
+    run_time_s: Annotated[int, typer.Option(min=5, help="Load by locust, s.")] = 30,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run nothing.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Result, JSON. Default: benchmarks/results.")] = None,
+) -> None:
+    """Start a cluster of this machine, deploy, calibrate, refit, load, and stop it; nothing may be left."""
+    between = steps(requests, run_time_s)
+    if dry_run:
+        typer.echo("\n".join(filter(None, [UP, *between.values(), STOP, DOWN])))
+        return
+    unwind_on_sigterm()
+    (mount,) = yaml.safe_load((ROOT / _CLUSTER).read_text())["file_mounts"]
+    folder = Path(mount).expanduser()
+    if running := left_behind(folder):
+        raise BadInput(f"a cluster runs in {folder} already; stop it by `{STOP}`: {running[0][:80]}")
+    installed = (folder / ".venv").exists()
+    rows = []
+    try:
+        rows += [_execute("ray up", UP), *(_execute(name, command) for name, command in between.items())]
+    finally:
+        try:
+            rows.append(_execute("ray stop", STOP))
+        finally:
+            rows.append(_execute("ray down", DOWN))
+        Path(_TRACE).unlink(missing_ok=True)
+        left = left_behind(folder)
+        for command in left:
+            typer.echo(f"still running: {command[:160]}", err=True)
+    rows.append({"step": "processes left", "count": len(left)})
+    publish(
+        "ray_up", rows, seed=0, out=out,
+        inputs={"cluster": _CLUSTER, "deployment": _DEPLOYMENT, "requests": requests,
+                "run_time_s": run_time_s, "installed_before": installed},
+        notes="a step's wall-clock time, once; a request or swap that fails ends it",
+    )  # fmt: skip
+    if left:
+        raise BadInput(f"{len(left)} processes are left after `{DOWN}`")
+
+
+if __name__ == "__main__":
+    run(ray_up)

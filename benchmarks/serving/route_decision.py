@@ -1,0 +1,56 @@
+"""Time of one placement decision in process, the reading of the counts included.
+
+    python -m benchmarks.serving.route_decision
+
+At the shape of Qwen3-30B-A3B (48 MoE layers, 128 experts, top-8). Read p50_us: it is added to every
+request between prefill and decode, beside one call to the router actor.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Annotated
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
+
+import numpy as np
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.synthetic import TOP_K, E, L, prompt_counts, random_spec, table_near
+from eldr_serve.command_errors import run
+from eldr_serve.scheduling import Loads, PlacementRequest, Policy, make_policy
+from loadgen.results import p50_p99_us, publish, time_calls
+
+
+def route_decision(
+    calls: Annotated[int, typer.Option(min=100, help="Decisions timed.")] = 5000,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time decisions of shortest-queue, locality-band and marginal-cost for K = 4 ... 1024 workers."""
+    rng = np.random.default_rng(seed)
+    spec, prompts = random_spec(rng), prompt_counts(64, rng)
+    rows = []
+    for k in (4, 16, 64, 256, 1024):
+        table = table_near(prompts, k, rng, spec=spec)
+        loads = Loads.of(rng.integers(0, 20, k))
+        for name in ("shortest-queue", "locality-band", "marginal-cost"):
+            policy = make_policy(name).with_table(table)
+            for i in range(4 * k):
+                policy.on_assigned(PlacementRequest(f"held{i}", prompts[i % 64], 300, 64), i % k)
+            seconds = time_calls(partial(_decide, policy, prompts, loads, rng), calls=calls)
+            rows.append({"policy": name, "workers": k, **p50_p99_us(seconds)})
+    publish(
+        "route_decision", rows, inputs={"L": L, "E": E, "top_k": TOP_K, "calls": calls}, seed=seed,
+        notes="one thread, encoding of the counts included", out=out,
+    )  # fmt: skip
+
+
+def _decide(policy: Policy, prompts: np.ndarray, loads: Loads, rng: np.random.Generator, call: int) -> None:
+    policy.select(PlacementRequest("r", prompts[call % len(prompts)], 300, 64), loads, rng)
+
+
+if __name__ == "__main__":
+    run(route_decision)

@@ -1,0 +1,188 @@
+"""Placement through the real DecodeRouter actor, beside a bare call to an async actor.
+
+    python -m benchmarks.serving.router_actor
+
+The client runs in an actor of its own, as an ingress does. A placement is RouterClient.place from
+counts to lease: scoring here, one call to the router, its policy there. Read added_p50_ms (goal below
+0.5 with 1 in flight): what placing costs beyond a call that does nothing. With many in flight
+placements share calls, so a placement there costs less of the router than a call (goal 5,000/s).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.lib import options
+from benchmarks.lib.cluster import local_ray
+from benchmarks.lib.synthetic import E, L, prompt_counts, random_spec, table_near
+from eldr_serve.command_errors import run
+from eldr_serve.experts.routing_table import RoutingTable
+from loadgen.results import publish, time_calls
+from loadgen.statistics import median_ci
+
+_PROMPTS = 32
+
+
+class Bare:
+    """An async actor that does nothing."""
+
+    async def call(self) -> None:
+        """Answer at once."""
+
+
+class Caller:
+    """What an ingress does with the router, timed."""
+
+    def __init__(self, name: str, table: bytes, workers: int, prompts: NDArray[np.uint32]) -> None:
+        from eldr_serve.channel.actor_calls import RouterCalls
+        from eldr_serve.router.actor import connect
+        from eldr_serve.router.client import RouterClient
+        from eldr_serve.router.directory import ReplicaDirectory
+        from eldr_serve.router.settings import RouterSettings
+
+        replicas = ReplicaDirectory()
+        replicas.publish({f"replica-{number:04d}": {} for number in range(workers)})
+        spec = RouterSettings(model_id="m", policy="locality-band", table=table)
+        self._client = RouterClient(RouterCalls(lambda: connect(name, spec)), replicas, timeout_s=10.0)
+        self._table = RoutingTable.from_bytes(table)
+        self._prompts = prompts
+        self._number = 0
+
+    async def start(self) -> None:
+        """Connect, take the table, and place some requests that do not count."""
+        self._client.start()
+        for _ in range(50):
+            await self._place()
+
+    def score(self, calls: int) -> list[float]:
+        """Seconds of each scoring alone, which is part of every placement."""
+        return time_calls(
+            lambda i: self._table.similarity(self._prompts[i % _PROMPTS]), calls=calls, warm_up=0
+        )
+
+    async def bare(self, actor: Any, calls: int, in_flight: int) -> list[float]:
+        """Seconds of each call that does nothing."""
+
+        async def one() -> None:
+            await actor.call.remote()
+
+        return await _latencies(one, calls, in_flight)
+
+    async def place(self, calls: int, in_flight: int) -> list[float]:
+        """Seconds of each placement; each request is released when it is placed."""
+        return await _latencies(self._place, calls, in_flight)
+
+    async def rate(self, seconds: float, in_flight: int) -> float:
+        """Placements/s with `in_flight` under way all the time."""
+        end, start, before = time.perf_counter() + seconds, time.perf_counter(), self._number
+
+        async def go() -> None:
+            while time.perf_counter() < end:
+                await self._place()
+
+        await asyncio.gather(*(go() for _ in range(in_flight)))
+        return (self._number - before) / (time.perf_counter() - start)
+
+    async def own_load(self) -> bool:
+        """The router did not answer in time, and requests were placed without it."""
+        return self._client.router_away
+
+    async def _place(self) -> None:
+        from eldr_serve.scheduling import PlacementRequest
+
+        self._number += 1
+        request = PlacementRequest(str(self._number), None, prompt_tokens=300, max_new_tokens=64)
+        await self._client.place(request, self._prompts[self._number % _PROMPTS])
+        self._client.release(request.request_id)
+
+
+async def _latencies(one: Any, calls: int, in_flight: int) -> list[float]:
+    found: list[float] = []
+
+    async def go(count: int) -> None:
+        for _ in range(count):
+            start = time.perf_counter()
+            await one()
+            found.append(time.perf_counter() - start)
+
+    await asyncio.gather(*(go(max(1, calls // in_flight)) for _ in range(in_flight)))
+    return found
+
+
+def _measure(
+    workers: int, calls: int, rounds: int, seconds: float, many: int, rng: np.random.Generator
+) -> list[dict[str, Any]]:
+    import ray
+
+    spec, prompts = random_spec(rng), prompt_counts(_PROMPTS, rng)
+    table = table_near(prompts, workers, rng, spec=spec).to_bytes()
+    name = f"decode-router:bench-{workers}"
+    bare = ray.remote(Bare).options(num_cpus=0, max_concurrency=1000).remote()
+    caller = (
+        ray.remote(Caller).options(num_cpus=0, max_concurrency=1000).remote(name, table, workers, prompts)
+    )
+    ray.get(caller.start.remote())
+    rates = [ray.get(caller.rate.remote(seconds, many)) for _ in range(rounds)]
+    score = ray.get(caller.score.remote(200))
+    rows = []
+    for in_flight in (1, 64):
+        bares, places, added = [], [], []
+        for _ in range(rounds):
+            bares.append(ray.get(caller.bare.remote(bare, calls, in_flight)))
+            places.append(ray.get(caller.place.remote(calls, in_flight)))
+            added.append(float(np.median(places[-1]) - np.median(bares[-1])))
+        middle, low, high = median_ci(added)
+        all_bare, all_places = np.concatenate(bares), np.concatenate(places)
+        rows.append(
+            {
+                "workers": workers,
+                "in_flight": in_flight,
+                "bare_p50_ms": 1000 * float(np.median(all_bare)),
+                "bare_p99_ms": 1000 * float(np.quantile(all_bare, 0.99)),
+                "place_p50_ms": 1000 * float(np.median(all_places)),
+                "place_p99_ms": 1000 * float(np.quantile(all_places, 0.99)),
+                "added_p50_ms": 1000 * middle,
+                "added_p50_low_ms": 1000 * low,
+                "added_p50_high_ms": 1000 * high,
+                "of_it_scoring_p50_ms": 1000 * float(np.median(score)),
+                "placements_per_s": float(np.median(rates)),
+                "placed_by_own_load": ray.get(caller.own_load.remote()),
+            }
+        )
+    for actor in (caller, bare, ray.get_actor(name, namespace="eldr")):
+        ray.kill(actor)
+    return rows
+
+
+def router_actor(
+    workers: Annotated[str, typer.Option(help="Numbers of decode workers, with commas.")] = "16,64,256,1024",
+    calls: Annotated[int, typer.Option(min=64, help="Calls timed in a round.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of bare calls and placements, in turn.")] = 7,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a throughput round, s.")] = 2.0,
+    many: Annotated[int, typer.Option(min=1, help="Placements in flight for the throughput.")] = 512,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Time placements through the router actor for several numbers of workers, beside bare calls."""
+    rng = np.random.default_rng(seed)
+    rows: list[dict[str, Any]] = []
+    with local_ray():
+        for count in workers.split(","):
+            rows += _measure(int(count), calls, rounds, seconds, many, rng)
+    publish(
+        "router_actor", rows,
+        inputs={"L": L, "E": E, "calls": calls, "rounds": rounds, "seconds": seconds, "many": many},
+        seed=seed, out=out,
+        notes="policy locality-band; one client process; caller, router and bare actor share the cores; "
+        "added: difference of the rounds' medians, median over rounds with 95 % bootstrap interval",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(router_actor)

@@ -1,0 +1,162 @@
+"""Prefill and decode engines scaled by Serve under load, from one of each to three and back.
+
+    python -m benchmarks.serving.scaling
+
+Real engines, each kind with an `autoscaling_config`; clients stream one answer after the other: few, then
+many until there are three engines of each kind, then few until there is one of each again. Each row is such a
+phase: what its requests saw, and the time until the engines were as many as they should be (`after_s`, s; the
+first phase begins with them). No request may fail, and greedy texts must be those of the first engines: else
+the status is 1. Engines start on the cores that serve, so a phase's times say what that costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.client import Answer, allow_open_files, complete, errors, session, summary
+from benchmarks.lib.cluster import unwind_on_sigterm
+from benchmarks.lib.engines import our_arguments
+from benchmarks.lib.prompts import bodies
+from eldr_serve.client import Client, ServiceError
+from eldr_serve.command_errors import run
+from examples.demo_model import WEIGHTS
+from loadgen import application
+from loadgen.results import publish
+
+_KEY = "scaling"
+_TIMEOUT_S = 120.0  # a request that takes longer has failed
+_PROMPTS = 8
+_STEADY_S = 20.0  # of load after a phase has its engines
+_MOST_S = 480.0  # until it must have them: four engines start on the cores that serve
+_TARGETS = {"prefill_config": 0.05, "decode_config": 4.0}  # requests in flight an engine; prefills are short
+_DELAYS = {
+    "upscale_delay_s": 2, "downscale_delay_s": 10, "look_back_period_s": 5, "metrics_interval_s": 1,
+}  # fmt: skip
+
+
+class _Service:
+    """The running application, and what its clients have got of it."""
+
+    def __init__(self, client: Client, work: list[dict[str, Any]]) -> None:
+        self._client, self._work = client, work
+        self.texts: dict[str, str] = {}  # that each prompt must get
+        self.answers: list[Answer] = []
+        self.wrong = 0
+
+    def engines(self) -> tuple[int, int]:
+        """Prefill and decode engines that take requests; zeros while an ingress does not say."""
+        try:
+            status = self._client.status()
+            return len(status["ingress"]["prefill_in_flight"]), len(status.get("workers", ()))
+        except ServiceError:
+            return 0, 0
+
+    async def ask(self, body: dict[str, Any]) -> None:
+        """One request, by a connection of its own."""
+        async with session(_TIMEOUT_S) as http:
+            answer = await complete(http, self._client.url, body)
+        self.answers.append(answer)
+        if answer.error is None:
+            expected = self.texts.setdefault(body["prompt"], answer.timing.text)
+            self.wrong += answer.timing.text != expected
+
+    async def load(self, clients: int, engines: int, most_s: float) -> dict[str, Any]:
+        """A row: so many clients until there are so many engines of each kind, and a little longer."""
+        self.answers, self.wrong = [], 0
+        began_s, over = time.perf_counter(), asyncio.Event()
+
+        async def user(number: int) -> None:
+            rng = random.Random(number)
+            while not over.is_set():
+                await self.ask(rng.choice(self._work))
+
+        users = [asyncio.create_task(user(number)) for number in range(clients)]
+        after_s: float | None = None
+        seen: tuple[int, int] | None = None
+        while after_s is None and time.perf_counter() - began_s < most_s:
+            await asyncio.sleep(0.5)
+            now = await asyncio.to_thread(self.engines)
+            if now != seen and all(now):
+                seen = now
+                typer.echo(f"{clients} clients, {time.perf_counter() - began_s:.0f} s: {now}", err=True)
+            if now == (engines, engines):
+                after_s = time.perf_counter() - began_s
+        await asyncio.sleep(_STEADY_S)
+        over.set()
+        await asyncio.gather(*users)
+        gaps = [max(answer.timing.itl_s, default=0.0) for answer in self.answers]
+        prefill, decode = await asyncio.to_thread(self.engines)
+        return (
+            {"clients": clients, "prefill_engines": prefill, "decode_engines": decode, "after_s": after_s}
+            | summary(self.answers)
+            | {"wrong_texts": self.wrong, "longest_gap_s": max(gaps), "errors": errors(self.answers)}
+        )
+
+
+async def _phases(service: _Service, work: list[dict[str, Any]], few: int, many: int, most: int) -> Any:
+    for body in work:
+        await service.ask(body)
+    return [
+        await service.load(clients, engines, _MOST_S)
+        for clients, engines in ((few, 1), (many, most), (few, 1))
+    ]
+
+
+def scaling(
+    few: Annotated[int, typer.Option(min=1, help="Clients for which an engine of each is enough.")] = 1,
+    many: Annotated[int, typer.Option(min=2, help="Clients that need all engines.")] = 16,
+    engines: Annotated[int, typer.Option(min=2, help="Engines of each kind, at most.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 96,
+    prompts: options.Prompts = options.PROMPTS,
+    max_prompt_tokens: options.Longest = 512,
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
+    port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8370,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Scale engines up and down under load; status 1 if a request came to harm."""
+    unwind_on_sigterm()
+    allow_open_files(8192)
+    application.check_port(port)
+    os.environ |= {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
+    arguments = our_arguments(deployment, WEIGHTS)
+    for role, target in _TARGETS.items():
+        scaled = arguments[role]["deployment_config"]
+        scaled.pop("num_replicas", None)
+        scaled["autoscaling_config"] = {
+            "min_replicas": 1, "max_replicas": engines, "target_ongoing_requests": target,
+        } | _DELAYS  # fmt: skip
+    work = bodies(
+        prompts, count=_PROMPTS, max_tokens=max_tokens, most_prompt_tokens=max_prompt_tokens, seed=seed
+    )
+    try:
+        client, _ = application.start(
+            arguments, port, _KEY, dashboard=False, tell=lambda line: typer.echo(line, err=True)
+        )
+        rows = asyncio.run(_phases(_Service(client, work), work, few, many, engines))
+    finally:
+        application.stop()
+    publish(
+        "scaling", rows,
+        inputs={
+            "engines": engines, "max_tokens": max_tokens, "prompts": prompts.name,
+            "max_prompt_tokens": max_prompt_tokens, "deployment": deployment.stem,
+            "target_ongoing_requests": _TARGETS, "delays": _DELAYS,
+        },
+        seed=seed, out=out,
+        notes="closed loop, greedy; the client and engines that start share the cores with those that serve",
+    )  # fmt: skip
+    if any(row["failures"] or row["wrong_texts"] or row["after_s"] is None for row in rows):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run(scaling)

@@ -1,0 +1,224 @@
+"""What the live page's shadow says that a policy saves, against what it saves.
+
+    python -m benchmarks.serving.shadow
+
+Two policies take turns under the same load, each with the other as its shadow; `change_pct` is of the first
+against the second throughout. Figures:
+
+    priced, ... live   the shadow's, while that policy is live
+    step               decode step time that a token waits for, as the engines measured it: what the shadow
+                       prices (`eldr compare` has it as step ms per token)
+    engine             time of all decode steps over their tokens
+    tpot               mean time per output token at the client: with transport, and with whatever else the
+                       cores do, in a step's time of another engine too
+    experts            active experts of a decode step (no time)
+
+`off_pct` is the change less that of `step`, in points. On CPUs `step` and `engine` are times of the engine's
+thread, so who else shares its core is in `tpot` alone. Intervals resample rounds; all trials of a round meet
+the same requests. What began before the measured part, and what ends after it, is in no figure. A run that
+was stopped goes on where it was, when it is called with the same options.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.lib import options
+from benchmarks.lib.cluster import unwind_on_sigterm
+from benchmarks.lib.live import KEY, lengths, serving, wide_arguments
+from benchmarks.lib.prompts import MODEL, no_longer_than
+from benchmarks.lib.replay import widened
+from eldr_serve.client import Client
+from eldr_serve.command_errors import BadInput, run
+from loadgen.journal import Journal
+from loadgen.results import publish
+from loadgen.statistics import interval, resampled_counts
+from loadgen.trial import Shape, Step, Trial, drive, order, parse_policy
+from loadgen.workload import read_prompts, write_prompts
+
+_SUMS = ("tokens", "live", "shadow", "steps", "requests", "active", "seconds", "waited")
+_STARTS_S = 4.0  # of the load generator: its clock is that much behind a trial's
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sums of the measured part of one trial, s.
+
+    Attributes:
+        tokens, live, shadow: that the shadow priced, and what they cost live and there.
+        steps, requests, active, seconds, waited: of decode steps, see Client.decode_totals.
+        tpot: mean of requests that ended in it.
+        step_cost: that was fitted at its end.
+    """
+
+    tokens: float
+    live: float
+    shadow: float
+    steps: float
+    requests: float
+    active: float
+    seconds: float
+    waited: float
+    tpot: float
+    step_cost: dict[str, float]
+
+
+def sums(status: dict[str, Any]) -> NDArray[np.float64]:
+    """float64[8] of a status, in the order of _SUMS."""
+    now, totals = status["comparison"]["now"], status["decode_totals"]
+    tokens = now.get("tokens") or 0
+    priced = [tokens, *(tokens * (now.get(name) or 0.0) / 1e3 for name in ("live_ms", "shadow_ms"))]
+    names = ("steps", "requests", "active_experts", "seconds", "token_seconds")
+    return np.array([*priced, *(totals[name] for name in names)])
+
+
+def rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> list[dict[str, Any]]:
+    """One a figure; see the module.
+
+    Args:
+        parts: of each policy, its trials by round.
+    """
+    ours, other = policies
+    a, b = parts[ours], parts[other]
+    pairs = {
+        f"priced, {ours} live": ([p.live / p.tokens for p in a], [p.shadow / p.tokens for p in a]),
+        f"priced, {other} live": ([p.shadow / p.tokens for p in b], [p.live / p.tokens for p in b]),
+        "step": ([p.waited / p.requests for p in a], [p.waited / p.requests for p in b]),
+        "engine": ([p.seconds / p.requests for p in a], [p.seconds / p.requests for p in b]),
+        "tpot": ([p.tpot for p in a], [p.tpot for p in b]),
+        "experts": ([p.active / p.steps for p in a], [p.active / p.steps for p in b]),
+    }
+    counts = resampled_counts(np.arange(len(a)), seed=seed, whole_rounds=True)
+    step, step_draws = _change(pairs["step"], counts)
+    found = []
+    for name, pair in pairs.items():
+        change, draws = _change(pair, counts)
+        unit = 1.0 if name == "experts" else 1e3
+        row: dict[str, Any] = {"figure": name, "rounds": len(a)}
+        row |= zip((ours, other), (unit * float(np.mean(values)) for values in pair), strict=True)
+        row |= zip(("change_pct", "low_pct", "high_pct"), interval(change, draws), strict=True)
+        off = interval(change - step, draws - step_draws)
+        timed = name not in ("step", "experts")
+        names = ("off_pct", "off_low_pct", "off_high_pct")
+        found.append(row | {key: value if timed else None for key, value in zip(names, off, strict=True)})
+    return found
+
+
+def _change(
+    pair: tuple[list[float], list[float]], counts: NDArray[np.int32]
+) -> tuple[float, NDArray[np.float64]]:
+    """Of the first mean against the second, %, and the same of each resample."""
+    mine, its = (np.array(values) for values in pair)
+    return float(100 * (mine.mean() / its.mean() - 1)), 100 * ((counts @ mine) / (counts @ its) - 1)
+
+
+def _measure(service: Client, step: Step, shadow: str, shape: Shape, scratch: Path) -> Part:
+    service.set_shadow(*parse_policy(shadow))
+    ends: list[NDArray[np.float64]] = []
+    wanted = (shape.warm_up_s + _STARTS_S, shape.warm_up_s + shape.seconds)
+    costs: dict[str, float] = {}
+
+    def tick(elapsed_s: float) -> None:
+        if len(ends) < len(wanted) and elapsed_s >= wanted[len(ends)]:
+            status = service.status()
+            ends.append(sums(status))
+            costs.update(status["step_cost"])
+
+    trial = Trial(step.policy, step.round)
+    drive(service, trial, shape, seed=step.seed, scratch=scratch, tick=tick)
+    if failed := sum("error" in record for record in trial.requests):
+        raise BadInput(f"{failed} requests of {step.key} failed")
+    tpot = [record["tpot_s"] for record in trial.measured(shape.warm_up_s, shape.seconds)]
+    known = [value for value in tpot if value is not None]
+    if len(ends) < len(wanted) or not known or (ends[1] - ends[0])[[0, 4]].min() <= 0:
+        raise BadInput(f"{step.key} measured nothing: make trials longer")
+    first, last = ends
+    between: dict[str, Any] = dict(zip(_SUMS, (last - first).tolist(), strict=True))
+    return Part(**between, tpot=float(np.mean(known)), step_cost=costs)
+
+
+def shadow(
+    policies: Annotated[
+        str, typer.Option(help="Two, with commas; changes are of the first against the second.")
+    ] = "marginal-cost,shortest-queue",
+    intermediate: Annotated[
+        str, typer.Option(help="Neurons an expert, with commas; 1024 are 0.98 MB.")
+    ] = "64,1536",
+    prompts: options.Prompts = options.PROMPTS,
+    in_flight: options.InFlight = 32,
+    rounds: Annotated[int, typer.Option(min=2, help="Trials of each policy.")] = 4,
+    trial_seconds: Annotated[int, typer.Option(min=10, help="Measured part of a trial, s.")] = 24,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 12,
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
+    stream_interval: options.Interval = 8,
+    output_tokens: options.MeanOutput = 80,
+    max_prompt_tokens: options.Longest = 128,
+    port: Annotated[int, typer.Option(help="HTTP port.")] = 8360,
+    work: options.Work = options.WORK,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Measure what the shadow predicts between two policies, with each of them live in turn."""
+    unwind_on_sigterm()
+    names, widths = policies.split(","), _widths(intermediate)
+    if len(set(names)) != 2:
+        raise BadInput(f"--policies are {policies}: name two")
+    about = {
+        "policies": policies, "intermediate": intermediate, "prompts": prompts.name, "in_flight": in_flight,
+        "rounds": rounds, "trial_seconds": trial_seconds, "warm_up_seconds": warm_up_seconds,
+        "deployment": deployment.stem, "stream_interval": stream_interval, "output_tokens": output_tokens,
+        "max_prompt_tokens": max_prompt_tokens, "seed": seed,
+    }  # fmt: skip
+    journal = Journal(work / "shadow.jsonl", about)
+    steps = order(names, rounds, seed)
+    work.mkdir(parents=True, exist_ok=True)
+    sent = work / "shadow_prompts.jsonl"
+    write_prompts(sent, no_longer_than(read_prompts([prompts]), max_prompt_tokens, chat=True))
+    drawn = lengths(output_tokens)
+    shape = Shape(
+        str(sent), MODEL, 0.0, trial_seconds, warm_up_seconds, in_flight, drawn["max-tokens"], 0.8,
+        drawn["min-tokens"],
+    )  # fmt: skip
+    found = []
+    for width in widths:
+        key = partial("{}, {}".format, width)
+        if left := [step for step in steps if journal.get(key(step.key)) is None]:
+            arguments = wide_arguments(deployment, widened(width, work), stream_interval)
+            with serving(arguments, port=port):
+                service = Client(f"http://127.0.0.1:{port}", KEY)
+                for step in left:
+                    (other,) = {*names} - {step.policy}
+                    typer.echo(f"experts of {width}: {step.policy}, round {step.round + 1}", err=True)
+                    journal.put(key(step.key), asdict(_measure(service, step, other, shape, work)))
+        parts = {
+            name: [Part(**journal.get(key(step.key))) for step in steps if step.policy == name]
+            for name in names
+        }
+        found += [{"intermediate": width, **row} for row in rows((names[0], names[1]), parts, seed)]
+    publish(
+        "shadow", found, inputs=about, seed=seed, out=out,
+        notes="ms, but for experts; off_pct: the change less that of step, points; intervals: 95 %, "
+        "bootstrap over rounds, of which there are few",
+    )  # fmt: skip
+    journal.remove()
+
+
+def _widths(text: str) -> list[int]:
+    try:
+        found = [int(width) for width in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 32 or len(set(found)) < len(found):
+        raise BadInput(f"--intermediate is {text!r}: numbers of neurons from 32, with commas, each once")
+    return found
+
+
+if __name__ == "__main__":
+    run(shadow)

@@ -1,0 +1,180 @@
+"""Thousands of streams, and clients behind a proxy, while processes of the serving layer are killed.
+
+    python -m benchmarks.serving.stream_faults
+
+HTTP, proxies, ingresses, router actor and channels are real; the engines only wait, so no core is theirs.
+Each row is an application of its own, and a kill -9 of each process it names in turn, while requests are
+under way. Read failures: requests that did not end with every token, each once.
+
+Ways: `own` is the ingress's own port, `proxy` Ray Serve's, `haproxy` its HAProxy as Ray configures it, and
+`haproxy-retry` the same with RAY_SERVE_HAPROXY_RETRY_ON, which sends a request again whose ingress has died
+before its first byte. There clients ask for whole answers, so that none has a byte when its ingress dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Annotated, Any
+
+import aiohttp
+import httpx
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.client import Answer, allow_open_files, complete, errors, most_open, session
+from benchmarks.lib.cluster import local_ray, wait_ready
+from eldr_serve.command_errors import BadInput, run
+from loadgen.faults import processes
+from loadgen.results import publish
+
+_WAYS: dict[str, dict[str, str]] = {
+    "own": {},
+    "proxy": {},
+    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
+    "haproxy-retry": {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    },
+}
+_ROLES = {"decode": "FakeDecodeServer", "prefill": "FakePrefillServer", "ingress": "EldrIngress"}
+_TIMEOUT_S = 180.0
+_SETTLE_S = 60.0
+_WORD = " token"  # what an engine says at each step
+NOTES = (
+    "engines that compute nothing; the client shares the cores. own: streams at the ingress's own port; "
+    "other ways: whole answers through a proxy. longest_gap: between two tokens of a stream; settled: from "
+    "the last answer's end until leases and requests in flight are 0 and all processes are there"
+)
+
+
+def _processes(role: str) -> list[Any]:
+    from benchmarks.lib.fakes import APPLICATION
+
+    if role == "router":
+        return processes.named("ray::DecodeRouter")
+    return processes.named(f"ray::ServeReplica:{APPLICATION}:{_ROLES[role]}")
+
+
+async def _whole(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
+    """One answer that is not streamed; failures of any kind are in `error`."""
+    answer = Answer(time.perf_counter())
+    try:
+        async with http.post(f"{url}/v1/completions", json=body) as response:
+            if response.status == 200:
+                answer.timing.text = (await response.json())["choices"][0]["text"]
+            else:
+                answer.error = f"HTTP {response.status}"
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        answer.error = type(error).__name__
+    answer.end = time.perf_counter()
+    return answer
+
+
+async def _load(
+    url: str, model: str, way: str, count: int, tokens: int, gap_ms: float, ramp_s: float, kill: list[str]
+) -> list[Answer]:
+    """All requests at once, and the kills: the first when all have begun, then one every 3 s."""
+    body = {"model": model, "prompt": "a prompt " * 20, "max_tokens": tokens, "gap_ms": gap_ms}
+    async with session(_TIMEOUT_S) as http:
+
+        async def one(number: int) -> Answer:
+            await asyncio.sleep(ramp_s * number / count)
+            found = await (complete if way == "own" else _whole)(http, url, body)
+            if found.error is None and found.timing.text != _WORD * tokens:
+                found.error = f"{found.timing.text.count(_WORD)} tokens of {tokens}"
+            return found
+
+        async def killing() -> None:
+            await asyncio.sleep(ramp_s + 2.0)
+            for role in kill:
+                processes.kill(_processes(role)[0])
+                await asyncio.sleep(3.0)
+
+        kills = asyncio.create_task(killing())
+        answers = await asyncio.gather(*(one(number) for number in range(count)))
+        await kills
+    return list(answers)
+
+
+def _status(url: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = httpx.get(f"{url}/eldr/status", timeout=30).json()
+    except (httpx.TransportError, ValueError):
+        return {}
+    return found
+
+
+def _measure(
+    way: str, count: int, tokens: int, gap_ms: float, ramp_s: float, kill: list[str], port: int, seed: int
+) -> dict[str, Any]:
+    """A row. In a process of its own: Ray Serve reads its mode when it is imported."""
+    allow_open_files(65536)
+    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"  # nobody else is told of a replica
+    os.environ |= _WAYS[way]
+    own = way == "own"
+    with local_ray(http_port=port):
+        from ray import serve
+
+        from benchmarks.lib.fakes import APPLICATION, MODEL, fake_application
+
+        application = fake_application(
+            decode_replicas=2, prefill_s=0.02, seed=seed, own_port=port + 1 if own else None,
+            ingresses=1 if own else 2,
+        )  # fmt: skip
+        serve.run(application, name=APPLICATION, route_prefix="/")
+        url = f"http://127.0.0.1:{port + 1 if own else port}"
+        wait_ready(url)
+        asyncio.run(_load(url, MODEL, way, 20, 2, 0.0, 0.5, []))
+        there = {role: len(_processes(role)) for role in (*_ROLES, "router")}
+        answers = asyncio.run(_load(url, MODEL, way, count, tokens, gap_ms, ramp_s, kill))
+        ended = time.perf_counter()
+        held: dict[str, Any] = {}
+        while time.perf_counter() - ended < _SETTLE_S:
+            held = _status(url).get("ingress", {})
+            back = all(len(_processes(role)) >= number for role, number in there.items())
+            if back and held and not held["in_flight"] and not held["leases"] and not held["router_away"]:
+                break
+            time.sleep(0.5)
+        failed = [answer for answer in answers if answer.error is not None]
+        return {
+            "way": way, "killed": ", ".join(kill), "requests": count, "tokens": tokens,
+            "most_open": most_open(answers), "failures": len(failed), "errors": errors(answers),
+            "longest_gap_s": max((max(a.timing.itl_s, default=0.0) for a in answers if own), default=None),
+            "longest_s": max(a.end - a.start for a in answers),
+            "settled_s": time.perf_counter() - ended,
+            "left": {name: held.get(name) for name in ("in_flight", "leases")},
+        }  # fmt: skip
+
+
+def stream_faults(
+    streams: Annotated[int, typer.Option(min=1, help="Streams that are open at once.")] = 2000,
+    whole: Annotated[int, typer.Option(min=1, help="Whole answers at once, behind a proxy.")] = 200,
+    ways: Annotated[
+        str, typer.Option(help=f"With commas, of {', '.join(_WAYS)}.")
+    ] = "own,proxy,haproxy,haproxy-retry",
+    kill: Annotated[str, typer.Option(help="What is killed in turn under streams.")] = "decode,router",
+    ramp_s: Annotated[float, typer.Option(min=0, help="Time in which all are sent, s.")] = 10.0,
+    port: Annotated[int, typer.Option(help="HTTP port.")] = 8330,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Kill processes under load; status 1 if a stream was lost."""
+    rows: list[dict[str, Any]] = []
+    roles = kill.split(",")
+    if unknown := (set(ways.split(",")) - set(_WAYS)) | (set(roles) - {*_ROLES, "router"}):
+        raise BadInput(f"there is no {min(unknown)!r}")
+    for way in ways.split(","):
+        load = (streams, 100, 400.0, ramp_s, roles) if way == "own" else (whole, 100, 60.0, 2.0, ["ingress"])
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            rows.append(process.submit(_measure, way, *load, port, seed).result())
+    publish("stream_faults", rows, inputs={"ramp_s": ramp_s}, seed=seed, out=out, notes=NOTES)
+    if any(row["failures"] for row in rows if row["way"] == "own"):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run(stream_faults)

@@ -1,0 +1,185 @@
+"""Build the application graph from a deployment file, for `serve run deployments/<topology>.yaml`."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from ray import serve
+from ray.serve.deployment import Application
+
+from eldr_serve.config import DRAIN_S, SCALING, EldrArgs, parse
+from eldr_serve.engine.backend import EngineRole, EngineSpec
+from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.errors import ConfigurationError
+from eldr_serve.ingress.deployment import EldrIngress, decode_directory, prefill_directory
+from eldr_serve.ingress.http_application import application
+from eldr_serve.ingress.openapi import openapi_document
+from eldr_serve.replicas.llm_servers import LLMDecodeServer, LLMPrefillServer
+from eldr_serve.router.actor import actor_name
+from eldr_serve.router.settings import RouterSettings
+from eldr_serve.signatures.settings import PoolSettings
+from eldr_serve.validation import problem
+
+_ROUTER = "eldr_serve.replicas.request_router.DirectoryRouter"
+_PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
+_CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
+
+
+@dataclass(frozen=True)
+class Built:
+    """An application that is ready to be deployed.
+
+    Attributes:
+        args: the validated arguments of the file.
+        specs: engine specs, in the order in which requests reach the engines.
+        application: the Serve application graph, not started.
+        names: names of its deployments.
+    """
+
+    args: EldrArgs
+    specs: dict[EngineRole, EngineSpec]
+    application: Application
+    names: tuple[str, ...]
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """Build the Ray Serve application: ingress, decode deployment, and prefill deployment if there is one.
+
+    Args:
+        args: see EldrArgs.
+
+    Raises:
+        ConfigurationError: `args` are invalid; one sentence.
+    """
+    return build(args).application
+
+
+def build(args: dict[str, Any]) -> Built:
+    """Build the application like build_app and return it with its parts. Ray need not be running.
+
+    Raises:
+        ConfigurationError: `args` are invalid; one sentence.
+    """
+    ENGINES.check()
+    parsed = parse(args)
+    specs = engine_specs(parsed)
+    *prefill_roles, decode_role = specs
+    decode_spec = specs[decode_role]
+    stall_limit_s = parsed.path.stall_limit_s
+    prefill = None
+    for role in prefill_roles:
+        with _naming_part(f"{_CONFIG[role]}.deployment_config"):
+            prefill = specs[role].deployment(
+                LLMPrefillServer, name_prefix=_PREFIX[role], stall_limit_s=stall_limit_s
+            )
+    with _naming_part("decode_config.deployment_config"):
+        decode = decode_spec.deployment(
+            LLMDecodeServer,
+            name_prefix=_PREFIX[decode_role],
+            router_name=actor_name(parsed.name),
+            application=parsed.name,
+            num_pool_actors=parsed.signatures.actors,
+            stall_limit_s=stall_limit_s,
+        )
+    options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
+    with _naming_part("ingress_deployment_config"):
+        ingress = serve.deployment(serve.ingress(application)(EldrIngress), name="EldrIngress", **options)
+    bound = ingress.bind(
+        prefill=prefill,
+        decode=decode,
+        tokenizer=decode_spec.tokenizer,
+        model_card=decode_spec.model_card,
+        openapi=openapi_document(ENGINES.requests()),
+        application=parsed.name,
+        router=router_settings(parsed, decode_spec.model_id),
+        options=parsed.ingress,
+        path_options=parsed.path,
+        max_load_ratio=parsed.prefill_router.max_load_ratio,
+        max_kv_usage=parsed.prefill_router.max_kv_usage,
+        admin_key_sha256=_admin_key_sha256(parsed),
+        engine_version=ENGINES.version(),
+    )
+    names = (f"{_PREFIX[role]}{spec.deployment_name}" for role, spec in specs.items())
+    return Built(parsed, specs, bound, (ingress.name, *names))
+
+
+def router_settings(parsed: EldrArgs, model_id: str) -> RouterSettings:
+    """Return the start arguments of the DecodeRouter actor, including those that the YAML lacks."""
+    router_name = actor_name(parsed.name)
+    pool = PoolSettings(parsed.name, router_name, model_id, parsed.signatures)
+    return parsed.router.model_copy(
+        update={"model_id": model_id, "pool": pool if parsed.signatures.actors else None}
+    )
+
+
+@contextmanager
+def _naming_part(where: str) -> Iterator[None]:
+    """Turn errors of Serve or an engine into a ConfigurationError that names the part of the file."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except ValidationError as error:
+        raise ConfigurationError(problem(error, where=where)) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def engine_specs(parsed: EldrArgs) -> dict[EngineRole, EngineSpec]:
+    """Return engine specs in the order in which requests reach the engines; raise ConfigurationError."""
+    kv_lease_s = parsed.path.kv_lease_s
+    decode_name = decode_directory(parsed.name)
+    if parsed.prefill_config is None:
+        whole = engine_spec(parsed.decode_config, "whole", directory_name=decode_name, kv_lease_s=kv_lease_s)
+        return {"whole": whole}
+    prefill = engine_spec(
+        parsed.prefill_config,
+        "prefill",
+        directory_name=prefill_directory(parsed.name),
+        kv_lease_s=kv_lease_s,
+    )
+    decode = engine_spec(parsed.decode_config, "decode", directory_name=decode_name, kv_lease_s=kv_lease_s)
+    ENGINES.compare(prefill, decode)
+    return {"prefill": prefill, "decode": decode}
+
+
+def engine_spec(
+    given: dict[str, Any],
+    role: EngineRole,
+    *,
+    directory_name: str,
+    kv_lease_s: float,
+) -> EngineSpec:
+    """Return an engine spec, including the deployment options that serving needs (request router, drain)."""
+    config = copy.deepcopy(given)
+    given_options = config.get("deployment_config") or {}
+    deployment = {name: value for name, value in given_options.items() if value is not None}
+    config["deployment_config"] = deployment
+    deployment.setdefault("graceful_shutdown_timeout_s", DRAIN_S)
+    if deployment.get("autoscaling_config"):
+        deployment["autoscaling_config"].setdefault("policy", {"policy_function": SCALING})
+    deployment["request_router_config"] = (deployment.get("request_router_config") or {}) | {
+        "request_router_class": _ROUTER,
+        "request_router_kwargs": {"directory_name": directory_name},
+    }
+    where = _CONFIG[role]
+    try:
+        return ENGINES.spec(role, config, kv_lease_s=kv_lease_s)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}.{error}") from error
+    except ValidationError as error:
+        raise ConfigurationError(problem(error, config, where=where)) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def _admin_key_sha256(args: EldrArgs) -> str | None:
+    key = args.admin_key.get_secret_value() if args.admin_key else os.environ.get("ELDR_ADMIN_KEY")
+    return hashlib.sha256(key.encode()).hexdigest() if key else None

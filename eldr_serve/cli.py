@@ -1,0 +1,397 @@
+"""The command `eldr`: jobs, imported on demand, and operation of a running service."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import secrets
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from eldr_serve.home import BUNDLE, ROOT
+
+_JOBS = "Jobs"
+_REPOSITORY = "In a checkout of the repository"
+_SERVICE = "A running service"
+_DEPLOYMENT = "A deployment"
+# Name -> location of its function, summary.
+_LAZY = {
+    "check": (
+        "eldr_serve.preflight.command:check",
+        "Check whether a deployment would start on a described cluster.",
+    ),
+    "kubernetes": (
+        "eldr_serve.kubernetes.command:kubernetes",
+        "Write a deployment as a RayService for Kubernetes with KubeRay.",
+    ),
+    "demo": ("offline.demo:demo", "Serve the demo model and show what placement changes, policy by policy."),
+    "calibrate": ("offline.calibrate:calibrate", "Record which experts prompts use, on one engine."),
+    "fit": ("offline.fit:fit", "Fit a routing table on a calibration trace."),
+    "fit-predictor": (
+        "offline.fit_predictor:fit_predictor",
+        "Fit a predictor of a prompt's experts from its tokens, on a calibration trace.",
+    ),
+    "refit": ("offline.refit:refit", "Fit a table to recent traffic or to a trace, and swap it in."),
+    "place": ("offline.place:place", "Place experts on the ranks of an expert-parallel engine."),
+    "simulate": ("offline.simulate:simulate", "Run a scenario's policies in simulation."),
+    "compare": ("loadgen.compare:compare", "Compare policies on a running service, with intervals."),
+    "reproduce": ("benchmarks.papers.reproduce:reproduce", "Draw a paper's figure in simulation."),
+    "bench": ("benchmarks.__main__:bench", "Run benchmarks; results in benchmarks/results."),
+}
+
+
+class _Lazy(TyperCommand):
+    """A command that is imported when it is run, completed or shows its help."""
+
+    def __init__(self, name: str, where: str, summary: str) -> None:
+        panels = {"eldr_serve": _DEPLOYMENT, "studies": _REPOSITORY, "benchmarks": _REPOSITORY}
+        panel = panels.get(where.partition(".")[0], _JOBS)
+        super().__init__(name, help=summary, rich_help_panel=panel)
+        self._where = where
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """Return the context of the imported command."""
+        return self.loaded().make_context(info_name, args, parent, **extra)
+
+    def loaded(self) -> Any:
+        """Import the command; raise ValueError, one sentence, if a requirement is not installed."""
+        module, _, function = self._where.partition(":")
+        app = typer.Typer(add_completion=False)
+        try:
+            app.command(self.name)(getattr(importlib.import_module(module), function))
+        except ModuleNotFoundError as error:
+            missing = str(error.name).partition(".")[0]
+            if missing == module.partition(".")[0]:
+                raise ValueError(
+                    f"it is part of the repository, not of the installed package: clone the repository, run "
+                    f"`make setup` in it, then `.venv/bin/eldr {self.name}`"
+                ) from None
+            raise ValueError(
+                f"it needs the Python package {missing}, which is not installed: install "
+                "eldr-serve[cpu] or eldr-serve[gpu]"
+            ) from None
+        return get_command(app)
+
+
+class _Group(TyperGroup):
+    """All subcommands; a refusal prints one sentence and exits with status 2."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        lazy = {name: _Lazy(name, *where) for name, where in _LAZY.items()}
+        self.commands = lazy | dict(self.commands)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand."""
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError) as error:
+            print(f"eldr {ctx.invoked_subcommand}: {' '.join(str(error).split())}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False)
+Url = Annotated[str, typer.Option(help="Where the service's ingress listens.")]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(envvar="ELDR_ADMIN_KEY", help="The service's admin key.", show_default=False),
+]
+_URL = "http://127.0.0.1:8000"
+
+
+def loaded(command: Any) -> Any:
+    """Return the subcommand with its arguments and options; import it if necessary."""
+    return command.loaded() if isinstance(command, _Lazy) else command
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"eldr-serve {version('eldr-serve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _eldr(
+    show: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Expert-locality-aware serving of mixture-of-experts models: jobs, studies and operation."""
+
+
+@app.command(rich_help_panel=_SERVICE)
+def status(
+    url: Url = _URL,
+    admin_key: AdminKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON.")] = False,
+) -> None:
+    """Show workers and their loads, policy, table and counters; details need the admin key."""
+    found = _client(url, admin_key).status()
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        _show(found)
+
+
+@app.command(rich_help_panel=_SERVICE)
+def policy(
+    name: Annotated[str | None, typer.Argument(help="Policy to set; without it, show the live one.")] = None,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Parameter of the policy; repeatable."),
+    ] = None,
+    url: Url = _URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Show the live policy, or set another one for all ingresses at once."""
+    from eldr_serve.client import parse_parameters
+
+    if name is None and parameters:
+        raise ValueError("--set needs the name of a policy")
+    client = _client(url, admin_key)
+    if name is None:
+        found = client.status()
+        _print_json({key: found.get(key) for key in ("policy", "parameters", "settings_version")})
+    else:
+        _print_json(client.set_policy(name, parse_parameters(parameters or ())))
+
+
+@app.command(rich_help_panel=_SERVICE)
+def table(
+    file: Annotated[
+        Path | None, typer.Argument(help="RoutingTable to swap in; without it, show the live one.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the live table to this file instead.")] = None,
+    url: Url = _URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Show or save the live routing table, or swap in another one; requests in flight keep their workers."""
+    from eldr_serve.files import write_whole
+
+    if file is not None and out is not None:
+        raise ValueError("give either a file to swap in or --out")
+    client = _client(url, admin_key)
+    if out is not None:
+        write_whole(out, client.table())
+        typer.echo(f"wrote {out}")
+        return
+    _print_json(client.status().get("table") if file is None else client.swap_table(file.read_bytes()))
+
+
+@app.command(rich_help_panel=_SERVICE)
+def trace(
+    out: Annotated[Path, typer.Option(help="CalibrationTrace file to write (safetensors).")],
+    url: Url = _URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Save the expert counts of recent requests for fits, simulations and predictors.
+
+    The file holds the prompts' token ids, unless the deployment says `keep_token_ids: false`.
+    """
+    from eldr_serve.files import write_whole
+
+    file = _client(url, admin_key).trace()
+    write_whole(out, file)
+    typer.echo(f"wrote {out}: {len(file) / 2**20:.1f} MiB")
+
+
+@app.command(rich_help_panel=_SERVICE)
+def predictor(
+    file: Annotated[
+        Path | None, typer.Argument(help="SignaturePredictor to swap in; without it, show the live one.")
+    ] = None,
+    url: Url = _URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Show how well signatures are predicted, or swap in a predictor of `eldr fit-predictor`."""
+    client = _client(url, admin_key)
+    _print_json(
+        client.status().get("predictor") if file is None else client.swap_predictor(file.read_bytes())
+    )
+
+
+@app.command(rich_help_panel=_SERVICE)
+def experts(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="ExpertPlacement of `eldr place` to swap in; without it, show the live one."),
+    ] = None,
+    replica: Annotated[
+        list[str] | None, typer.Option(help="Decode replica; repeatable; default: all.")
+    ] = None,
+    url: Url = _URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Show where expert-parallel decode engines hold their experts, or move them while they serve."""
+    client = _client(url, admin_key)
+    if file is None:
+        _print_json(client.status().get("ingress", {}).get("experts"))
+        return
+    described = file.with_suffix(".meta.json")
+    _print_json(client.place_experts(file.read_bytes(), described.read_bytes(), replica))
+
+
+@app.command(rich_help_panel=_DEPLOYMENT)
+def deployments(
+    name: Annotated[str | None, typer.Argument(help="File to show; without it, list all.")] = None,
+    copy: Annotated[Path | None, typer.Option(help="Copy it to this new file instead.")] = None,
+) -> None:
+    """List the included deployment files, show one, or copy one for editing."""
+    files = {path.name: path for path in sorted((ROOT / "deployments").glob("*.yaml"))}
+    if name is None:
+        if copy is not None:
+            raise ValueError("--copy needs the name of a file")
+        typer.echo("\n".join(files))
+        return
+    if name not in files:
+        raise ValueError(f"there is no {name!r}: {', '.join(files)}")
+    content = files[name].read_text()
+    if copy is None:
+        typer.echo(content, nl=False)
+        return
+    with copy.open("x") as file:  # never overwrite a file
+        file.write(content)
+
+
+keys = typer.Typer(no_args_is_help=True)
+app.add_typer(keys, name="keys", help="The file of inference keys and tenants.", rich_help_panel=_DEPLOYMENT)
+KeysFile = Annotated[Path, typer.Option("--file", help="The deployment's ingress.keys_file.")]
+_KEYS_FILE = Path("keys.json")
+
+
+@keys.command()
+def add(
+    tenant: Annotated[str, typer.Argument(help="Owner of the key; a new name creates a tenant.")],
+    file: KeysFile = _KEYS_FILE,
+    priority: Annotated[
+        float | None, typer.Option(help="Weight of the tenant's fair share while requests wait; default 1.")
+    ] = None,
+    requests_per_minute: Annotated[
+        float | None, typer.Option(help="Limit for all keys of the tenant.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        float | None, typer.Option(help="Prompt and generated tokens, limit for all the tenant's keys.")
+    ] = None,
+) -> None:
+    """Create a key and print it once; the file stores its SHA-256. Given limits replace the tenant's."""
+    from eldr_serve.limits.keys import Keys, add_key, read_keys, write_keys
+
+    given = {
+        "priority": priority,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+    }
+    key = f"eldr-{secrets.token_urlsafe(32)}"
+    limits = {name: value for name, value in given.items() if value is not None}
+    write_keys(file, add_key(read_keys(file) if file.exists() else Keys(), tenant, key, limits))
+    typer.echo(key)
+
+
+@keys.command("list")
+def list_keys(file: KeysFile = _KEYS_FILE) -> None:
+    """Show tenants, their limits and the first digits of their keys' SHA-256."""
+    from eldr_serve.limits.keys import read_keys
+
+    found = read_keys(file)
+    _print_json(
+        {
+            name: limits.model_dump(exclude_none=True)
+            | {"keys": {k.sha256[:12]: str(k.created) for k in found.keys if k.tenant == name}}
+            for name, limits in found.tenants.items()
+        }
+    )
+
+
+@keys.command()
+def revoke(
+    sha256: Annotated[str, typer.Argument(help="First digits of the key's SHA-256, see `eldr keys list`.")],
+    file: KeysFile = _KEYS_FILE,
+) -> None:
+    """Remove a key from the file; the service refuses it within seconds."""
+    from eldr_serve.limits.keys import read_keys, revoke_key, write_keys
+
+    write_keys(file, revoke_key(read_keys(file), sha256))
+
+
+def main() -> None:
+    """Run the command; the entry point."""
+    if BUNDLE.is_dir():
+        sys.path.insert(0, str(BUNDLE))
+        # for subprocesses of jobs and for Ray workers that a job starts
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BUNDLE), os.getenv("PYTHONPATH")]))
+    app(prog_name="eldr")
+
+
+def _client(url: str, admin_key: str | None = None) -> Any:
+    from eldr_serve.client import Client  # `eldr --help` needs no HTTP client
+
+    return Client(url, admin_key)
+
+
+def _print_json(found: Any) -> None:
+    typer.echo(json.dumps(found, indent=1))
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    names = ("model", "router", "policy", "table", "predictor", "leases", "decode_queue", "step_cost")
+    for name in (*names, "decode_totals"):
+        if found.get(name) is not None:
+            grid.add_row(name.replace("_", " "), _line(found[name] if name != "policy" else _policy(found)))
+    if found.get("signatures"):
+        grid.add_row("signatures", found["signatures"]["note"])
+    if now := (found.get("comparison") or {}).get("now"):
+        grid.add_row("shadow", _saving(now))
+    grid.add_row("ingress", _line(found.get("ingress", {})))
+    grid.add_row("counters", _line(found.get("counters", {})))
+    workers = Table("worker", "replica", "requests in flight", "KV tokens", "cluster's domain")
+    for row in found.get("workers", []):
+        keys = ("worker", "replica", "in_flight", "kv_tokens", "cluster_domain")
+        workers.add_row(*(str(row.get(key) if row.get(key) is not None else "-") for key in keys))
+    console = Console(markup=False)
+    console.print(grid)
+    console.print(workers)
+
+
+def _policy(found: dict[str, Any]) -> str:
+    return f"{found['policy']} ({_line(found.get('parameters', {}))})".removesuffix(" ()")
+
+
+def _saving(now: dict[str, Any]) -> str:
+    """Describe the saving of the live policy over its shadow."""
+    shadow = f"{now['shadow']['name']} ({_line(now['shadow']['parameters'])})".removesuffix(" ()")
+    if now.get("tokens") is None:
+        return f"{shadow}: no token has been priced yet"
+    interval = "" if now["low_pct"] is None else f" [{now['low_pct']:+.1f}, {now['high_pct']:+.1f}]"
+    return (
+        f"{shadow}: compared with it, the live policy changes the decode step time per token by "
+        f"{now['change_pct']:+.1f} %{interval}, over {now['tokens']} tokens"
+    )
+
+
+def _line(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(f"{key} {_item(item)}" for key, item in value.items())
+
+
+def _item(value: Any) -> str:
+    if not isinstance(value, dict):
+        return _line(value)
+    return f"({_line(value)})" if value else "none"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Fit of a routing table to a calibration trace, with a report."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.clustering import Clusters, balanced_kmeans
+from eldr_serve.experts.fitting.quality import inverse_document_frequency, select_layers, signature_quality
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.experts.signature import TRANSFORMS, SignatureSpec
+
+
+def fit_signature(trace: CalibrationTrace, transform: str = "count-idf", *, seed: int = 0) -> SignatureSpec:
+    """Fit the weights and the layer mask to a calibration trace.
+
+    Args:
+        transform: one of TRANSFORMS.
+
+    Raises:
+        ValueError: the transform is unknown, or the trace is too small to correlate.
+    """
+    if transform not in TRANSFORMS:
+        raise ValueError(f"unknown transform {transform!r}; there are {', '.join(TRANSFORMS)}")
+    element, weighted = TRANSFORMS[transform]
+    idf = (
+        inverse_document_frequency(trace.prefill_counts)
+        if weighted
+        else np.ones(trace.prefill_counts.shape[1:], np.float32)
+    )
+    selection = select_layers(
+        trace.prefill_counts, trace.decode_probability, idf=idf, element=element, seed=seed
+    )
+    return SignatureSpec(idf, selection.kept, element)
+
+
+def fit_table(
+    trace: CalibrationTrace,
+    workers: int,
+    *,
+    transform: str = "count-idf",
+    band: float = 0.1,
+    seed: int = 0,
+) -> tuple[RoutingTable, dict[str, Any]]:
+    """Fit one balanced cluster per decode worker, over signatures with the layer mask that maximises rho.
+
+    Returns:
+        The table, and a JSON-able report: rho (kept layers, all layers), layers, cluster sizes,
+        clusters by domain, mean similarity to the own and to the next cluster, seconds.
+
+    Raises:
+        ValueError: there are fewer requests than workers or no decode steps, or the transform is unknown.
+    """
+    if not trace.decode_steps.any():
+        raise ValueError("the trace holds no decode step, so signatures have nothing to predict")
+    if workers > len(trace.ids):
+        raise ValueError(f"cannot make {workers} clusters of {len(trace.ids)} requests")
+    start = time.perf_counter()
+    spec = fit_signature(trace, transform, seed=seed)
+    fitted = time.perf_counter()
+    points = spec.encode(trace.prefill_counts)
+    clusters = balanced_kmeans(points, workers, seed=seed)
+    clustered = time.perf_counter()
+    table = RoutingTable(
+        model=trace.model,
+        spec=spec,
+        centroids=clusters.centroids,
+        cluster_sizes=clusters.sizes,
+        domains=_majorities(clusters, trace.domains),
+        band=band,
+        version=1,
+        transform=transform,
+        seed=seed,
+        fingerprint=trace.fingerprint,
+    )
+    whole = SignatureSpec(spec.idf, np.arange(table.num_layers), spec.element)
+    report = {
+        "model": trace.model,
+        "requests": len(trace.ids),
+        "workers": workers,
+        "transform": transform,
+        "rho": signature_quality(points, trace.decode_probability, seed=seed),
+        "rho_all_layers": signature_quality(
+            whole.encode(trace.prefill_counts), trace.decode_probability, seed=seed
+        ),
+        "layers": spec.layers.tolist(),
+        "cluster_sizes": clusters.sizes.tolist(),
+        "clusters_by_domain": _by_domain(clusters, trace.domains),
+        **_separation(points, clusters),
+        "signature_s": fitted - start,
+        "clustering_s": clustered - fitted,
+    }
+    return table, report
+
+
+def compare_transforms(trace: CalibrationTrace, *, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """Return rho of all layers, greedy order and rho after each layer, by transform (Fig. 7, 8)."""
+    idf = inverse_document_frequency(trace.prefill_counts)
+    found = {}
+    for name, (element, weighted) in TRANSFORMS.items():
+        selection = select_layers(
+            trace.prefill_counts, trace.decode_probability, idf=idf if weighted else None, element=element,
+            seed=seed,
+        )  # fmt: skip
+        found[name] = {
+            "rho_all_layers": float(selection.rho[-1]),
+            "rho_kept_layers": float(selection.rho.max()),
+            "layers_kept": len(selection.kept),
+            "order": selection.order.tolist(),
+            "rho": selection.rho.tolist(),
+        }
+    return found
+
+
+def _majorities(clusters: Clusters, domains: list[str]) -> list[str]:
+    counts = [
+        Counter(np.array(domains)[clusters.labels == c].tolist()) for c in range(len(clusters.centroids))
+    ]
+    return [count.most_common(1)[0][0] if count else "" for count in counts]
+
+
+def _by_domain(clusters: Clusters, domains: list[str]) -> dict[str, list[int]]:
+    names = np.array(domains)
+    k = len(clusters.centroids)
+    return {
+        name: np.bincount(clusters.labels[names == name], minlength=k).tolist()
+        for name in sorted(set(domains))
+    }
+
+
+def _separation(points: NDArray[np.float32], clusters: Clusters) -> dict[str, float]:
+    similarity = points @ clusters.centroids.T
+    own = np.take_along_axis(similarity, clusters.labels[:, None], axis=1)[:, 0]
+    np.put_along_axis(similarity, clusters.labels[:, None], -np.inf, axis=1)
+    following = similarity.max(axis=1) if len(clusters.centroids) > 1 else np.zeros_like(own)
+    return {"similarity_own_cluster": float(own.mean()), "similarity_next_cluster": float(following.mean())}

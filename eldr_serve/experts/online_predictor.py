@@ -1,0 +1,122 @@
+"""A signature predictor that learns online from the true counts of prefills and is evaluated on them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_serve.experts.signature_predictor import Floats, SignaturePredictor
+
+_MEMORY = 64  # time constant of the recent mean and of the accuracy, prompts
+_MIN_PROMPTS = 16  # number of prompts before the predictor may be switched off
+_MARGIN = 0.02  # gain above which it is switched on again
+_RATE = 0.1  # learning rate of the directions; 0.03 to 0.3 gave similar results
+_log = logging.getLogger(__name__)
+
+
+class OnlinePredictor:
+    """A predictor that is updated with the true counts of each prompt.
+
+    The tokens' rows are learnt by recursive least squares with a diagonal covariance: the row of a frequent
+    token moves little, that of a new token much. The directions are rotated towards the residual (a step of
+    GROUSE, Balzano et al. 2010) and stay orthonormal; the mean is fixed.
+
+    Each prompt is evaluated before it is learnt: the baseline predicts the mean of recent prompts. While the
+    baseline is better, the predictor is off; it continues to learn. Not thread-safe.
+
+    Attributes:
+        predictor: current predictor; its `tokens`, `experts` and `variance` change in place.
+        on: whether `predict` returns predictions.
+        prompts: number of observed prompts.
+        cosine: mean cosine of predicted and true deviations from the recent mean, of recent prompts.
+    """
+
+    def __init__(self, predictor: SignaturePredictor) -> None:
+        learnt = {name: getattr(predictor, name).copy() for name in ("tokens", "experts", "variance")}
+        self.predictor = replace(predictor, **learnt)
+        self.on, self.prompts, self.cosine = True, 0, 0.0
+        self._recent = predictor.mean.copy()
+        self._error = self._error_of_mean = 0.0  # squared, over recent prompts
+
+    @property
+    def gain(self) -> float:
+        """1 - squared error / squared error of the recent mean, over recent prompts; 1 is perfect."""
+        return 1 - self._error / self._error_of_mean if self._error_of_mean else 0.0
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Accuracy as JSON-able values."""
+        return {"on": self.on, "prompts": self.prompts, "cosine": self.cosine, "gain": self.gain}
+
+    def predict(self, token_ids: ArrayLike) -> Floats | None:
+        """Return the prediction of SignaturePredictor, float32[L, E]; None while the mean is better."""
+        return self.predictor.predict(token_ids) if self.on else None
+
+    def observe(self, token_ids: ArrayLike, counts: ArrayLike) -> None:
+        """Learn the true counts [L, E] of a prompt; an empty prompt is ignored.
+
+        Raises:
+            ValueError: the counts have another shape or are not finite.
+        """
+        ids, true = np.asarray(token_ids, np.int64), np.array(counts, np.float32)
+        if true.shape != self.predictor.mean.shape or not np.isfinite(true).all():
+            raise ValueError(f"counts must be finite, of shape {self.predictor.mean.shape}, not {true.shape}")
+        if not len(ids):
+            return
+        true /= len(ids)
+        hidden = self.predictor.hidden(ids)
+        self._judge(true, self.predictor.frequencies(hidden))
+        self._learn(ids, true, hidden)
+
+    def _judge(self, true: Floats, predicted: Floats) -> None:
+        self.prompts += 1
+        share = 1 / min(self.prompts, _MEMORY)
+        wanted, found = true - self._recent, predicted - self._recent
+        length = float(np.linalg.norm(wanted) * np.linalg.norm(found))
+        cosine = float(np.vdot(wanted, found)) / length if length else 0.0
+        self.cosine += share * (cosine - self.cosine)
+        self._error += share * (float(np.square(found - wanted).sum()) - self._error)
+        self._error_of_mean += share * (float(np.square(wanted).sum()) - self._error_of_mean)
+        self._recent += wanted / np.float32(_MEMORY)
+        on = self.prompts < _MIN_PROMPTS or self.gain > (0 if self.on else _MARGIN)
+        if on != self.on:
+            self.on = on
+            _log.warning(
+                "the signature predictor is %s: over recent prompts its gain over their mean is %.2f",
+                "on again" if on else "off",
+                self.gain,
+            )
+
+    def _learn(self, ids: NDArray[np.int64], true: Floats, hidden: Floats) -> None:
+        tokens, variance = self.predictor.tokens, self.predictor.variance
+        directions = self.predictor.experts.reshape(tokens.shape[1], true.size)  # a view
+        deviation: Floats = (true - self.predictor.mean).reshape(-1)
+        wanted: Floats = directions @ deviation
+        seen, times = np.unique(ids[(ids >= 0) & (ids < len(tokens))], return_counts=True)
+        shares = (times / len(ids)).astype(np.float32)
+        towards = variance[seen] * shares
+        gain = towards / (1 + towards @ shares)
+        tokens[seen] += np.outer(gain, wanted - hidden)
+        variance[seen] -= gain * towards
+        missed = deviation - wanted @ directions
+        _turn(directions, shares @ tokens[seen], missed, float(deviation @ deviation))
+
+
+def _turn(directions: Floats, hidden: Floats, missed: Floats, scale: float) -> None:
+    """Rotate the direction along `hidden` towards the residual, in place.
+
+    Args:
+        missed: the residual, orthogonal to all directions.
+        scale: squared length of the whole deviation.
+    """
+    length, lacking = float(np.linalg.norm(hidden)), float(np.linalg.norm(missed))
+    if not (length and lacking):
+        return
+    angle = np.arctan(_RATE * length * lacking / scale)
+    along = hidden / np.float32(length)
+    step = np.float32(np.cos(angle) - 1) * (along @ directions) + np.float32(np.sin(angle) / lacking) * missed
+    directions += np.outer(along, step)

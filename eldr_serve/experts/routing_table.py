@@ -1,0 +1,189 @@
+"""Artifact files, which capture, fits and the router exchange: safetensors with a JSON record inside.
+
+(`ExpertPlacement` is a JSON file that engines read too; it has its own module.)
+
+Loading checks the schema, every shape, and that numbers are finite; nothing is ever unpickled. An invalid
+file raises ArtifactError with one sentence that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from eldr_serve.experts.placement import ExpertPlacement
+from eldr_serve.experts.signature import Element, SignatureSpec
+from eldr_serve.files import write_whole
+from eldr_serve.records import ArtifactError, R, Record, build, parse_record, read_file, require
+
+__all__ = ["ArtifactError", "ExpertPlacement", "RoutingTable"]
+
+_RECORD = "eldr"
+_UNIT_TOLERANCE = 1e-3
+
+
+class _TableRecord(Record):
+    schema_: Literal["eldr.routing-table/1"] = Field(default="eldr.routing-table/1", alias="schema")
+    element: Element
+    transform: str
+    band: float = Field(ge=0, le=2)
+    version: int = Field(ge=0)
+    seed: int
+    domains: list[str]
+
+
+class Artifact(ABC):
+    """An object that is saved as one file."""
+
+    @abstractmethod
+    def to_bytes(self) -> bytes:
+        """Return the file's content; equal artifacts give equal bytes."""
+
+    @classmethod
+    @abstractmethod
+    def from_bytes(cls, data: bytes, *, name: str = "the file") -> Self:
+        """Parse a file's content; raise ArtifactError, with the file's name, if it is invalid."""
+
+    def save(self, path: Path | str) -> None:
+        """Write the file atomically."""
+        write_whole(Path(path), self.to_bytes())
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read a file; raise ArtifactError if it is missing or invalid."""
+        return cls.from_bytes(read_file(path), name=str(path))
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTable(Artifact):
+    """A signature specification and the cluster centroids of a model.
+
+    Attributes:
+        model: id of the model; a router of another model refuses the table.
+        spec: conversion of counts to a signature.
+        centroids: float32[K, n*E], rows of unit norm, one per decode worker.
+        cluster_sizes: int64[K], calibration requests per cluster.
+        band: width of the locality band, cosine similarity.
+        version: number of the fit within a deployment; the user may choose it.
+        domains: most frequent calibration domain of each cluster, "" if unknown.
+        transform: name of the signature's transform.
+        seed: seed of the clustering.
+        fingerprint: fingerprint of the trace that the table was fitted on.
+    """
+
+    model: str
+    spec: SignatureSpec
+    centroids: NDArray[np.float32]
+    cluster_sizes: NDArray[np.int64]
+    domains: list[str]
+    band: float = 0.1
+    version: int = 0
+    transform: str = "count-idf"
+    seed: int = 0
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        shape = self.centroids.shape
+        require(len(shape) == 2 and shape[0] > 0, f"centroids have shape {shape}, not [K, n*E]")
+        require(shape[1] == self.spec.dim, f"centroids have {shape[1]} columns, signatures {self.spec.dim}")
+        require(self.centroids.dtype == np.float32, "centroids are not float32")
+        require(bool(np.isfinite(self.centroids).all()), "centroids are not finite")
+        norms = np.linalg.norm(self.centroids, axis=1)
+        require(bool((abs(norms - 1) < _UNIT_TOLERANCE).all()), "centroids are not of unit norm")
+        require(self.cluster_sizes.shape == shape[:1], f"cluster sizes are not {shape[0]} numbers")
+        require(len(self.domains) == shape[0], f"domains are not {shape[0]} names")
+        require(0 <= self.band <= 2, f"band is {self.band}, it must be from 0 to 2")
+
+    @property
+    def num_layers(self) -> int:
+        """L, number of MoE layers."""
+        return int(self.spec.idf.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        """E, number of experts per layer."""
+        return int(self.spec.idf.shape[1])
+
+    def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]:
+        """Return the cosine to each centroid, float32[K].
+
+        Args:
+            signature: counts[L,E] or an encoded vector [n*E].
+
+        Raises:
+            ValueError: the signature has another shape.
+        """
+        if signature.ndim == 1:
+            if signature.shape != (self.spec.dim,):
+                raise ValueError(f"the signature has {signature.shape[0]} numbers, the table {self.spec.dim}")
+            return self.centroids @ signature.astype(np.float32, copy=False)
+        return self.centroids @ self.spec.encode(signature)
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content; equal tables give equal bytes."""
+        arrays: dict[str, NDArray[Any]] = {
+            "idf": self.spec.idf,
+            "layers": self.spec.layers,
+            "centroids": self.centroids,
+            "cluster_sizes": self.cluster_sizes,
+        }
+        record = _TableRecord(
+            model=self.model,
+            fingerprint=self.fingerprint,
+            element=self.spec.element,
+            transform=self.transform,
+            band=self.band,
+            version=self.version,
+            seed=self.seed,
+            domains=self.domains,
+        )
+        return pack_file(arrays, record)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, name: str = "the table") -> Self:
+        """Parse a file's content; raise ArtifactError if it is invalid."""
+        arrays, record = unpack_file(data, _TableRecord, name)
+        return build(
+            name,
+            lambda: cls(
+                model=record.model,
+                spec=SignatureSpec(arrays["idf"], arrays["layers"], record.element),
+                centroids=arrays["centroids"],
+                cluster_sizes=arrays["cluster_sizes"],
+                band=record.band,
+                version=record.version,
+                domains=record.domains,
+                transform=record.transform,
+                seed=record.seed,
+                fingerprint=record.fingerprint,
+            ),
+        )
+
+
+def pack_file(arrays: Mapping[str, NDArray[Any]], record: Record) -> bytes:
+    """Return the content of a safetensors file with these arrays and this record."""
+    contiguous = {name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())}
+    data: bytes = save_tensors(contiguous, metadata={_RECORD: record.model_dump_json(by_alias=True)})
+    return data
+
+
+def unpack_file(data: bytes, record: type[R], name: str) -> tuple[dict[str, NDArray[Any]], R]:
+    """Return the arrays and the record of a file; raise ArtifactError, with its name, if it is invalid."""
+    try:
+        arrays = load_tensors(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        text = header["__metadata__"][_RECORD]
+    except (SafetensorError, KeyError) as error:
+        raise ArtifactError(f"{name} is not an eldr-serve file, or is truncated: {error}") from error
+    return arrays, parse_record(record, text, name)

@@ -1,0 +1,1 @@
+"""The ingress deployment: HTTP endpoints, admission, request log and traces."""

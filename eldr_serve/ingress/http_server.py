@@ -1,0 +1,177 @@
+"""An ingress replica's own HTTP server, whose requests do not pass through Ray Serve's proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.port import Port
+
+_BACKLOG = 4096
+_REQUEST_ID = b"x-request-id"
+_ECHOED_ID = re.compile(rb"[ -~]{1,256}")  # ids that are sent back: short printable ASCII
+_MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers, exceeded by one read at most
+_LAST_REQUEST_S = 1.0  # for one last request on an idle connection while draining: it may be on its way
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to Ray."""
+        yield
+
+
+class _Connection(HttpToolsProtocol):
+    """HTTP connection with limits that uvicorn lacks: on their number, and on size and time of a head.
+
+    On shutdown uvicorn would close idle connections at once, and cut off clients that have just sent a
+    request. Here they may send one last request, whose response says that the connection closes.
+    """
+
+    def __init__(self, options: IngressOptions, draining: asyncio.Event, **given: Any) -> None:
+        super().__init__(**given)
+        self._options = options
+        self._draining = draining
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._options.max_connections:
+            transport.abort()
+        else:
+            self._start_head_timer()
+        if self._draining.is_set():
+            self.shutdown()
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is None:
+            super().data_received(data)
+            return
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_timer is not None and self._head_bytes > _MAX_HEAD_BYTES:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._start_head_timer()
+
+    def on_headers_complete(self) -> None:
+        self._stop_head_timer()
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _send_without_chunks(self.cycle)
+        if self._draining.is_set():
+            self.cycle.keep_alive = False
+
+    def shutdown(self) -> None:
+        """Close the connection when it is idle; uvicorn calls this when the server drains."""
+        if self._idle:
+            self.loop.call_later(_LAST_REQUEST_S, self._end_if_idle)
+        else:
+            super().shutdown()
+
+    def _end_if_idle(self) -> None:
+        if self._idle:
+            self.transport.close()
+
+    @property
+    def _idle(self) -> bool:
+        return self.cycle is None or bool(self.cycle.response_complete)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._options.head_timeout_s, self.transport.abort)
+
+    def _stop_head_timer(self) -> None:
+        self._head_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Close the connection after a body of unknown length, since HTTP/1.0 has no chunked encoding."""
+    send, sized = cycle.send, False
+
+    async def sending(message: Any) -> None:
+        nonlocal sized
+        if message["type"] == "http.response.start":
+            sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", []))
+            cycle.chunked_encoding = None if sized else False
+        elif not sized:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = sending  # type: ignore[method-assign]
+
+
+class _RequestIdEcho:
+    """Middleware that sends the client's request id back, like Serve's proxy."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
+        if not _ECHOED_ID.fullmatch(given):
+            await self._app(scope, receive, send)
+            return
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_REQUEST_ID.decode()] = given.decode()
+            await send(message)
+
+        await self._app(scope, receive, named)
+
+
+class HttpServer:
+    """HTTP server on a port. The kernel spreads connections over the replicas that share the port.
+
+    Args:
+        port: a bound port; by default, the port of `options` is bound.
+    """
+
+    def __init__(self, app: ASGIApp, options: IngressOptions, port: Port | None = None) -> None:
+        self._port = port = port or Port(options.host, options.port or 0, "an ingress")
+        # Connections inherit this: the kernel closes one whose client accepts no data for this time.
+        port.socket.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * options.write_timeout_s)
+        )
+        self._draining = asyncio.Event()
+        config = uvicorn.Config(
+            _RequestIdEcho(app), http=functools.partial(_Connection, options, self._draining), ws="none",  # type: ignore[arg-type]
+            backlog=_BACKLOG, lifespan="off", access_log=False, log_config=None, server_header=False,
+            date_header=False, proxy_headers=False, timeout_keep_alive=60,
+        )  # fmt: skip
+        self._server = _Server(config)
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve([port.socket]))
+
+    @property
+    def port(self) -> int:
+        """Return the port number."""
+        return self._port.number
+
+    async def drain(self) -> None:
+        """Accept no further connections, and wait until the open ones have their responses."""
+        self._port.release()
+        self._draining.set()
+        self._server.should_exit = True
+        await self._serving

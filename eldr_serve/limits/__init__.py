@@ -1,0 +1,1 @@
+"""Limits of clients: keys, tenants, token rates and concurrency."""

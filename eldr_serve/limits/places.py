@@ -1,0 +1,127 @@
+"""Concurrency limit of one ingress replica, with weighted fair queueing of tenants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from eldr_serve.errors import Overloaded
+from eldr_serve.limits.tenants import Tenant
+from eldr_serve.queues.wait_estimate import WaitEstimate
+from eldr_serve.scheduling.fairness import share
+
+
+class Places:
+    """A concurrency limit; named tenants may wait, and the one with the smallest share of places is next.
+
+    Args:
+        most: maximum number of concurrent requests.
+        most_waiting: maximum number of waiting requests. Beyond it, the newest request is refused of the
+            tenant that has the most waiting requests relative to its priority.
+        max_wait_s: maximum wait, s; a request is refused at once if it would wait longer by the rate at which
+            places became free.
+
+    Attributes:
+        in_flight: number of admitted requests.
+    """
+
+    def __init__(self, most: int, most_waiting: int, max_wait_s: float) -> None:
+        self.in_flight = 0
+        self._most, self._most_waiting, self._max_wait_s = most, most_waiting, max_wait_s
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[Tenant, deque[asyncio.Future[None]]] = {}
+        self._waits = WaitEstimate()
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of waiting requests."""
+        return sum(map(len, self._waiting.values()))
+
+    @asynccontextmanager
+    async def place(self, tenant: Tenant) -> AsyncIterator[None]:
+        """Hold a place until the context ends; raise Overloaded (429) if none is free in time."""
+        if self.in_flight < self._most:  # no request waits in this case
+            self._acquire(tenant)
+        elif tenant.name:
+            await self._wait(tenant)
+        else:
+            raise self._overloaded(self.waiting + 1)
+        try:
+            yield
+        finally:
+            self._release(tenant)
+
+    def _ahead(self, tenant: Tenant) -> float:
+        """Return how many places become free until a new request of the tenant gets one, itself included.
+
+        Among tenants that all wait, each gets places in proportion to its priority.
+        """
+        priorities = sum(other.priority for other in {*self._waiting, tenant})
+        own = len(self._waiting.get(tenant, ())) + 1
+        return min(self.waiting + 1, own * priorities / tenant.priority)
+
+    async def _wait(self, tenant: Tenant) -> None:
+        ahead = self._ahead(tenant)
+        if self._waits.wait_s(ahead) > self._max_wait_s:
+            raise self._overloaded(ahead)
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(granted)
+        if self.waiting > self._most_waiting:
+            self._drop_newest()
+        timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._refuse, granted, ahead)
+        try:
+            await granted
+        except BaseException:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self._release(tenant)  # the place was granted while the client disconnected
+            raise
+        finally:
+            timer.cancel()
+            self._remove(tenant, granted)
+
+    def _acquire(self, tenant: Tenant) -> None:
+        self.in_flight += 1
+        self._held[tenant.name] += 1
+
+    def _release(self, tenant: Tenant) -> None:
+        full = self.in_flight == self._most
+        self.in_flight -= 1
+        self._held[tenant.name] -= 1
+        if not self._held[tenant.name]:
+            del self._held[tenant.name]
+        while self._waiting and self.in_flight < self._most:
+            following = min(self._waiting, key=lambda t: share(self._held[t.name], t.priority))
+            granted = self._waiting[following].popleft()
+            if not self._waiting[following]:
+                del self._waiting[following]
+            if not granted.done():
+                self._acquire(following)
+                granted.set_result(None)
+        if full or not self.in_flight:
+            self._waits.departed(empty=not self.in_flight)
+
+    def _remove(self, tenant: Tenant, granted: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(tenant)
+        if queue is not None and granted in queue:
+            queue.remove(granted)
+            if not queue:
+                del self._waiting[tenant]
+
+    def _drop_newest(self) -> None:
+        crowd = max(self._waiting, key=lambda t: len(self._waiting[t]) / t.priority)
+        self._refuse(self._waiting[crowd].pop(), self._ahead(crowd))
+        if not self._waiting[crowd]:
+            del self._waiting[crowd]
+
+    def _overloaded(self, ahead: float) -> Overloaded:
+        return Overloaded(
+            f"{self.in_flight} requests are in flight here, the most allowed",
+            status=429,
+            retry_after_s=self._waits.retry_after_s(ahead),
+        )
+
+    def _refuse(self, granted: asyncio.Future[None], ahead: float) -> None:
+        if not granted.done():
+            granted.set_exception(self._overloaded(ahead))

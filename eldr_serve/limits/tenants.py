@@ -1,0 +1,234 @@
+"""Tenants, found by their keys, and their rate limits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from eldr_serve.channel.actor_calls import AWAY
+from eldr_serve.errors import RateLimited, Refused
+from eldr_serve.limits.keys import Keys, KeysError, Limits, digest, read_keys
+from eldr_serve.scheduling import Placement
+
+logger = logging.getLogger(__name__)
+
+_LOOK_PERIOD_S = _SHARE_PERIOD_S = 1.0
+Taken = dict[str, tuple[float, float]]  # tenant -> requests and tokens used since the process began
+_MINUTE_S = 60.0
+
+
+class Bucket:
+    """Token bucket with the capacity of one minute, and at least one unit.
+
+    Usage may exceed what is left; the debt must be refilled before the next request. So within any t seconds
+    at most `per_minute * (1 + t / 60)` units are used, plus those of the last request.
+
+    Args:
+        per_minute: units per minute; None: no limit.
+        clock: returns the time, s.
+    """
+
+    def __init__(self, per_minute: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_minute = per_minute
+        self.taken = 0.0  # total of this process
+        self._clock = clock
+        self._used, self._at = 0.0, clock()
+
+    def limit(self, per_minute: float | None) -> None:
+        """Change the limit and keep the usage."""
+        self._refill()
+        self.per_minute = per_minute
+
+    def wait_s(self) -> float:
+        """Return the time until one unit is available, s."""
+        if self.per_minute is None:
+            return 0.0
+        self._refill()
+        missing = self._used + 1.0 - max(self.per_minute, 1.0)
+        return max(missing, 0.0) * _MINUTE_S / self.per_minute
+
+    def take(self, units: float) -> None:
+        """Use units, whatever is left; negative units are returned to the bucket."""
+        self.taken += units
+        self.use(units)
+
+    def use(self, units: float) -> None:
+        """Count units that another process has used."""
+        self._refill()
+        self._used = max(self._used + units, 0.0)
+
+    def _refill(self) -> None:
+        now = self._clock()
+        if self.per_minute is None:
+            self._used = 0.0
+        else:
+            self._used = max(self._used - (now - self._at) * self.per_minute / _MINUTE_S, 0.0)
+        self._at = now
+
+
+class Tenant:
+    """One tenant at this ingress replica. The tenant without name stands for all clients without keys."""
+
+    def __init__(
+        self, name: str = "", limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name = name
+        limits = limits or Limits()
+        self.priority = limits.priority
+        self.requests = Bucket(limits.requests_per_minute, clock)
+        self.tokens = Bucket(limits.tokens_per_minute, clock)
+
+    def change(self, limits: Limits) -> None:
+        """Apply new limits immediately."""
+        self.priority = limits.priority
+        self.requests.limit(limits.requests_per_minute)
+        self.tokens.limit(limits.tokens_per_minute)
+
+    @property
+    def limited(self) -> bool:
+        """Return whether the tenant has a limit."""
+        return (self.requests.per_minute, self.tokens.per_minute) != (None, None)
+
+    def admit(self) -> None:
+        """Count one request; raise RateLimited if there are too many."""
+        self.check(self.requests, "requests")
+        self.requests.take(1.0)
+
+    def check(self, bucket: Bucket, what: str) -> None:
+        """Raise RateLimited if nothing is left."""
+        wait_s = bucket.wait_s()
+        if wait_s:
+            raise RateLimited(
+                f"tenant {self.name!r} has used up its {bucket.per_minute:g} {what} a minute",
+                retry_after_s=math.ceil(wait_s),
+            )
+
+
+class Visit:
+    """One request of a tenant, and the tokens that it uses of the tenant's limit.
+
+    Attributes:
+        lease: newest lease, which has the true usage.
+    """
+
+    def __init__(self, tenant: Tenant) -> None:
+        self.tenant = tenant
+        self.lease: Placement | None = None
+        self._prompt = self._reserved = 0
+
+    def reserve(self, prompt: int, output: int) -> None:
+        """Reserve estimated numbers of tokens; raise RateLimited if none are left."""
+        self.tenant.check(self.tenant.tokens, "tokens")
+        self._prompt, self._reserved = prompt, prompt + output
+        self.tenant.tokens.take(self._reserved)
+
+    def settle(self) -> None:
+        """Replace the reservation by the true usage of the finished request."""
+        used = 0
+        if self.lease is not None:
+            used = (self.lease.request.prompt_tokens or self._prompt) + self.lease.generated_tokens
+        self.tenant.tokens.take(used - self._reserved)
+        self._reserved = used
+
+
+class Tenants:
+    """All tenants of the current key file.
+
+    Args:
+        path: the key file; None: all clients are one tenant without name and limits.
+        clock: returns the time, s.
+
+    Raises:
+        KeysError: the file is invalid at the start. Later, the last valid content stays live.
+    """
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._anyone = Tenant(clock=clock)
+        self._tenants: dict[str, Tenant] = {}
+        self._owners: dict[str, str] = {}
+        self._seen: object = None
+        self._used_elsewhere: dict[str, Taken] = {}
+        if path is not None:
+            self._seen = _stamp(path)
+            self._take(read_keys(path))
+
+    def find(self, authorization: str) -> Tenant:
+        """Return the tenant for an Authorization header; raise Refused (401) if the key is unknown."""
+        if self._path is None:
+            return self._anyone
+        scheme, _, key = authorization.partition(" ")
+        owner = self._owners.get(digest(key)) if scheme.lower() == "bearer" else None
+        if owner is None:
+            raise Refused("the key is missing or wrong: send Authorization: Bearer KEY", status=401)
+        return self._tenants[owner]
+
+    async def watch(self) -> None:
+        """Apply changes of the file, until cancelled."""
+        while self._path is not None:
+            await asyncio.sleep(_LOOK_PERIOD_S)
+            changed = await asyncio.to_thread(self.look)
+            if changed is not None:
+                self._take(changed)
+
+    async def share(self, exchange: Callable[[Taken], Awaitable[dict[str, Taken]]]) -> None:
+        """Share usage with the other ingress replicas, until cancelled.
+
+        Args:
+            exchange: sends this replica's usage, and returns that of each other replica.
+        """
+        while self._path is not None:
+            await asyncio.sleep(_SHARE_PERIOD_S)
+            try:
+                self.use(await exchange(self.taken()))
+            except AWAY:  # each replica counts alone until the router is back
+                continue
+
+    def taken(self) -> Taken:
+        """Return the usage by this replica's requests."""
+        limited = (tenant for tenant in self._tenants.values() if tenant.limited)
+        return {tenant.name: (tenant.requests.taken, tenant.tokens.taken) for tenant in limited}
+
+    def use(self, elsewhere: dict[str, Taken]) -> None:
+        """Count the usage at other replicas; a new replica's counts from its first report."""
+        for replica, tenants in elsewhere.items():
+            before = self._used_elsewhere.get(replica, tenants)
+            for name, taken in tenants.items():
+                if tenant := self._tenants.get(name):
+                    known = before.get(name, (0.0, 0.0))
+                    tenant.requests.use(taken[0] - known[0])
+                    tenant.tokens.use(taken[1] - known[1])
+        self._used_elsewhere = elsewhere
+
+    def look(self) -> Keys | None:
+        """Return the keys if the file has changed. An invalid file is logged once and counts as unchanged."""
+        if self._path is None or (stamp := _stamp(self._path)) == self._seen:
+            return None
+        self._seen = stamp
+        try:
+            keys = read_keys(self._path)
+        except KeysError as error:
+            logger.error("the previous keys stay live: %s", error)
+            return None
+        logger.warning("%s: %d keys of %d tenants", self._path, len(keys.keys), len(keys.tenants))
+        return keys
+
+    def _take(self, keys: Keys) -> None:
+        tenants = {}
+        for name, limits in keys.tenants.items():
+            if known := self._tenants.get(name):
+                known.change(limits)
+            tenants[name] = known or Tenant(name, limits, self._clock)
+        self._tenants, self._owners = tenants, keys.owners
+
+
+def _stamp(path: Path) -> object:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size

@@ -1,0 +1,1 @@
+"""One request: prefill, placement, decode, retries and resumption."""

@@ -1,0 +1,103 @@
+"""Tokenise prompts in the ingress, to predict their experts before an engine has seen them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from eldr_serve.engine.protocol import several_prompts
+from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
+from eldr_serve.request_fields import Asked
+
+logger = logging.getLogger(__name__)
+
+_LONG = 4096  # characters; a longer prompt is tokenised in a thread
+
+
+class PromptTokens:
+    """The tokenizer of the served model, without its engine.
+
+    The ids of a chat are those of its messages' texts, without the chat template: predictions depend on how
+    often each token occurs, and the template's tokens occur in every prompt.
+
+    Args:
+        source: folder with the model's tokenizer.json, or the model's name on the hub.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._tokenizer: Tokenizer | None = None
+
+    async def fingerprint(self) -> str:
+        """Return the fingerprint of the tokenizer (see tokenizer_fingerprint); load it if needed.
+
+        Raises:
+            ValueError: the tokenizer cannot be read.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(self._load)
+        return await asyncio.to_thread(tokenizer_fingerprint, self._tokenizer.get_vocab())
+
+    async def size(self) -> int:
+        """Return the vocabulary size: all token ids are below it. Load the tokenizer like `fingerprint`."""
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(self._load)
+        return 1 + max(self._tokenizer.get_vocab().values())
+
+    def _load(self) -> Tokenizer:
+        folder = Path(self._source)
+        try:
+            if folder.is_dir():
+                return Tokenizer.from_file(str(folder / "tokenizer.json"))
+            return Tokenizer.from_pretrained(self._source)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"the tokenizer of {self._source} cannot be read: {error}") from error
+
+    async def of(self, asked: Asked) -> NDArray[np.uint32] | None:
+        """Return the token ids, uint32[n]; None for several prompts, embeddings or an unloaded tokenizer."""
+        if asked.prompt is None and isinstance(asked.messages, list):
+            text, special = "\n".join(_texts(asked.messages)), False
+        elif isinstance(asked.prompt, str):
+            text, special = asked.prompt, True
+        else:
+            return _as_token_ids(asked.prompt)
+        if self._tokenizer is None or not text:
+            return None
+        if len(text) > _LONG:
+            return await asyncio.to_thread(self._encode, text, special)
+        return self._encode(text, special)
+
+    def _encode(self, text: str, special: bool) -> NDArray[np.uint32]:
+        assert self._tokenizer is not None
+        encoded = self._tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=special)
+        return np.array(encoded.ids, np.uint32)
+
+
+def _as_token_ids(prompt: Any) -> NDArray[np.uint32] | None:
+    """Return the ids of a prompt that consists of token ids."""
+    if not isinstance(prompt, list) or not prompt or several_prompts(prompt):
+        return None
+    try:
+        return np.array(prompt, np.uint32)
+    except (TypeError, ValueError, OverflowError):  # the engine reports what is wrong with them
+        return None
+
+
+def _texts(messages: list[Any]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            yield content
+        elif isinstance(content, list):
+            yield from (
+                part["text"]
+                for part in content
+                if isinstance(part, dict) and isinstance(part.get("text"), str)
+            )

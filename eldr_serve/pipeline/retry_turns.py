@@ -1,0 +1,59 @@
+"""Concurrency limit for retries, so that the requests of a lost engine do not flood the others."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from eldr_serve.errors import Overloaded
+from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.request_run import Run
+
+_KEPT = 0.9  # smoothing factor for the mean duration of a turn
+
+
+class RetryTurns:
+    """Limits how many requests of one ingress are prefilled and placed again at the same time."""
+
+    def __init__(self, options: PathOptions) -> None:
+        self._options = options
+        self._turns = asyncio.Semaphore(options.retries_at_once)
+        self._waiting = 0
+        self._mean_s = 0.0  # mean duration of a turn
+
+    @asynccontextmanager
+    async def turn(self, run: Run) -> AsyncIterator[None]:
+        """Wait for a turn if the request has failed before; raise Overloaded on timeout."""
+        failures = len(run.failed) + run.failed_prefills
+        if not failures:
+            yield
+            return
+        # Add jitter, since other requests failed at the same time.
+        await asyncio.sleep(self._options.retry_backoff_s * 2 ** (failures - 1) * random.uniform(0.5, 1.5))
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._options.retry_wait_s):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise self._overloaded(run) from None
+        finally:
+            self._waiting -= 1
+        begun_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._turns.release()
+            self._mean_s = _KEPT * self._mean_s + (1 - _KEPT) * (time.monotonic() - begun_s)
+
+    def _overloaded(self, run: Run) -> Overloaded:
+        why = (
+            "have lost their engine"
+            if run.lost_engines
+            else "are tried again after a call to an engine has failed"
+        )
+        wait_s = self._waiting * self._mean_s / self._options.retries_at_once
+        return Overloaded(f"too many requests {why}", retry_after_s=max(1, math.ceil(wait_s)))

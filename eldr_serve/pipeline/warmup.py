@@ -1,0 +1,147 @@
+"""Warm-up requests for each prefill-decode pair, or each whole engine, before clients are served.
+
+Otherwise the first request would wait for NIXL's handshake, and all requests for the compilation of vLLM's
+samplers, which blocks a decode engine for seconds: with log-probabilities, and with a batch of one and of
+several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from eldr_serve.channel import Call, CallFailed, ChannelLost
+from eldr_serve.pipeline.prefill_step import prefill_answer
+from eldr_serve.pipeline.request_run import Engines
+from eldr_serve.replicas.true_signature import METHOD, TrueSignature
+from eldr_serve.request_fields import WARM, decode_header, prefill_header, signature_of, warm_up_body
+from eldr_serve.router.client import RouterClient
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S = 2.0
+_LIMIT_S = 60.0
+_FIRST_PERIOD_S = 0.2  # until the first pair is warm, since the service is starting
+_WHOLE = ""  # in place of a pair's prefill engine
+
+
+class Warmup:
+    """Warms each pair of live replicas once, and reports the shape of signatures to the router."""
+
+    def __init__(
+        self, *, engines: Engines, handles: list[DeploymentHandle], client: RouterClient, model_id: str
+    ) -> None:
+        self._engines = engines
+        self._handles = handles
+        self._client = client
+        self._model_id = model_id
+        self._warm: set[tuple[str, str]] = set()
+        self._engines_up = False
+        self._all_were_warm = False
+
+    @property
+    def pairs(self) -> int:
+        """Return the number of warm pairs or whole engines."""
+        return len(self._warm)
+
+    @property
+    def ready(self) -> bool:
+        """Return whether all engines that Serve knows of are up and warm."""
+        return self._engines_up and not self._cold()
+
+    @property
+    def awaited(self) -> str | None:
+        """Return why the service is not ready, one sentence; None if it is.
+
+        At first all pairs must be warm. Later one warm decode engine is enough: new engines are warmed
+        during traffic, and requests run without a prefill engine if there is none.
+        """
+        if self._all_were_warm:
+            warm = {decode for _, decode in self._warm}
+            there = warm.intersection(self._engines.decode.live)
+            return None if there else "no decode engine is up"
+        if not self._engines_up:
+            return "the engines are not up yet"
+        pairs = self._pairs()
+        return f"{len(pairs) - len(self._cold())} of {len(pairs)} pairs of engines are warm"
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        prefills = (_WHOLE,) if self._engines.whole else self._engines.prefill.directory.live
+        return [(prefill, decode) for prefill in prefills for decode in self._engines.decode.directory.live]
+
+    def _cold(self) -> list[tuple[str, str]]:
+        return [pair for pair in self._pairs() if pair not in self._warm]
+
+    async def run(self) -> None:
+        """Keep all pairs warm until cancelled; replicas may come and go."""
+        # After the first call through a handle, Serve publishes the replicas to it and to us.
+        await asyncio.gather(*(handle.check_health.remote() for handle in self._handles))
+        self._engines_up = True
+        while True:
+            await asyncio.gather(*(self._try_pair(prefill, decode) for prefill, decode in self._cold()))
+            self._all_were_warm |= bool(self._warm) and not self._cold()
+            await asyncio.sleep(_PERIOD_S if self._warm else _FIRST_PERIOD_S)
+
+    async def _try_pair(self, prefill: str, decode: str) -> None:
+        try:
+            async with asyncio.timeout(_LIMIT_S):  # a pair that hangs must not delay the others
+                if prefill == _WHOLE:
+                    await self._warm_whole(decode)
+                else:
+                    await self._warm_pair(prefill, decode)
+        except (ChannelLost, CallFailed, RayError, RayServeException, TimeoutError) as error:
+            logger.warning("pair %s-%s is not warm yet: %s", prefill or "whole", decode, error)
+
+    async def _warm_pair(self, prefill: str, decode: str) -> None:
+        request_id = f"{WARM}{uuid.uuid4().hex}"
+        body = warm_up_body(self._model_id)
+        header = prefill_header("completions", f"{request_id}-p")
+        found = await prefill_answer(self._engines.prefill.call(prefill, "prefill", header, body))
+        counts = signature_of(found["kv"])
+        if counts is None:
+            logger.warning("prefill replica %s sends no expert signatures, its pairs are not warmed", prefill)
+            await self._engines.prefill.call(prefill, "release", {"id": header["id"]}).end()
+            return
+        try:
+            call = self._generate(decode, f"{request_id}-d", found["kv"])
+        except ChannelLost:  # no engine will read the prompt's blocks
+            await self._engines.prefill.call(prefill, "release", {"id": header["id"]}).end()
+            raise
+        await _read(call)
+        await _read(self._generate(decode, f"{request_id}-n", answers=2))
+        self._warm.add((prefill, decode))
+        await self._client.call("expect_signatures", *counts.shape)
+
+    async def _warm_whole(self, decode: str) -> None:
+        request_id = f"{WARM}{uuid.uuid4().hex}"
+        shapes: list[tuple[int, ...]] = []
+        asked = self._engines.decode.call(decode, METHOD, {"id": request_id})
+        signature = TrueSignature(asked, lambda counts, tokens: shapes.append(counts.shape))
+        try:
+            await _read(self._generate(decode, request_id))
+            await _read(self._generate(decode, f"{request_id}-n", answers=2))
+        finally:
+            finished = signature.finish()
+        await finished
+        self._warm.add((_WHOLE, decode))
+        if shapes:
+            await self._client.call("expect_signatures", *shapes[0])
+        else:
+            logger.warning("replica %s counts no experts: its predictions cannot be evaluated", decode)
+
+    def _generate(
+        self, decode: str, request_id: str, params: dict[str, Any] | None = None, *, answers: int = 1
+    ) -> Call:
+        header = decode_header("completions", request_id, params)
+        return self._engines.decode.call(decode, "generate", header, warm_up_body(self._model_id, answers))
+
+
+async def _read(call: Call) -> None:
+    while await call.read() is not None:
+        pass

@@ -1,0 +1,121 @@
+"""The command `eldr check`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from eldr_serve.preflight.machine import GIB, GPUS, Pool, described, gpu_of, read_cluster, with_gpu
+
+_CLUSTER = "ray_cluster.yaml"
+_CPU = "cpu"
+
+
+def check(
+    deployments: Annotated[list[Path], typer.Argument(help="Deployment YAMLs.")],
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"File for `ray up`; default: {_CLUSTER} beside the deployment or in the folder above."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Kind of GPU instead of the cluster file's: {', '.join(GPUS)}; {_CPU}: none.",
+            show_default=False,
+        ),
+    ] = None,
+    gpu_memory_gib: Annotated[float | None, typer.Option(min=1, help="Its memory, GiB.")] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of identical nodes, instead of --cluster.", show_default=False),
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node, with --nodes.")] = 8,
+    cpus_per_node: Annotated[float, typer.Option(min=0, help="Cores per node, with --nodes.")] = float(
+        os.cpu_count() or 1
+    ),
+    memory_gib: Annotated[
+        float | None, typer.Option(min=1, help="Memory per node, GiB; default: this machine's.")
+    ] = None,
+    resource: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=AMOUNT", help="Custom resource of each node, with --nodes; repeatable."),
+    ] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or its folder; nothing is downloaded.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check whether deployments would start on a cluster; if not, report why, with exit status 1."""
+    if nodes is not None and cluster is not None:
+        raise ValueError("--nodes replaces --cluster: give one of them")
+    if (resource or gpu == _CPU) and nodes is None:
+        raise ValueError(f"--resource and --gpu {_CPU} describe nodes: give their number with --nodes")
+    like = None
+    if nodes is not None:
+        like = described(
+            None if gpu in (None, _CPU) else gpu_of(gpu, gpu_memory_gib),
+            gpus_per_node=gpus_per_node,
+            resources=dict(_named_amount(word) for word in resource or ()),
+            **_machine(nodes, cpus_per_node, memory_gib),
+        )
+
+    def pools(path: Path, device: str) -> list[Pool]:
+        if like is not None:
+            return like
+        if device == _CPU and cluster is None:
+            own = described(None, **_machine(1, cpus_per_node, memory_gib))
+            return [replace(pool, here=True) for pool in own]
+        file = cluster or next(
+            (f for f in (path.parent / _CLUSTER, path.parent.parent / _CLUSTER) if f.is_file()), None
+        )
+        if file is None:
+            raise ValueError(
+                f"there is no {_CLUSTER} beside {path}: give a file with --cluster, or use --nodes"
+            )
+        read = read_cluster(file)
+        return with_gpu(read, gpu_of(gpu, gpu_memory_gib)) if gpu else read
+
+    if sys.stderr.isatty():
+        typer.echo("probing vLLM, which takes a minute on slow cores", err=True)
+    logging.disable(logging.WARNING)  # Ray and vLLM log their imports at length
+    try:
+        from eldr_serve.preflight.check import check as check_all
+
+        found = check_all(deployments, pools, model_config)
+    finally:
+        logging.disable(logging.NOTSET)
+    if as_json:
+        from eldr_serve.preflight.report import as_json as in_json
+
+        typer.echo(json.dumps([in_json(outcome) for outcome in found], indent=1))
+    else:
+        from rich.console import Console
+
+        from eldr_serve.preflight.report import show
+
+        for outcome in found:
+            show(outcome, Console(markup=False))
+    if not all(outcome.starts for outcome in found):
+        raise typer.Exit(1)
+
+
+def _machine(nodes: int, cpus: float, memory_gib: float | None) -> dict[str, Any]:
+    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    return {"nodes": nodes, "cpus_per_node": cpus, "memory_gib": memory_gib or own}
+
+
+def _named_amount(word: str) -> tuple[str, float]:
+    name, _, amount = word.partition("=")
+    try:
+        return name, float(amount)
+    except ValueError:
+        raise ValueError(f"--resource takes NAME=AMOUNT, not {word!r}") from None

@@ -1,0 +1,265 @@
+"""Find faults of a deployment on a cluster, one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Literal
+
+from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.limits.keys import KeysError, read_keys
+from eldr_serve.preflight import ports
+from eldr_serve.preflight.deployment import Deployment, EngineDeployment
+from eldr_serve.preflight.engines import Answer
+from eldr_serve.preflight.machine import ACCELERATOR, GIB, Gpu, Pool
+from eldr_serve.preflight.placement import Placed, total
+
+# Ports in use on every node of a cluster by default settings of `ray start` and the kernel.
+_PORTS_IN_USE = (
+    (6379, 6379, "Ray's control store"),
+    (8080, 8080, "Ray's metrics"),
+    (8265, 8265, "Ray's dashboard"),
+    (10001, 19999, "Ray's client and workers"),
+    (32768, 60999, "outgoing connections"),
+)
+_LEAST_DRAIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault, or a note for the operator.
+
+    Attributes:
+        severity: an error prevents the deployment from starting or from serving correctly.
+        sentence: the fault and its remedy.
+    """
+
+    severity: Literal["error", "warning"]
+    sentence: str
+
+
+def nixl_ports(engines: EngineDeployment) -> list[int]:
+    """Return the port of NIXL's side channel of each replica, at the maximum number of replicas."""
+    return engines.spec.ports(engines.most)
+
+
+def resources(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding]:
+    """Yield each requested resource that no node has."""
+    offered = {name for pool in pools for name in pool.resources}
+    kinds = sorted(name.removeprefix(ACCELERATOR) for name in offered if name.startswith(ACCELERATOR))
+    for wanted in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
+        for name in sorted({name for bundle in wanted.bundles for name, amount in bundle.items() if amount}):
+            if name in offered:
+                continue
+            if name.startswith(ACCELERATOR):
+                yield _error(
+                    f"{wanted.name} needs accelerator_type {name.removeprefix(ACCELERATOR)}, "
+                    f"and the nodes have {' and '.join(kinds) or 'no GPU'}"
+                )
+            elif name == "GPU":
+                yield _error(f"{wanted.name} needs GPUs, and no node has any")
+            else:
+                yield _error(f"{wanted.name} needs the resource {name!r}, which no node has")
+
+
+def placement(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
+    """Yield deployments whose replicas find no node, or whose engines would spread over several nodes."""
+    for wanted in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
+        missing = placed.missing.get(wanted.name, 0)
+        if missing:
+            needed = ", ".join(
+                name if name.startswith(ACCELERATOR) else f"{amount:g} {name}"
+                for name, amount in total(wanted.bundles).items()
+                if amount
+            )
+            yield _error(
+                f"{missing} of {wanted.count} {wanted.name} replicas find no node: each needs {needed}"
+                + (f" by {wanted.strategy}" if len(wanted.bundles) > 1 else "")
+            )
+        spread = placed.spread.get(wanted.name, 0)
+        if spread:
+            yield _error(
+                f"{spread} of {wanted.count} {wanted.name} replicas would each spread over several nodes, "
+                "whose ranks communicate in every layer: set placement_group_config's strategy to STRICT_PACK"
+            )
+
+
+def memory(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> Iterator[Finding]:
+    """Yield why vLLM or our extension would refuse an engine."""
+    kind = gpu.kind if gpu else "CPU"
+    hidden = [name for name, hides in answer.kernels if hides]
+    if hidden:
+        yield _error(
+            f"{engines.role} on {kind} would run {hidden[0]}, which routes internally and hides its choices, "
+            "so experts cannot be counted: set moe_backend in engine_kwargs to another kernel"
+        )
+    elif answer.weights and answer.kv <= 0 and gpu is not None:
+        yield _error(
+            f"{engines.role} does not fit on {kind}: weights {answer.weights / GIB:.1f} GiB and a reserve of "
+            f"{answer.reserve / GIB:.1f} GiB exceed gpu_memory_utilization by {-answer.kv / GIB:.1f} GiB"
+        )
+    elif answer.refusal:
+        named = answer.refusal.startswith(engines.where)
+        yield _error(answer.refusal if named else f"{engines.role} on {kind} is refused: {answer.refusal}")
+    elif answer.weights and not answer.kernels:
+        yield _error(f"{source(engines)} has no MoE layer, so there are no experts to count")
+    elif answer.weights and not answer.kv_tokens:
+        yield _error(
+            f"{engines.role}'s KV cache of {answer.kv / GIB:.1f} GiB on {kind} holds no sequence of "
+            f"max_model_len {answer.max_model_len}: "
+            + (
+                "lower it, or raise gpu_memory_utilization"
+                if gpu
+                else f"raise {engines.spec.host_kv_variable} in {engines.config}.runtime_env.env_vars, "
+                "or lower max_model_len"
+            )
+        )
+
+
+def agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, Answer]]) -> Iterator[Finding]:
+    """Yield the fields that prefill and decode must share but that vLLM resolves to different values."""
+    answers = {deployment.role: answer for deployment, _, answer in engines}
+    if "prefill" in answers and not any(answer.refusal for answer in answers.values()):
+        for sentence in ENGINES.differences(answers["prefill"].agreed, answers["decode"].agreed):
+            yield _error(sentence)
+
+
+def host_memory(deployment: Deployment, placed: Placed, answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield nodes whose CPU engines need more memory than the node has."""
+    needed: dict[str, int] = {
+        engines.role: answer.weights + answer.reserve + answer.kv
+        for engines, answer in zip(deployment.engines, answers, strict=True)
+        if engines.spec.device == "cpu"
+    }
+    for node in placed.nodes:
+        total = sum(needed.get(name, 0) for name, _ in node.held) / GIB
+        if node.pool.memory_gib and total > node.pool.memory_gib:
+            yield _error(
+                f"the engines on node {node.name} need {total:.1f} GiB, "
+                f"and it has {node.pool.memory_gib:.1f} GiB"
+            )
+
+
+def network(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
+    """Yield ports at which two processes on one node would listen."""
+    wanted = {engines.role: nixl_ports(engines) for engines in deployment.engines}
+    for role, numbers in wanted.items():
+        for first, last, holder in _PORTS_IN_USE:
+            if any(first <= number <= last for number in numbers):
+                yield _error(
+                    f"{role}'s NIXL ports {_span(numbers)} overlap {_span([first, last])} of {holder}: "
+                    "set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
+                )
+    for one, other in combinations(wanted, 2):
+        together = any({one, other} <= {name for name, _ in node.held} for node in placed.nodes)
+        if together and set(wanted[one]) & set(wanted[other]):
+            yield _error(
+                f"{one}'s NIXL ports {_span(wanted[one])} overlap {other}'s {_span(wanted[other])} on one "
+                "node: set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
+            )
+    for engines in deployment.engines:
+        role, numbers = engines.role, wanted[engines.role]
+        crowded = any(sum(name == role for name, _ in node.held) > 1 for node in placed.nodes)
+        if crowded and len(set(numbers)) < len(numbers):
+            yield _error(
+                f"{role} replicas on one node would share NIXL's port {numbers[0]}: leave "
+                f"{engines.spec.fixed_port} to eldr-serve"
+            )
+    port = deployment.args.ingress.port
+    if port and deployment.proxy and port == deployment.proxy[1]:
+        yield _error(f"the ingress and Serve's proxy would both listen at port {port}: change ingress.port")
+
+
+def this_machine(deployment: Deployment) -> Iterator[Finding]:
+    """Yield the ports of this machine at which another process listens."""
+    ingress = deployment.args.ingress
+    own = (ingress.host, ingress.port) if ingress.port else None
+    for where, address in (("ingress", own), ("http_options", deployment.proxy)):
+        if address is None:
+            continue
+        host, port = address
+        try:
+            found = ports.state(host, port)
+        except OSError as error:
+            reason = error.strerror or error
+            yield _error(f"{where} cannot listen at host {host!r} and port {port}: {reason}")
+            continue
+        if found == "taken":
+            yield _error(
+                f"{where}.port is {port}: another process listens there at {host}; stop it, "
+                "or set another port"
+            )
+        elif found == "shared" and where == "ingress":
+            yield Finding(
+                "warning",
+                f"ingress.port is {port}, where a service of yours listens at {host}: a second service "
+                "there is refused, a new one in its place is not",
+            )
+
+
+def keys_file(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding]:
+    """Yield the key file if the ingress could not read it, as far as this machine can tell."""
+    path = deployment.args.ingress.keys_file
+    if path is None:
+        return
+    here = all(pool.here for pool in pools)
+    if not here and not path.exists():
+        sentence = f"ingress.keys_file {path} is not on this machine: each node of the ingress must have it"
+        yield Finding("warning", sentence)
+        return
+    try:
+        read_keys(path)
+    except KeysError as error:
+        yield _error(f"ingress.keys_file: {error}; eldr keys add makes one")
+
+
+def settings(engines: EngineDeployment) -> Iterator[Finding]:
+    """Yield faults of the engines' Serve settings."""
+    options = engines.spec.deployment_config
+    scaling = options.get("autoscaling_config") or {}
+    if str((scaling.get("policy") or {}).get("policy_function", "")).startswith("ray."):
+        yield _error(
+            f"{engines.role}'s autoscaling policy is Serve's own, which does not count requests that come "
+            "through channels: leave `policy` out"
+        )
+    if engines.scaled and engines.least == 0:
+        yield _error(
+            f"{engines.role} would scale to no replica, and nothing would start one again: set min_replicas"
+        )
+    yield from drain(engines.role, options)
+    if engines.most > 1 and "HF_HOME" not in engines.spec.environment and from_hub(engines):
+        yield Finding(
+            "warning",
+            f"{engines.most} {engines.role} replicas would download {source(engines)} to as many nodes: set "
+            "HF_HOME in runtime_env's env_vars to a folder that all nodes share",
+        )
+
+
+def drain(name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a warning if the replicas of a deployment have little time to end their streams."""
+    seconds = float(options.get("graceful_shutdown_timeout_s", 0))
+    if seconds < _LEAST_DRAIN_S:
+        yield Finding(
+            "warning",
+            f"{name} replicas that stop are killed after {seconds:g} s, even with open streams: "
+            "raise graceful_shutdown_timeout_s",
+        )
+
+
+def source(engines: EngineDeployment) -> str:
+    """Return the location of the model."""
+    return engines.spec.model_source
+
+
+def from_hub(engines: EngineDeployment) -> bool:
+    """Return whether the location of the model is a name on the model hub."""
+    return not source(engines).startswith(("/", "./", "../")) and "://" not in source(engines)
+
+
+def _error(sentence: str) -> Finding:
+    return Finding("error", sentence)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"{min(numbers)}-{max(numbers)}" if min(numbers) < max(numbers) else str(min(numbers))

@@ -1,0 +1,144 @@
+"""Place replicas on nodes as Ray would, by their placement groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from eldr_serve.preflight.machine import Pool
+
+Bundle = Mapping[str, float]
+_PART = 10_000  # Ray counts resources in ten-thousandths
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas of one deployment.
+
+    Attributes:
+        name: name of the deployment.
+        count: maximum number of replicas.
+        bundles: resources of each replica; its actor runs in the first bundle.
+        strategy: strategy of Ray's placement groups: PACK, STRICT_PACK, SPREAD or STRICT_SPREAD.
+    """
+
+    name: str
+    count: int
+    bundles: Sequence[Bundle]
+    strategy: str = "PACK"
+
+
+@dataclass
+class Node:
+    """A node with its free resources (in ten-thousandths) and its replicas."""
+
+    name: str
+    pool: Pool
+    free: dict[str, int]
+    held: list[tuple[str, int]] = field(default_factory=list)  # deployment, number of the replica
+
+    def fits(self, bundle: Bundle) -> bool:
+        """Return whether the bundle's resources are free."""
+        return all(
+            self.free.get(name, 0) >= round(_PART * amount) for name, amount in bundle.items() if amount
+        )
+
+    def take(self, bundle: Bundle) -> None:
+        """Allocate the bundle's resources."""
+        for name, amount in bundle.items():
+            if amount:
+                self.free[name] -= round(_PART * amount)
+
+    def give(self, bundle: Bundle) -> None:
+        """Free the bundle's resources."""
+        for name, amount in bundle.items():
+            if amount:
+                self.free[name] += round(_PART * amount)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement of replicas.
+
+    Attributes:
+        nodes: all nodes after the placement.
+        missing: deployment -> number of its replicas that found no node.
+        spread: deployment -> number of its replicas that are on several nodes.
+    """
+
+    nodes: Sequence[Node]
+    missing: Mapping[str, int]
+    spread: Mapping[str, int]
+
+
+def place(pools: Sequence[Pool], wanted: Sequence[Replicas]) -> Placed:
+    """Place all replicas, one after the other, each where the least resources remain.
+
+    As Ray does, it places replicas in the given order and never moves them.
+    """
+    nodes = [
+        Node(
+            f"{pool.name}-{number}",
+            pool,
+            {name: round(_PART * amount) for name, amount in pool.resources.items()},
+        )
+        for pool in pools
+        for number in range(pool.nodes)
+    ]
+    missing: Counter[str] = Counter()
+    spread: Counter[str] = Counter()
+    for replicas in wanted:
+        for number in range(replicas.count):
+            chosen = _choose(nodes, replicas)
+            if chosen is None:
+                missing[replicas.name] += 1
+                continue
+            for node, bundle in zip(chosen, replicas.bundles, strict=True):
+                node.take(bundle)
+            for node in {node.name: node for node in chosen}.values():
+                node.held.append((replicas.name, number))
+            spread[replicas.name] += len({node.name for node in chosen}) > 1
+    return Placed(nodes, +missing, +spread)
+
+
+def total(bundles: Sequence[Bundle]) -> dict[str, float]:
+    """Return the sum of the bundles' resources."""
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
+
+
+def _choose(nodes: Sequence[Node], replicas: Replicas) -> list[Node] | None:
+    """Return a node for each bundle; None if they do not fit."""
+    order = sorted(nodes, key=_room)
+    if replicas.strategy in ("PACK", "STRICT_PACK"):
+        whole = total(replicas.bundles)
+        together = next((node for node in order if node.fits(whole)), None)
+        if together is not None or replicas.strategy == "STRICT_PACK":
+            return [together] * len(replicas.bundles) if together is not None else None
+        return _one_by_one(order[::-1], replicas.bundles, apart=False, prefer_used=True)
+    strict = replicas.strategy == "STRICT_SPREAD"
+    return _one_by_one(order, replicas.bundles, apart=strict, prefer_used=False)
+
+
+def _one_by_one(
+    order: Sequence[Node], bundles: Sequence[Bundle], *, apart: bool, prefer_used: bool
+) -> list[Node] | None:
+    chosen: list[Node] = []
+    try:
+        for bundle in bundles:
+            fitting = [node for node in order if node.fits(bundle) and not (apart and node in chosen)]
+            if not fitting:
+                return None
+            node = next((n for n in fitting if (n in chosen) == prefer_used), fitting[0])
+            node.take(bundle)
+            chosen.append(node)
+        return chosen
+    finally:
+        for node, bundle in zip(chosen, bundles, strict=False):
+            node.give(bundle)
+
+
+def _room(node: Node) -> tuple[int, int]:
+    """Return the free GPUs and CPUs of a node, which a placement there would waste."""
+    return node.free.get("GPU", 0), node.free.get("CPU", 0)

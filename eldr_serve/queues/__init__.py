@@ -1,0 +1,1 @@
+"""Queues and rates: predicted waits, retry times, turns at an engine."""

@@ -1,0 +1,1 @@
+"""Engine replicas as Ray Serve deployments, and the channels to them."""

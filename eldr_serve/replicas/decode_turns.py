@@ -1,0 +1,54 @@
+"""Estimate when a decode replica, which works on one call per seat, starts to work on a call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from eldr_serve.queues.prefill_queue import Report
+from eldr_serve.queues.turns import Turn, Turns
+from eldr_serve.queues.wait_estimate import WaitEstimate
+from eldr_serve.replicas.fleet import Fleet
+
+SEATS = "eldr_seats"  # field of a replica's metadata, see protocol.Engine.seats
+
+
+class DecodeTurns:
+    """Calls of one ingress that have not received a token yet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._turns = Turns(clock=_now)
+        self.enter = self._turns.enter
+        self._waits: defaultdict[str, WaitEstimate] = defaultdict(lambda: WaitEstimate(clock=_now))
+
+    def leave(self, turn: Turn, *, answered: bool) -> None:
+        """Remove a call that has its first token or has ended; see Turns.leave."""
+        before = self._turns.waiting(turn.replica)
+        self._turns.leave(turn, answered=answered)
+        waiting = self._turns.waiting(turn.replica)
+        if waiting < before:
+            self._waits[turn.replica].departed(empty=not waiting or not self._is_full(turn.replica))
+
+    def wait_s(self) -> float:
+        """Return the predicted wait of a new request for the first free seat of any replica, s."""
+        live = self._fleet.live
+        if not all(map(self._is_full, live)):  # most often the first replica has a seat
+            return 0.0
+        return min((self._waits[name].wait_s(self._turns.waiting(name) + 1) for name in live), default=0.0)
+
+    def since_s(self, turn: Turn) -> float:
+        """Return the time at which the replica is assumed to have started on a call without a token yet."""
+        if self._is_full(turn.replica):
+            turn.since_s = _now()
+        return turn.since_s
+
+    def _is_full(self, replica: str) -> bool:
+        directory = self._fleet.directory
+        seats: int = directory.metadata.get(replica, {}).get(SEATS, 0)
+        reported = Report.of(directory.reports.get(replica, {})).calls
+        return 0 < seats < max(reported, self._fleet.in_flight.get(replica, 0))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

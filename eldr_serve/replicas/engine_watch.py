@@ -1,0 +1,124 @@
+"""Health check of an engine's core: while it is dead or hangs, its replica's channel is suspended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+import psutil
+
+from eldr_serve.channel import ChannelServer
+from eldr_serve.engine.protocol import Engine
+from eldr_serve.errors import sentence
+from eldr_serve.router.process_metrics import ReplicaMetrics
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S = 1.0
+
+
+class EngineWatch:
+    """Health check, once a period and as soon as a call fails; the core is pinged only during calls.
+
+    A core that does not answer for a period counts as lost if a process of it is stopped (SIGSTOP).
+    While the engine is lost its channel is suspended, so that ingresses place its requests elsewhere.
+
+    Args:
+        engine: the engine of this replica.
+        channel: the channel server through which the engine is called.
+        role: role of this process, for the metrics.
+        limit_s: a core that answers nothing for this time hangs, s. Time in which this process itself was
+            stopped does not count.
+
+    Attributes:
+        proven: whether the engine has answered a client. Before, it may be compiling: no limit applies.
+        lost: the reason why the engine is not called now, or None.
+    """
+
+    def __init__(self, engine: Engine, channel: ChannelServer, role: str, limit_s: float) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._role = role
+        self._limit_s = limit_s
+        self._metrics = ReplicaMetrics()
+        self._failed = asyncio.Event()
+        self.proven = False
+        self.lost: str | None = None
+
+    def failed(self) -> None:
+        """Check the engine at once, after a call that failed through its fault."""
+        self._failed.set()
+
+    async def run(self) -> None:
+        """Watch until the engine dies or the task is cancelled."""
+        loop = asyncio.get_running_loop()
+        self._metrics.begin(self._role)
+        ping: asyncio.Task[None] | None = None
+        silent_s = 0.0
+        try:
+            while not await self._has_died():
+                if ping is not None and ping.done():
+                    ping, silent_s = None, 0.0
+                    self._mark_recovered()
+                if ping is None and (self.lost or self._channel.in_flight):
+                    ping = loop.create_task(self._ping())
+                if silent_s >= _PERIOD_S and self.lost is None and (stopped := _stopped_child()):
+                    self._mark_lost(f"process {stopped} of its core is stopped")
+                if silent_s >= self._limit_s and self.proven:
+                    self._mark_lost(f"its core has answered nothing for {self._limit_s:g} s")
+                waited_s = await self._wait()
+                if ping is not None:
+                    silent_s += waited_s
+        finally:
+            if ping is not None:
+                ping.cancel()
+
+    async def _ping(self) -> None:
+        try:
+            await self._engine.ping()
+        except Exception as error:
+            logger.info("the ping of the engine's core failed: %r", error)  # `run` checks whether it has died
+
+    async def _wait(self) -> float:
+        """Wait for the next check; return the time waited, s, without stops of this process."""
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        try:
+            async with asyncio.timeout(_PERIOD_S):
+                await self._failed.wait()
+        except TimeoutError:
+            pass
+        self._failed.clear()
+        return min(loop.time() - since, _PERIOD_S)
+
+    async def _has_died(self) -> bool:
+        try:
+            await self._engine.check_health()
+        except Exception as error:
+            self._mark_lost(f"it has died: {sentence(error)}")
+            return True
+        return False
+
+    def _mark_lost(self, why: str) -> None:
+        if self.lost is None:
+            calls = self._channel.in_flight
+            logger.error("the engine is lost, and so are %d calls: %s", calls, why)
+            self._metrics.lost(self._role)
+        self.lost = why
+        self._channel.suspend(why)
+
+    def _mark_recovered(self) -> None:
+        if self.lost is not None:
+            logger.warning("the engine answers again and takes calls")
+            self.lost = None
+            self._channel.resume()
+
+
+def _stopped_child() -> int | None:
+    """Return the id of a descendant of this process that is stopped (SIGSTOP), or None."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # the child has ended meanwhile
+            if child.status() == psutil.STATUS_STOPPED:
+                return int(child.pid)
+    return None

@@ -1,0 +1,129 @@
+"""Channels of an ingress replica to all engine replicas of one deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from eldr_serve.channel import Call, Channel, ChannelLost
+from eldr_serve.channel.address import Address
+from eldr_serve.router.directory import ReplicaDirectory
+
+logger = logging.getLogger(__name__)
+
+METADATA = "eldr_channel"  # key of a replica's metadata: the address of its channel
+_RETRY_S = 0.5
+_GATHER_S = 0.05  # reports that arrive within this time are processed together
+
+
+class Fleet:
+    """Channels to all replicas that Serve knows, for use in one event loop.
+
+    Args:
+        directory: directory of the deployment's replicas.
+    """
+
+    def __init__(self, directory: ReplicaDirectory) -> None:
+        self.directory = directory
+        self._channels: dict[str, Channel] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[asyncio.Task[None], None] = {}  # also keepers of replicas that have gone
+        self._live: tuple[str, ...] = ()
+        self._reports: dict[str, Mapping[str, Any]] = {}
+        self._sample_timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Start to follow the directory."""
+        loop = asyncio.get_running_loop()
+
+        def changed() -> None:  # called in any thread
+            loop.call_soon_threadsafe(self._follow)
+
+        self.directory.watch(changed)
+
+    async def stop(self) -> None:
+        """Close all channels."""
+        self.directory.watch(lambda: None)
+        if self._sample_timer is not None:
+            self._sample_timer.cancel()
+        for keeper in self._tasks:
+            keeper.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Return the ids of the replicas that take calls, sorted."""
+        return self._live
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Return the number of this process's open calls to each live replica."""
+        return {name: self._channels[name].in_flight for name in self._live}
+
+    @property
+    def oldest_s(self) -> dict[str, float]:
+        """Return the age of this process's oldest open call to each live replica, s."""
+        return {name: round(self._channels[name].oldest_s, 1) for name in self._live}
+
+    def call(self, replica: str, method: str, header: Mapping[str, Any], body: bytes = b"") -> Call:
+        """Start a call; raise ChannelLost if there is no channel to the replica."""
+        channel = self._channels.get(replica)
+        if channel is None:
+            raise ChannelLost(f"there is no channel to {replica}")
+        return channel.call(method, dict(header), body)
+
+    def _follow(self) -> None:
+        known = self.directory.metadata
+        for name in [name for name in self._keepers if name not in known]:
+            self._keepers.pop(name)  # its channel stays open for its streams, until the replica closes it
+            self._update()
+        for name in known:
+            if name not in self._keepers:
+                keeper = asyncio.get_running_loop().create_task(self._keep(name))
+                self._keepers[name] = keeper
+                self._tasks[keeper] = None
+                keeper.add_done_callback(self._tasks.pop)
+
+    async def _keep(self, name: str) -> None:
+        """Connect, and reconnect after a loss, while Serve knows the replica."""
+        this_task = asyncio.current_task()
+        while self._keepers.get(name) is this_task:
+            try:
+                address = Address(**self.directory.metadata[name][METADATA])
+                channel = await address.connect(self._update)
+            except (ChannelLost, KeyError, TypeError) as error:
+                logger.warning("cannot connect to replica %s yet: %r", name, error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._channels[name] = channel
+            channel.on_report = partial(self._reported, name)
+            self._update()
+            try:
+                reason = await asyncio.shield(channel.closed)
+            finally:
+                channel.close("the ingress stops")
+                if self._channels.get(name) is channel:
+                    del self._channels[name]
+                self._update()
+            logger.warning("the channel to replica %s is closed: %s", name, reason)
+
+    def _reported(self, name: str, report: Mapping[str, Any]) -> None:
+        self._reports[name] = report
+        if self._sample_timer is None:
+            self._sample_timer = asyncio.get_running_loop().call_later(_GATHER_S, self._sample_reports)
+
+    def _sample_reports(self) -> None:
+        self._sample_timer = None
+        known = self.directory.metadata
+        self._reports = {name: report for name, report in self._reports.items() if name in known}
+        self.directory.sample({name: self._reports.get(name, {}) for name in known})
+
+    def _update(self) -> None:
+        """Update the live replicas: known to Serve, connected and not draining."""
+        known = self._keepers.keys() & self.directory.metadata.keys()
+        self._live = tuple(
+            sorted(name for name in known if name in self._channels and self._channels[name].open)
+        )

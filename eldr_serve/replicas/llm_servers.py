@@ -1,0 +1,31 @@
+"""Engine deployments over the selected kind of engine."""
+
+from __future__ import annotations
+
+from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.replicas.kept_log import kept_log
+
+with kept_log():
+    ENGINES.load()  # before any import that a replica's arguments cause
+
+from typing import Any
+
+from eldr_serve.replicas.servers import DecodeServer, EngineServer, PrefillServer
+
+
+class _OverEngine(EngineServer):
+    async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
+        await super().__init__(llm_config, engine=ENGINES.start, **kwargs)
+
+    @classmethod
+    def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
+        """Return the resources that a replica takes; Ray Serve LLM calls this."""
+        return ENGINES.deployment_options(llm_config)
+
+
+class LLMPrefillServer(_OverEngine, PrefillServer):
+    """Prefill server over the selected kind of engine."""
+
+
+class LLMDecodeServer(_OverEngine, DecodeServer):
+    """Decode server over the selected kind of engine."""

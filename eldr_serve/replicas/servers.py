@@ -1,0 +1,302 @@
+"""The two engine deployments, for any engine: its channel, and the hooks that Serve calls."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+import msgspec
+from ray import serve
+from ray.exceptions import ActorDiedError, RayError
+
+from eldr_serve.channel import Answer, CallFailed
+from eldr_serve.channel.address import MAX_CALLS, open_channel
+from eldr_serve.engine.protocol import DescribesErrors, Engine, EngineConfig, EngineRequest, Prefilled
+from eldr_serve.errors import Refused, error_body, sentence
+from eldr_serve.queues.prefill_queue import QUEUE, Meter
+from eldr_serve.replicas import expert_swap, true_signature
+from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE
+from eldr_serve.replicas.decode_turns import SEATS
+from eldr_serve.replicas.engine_watch import EngineWatch
+from eldr_serve.replicas.fleet import METADATA
+from eldr_serve.replicas.kept_log import kept_log
+from eldr_serve.replicas.pool_client import PoolClient
+from eldr_serve.replicas.sampling import Sampler, send_samples
+from eldr_serve.request_fields import WAITED_S, WARM
+from eldr_serve.router.actor import find
+from eldr_serve.router.budget import KV_USAGE, SAMPLE
+from eldr_serve.router.directory import BLOCK_TOKENS, EXPERTS
+from eldr_serve.router.loop_watch import LoopWatch
+from eldr_serve.scheduling.cost import StepSums
+
+logger = logging.getLogger(__name__)
+
+_REPORT_PERIOD_S = 1.0
+
+
+class EngineServer:
+    """A replica of a Ray Serve deployment: an engine that is called through its channel.
+
+    Args:
+        llm_config: the engine's settings; Ray Serve LLM uses this name.
+        engine: starts an engine.
+        stall_limit_s: see EngineWatch.
+    """
+
+    _engine: Engine
+    _role: ClassVar[str]
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        llm_config: EngineConfig,
+        *,
+        engine: Callable[[Any], Awaitable[Engine]],
+        stall_limit_s: float,
+    ) -> None:
+        # Serve awaits it before it stops the replica. If it were a method of the class, Python would call it
+        # again when it frees the object, and that coroutine would never be awaited.
+        self.__del__ = self.shut_down
+        self._samples = itertools.count()
+        self._meter = Meter(clock=asyncio.get_running_loop().time)
+        with kept_log():
+            self._engine = await engine(llm_config)
+        self._watch = asyncio.get_running_loop().create_task(LoopWatch(self._role).run())
+        limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
+        self._address, self._channel = await open_channel(
+            self._answer, describe=self._describe, limit=limit, report=self.report
+        )
+        self._life = EngineWatch(self._engine, self._channel, self._role, stall_limit_s)
+        self._watching = asyncio.get_running_loop().create_task(self._life.run())
+
+    async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        await self.answer(method, header, body, answer)
+        if not self._life.proven and method in ("prefill", "generate"):
+            self._life.proven = not header.get("id", WARM).startswith(WARM)
+
+    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        """Answer a call of an ingress replica."""
+        if method == "generate":
+            waited_s = await self._engine.generate(EngineRequest(body=body, **header), answer.send)
+            if waited_s is not None:
+                answer.about = {WAITED_S: waited_s}
+        else:
+            await self._engine.answer(EngineRequest(method, body, **header), answer.send)
+
+    def _describe(self, error: Exception) -> tuple[int, bytes]:
+        status, body = describe(error, self._engine)
+        if status >= 500 and not isinstance(error, Refused):
+            self._life.failed()
+        return status, body
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Return the address for ingress replicas; called by Serve."""
+        return {METADATA: asdict(self._address)}
+
+    def report(self) -> dict[str, Any]:
+        """Return the status report for pings: KV cache usage, prefill queue, and experts of parallel ranks.
+
+        Serve's routing stats are not used: the controller would poll a dead replica every period until the
+        next health check and log a traceback for each failure.
+        """
+        number = next(self._samples)
+        callers, calls = len(self._channel.connections), self._channel.in_flight
+        queue = self._meter.report(number, callers=callers, calls=calls)
+        found = {KV_USAGE: self._engine.kv_usage(), SAMPLE: number, QUEUE: queue}
+        experts = self._engine.experts()
+        return found if experts is None else found | {EXPERTS: experts}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return loads that Serve cannot count itself; called by Serve."""
+        return {IN_FLIGHT: float(self._channel.in_flight), KV_IN_USE: self._engine.kv_usage()}
+
+    async def check_health(self) -> None:
+        """Raise if the replica must be replaced; called by Serve."""
+        await self._engine.check_health()
+        if self._life.lost is not None:
+            raise RuntimeError(f"the engine is lost: {self._life.lost}")
+
+    async def shut_down(self) -> None:
+        """Drain the streams, then stop the engine."""
+        channel, engine = getattr(self, "_channel", None), getattr(self, "_engine", None)
+        if channel is not None:
+            await channel.drain()
+            self._watching.cancel()
+        if engine is not None:
+            await engine.stop()
+
+
+class PrefillServer(EngineServer):
+    """Computes prompts for decode engines, and frees KV blocks that no decode engine will read.
+
+    A finished prompt's blocks are held until the decode engine has read them or the lease
+    (`kv_lease_duration`, s) ends. If the client disconnects in between, call `release` frees them at once.
+
+    Raises:
+        ConfigurationError: the engine counts no experts, so requests would be placed by load alone.
+    """
+
+    _role = "prefill"
+
+    async def __init__(self, llm_config: EngineConfig, **kwargs: Any) -> None:  # type: ignore[misc]
+        await super().__init__(llm_config, **kwargs)
+        layers, experts = await self._engine.shape()
+        logger.info("the engine counts %d experts in each of %d layers", experts, layers)
+
+    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        """Answer the calls of an EngineServer, `prefill` and `release`.
+
+        The answer to `prefill` is msgpack: `tokens` (number of prompt tokens), `token_ids` (uint32 bytes),
+        `kv` (see protocol.Prefilled).
+        """
+        if method == "prefill":
+            found = await self._prefill(EngineRequest(body=body, **header))
+            ids = found.token_ids
+            answered = {"tokens": len(ids), "token_ids": ids.tobytes(), "kv": found.kv}
+            answer.send(msgspec.msgpack.encode(answered), 1)
+        elif method == "release":
+            await self._engine.release(header["id"])
+        else:
+            await super().answer(method, header, body, answer)
+
+    async def _prefill(self, request: EngineRequest) -> Prefilled:
+        """Compute a prompt and measure its throughput."""
+        tokens, computed = request.prompt_tokens, 0
+        self._meter.enter(tokens)
+        try:
+            found = await self._engine.prefill(request)
+            computed = len(found.token_ids) + len(request.generated) // 4
+        finally:
+            self._meter.leave(tokens, computed if tokens else 0)
+        return found
+
+
+class DecodeServer(EngineServer):
+    """A decode engine, or one that also prefills.
+
+    It reports the costs of its steps and its cache to the router, and samples of its requests to the
+    signature pool.
+
+    Args:
+        application, num_pool_actors: determine the names of the pool's actors (see PoolClient). Without
+            actors nothing is sampled.
+    """
+
+    _role = "decode"
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        llm_config: EngineConfig,
+        *,
+        router_name: str,
+        application: str = "",
+        num_pool_actors: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self._sampler = Sampler(1.0 if num_pool_actors else 0.0)
+        await super().__init__(llm_config, **kwargs)
+        self._router_name = router_name
+        self._queued = 0.0  # this replica's share of the requests that wait for a worker
+        loop = asyncio.get_running_loop()
+        self._reporter = loop.create_task(self._report_steps())
+        if num_pool_actors:
+            self._pool = PoolClient(application, num_pool_actors)
+            self._sending = loop.create_task(send_samples(self._engine, self._sampler, self._pool))
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Return the metadata of an EngineServer, and the prefix block size and seats for ingresses."""
+        own = {BLOCK_TOKENS: self._engine.prefix_cache()[0], SEATS: self._engine.seats()}
+        return await super().record_replica_metadata() | own
+
+    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        """Answer the calls of an EngineServer, and those of true_signature and expert_swap."""
+        if method == true_signature.METHOD:
+            answer.send(msgspec.msgpack.encode(await self._engine.signature(header["id"])))
+        elif method == expert_swap.METHOD:
+            answer.send(await expert_swap.place(self._engine, body), 0)
+        elif method == "generate":
+            await self._generate(header, body, answer)
+        else:
+            await super().answer(method, header, body, answer)
+
+    async def _generate(self, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        """Answer a request. Measure its prompt if this engine prefills it, and sample some requests."""
+        with ExitStack() as stack:
+            if tokens := header.get("prompt_tokens", 0.0):
+                stack.enter_context(self._measured(tokens, answer))
+            if _may_be_sampled(header):
+                header["sampled"] = stack.enter_context(self._sampler.admit(header["id"]))
+            await super().answer("generate", header, body, answer)
+
+    @contextmanager
+    def _measured(self, tokens: float, answer: Answer) -> Iterator[None]:
+        """Measure the throughput of a prompt, which has been computed when the first token is sent."""
+        send, computing = answer.send, True
+
+        def over(computed: float) -> None:
+            nonlocal computing
+            if computing:
+                computing = False
+                self._meter.leave(tokens, computed)
+
+        def sent(payload: bytes, tokens_in_it: int = 0, ids: bytes = b"") -> None:
+            over(tokens)
+            send(payload, tokens_in_it, ids)
+
+        self._meter.enter(tokens)
+        answer.send = sent  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            over(0.0)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return an EngineServer's loads, with this replica's share of waiting requests; called by Serve."""
+        stats = await super().record_autoscaling_stats()
+        return stats | {IN_FLIGHT: stats[IN_FLIGHT] + self._queued}
+
+    async def _report_steps(self) -> None:
+        router: Any = None  # an actor's handle
+        sums = StepSums()  # not reported yet
+        while True:
+            await asyncio.sleep(_REPORT_PERIOD_S)
+            sums = sums + self._engine.take_steps()
+            if not sums.steps:
+                self._queued = 0.0  # requests only wait if engines are busy
+                continue
+            try:
+                if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
+                    router = await asyncio.to_thread(find, self._router_name)
+                replica = serve.get_replica_context().replica_id.unique_id
+                self._queued = await router.observe_steps.remote(sums, replica, self._engine.prefix_cache())
+                sums = StepSums()
+            except (ValueError, RayError) as error:  # the router is unavailable
+                self._queued = 0.0
+                if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
+                    router = None
+                logger.info("step costs not reported: %r", error)
+
+
+def _may_be_sampled(header: dict[str, Any]) -> bool:
+    """Return whether a generate call comes from a client and starts at the first token of its answer."""
+    return not header.get("generated") and not header.get("id", WARM).startswith(WARM)
+
+
+def describe(error: Exception, engine: DescribesErrors) -> tuple[int, bytes]:
+    """Return the HTTP status and the response body for an exception.
+
+    Args:
+        engine: describes the errors that the engine raises.
+    """
+    if isinstance(error, CallFailed):
+        return error.status, error.body
+    if isinstance(error, Refused):
+        return error.status, error_body(str(error), error.status, param=error.param)
+    status = engine.status_of(error)
+    if status >= 500:
+        logger.error("a call failed", exc_info=error)
+    return status, error_body(sentence(error), status, param=engine.parameter_of(error))

@@ -1,0 +1,1 @@
+"""The DecodeRouter actor, its state and its client."""

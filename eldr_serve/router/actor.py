@@ -1,0 +1,259 @@
+"""The DecodeRouter actor: one per deployment, detached and named, a thin shell around RouterState."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import time
+from dataclasses import replace
+from typing import Any
+
+import ray
+from numpy.typing import NDArray
+from ray.actor import ActorHandle
+
+from eldr_serve.channel import Answer, ChannelServer
+from eldr_serve.channel.address import Address, open_channel
+from eldr_serve.errors import SwapRefused, sentence
+from eldr_serve.limits.shared_limits import SharedLimits
+from eldr_serve.limits.tenants import Taken
+from eldr_serve.router.loop_watch import LoopWatch
+from eldr_serve.router.messages import Exchange, NamedPolicy, Reply, Restore, Restored, Settings
+from eldr_serve.router.pool_link import PoolLink
+from eldr_serve.router.process_metrics import PERIOD_S, RouterMetrics
+from eldr_serve.router.settings import RouterSettings
+from eldr_serve.router.state import RouterState
+from eldr_serve.scheduling import Placement, StepSums
+from eldr_serve.signatures.coordinator import RouterView
+from eldr_serve.signatures.settings import NAMESPACE
+
+logger = logging.getLogger(__name__)
+
+_IDLE_EXIT_S = 600.0  # without a call from any ingress, before the actor exits
+_GRACE_S = 6.0  # for a client to reconnect after its channel is lost; clients call every 5 s
+_SHADOW_WORK_S, _SHADOW_PAUSE_S, _SHADOW_PERIOD_S = 0.002, 0.004, 0.05
+
+
+class DecodeRouter:
+    """Live load, leases, the policy and the table of one deployment, shared by its ingresses."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._pool = PoolLink()
+        self._start(settings)
+        self._limits = SharedLimits()
+        self._watch = LoopWatch("router")
+        self._channel: asyncio.Future[tuple[Address, ChannelServer]] | None = None
+        self._peers: dict[str, object] = {}  # client -> connection over which it restored its leases
+        loop = asyncio.get_event_loop()
+        self._tasks = [loop.create_task(run()) for run in (self._reap, self._compare, self._watch.run)]
+
+    async def address(self) -> Address:
+        """Return the address for calls to all other methods (see RouterCalls)."""
+        if self._channel is None:
+            self._channel = asyncio.ensure_future(self._open())
+        return (await self._channel)[0]
+
+    async def _open(self) -> tuple[Address, ChannelServer]:
+        return await open_channel(self._answer, describe=_describe, on_lost=self._on_lost)
+
+    def _on_lost(self, peer: object) -> None:
+        """Release the leases of clients that do not reconnect within the grace period."""
+        clients = {client for client, known in self._peers.items() if known is peer}
+        if clients:
+            asyncio.get_running_loop().call_later(_GRACE_S, self._drop_clients, clients, peer)
+
+    def _drop_clients(self, clients: set[str], peer: object) -> None:
+        gone = {client for client in clients if self._peers.get(client) is peer}
+        for client in gone:
+            del self._peers[client]
+        self._state.drop(gone)
+
+    async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        arguments = pickle.loads(body)
+        message = arguments[0] if arguments else None
+        if isinstance(message, Restore):
+            self._peers[message.client] = answer.peer
+        elif isinstance(message, Exchange) and self._peers.get(message.client) is not answer.peer:
+            # This is not the client's current connection, so the message may be older than the state.
+            arguments = (replace(message, known_epoch=""),)
+        result = await getattr(self, method)(*arguments)
+        answer.send(pickle.dumps(result, protocol=5))
+
+    def _start(self, settings: RouterSettings, previous: Settings | None = None) -> None:
+        given = dict(settings)
+        self._pool.use(given.pop("pool"))
+        self._state = RouterState(**given)
+        self._state.supersede(settings.fingerprint, previous)
+        self._last_call = time.monotonic()
+        self._metrics = RouterMetrics()
+
+    async def configure(self, settings: RouterSettings) -> None:
+        """Restart the state if the deployed settings were changed.
+
+        They replace what operators set before, which clients would restore. Clients restore the leases.
+        """
+        outbox, previous = self._state.outbox, self._state.settings
+        self._pool.use(settings.pool)
+        if settings.fingerprint != previous.deployed:
+            self._start(settings, previous)
+            outbox.close()
+            logger.warning(
+                "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
+                settings.policy,
+                settings.parameters,
+                "no table" if settings.table is None else "the table of the deployment",
+                previous.policy,
+                previous.parameters,
+                previous.table_version,
+            )
+
+    async def exchange(self, message: Exchange) -> Reply:
+        """Apply a client's updates and place its requests; see RouterState.exchange."""
+        self._last_call = time.monotonic()
+        start = time.perf_counter()
+        reply = self._state.exchange(message)
+        if message.placements and reply.refused is None:
+            self._metrics.placed(self._state, reply, time.perf_counter() - start)
+        if message.answered and reply.refused is None:
+            self._metrics.answered(self._state, message.answered)
+        return reply
+
+    async def granted(self, client: str, timeout_s: float) -> tuple[Placement, ...]:
+        """Return leases for queued requests of the client; wait up to `timeout_s` for the first."""
+        self._last_call = time.monotonic()
+        leases = await self._state.outbox.take(client, timeout_s)
+        self._metrics.granted(self._state, leases)
+        return leases
+
+    async def restore(self, message: Restore) -> Restored:
+        """Restore from a client what an earlier incarnation of this actor knew."""
+        self._last_call = time.monotonic()
+        return self._state.restore(message)
+
+    async def settings(self) -> Settings:
+        """Return the live policy and table."""
+        return self._state.settings
+
+    async def update_workers(self, replicas: tuple[str, ...]) -> None:
+        """Set the ids of the live decode replicas."""
+        self._state.update_workers(replicas)
+
+    async def expect_signatures(self, num_layers: int, num_experts: int) -> None:
+        """Set the signature shape that engines report."""
+        self._state.expect_signatures(num_layers, num_experts)
+
+    async def observe_steps(
+        self, steps: StepSums, replica: str = "", prefix_cache: tuple[int, int] = (0, 0)
+    ) -> float:
+        """Record recent step costs of a decode replica's engine, and the size of its prefix cache.
+
+        Returns:
+            The replica's share of the requests in the decode queue.
+        """
+        self._state.observe_steps(steps, replica, prefix_cache)
+        return self._state.queue_size / max(1, self._state.num_workers)
+
+    async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
+        """Set the policy; raise SwapRefused, with one sentence and without effect, if it is unknown."""
+        return self._state.set_policy(policy, parameters)
+
+    async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
+        """Set the shadow; raise SwapRefused, with one sentence and without effect, if it is unknown."""
+        return self._state.set_shadow(shadow)
+
+    async def swap_table(self, table: bytes) -> Settings:
+        """Swap the table; raise SwapRefused, with one sentence and without effect, if it does not fit."""
+        return self._state.swap_table(table)
+
+    async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
+        """Swap the predictor; raise SwapRefused, with one sentence and without effect, if it does not fit."""
+        return self._state.swap_predictor(predictor, tokenizer)
+
+    async def share_limits(self, ingress: str, taken: Taken) -> dict[str, Taken]:
+        """Record what tenants have used of their limits at an ingress; return the use at each other one."""
+        return self._limits.exchange(ingress, taken)
+
+    async def recent_signatures(self) -> list[NDArray[Any]]:
+        """Return the expert counts, Unsigned[L,E], of recently placed prompts, the newest last."""
+        return list(self._state.recent)
+
+    async def pool_looks(self, status: dict[str, Any]) -> RouterView:
+        """Store the signature pool's status; return the router's state for the pool."""
+        return self._pool.look(self._state, status)
+
+    async def take_table(self, table: bytes, epoch: str, version: int, refit: bool) -> int | None:
+        """Swap in a table of the pool if this version is still live; return the new version.
+
+        Return None if another table has become live in the meantime; that table is kept.
+
+        Raises:
+            SwapRefused: the table does not fit.
+        """
+        state = self._state
+        if state.epoch != epoch or state.settings.table_version != version:
+            return None
+        live = state.swap_table(table)
+        state.counters["refits"] += refit
+        return live.table_version
+
+    async def status(self) -> dict[str, Any]:
+        """Return the router's part of `GET /eldr/status`."""
+        return self._state.status() | self._pool.status() | self._loops()
+
+    async def live(self) -> dict[str, Any]:
+        """Return the router's part of `GET /eldr/live`."""
+        return self._state.live() | self._pool.status() | self._loops()
+
+    def _loops(self) -> dict[str, Any]:
+        return {"loops": {self._watch.role: self._watch.status()}}
+
+    async def _compare(self) -> None:
+        """Run the shadow in short slices, between which requests are placed."""
+        while True:
+            behind = self._state.comparison.catch_up(_SHADOW_WORK_S)
+            await asyncio.sleep(_SHADOW_PAUSE_S if behind else _SHADOW_PERIOD_S)
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            self._state.drop_silent_clients()
+            self._metrics.export(self._state, self._pool.status()["signatures"])
+            if time.monotonic() - self._last_call > _IDLE_EXIT_S:
+                await self._pool.end()
+                ray.actor.exit_actor()
+
+
+def _describe(error: Exception) -> tuple[int, bytes]:
+    if isinstance(error, SwapRefused):
+        return 400, str(error).encode()
+    logger.error("a call failed", exc_info=error)
+    return 500, sentence(error).encode()
+
+
+def actor_name(application: str) -> str:
+    """Return the name of a deployment's DecodeRouter in the Ray namespace `eldr`."""
+    return f"decode-router:{application}"
+
+
+def connect(name: str, settings: RouterSettings) -> ActorHandle:
+    """Return the named actor; start it if there is none."""
+    handle: ActorHandle = (
+        ray.remote(DecodeRouter)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_concurrency=1000,
+            num_cpus=0,
+        )
+        .remote(settings)
+    )
+    return handle
+
+
+def find(name: str) -> ActorHandle:
+    """Return the named actor; raise ValueError if no deployment of that name runs."""
+    return ray.get_actor(name, namespace=NAMESPACE)

@@ -1,0 +1,160 @@
+"""Data of the live page besides the status: newest requests, steps of each worker, latencies over time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eldr_serve.router.messages import Answered
+from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane, Point
+from eldr_serve.scheduling import CentroidTable, Placement, Placer, State, StepSums
+
+_POINTS = 400  # newest requests shown in the signature space
+_SPANNING = 64  # requests whose counts span the plane if there is no table
+_RUNNING = 200  # requests shown with their worker
+_ANSWERS = 8192  # newest answers whose latencies are kept
+_BIN_S, _BINS = 5.0, 120  # bins of latencies: ten minutes
+_STEPS = 120  # newest reports of each engine, one a second
+
+
+@dataclass(eq=False)
+class _DrawnRequest:
+    """A placed request in the signature space."""
+
+    number: int
+    placement: Placement
+    point: Point | None = field(default=None)
+    plane: object = None  # the plane of `point`
+
+
+class LiveView:
+    """Recent events of one router. It keeps references, and computes only in `snapshot`.
+
+    Args:
+        clock: monotonic clock, s.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._number = 0
+        self._drawn: deque[_DrawnRequest] = deque(maxlen=_POINTS)
+        self._plane: CentroidPlane | CountsPlane | None = None
+        self._spanned_by = 0  # number of requests, if there is no table
+        self._table: tuple[CentroidTable, int] | None = None
+        self._answers: deque[tuple[float, Answered]] = deque(maxlen=_ANSWERS)
+        self._steps: dict[str, deque[tuple[float, StepSums]]] = {}
+        self._changes: deque[tuple[float, str]] = deque(maxlen=20)
+
+    # -- events of the router ------------------------------------------------------------------------
+
+    def placed(self, placements: Iterable[Placement]) -> None:
+        """Add requests that have been placed."""
+        for placement in placements:
+            self._number += 1
+            self._drawn.append(_DrawnRequest(self._number, placement))
+
+    def answered(self, answers: Iterable[Answered]) -> None:
+        """Add streams that have ended."""
+        now = self._clock()
+        self._answers.extend((now, answer) for answer in answers)
+
+    def observe_steps(self, replica: str, steps: StepSums) -> None:
+        """Add the steps of one engine since its last report."""
+        self._steps.setdefault(replica, deque(maxlen=_STEPS)).append((self._clock(), steps))
+
+    def changed(self, policy: str, table: CentroidTable | None, table_version: int) -> None:
+        """Record new settings."""
+        self._changes.append((self._clock(), policy))
+        self._table = None if table is None else (table, table_version)
+        self._plane, self._spanned_by = None, 0
+
+    # -- what the page shows -------------------------------------------------------------------------
+
+    def snapshot(self, placer: Placer, slots: list[str | None], layers: int | None) -> dict[str, Any]:
+        """Return the data as JSON-able values; times are s before now, latencies ms.
+
+        Args:
+            slots: the replica in each slot.
+            layers: number of MoE layers, by which active experts are divided; None: not known yet.
+        """
+        now = self._clock()
+        self._steps = {name: reports for name, reports in self._steps.items() if name in slots}
+        return {
+            "requests": self._requests(placer),
+            "space": self._space(),
+            "steps": {name: self._series(reports, now, layers) for name, reports in self._steps.items()},
+            "latency": self._latencies(now),
+            "changes": [{"ago_s": round(now - at, 1), "policy": name} for at, name in self._changes],
+        }
+
+    def _requests(self, placer: Placer) -> dict[str, Any]:
+        placements = [*placer.queue.values(), *placer.running.values()]
+        shown = placements[-_RUNNING:]
+        return {
+            "not_shown": len(placements) - len(shown),
+            "columns": ["id", "worker", "generated", "max_new", "prompt", "domain", "reason"],
+            "rows": [
+                [p.request_id[:8], p.slot if p.state is State.LEASED else None, p.generated_tokens,
+                 p.request.max_new_tokens, p.request.prompt_tokens, p.request.domain, p.reason]
+                for p in shown
+            ],
+        }  # fmt: skip
+
+    def _space(self) -> dict[str, Any]:
+        plane = self._current_plane()
+        points = []
+        for one in self._drawn:
+            if plane is not None and one.plane is not plane:
+                one.plane, one.point = plane, plane.place(one.placement.request)
+            if plane is not None and one.point is not None:
+                points.append([one.number, *one.point, one.placement.slot, one.placement.request.domain])
+        return {
+            "axes": None if plane is None else "centroids" if self._table is not None else "first signatures",
+            "centroids": [] if plane is None else list(plane.centroids),
+            "columns": ["number", "x", "y", "worker", "domain"],
+            "points": points,
+        }
+
+    def _current_plane(self) -> CentroidPlane | CountsPlane | None:
+        if self._table is not None:
+            self._plane = self._plane or CentroidPlane(*self._table)
+        elif self._spanned_by < _SPANNING:
+            found = [one.placement.request.signature for one in self._drawn]
+            counts = [c for c in found if c is not None and c.ndim == 2 and c.any()][:_SPANNING]
+            counts = [c for c in counts if c.shape == counts[0].shape]
+            if len(counts) > max(self._spanned_by, 2):
+                self._plane, self._spanned_by = CountsPlane(counts), len(counts)
+        return self._plane
+
+    def _latencies(self, now: float) -> dict[str, Any]:
+        bins: dict[int, list[Answered]] = {}
+        for at, answer in self._answers:
+            if (ago := int((now - at) / _BIN_S)) < _BINS:
+                bins.setdefault(ago, []).append(answer)
+        rows = []
+        for ago, answers in sorted(bins.items(), reverse=True):
+            row: list[float | None] = [(ago + 0.5) * _BIN_S, len(answers)]
+            for values in ([a.tpot_s for a in answers], [a.ttft_s for a in answers]):
+                known = [value for value in values if value is not None]
+                ends = 1e3 * np.percentile(known, [50, 99]) if known else (None, None)
+                row += [None if end is None else round(float(end), 3) for end in ends]
+            rows.append(row)
+        columns = ["ago_s", "answers", "tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms", "ttft_p99_ms"]
+        return {"columns": columns, "rows": rows}
+
+    def _series(
+        self, reports: Iterable[tuple[float, StepSums]], now: float, layers: int | None
+    ) -> dict[str, Any]:
+        rows = []
+        for at, steps in reports:
+            n = steps.steps
+            experts = None if not layers else round(steps.experts / n / layers, 2)
+            rows.append(
+                [round(now - at, 1), round(steps.requests / n, 2), experts, round(1e3 * steps.seconds / n, 3)]
+            )
+        return {"columns": ["ago_s", "batch", "active_experts", "step_ms"], "rows": rows}

@@ -1,0 +1,52 @@
+"""Measure stalls of this process's event loop, and count its tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from eldr_serve.metrics import STALL_S
+from eldr_serve.router.process_metrics import PERIOD_S, LoopMetrics
+
+_TICK_S = 0.1
+
+
+class LoopWatch:
+    """Stall detector: a stall is the delay of a timer, so up to `_TICK_S` of each is not seen.
+
+    A loop stalls while something in it computes or blocks without `await`, and while its process is stopped
+    or gets no core.
+
+    Args:
+        role: role of this process, for the metrics.
+
+    Attributes:
+        stalls: number of stalls of at least STALL_S since the start.
+        longest_s: longest stall since the start, s.
+    """
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.stalls, self.longest_s = 0, 0.0
+
+    async def run(self) -> None:
+        """Measure and export stalls until cancelled."""
+        loop, metrics = asyncio.get_running_loop(), LoopMetrics()
+        export_at = loop.time()
+        while True:
+            due = loop.time() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            late_s = loop.time() - due
+            self.stalls += late_s >= STALL_S
+            self.longest_s = max(self.longest_s, late_s)
+            if due >= export_at:
+                export_at = due + PERIOD_S
+                metrics.export(self.role, self.status())
+
+    def status(self) -> dict[str, Any]:
+        """Return the measurements as JSON-able values."""
+        return {
+            "stalls": self.stalls,
+            "longest_stall_s": round(self.longest_s, 3),
+            "tasks": len(asyncio.all_tasks()),
+        }

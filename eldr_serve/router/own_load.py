@@ -1,0 +1,49 @@
+"""Placement by the load of one process's own requests, used when the router cannot place."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from eldr_serve.errors import Overloaded
+from eldr_serve.router.directory import Replicas
+from eldr_serve.scheduling import LoadLedger, Placement, State
+
+
+class OwnLoad:
+    """The leases of one process; new ones go to the replica with the fewest of them."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._ledger = LoadLedger()
+
+    def add(self, lease: Placement) -> None:
+        """Count a lease on its replica, and no longer on an earlier one."""
+        self._ledger.add(lease.request_id, lease.replica, lease.request.prompt_tokens)
+        self._ledger.progress(lease.request_id, lease.generated_tokens)
+
+    def progress(self, request_id: str, generated_tokens: int) -> None:
+        """Update the number of tokens that a request has generated so far."""
+        self._ledger.progress(request_id, generated_tokens)
+
+    def release(self, request_id: str) -> None:
+        """Remove a lease; unknown ones are ignored."""
+        self._ledger.release(request_id)
+
+    def lease(self, placement: Placement, reason: str) -> None:
+        """Lease the least loaded replica that has not failed the request, and break ties randomly.
+
+        Raises:
+            Overloaded: no decode replica is known.
+        """
+        live = self._replicas.live
+        candidates = [r for r in live if r not in placement.request.exclude] or list(live)
+        if not candidates:
+            raise Overloaded("no decode replica is running yet", retry_after_s=5)
+        in_flight = self._ledger.loads(self._ledger.places(candidates)).in_flight
+        placement.become(State.LEASED)
+        least = np.flatnonzero(in_flight == in_flight.min())
+        placement.replica, placement.slot = candidates[int(random.choice(least))], -1
+        placement.band, placement.reason, placement.policy = len(candidates), reason, "own-load"
+        self.add(placement)

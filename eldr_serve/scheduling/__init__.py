@@ -1,0 +1,63 @@
+"""Placement policies and the placer. Depends on NumPy, SciPy and pydantic, not on Ray or vLLM."""
+
+from eldr_serve.scheduling.cost import StepCost, StepSums
+from eldr_serve.scheduling.guard import GuardedPolicy
+from eldr_serve.scheduling.ledger import LoadLedger
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, BalanceRouteHorizon
+from eldr_serve.scheduling.policies.balance_route.balance_band import BalanceBand
+from eldr_serve.scheduling.policies.base import CentroidTable, Policy, QueuedPolicy, worker_similarity
+from eldr_serve.scheduling.policies.checks import check_policy
+from eldr_serve.scheduling.policies.marginal import MarginalCost
+from eldr_serve.scheduling.policies.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
+from eldr_serve.scheduling.policies.registry import DEFAULT_POLICY, make_policy, policy_names, reads_counts
+from eldr_serve.scheduling.prefixes import PrefixCache, PrefixMap, PromptBlocks, prompt_blocks
+from eldr_serve.scheduling.shadow import Saving, Shadow
+from eldr_serve.scheduling.types import (
+    Decision,
+    Loads,
+    NoWorkerError,
+    Placement,
+    PlacementRequest,
+    PolicyError,
+    State,
+)
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "BalanceBand",
+    "BalanceRoute",
+    "BalanceRouteHorizon",
+    "BoostedTrees",
+    "CentroidTable",
+    "Decision",
+    "GuardedPolicy",
+    "LoadLedger",
+    "Loads",
+    "MarginalCost",
+    "NoWorkerError",
+    "Oracle",
+    "Placement",
+    "PlacementRequest",
+    "Placer",
+    "Policy",
+    "PolicyError",
+    "Predictor",
+    "PrefixCache",
+    "PrefixMap",
+    "PromptBlocks",
+    "PromptKeyed",
+    "QueuedPolicy",
+    "Saving",
+    "Shadow",
+    "State",
+    "StepCost",
+    "StepSums",
+    "Survival",
+    "check_policy",
+    "make_policy",
+    "policy_names",
+    "prompt_blocks",
+    "reads_counts",
+    "worker_similarity",
+]

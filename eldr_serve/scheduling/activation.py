@@ -1,0 +1,151 @@
+"""Expected activation of experts in a decode step of each worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.scheduling.types import PlacementRequest
+
+# -log(1 - p) is stored as one byte per cell: level i is _MAX_DEPTH * (i / 255)**2, precise for small p.
+_MAX_DEPTH = 4.0  # p = 0.98; the marginal cost of an expert that is nearly always active is negligible
+UNIT = _MAX_DEPTH / 255**2
+_SQUARES = np.arange(256, dtype=np.int32) ** 2
+_MEMORY = 64  # time constant of the mean, requests
+_COARSE = 8  # the cells of every _COARSE-th layer come first in a row
+_ACTIVE = -np.expm1(-UNIT * _SQUARES).astype(np.float32)  # level -> p
+
+Levels = NDArray[np.uint8]
+
+
+def levels_of(p: NDArray[np.floating[Any]]) -> Levels:
+    """Return the level nearest to each probability; level i is 1 - exp(-UNIT * i**2)."""
+    depth = -np.log1p(-np.minimum(p, 1 - np.exp(-_MAX_DEPTH)))
+    levels: Levels = np.rint(np.sqrt(depth / UNIT)).astype(np.uint8)
+    return levels
+
+
+def probability(levels: Levels) -> NDArray[np.float32]:
+    """Return the probability of each level, float32."""
+    active: NDArray[np.float32] = _ACTIVE[levels]
+    return active
+
+
+def extend_rows(rows: NDArray[Any], workers: int, *cells: int, fill: float = 0) -> NDArray[Any]:
+    """Return `rows` extended to shape [workers, *cells] by rows of `fill`."""
+    have = len(rows)
+    more = np.full((workers - have, *cells), fill, rows.dtype)
+    return np.concatenate([rows.reshape(have, *cells), more])
+
+
+class ExpectedActivation:
+    """Expected activation of experts by the requests of each worker.
+
+    A request activates expert e of layer l in a step with probability p[l,e], estimated by its prefill
+    counts / prompt tokens; a worker's batch leaves the expert idle with probability prod(1 - p). A row holds
+    all cells (l, e), beginning with every eighth layer.
+
+    Attributes:
+        idle: float32[W, L*E], probability that a step of the worker does not activate the expert.
+        union: float64[W], expected number of active experts of a step.
+        held: worker and levels of each request.
+        mean: float32[L*E], mean p of recent requests, with their latest counts; None before the first.
+        layers: int64[L], order of layers in a row.
+        coarse_cells: number of cells of every eighth layer, which come first.
+    """
+
+    def __init__(self) -> None:
+        self.idle = np.ones((0, 0), np.float32)
+        self.union = np.zeros(0)
+        self.held: dict[str, tuple[int, Levels]] = {}
+        self.layers = np.zeros(0, np.int64)
+        self.coarse_cells = 0
+        self.depth = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
+        self._shape: tuple[int, ...] = ()
+        self.mean: NDArray[np.float32] | None = None
+        self._num_learnt = 0  # number of requests in the mean
+        self._sequence: dict[str, int] = {}  # of each running request in the mean
+
+    def levels(self, request: PlacementRequest) -> Levels | None:
+        """Return the levels of a request, uint8[L*E], from its counts or else the mean; None without both."""
+        counts = request.signature
+        if counts is not None and self.usable(request):
+            if not self._shape:
+                self._shape = counts.shape
+                order = np.arange(len(counts))
+                self.layers = np.concatenate([order[start::_COARSE] for start in range(_COARSE)])
+                self.coarse_cells = len(order[::_COARSE]) * counts.shape[1]
+            p = counts[self.layers].reshape(-1).astype(np.float32)
+            p /= request.prompt_tokens
+        elif self.mean is not None:
+            p = self.mean
+        else:
+            return None
+        return levels_of(p)
+
+    def usable(self, request: PlacementRequest) -> bool:
+        """Return whether the request has counts of the right shape."""
+        counts = request.signature
+        return (
+            counts is not None
+            and counts.ndim == 2
+            and request.prompt_tokens > 0
+            and self._shape in ((), counts.shape)
+        )
+
+    def on_assigned(self, request: PlacementRequest, worker: int, levels: Levels | None) -> None:
+        """Add a request with these levels to `worker`; remove it from its previous worker."""
+        before = self._remove(request.request_id)
+        if levels is None:
+            self._sequence.pop(request.request_id, None)
+            return
+        self.grow(worker + 1)
+        self.held[request.request_id] = (worker, levels)
+        self.depth[worker] += _SQUARES[levels]
+        self._refresh(worker)
+        if self.usable(request):
+            self._learn(request.request_id, probability(levels), before)
+
+    def on_finished(self, request_id: str) -> None:
+        """Remove a request; ignored if unknown."""
+        self._remove(request_id)
+        self._sequence.pop(request_id, None)
+
+    def _remove(self, request_id: str) -> Levels | None:
+        worker, levels = self.held.pop(request_id, (-1, None))
+        if levels is not None:
+            self.depth[worker] -= _SQUARES[levels]
+            self._refresh(worker)
+        return levels
+
+    def grow(self, workers: int) -> None:
+        """Extend the arrays to at least this number of workers."""
+        if workers > len(self.depth):
+            cells = int(np.prod(self._shape))
+            self.depth = extend_rows(self.depth, workers, cells)
+            self.idle = extend_rows(self.idle, workers, cells, fill=1)
+            self.union = extend_rows(self.union, workers)
+
+    def _learn(self, request_id: str, p: NDArray[np.float32], before: Levels | None) -> None:
+        number = self._sequence.get(request_id)
+        if number is not None and before is not None and self.mean is not None:  # corrected counts
+            self.mean += (p - probability(before)) * np.float32(self._weight(number))
+            np.maximum(self.mean, 0, out=self.mean)
+            return
+        self._num_learnt += 1
+        self._sequence[request_id] = self._num_learnt
+        if self.mean is None:
+            self.mean = p.copy()
+        else:
+            self.mean += (p - self.mean) / np.float32(min(self._num_learnt, _MEMORY))
+
+    def _weight(self, number: int) -> float:
+        """Return the current weight of the request with this number in the mean."""
+        full = min(self._num_learnt, _MEMORY)
+        return (1 - 1 / _MEMORY) ** (self._num_learnt - max(number, full)) / full
+
+    def _refresh(self, worker: int) -> None:
+        np.exp(-UNIT * self.depth[worker], out=self.idle[worker], casting="same_kind")
+        self.union[worker] = self.idle.shape[1] - self.idle[worker].sum(dtype=np.float64)

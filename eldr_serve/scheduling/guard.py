@@ -1,0 +1,105 @@
+"""Protection of routing against failures of a policy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from eldr_serve.scheduling.cost import StepCost
+from eldr_serve.scheduling.policies.base import Policy, QueuedPolicy, available
+from eldr_serve.scheduling.types import Decision, Loads, NoWorkerError, PlacementRequest
+
+logger = logging.getLogger(__name__)
+
+
+class GuardedPolicy:
+    """A policy with a fallback: if it fails, the worker with the fewest requests is chosen ("policy-error").
+
+    If a notification fails, the policy misses that event; others are not affected.
+
+    Args:
+        failed: callback for each exception; may raise it again.
+    """
+
+    def __init__(self, policy: Policy, failed: Callable[[Exception], None]) -> None:
+        self.policy = policy
+        self._failed = failed
+        self._logged = False
+
+    @property
+    def name(self) -> str:
+        return getattr(self.policy, "name", type(self.policy).__name__)
+
+    @property
+    def queues(self) -> bool:
+        """Whether requests wait for `dispatch`."""
+        return isinstance(self.policy, QueuedPolicy) and self.policy.queues
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        """See Policy.select."""
+        try:
+            return _check_available(self.policy.select(request, loads, rng), loads)
+        except NoWorkerError:
+            raise
+        except Exception as error:
+            self._log(error)
+            return _by_load(1, loads)[0]
+
+    def dispatch(
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
+    ) -> list[tuple[int, Decision]]:
+        """See QueuedPolicy.dispatch; if it fails, all waiting requests are placed."""
+        assert isinstance(self.policy, QueuedPolicy)
+        try:
+            assigned = self.policy.dispatch(waiting, loads, rng)
+            return [(index, _check_available(decision, loads)) for index, decision in assigned]
+        except Exception as error:
+            self._log(error)
+            return list(enumerate(_by_load(len(waiting), loads)))
+
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        """See Policy.on_assigned."""
+        self._notify(lambda: self.policy.on_assigned(request, worker, decision))
+
+    def on_finished(self, request_id: str) -> None:
+        """See Policy.on_finished."""
+        self._notify(lambda: self.policy.on_finished(request_id))
+
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
+        """See Policy.on_progress."""
+        self._notify(lambda: self.policy.on_progress(generated_tokens))
+
+    def update_cost_model(self, cost: StepCost) -> None:
+        """See Policy.update_cost_model."""
+        self._notify(lambda: self.policy.update_cost_model(cost))
+
+    def _notify(self, notify: Callable[[], None]) -> None:
+        try:
+            notify()
+        except Exception as error:
+            self._log(error)
+
+    def _log(self, error: Exception) -> None:
+        self._failed(error)
+        if not self._logged:
+            self._logged = True
+            logger.warning("policy %s failed; requests are placed by load", self.name, exc_info=error)
+
+
+def _check_available(decision: Decision, loads: Loads) -> Decision:
+    if not loads.available[decision.worker]:
+        raise ValueError(f"the chosen worker {decision.worker} is not available")
+    return decision
+
+
+def _by_load(requests: int, loads: Loads) -> list[Decision]:
+    """Choose the least loaded worker for each of `requests` requests, one after the other."""
+    workers, in_flight = available(loads), loads.in_flight.copy()
+    decisions = []
+    for _ in range(requests):
+        worker = int(workers[in_flight[workers].argmin()])
+        in_flight[worker] += 1
+        decisions.append(Decision(worker, len(workers), None, "policy-error"))
+    return decisions

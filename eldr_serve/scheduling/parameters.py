@@ -1,0 +1,88 @@
+"""Declaration and validation of policy parameters; errors are one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from reprlib import repr as shortened
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from eldr_serve.scheduling.types import PolicyError
+
+MAX_COUNT = 2**31 - 1  # maximum of any count, so that sums fit into int64
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Weight = Annotated[float, Field(ge=0, le=1e6)]
+
+_RENAMED = {
+    "home": "affinity",
+    "patience": "max_overtakes",
+    "pool": "queue",
+    "reach": "lookahead",
+    "window": "candidates",
+}
+_REMOVED = ("expert_weight", "prior_tokens")
+_KINDS = {bool: "true or false", float: "a number", int: "a whole number", str: "a name"}
+
+
+class PolicyParameters(BaseModel):
+    """Base class of policy parameters; each field declares its default, range, unit and meaning."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Declared = TypeVar("Declared", bound=PolicyParameters)
+
+
+def validated(declared: type[Declared], policy: str, values: Mapping[str, Any]) -> Declared:
+    """Return a policy's parameters; raise PolicyError, one sentence, for the first invalid one."""
+    try:
+        return declared(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        if first["type"] == "extra_forbidden":
+            raise PolicyError(_unknown(declared, policy, name)) from error
+        value = shortened(values[name])
+        if first["type"] == "value_error":
+            raise PolicyError(f"{name} is {value}, {first['ctx']['error']}") from error
+        raise PolicyError(f"{name} is {value}, it must be {kind_of(declared.model_fields[name])}") from error
+
+
+def _unknown(declared: type[PolicyParameters], policy: str, name: str) -> str:
+    if name in _REMOVED:
+        return f"the parameter {name!r} was removed: leave it out"
+    known = sorted(declared.model_fields)
+    if (new := _RENAMED.get(name)) in known:
+        return f"the parameter {name!r} of policy {policy!r} is called {new!r} now"
+    takes = f"takes {', '.join(known)}" if known else "takes no parameter"
+    near = get_close_matches(name, known, n=1)
+    hint = f": did you mean {near[0]!r}? It" if near else "; it"
+    return f"policy {policy!r} has no parameter {name!r}{hint} {takes}"
+
+
+def kind_of(field: FieldInfo) -> str:
+    """Describe the valid values of a parameter: "a whole number from 1 to 12"."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    kind = next(kind for kind in kinds if kind is not type(None))
+    low, high = _bound(field, "ge", "gt"), _bound(field, "le", "lt")
+    text = _KINDS.get(kind, getattr(kind, "__name__", str(kind)))
+    if is_dataclass(kind):
+        text = f"a map from {', '.join(term.name for term in fields(kind))} to numbers, 0 or more"
+    if low is not None:
+        text += f" from {_number(low)}" if high is not None else f", {_number(low)} or more"
+    if high is not None:
+        text += f" to {_number(high)}"
+    return text + (", or null" if type(None) in kinds else "")
+
+
+def _bound(field: FieldInfo, *names: str) -> Any:
+    bounds = (getattr(constraint, name, None) for constraint in field.metadata for name in names)
+    return next((bound for bound in bounds if bound is not None), None)
+
+
+def _number(value: Any) -> str:
+    return "2^31 - 1" if value == MAX_COUNT else f"{value:.15g}"

@@ -1,0 +1,1 @@
+"""Placement policies and their registry."""

@@ -1,0 +1,265 @@
+"""BalanceRoute: balance the KV tokens of the decode workers, now (BR-0) and over the next steps (BR-H).
+
+Workers with a barrier in every decode step are as slow as the one with the most KV tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, field_validator
+
+from eldr_serve.scheduling.parameters import MAX_COUNT, Count, Weight
+from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers, Slots, dispatch
+from eldr_serve.scheduling.policies.balance_route.fscore import MAX_CANDIDATES, FScore
+from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
+from eldr_serve.scheduling.policies.base import QueuedPolicy, available
+from eldr_serve.scheduling.policies.predictors import Predictor, predictor_class
+from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
+
+Overtakes = Annotated[
+    Count,
+    Field(description="later arrivals that may overtake a waiting request before it goes first"),
+]
+
+
+class BalanceRoute(QueuedPolicy):
+    """BR-0: fill the workers' margins to the heaviest one, by present KV tokens (paper, section 3).
+
+    Requests wait in the decode queue until a worker has a free slot. While many slots are free, the worker
+    with the most takes the request with the largest F; then workers, by free slots and margin, take the best
+    set of the longest-waiting requests. No slot stays free while a request waits.
+    """
+
+    name = "balance-route"
+
+    class Parameters(QueuedPolicy.Parameters):
+        slots: Count = Field(
+            default=64,
+            description="requests that a worker runs at once: **set it to the engines' `max_num_seqs`**",
+        )
+        candidates: int = Field(
+            default=10,
+            ge=1,
+            le=MAX_CANDIDATES,
+            description="longest-waiting requests whose sets are compared",
+        )
+        lookahead: Count = Field(
+            default=64,
+            description="longest-waiting requests compared for one slot; not in the paper: "
+            "larger values pack better and let more requests overtake",
+        )
+        threshold: int | None = Field(
+            default=None,
+            ge=0,
+            le=MAX_COUNT,
+            description="maximum total of free slots at which sets are compared; null: one per worker",
+        )
+        max_overtakes: Overtakes = 256
+        queue: bool = Field(
+            default=True,
+            description="false: place each request at once where F is largest (paper, section D.6)",
+        )
+        overcommit: int = Field(
+            default=4,
+            ge=0,
+            le=MAX_COUNT,
+            description="requests beyond its slots that a worker may hold without the queue",
+        )
+
+    parameters: Parameters
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
+        self._overtaken: dict[str, int] = {}  # waiting request -> later arrivals admitted before it
+
+    @property
+    def queues(self) -> bool:
+        return self.parameters.queue
+
+    def _score(self, num_workers: int) -> FScore:
+        return FScore.present(num_workers)
+
+    def _project(self, loads: Loads) -> NDArray[np.float64]:
+        """Return the projected KV tokens of each worker, float64[W, H+1]."""
+        return loads.kv_tokens[:, None].astype(np.float64)
+
+    def _newcomers(self, waiting: Sequence[PlacementRequest]) -> Newcomers:
+        return Newcomers(prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        candidates = workers
+        if not self.parameters.queue:
+            most = self.parameters.slots + self.parameters.overcommit
+            below = workers[loads.in_flight[workers] < most]
+            candidates = below if len(below) else workers
+        worker = _best_worker(candidates, request, loads, self._score(len(workers)), self._project(loads))
+        return Decision(worker, len(candidates), None, self.name)
+
+    def dispatch(
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
+    ) -> list[tuple[int, Decision]]:
+        p, workers = self.parameters, loads.workers
+        free = np.maximum(p.slots - loads.in_flight[workers], 0)
+        if not waiting or not free.any():
+            return []
+        overtaken = self._overtaken_by_index(waiting)
+        overdue = [index for index, times in overtaken.items() if times >= p.max_overtakes]
+        # Requests further back in a deep queue cannot be selected now.
+        others = (index for index in range(len(waiting)) if overtaken.get(index, 0) < p.max_overtakes)
+        reachable = overdue + list(islice(others, max(p.lookahead, p.candidates) + int(free.sum())))
+        requests = [waiting[index] for index in reachable]
+        placed = [
+            (reachable[column], row)
+            for column, row in self._fill(requests, len(overdue), loads, workers, free)
+        ]
+        admitted = sorted(index for index, _ in placed)
+        for index in range(admitted[-1]):
+            overtaken[index] = overtaken.get(index, 0) + len(admitted) - bisect_right(admitted, index)
+        for index in admitted:
+            overtaken.pop(index, None)
+        self._overtaken = {waiting[index].request_id: times for index, times in overtaken.items()}
+        return [(index, Decision(int(workers[row]), len(workers), None, self.name)) for index, row in placed]
+
+    def _overtaken_by_index(self, waiting: Sequence[PlacementRequest]) -> dict[int, int]:
+        """Return how often each overtaken request was overtaken, by ascending index."""
+        found: dict[int, int] = {}
+        for index, request in enumerate(waiting):
+            if len(found) == len(self._overtaken):
+                break
+            if times := self._overtaken.get(request.request_id):
+                found[index] = times
+        return found
+
+    def _fill(
+        self,
+        waiting: Sequence[PlacementRequest],
+        overdue: int,
+        loads: Loads,
+        workers: NDArray[np.int64],
+        free: NDArray[np.int64],
+    ) -> list[tuple[int, int]]:
+        """Place requests and return (index into `waiting`, index into `workers`); updates `free`.
+
+        Args:
+            waiting: requests that can be selected.
+            overdue: number of leading requests that go before the others.
+        """
+        p = self.parameters
+        return dispatch(
+            self._newcomers(waiting),
+            Slots(free, self._project(loads)[workers]),
+            self._score(len(workers)),
+            threshold=len(workers) if p.threshold is None else p.threshold,
+            candidates=p.candidates,
+            lookahead=p.lookahead,
+            overdue=overdue,
+        )
+
+
+class BalanceRouteHorizon(BalanceRoute):
+    """BR-H: BR-0 over the next H steps, with predicted ends of requests (paper, section 4).
+
+    The attribute `predictor` accepts any object of the Predictor protocol, for instance
+    `Oracle({request id: output tokens})` in a simulation.
+    """
+
+    name = "balance-route-horizon"
+
+    class Parameters(BalanceRoute.Parameters):
+        alpha: Weight = Field(default=48.0, description="cost of a token that overflows a margin, tokens")
+        beta: float = Field(default=1.0, ge=1e-6, le=1e6, description="gain of a token admitted, tokens")
+        gamma: float = Field(default=0.9, ge=1e-6, le=1, description="discount of each step ahead")
+        horizon: int = Field(
+            default=20, ge=1, le=1000, description="decode steps over which loads are projected"
+        )
+        predictor: str = Field(
+            default="survival",
+            description="`survival`, `prompt-keyed`, `boosted-trees` or your own `module:Class`, created "
+            "with the horizon",
+        )
+        refresh: Count = Field(default=10, description="generated tokens of a request between predictions")
+        gate: float = Field(
+            default=0.5,
+            ge=0,
+            le=1,
+            description="minimum probability of an end within the horizon for using a prediction; below "
+            "it the request is expected to outlast the horizon",
+        )
+
+        @field_validator("predictor")
+        @classmethod
+        def _known(cls, predictor: str) -> str:
+            predictor_class(predictor)
+            return predictor
+
+    parameters: Parameters
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
+        p = self.parameters
+        self._discounted = FScore.discounted(p.horizon, p.gamma, p.alpha, p.beta)
+        self._forecast = Forecast(p.horizon, p.predictor, p.refresh, p.gate)
+
+    @property
+    def predictor(self) -> Predictor:
+        """Predictor of the ends of requests; may be set to any object of the protocol."""
+        return self._forecast.predictor
+
+    @predictor.setter
+    def predictor(self, predictor: Predictor) -> None:
+        self._forecast.predictor = predictor
+
+    @property
+    def predictor_failures(self) -> int:
+        return self._forecast.predictor_failures
+
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        self._forecast.on_assigned(request, worker)
+
+    def on_finished(self, request_id: str) -> None:
+        self._forecast.on_finished(request_id)
+
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
+        self._forecast.on_progress(generated_tokens)
+
+    def _score(self, num_workers: int) -> FScore:
+        return self._discounted
+
+    def _project(self, loads: Loads) -> NDArray[np.float64]:
+        return self._forecast.project(loads)
+
+    def _newcomers(self, waiting: Sequence[PlacementRequest]) -> Newcomers:
+        return Newcomers(prompt_tokens(waiting), self._forecast.stays(waiting), self._forecast.horizon)
+
+
+def _best_worker(
+    candidates: NDArray[np.int64],
+    request: PlacementRequest,
+    loads: Loads,
+    score: FScore,
+    projected: NDArray[np.float64],
+) -> int:
+    """Return the candidate with the largest F for the request.
+
+    F is the same wherever the request fits; the largest minimum margin breaks such ties.
+
+    Args:
+        projected: projected KV tokens of all workers, float64[W, H+1].
+    """
+    envelope = projected[available(loads)].max(axis=0)
+    margins = envelope - projected[candidates]
+    value = score(np.full((1, margins.shape[1]), request.prompt_tokens), margins)
+    order = np.lexsort((loads.in_flight[candidates], -margins.min(axis=1), -value))
+    return int(candidates[order[0]])
+
+
+def prompt_tokens(waiting: Sequence[PlacementRequest]) -> NDArray[np.float64]:
+    """Return the prompt tokens of each request, float64[n]."""
+    return np.array([request.prompt_tokens for request in waiting], np.float64)

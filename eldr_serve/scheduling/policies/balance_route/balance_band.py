@@ -1,0 +1,179 @@
+"""Marginal cost while slots are free; above saturation, expert locality within a band of good balance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from eldr_serve.scheduling.activation import ExpectedActivation, probability
+from eldr_serve.scheduling.cost import StepCost
+from eldr_serve.scheduling.parameters import Count
+from eldr_serve.scheduling.policies.balance_route.balance import BalanceRouteHorizon, Overtakes, prompt_tokens
+from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers
+from eldr_serve.scheduling.policies.balance_route.fscore import FScore
+from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
+
+
+class BalanceBand(BalanceRouteHorizon):
+    """Balance filters the candidates, and expert affinity decides, the inverse of ELDR's rule.
+
+    While there is a free slot for every waiting request, a request goes to the worker where it adds the least
+    decode time, as in marginal-cost with `affinity` 0. While more wait than slots are free, the pairs of a
+    request and a free worker whose F is within a band of the best are compared, and the pair with the fewest
+    excess experts wins: experts that the request adds there beyond those at its best worker. Batches are full
+    in any case then, so the choice is which request comes next.
+
+    If no waiting request has expert counts, or without the queue, the policy is balance-route-horizon.
+    """
+
+    name = "balance-band"
+    reads_counts = True
+
+    class Parameters(BalanceRouteHorizon.Parameters):
+        lookahead: Count = Field(default=128, description="longest-waiting requests that are compared")
+        max_overtakes: Overtakes = 512
+        band_tokens: float = Field(
+            default=1500.0,
+            ge=0,
+            le=1e9,
+            description="width of the band below the best F, admitted tokens: 0 is balance alone, large "
+            "values are locality alone",
+        )
+
+    parameters: Parameters
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
+        self._cost = StepCost()
+        self._active = ExpectedActivation()
+        self._p: dict[str, NDArray[np.float32]] = {}  # of waiting requests
+
+    def update_cost_model(self, cost: StepCost) -> None:
+        self._cost = cost
+
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        super().on_assigned(request, worker, decision)
+        self._active.on_assigned(request, worker, self._active.levels(request))
+
+    def on_finished(self, request_id: str) -> None:
+        super().on_finished(request_id)
+        self._active.on_finished(request_id)
+
+    def _fill(
+        self,
+        waiting: Sequence[PlacementRequest],
+        overdue: int,
+        loads: Loads,
+        workers: NDArray[np.int64],
+        free: NDArray[np.int64],
+    ) -> list[tuple[int, int]]:
+        p = self._probabilities(waiting)
+        if p is None:
+            return super()._fill(waiting, overdue, loads, workers, free)
+        self._active.grow(len(loads))
+        batches = _Batches(
+            self._newcomers(waiting),
+            prompt_tokens(waiting),
+            p,
+            free,
+            loads.in_flight[workers].astype(np.float64),
+            self._project(loads)[workers],
+            self._active.idle[workers],
+            self._active.union[workers],
+        )
+        band = self.parameters.band_tokens * self._discounted.gain
+        assigned: list[tuple[int, int]] = []
+        for columns in np.split(np.arange(len(waiting)), [overdue]):
+            while len(columns) and free.any():
+                if len(waiting) - len(assigned) <= free.sum():
+                    worker, column = batches.cheapest(int(columns[0]), self._cost), int(columns[0])
+                else:
+                    worker, column = batches.best_pair(
+                        columns[: self.parameters.lookahead], self._discounted, band
+                    )
+                batches.admit(worker, column)
+                columns = columns[columns != column]
+                assigned.append((column, worker))
+        return assigned
+
+    def _probabilities(self, waiting: Sequence[PlacementRequest]) -> NDArray[np.float32] | None:
+        """Return p of the requests, float32[n, L*E], zeros if unknown; None if all are unknown."""
+        known: dict[str, NDArray[np.float32]] = {}
+        for request in waiting:
+            p = self._p.get(request.request_id)
+            if p is None and (levels := self._active.levels(request)) is not None:
+                p = probability(levels)
+            if p is not None:
+                known[request.request_id] = p
+        self._p = known
+        if not known:
+            return None
+        nothing = np.zeros_like(next(iter(known.values())))
+        return np.stack([known.get(request.request_id, nothing) for request in waiting])
+
+
+class _Batches:
+    """The workers' batches during one dispatch, and n requests that may join them.
+
+    Args:
+        newcomers: the requests.
+        tokens: float64[n], prompt tokens.
+        p: float32[n, L*E], probability that a step of the request activates the expert.
+        free: int64[W], free slots; changed in place.
+        in_flight: float64[W], requests.
+        held: float64[W, H+1], KV tokens h steps ahead.
+        idle, union: columns of ExpectedActivation.
+    """
+
+    def __init__(
+        self,
+        newcomers: Newcomers,
+        tokens: NDArray[np.float64],
+        p: NDArray[np.float32],
+        free: NDArray[np.int64],
+        in_flight: NDArray[np.float64],
+        held: NDArray[np.float64],
+        idle: NDArray[np.float32],
+        union: NDArray[np.float64],
+    ) -> None:
+        self._newcomers, self._tokens, self._p, self._free = newcomers, tokens, p, free
+        self._in_flight, self._held, self._idle, self._union = in_flight, held, idle, union
+        self._added = idle @ p.T  # experts that each request would add to each worker, [W, n]
+
+    def cheapest(self, request: int, cost: StepCost) -> int:
+        """Return the free worker where the request adds the least decode time over all requests."""
+        added_s = cost.added_seconds(
+            self._in_flight,
+            self._held[:, 0],
+            self._union,
+            more_tokens=self._tokens[request],
+            more_experts=self._added[:, request],
+        )
+        return int(np.where(self._free > 0, added_s, np.inf).argmin())
+
+    def best_pair(self, requests: NDArray[np.int64], score: FScore, band: float) -> tuple[int, int]:
+        """Return the (worker, request) with the fewest excess experts, if F is within `band` of the best.
+
+        Excess experts are those added beyond the minimum over all workers.
+        """
+        open_ = np.flatnonzero(self._free)
+        margins = self._held.max(axis=0) - self._held[open_]
+        value = score(self._newcomers.added[requests], margins[:, None])
+        added = self._added[:, requests]
+        excess = (added - added.min(axis=0))[open_]
+        excess[value < value.max() - band] = np.inf
+        row, column = np.unravel_index(int(excess.argmin()), excess.shape)
+        return int(open_[row]), int(requests[column])
+
+    def admit(self, worker: int, request: int) -> None:
+        """Add the request to the worker's batch."""
+        self._free[worker] -= 1
+        self._in_flight[worker] += 1
+        self._held[worker] += self._newcomers.grown[request]
+        self._union[worker] += self._added[worker, request]
+        self._idle[worker] *= 1 - self._p[request]
+        self._added[worker] = self._idle[worker] @ self._p.T

@@ -1,0 +1,110 @@
+"""BalanceRoute's two-stage assignment of waiting requests to free slots (paper, sections 3.2, 4.2)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.scheduling.policies.balance_route.fscore import FScore, best_subset
+
+
+class Slots:
+    """Free slots and projected loads of the workers during one dispatch.
+
+    Args:
+        free: int64[W], free slots; changed in place.
+        loads: float64[W, H+1], KV tokens h steps ahead; changed in place.
+    """
+
+    def __init__(self, free: NDArray[np.int64], loads: NDArray[np.float64]) -> None:
+        self.free = free
+        self._loads = loads
+        self._envelope = loads.max(axis=0)
+
+    def next(self) -> int:
+        """Return the worker with the most free slots; the largest minimum margin breaks ties."""
+        most = np.flatnonzero(self.free == self.free.max())
+        if len(most) == 1:
+            return int(most[0])
+        return int(most[(self._envelope - self._loads[most]).min(axis=1).argmax()])
+
+    def margins(self, worker: int) -> NDArray[np.float64]:
+        """Return the KV tokens below the heaviest worker h steps ahead, float64[H+1]."""
+        margins: NDArray[np.float64] = self._envelope - self._loads[worker]
+        return margins
+
+    def admit(self, worker: int, grown: NDArray[np.float64]) -> None:
+        """Add requests to a worker.
+
+        Args:
+            grown: float64[n, H+1], their KV tokens h steps ahead.
+        """
+        self.free[worker] -= len(grown)
+        self._loads[worker] += grown.sum(axis=0)
+        np.maximum(self._envelope, self._loads[worker], out=self._envelope)
+
+
+class Newcomers:
+    """The waiting requests, in order of arrival.
+
+    Args:
+        tokens: float64[n], prompt tokens.
+        stays: int64[n], expected decode steps; H or more: beyond the horizon.
+        horizon: H.
+
+    Attributes:
+        added: float64[n, H+1], prompt tokens while the request runs, the input of F.
+        grown: float64[n, H+1], KV tokens h steps ahead.
+    """
+
+    def __init__(self, tokens: NDArray[np.float64], stays: NDArray[np.int64], horizon: int) -> None:
+        ahead = np.arange(horizon + 1)
+        there = ahead <= stays[:, None]
+        self.added: NDArray[np.float64] = tokens[:, None] * there
+        self.grown: NDArray[np.float64] = (tokens[:, None] + ahead) * there
+
+
+def dispatch(
+    newcomers: Newcomers,
+    slots: Slots,
+    score: FScore,
+    *,
+    threshold: int,
+    candidates: int,
+    lookahead: int,
+    overdue: int = 0,
+) -> list[tuple[int, int]]:
+    """Assign requests to free slots until either run out.
+
+    Args:
+        threshold: maximum total of free slots at which sets of requests are compared.
+        candidates: number of longest-waiting requests whose sets are compared.
+        lookahead: number of longest-waiting requests compared for a single slot.
+        overdue: number of leading requests that go before all others.
+
+    Returns:
+        (request, worker), in the order of placing.
+    """
+    assigned: list[tuple[int, int]] = []
+    indices = list(range(len(newcomers.added)))
+    for waiting in (indices[:overdue], indices[overdue:]):
+        while waiting and slots.free.any():
+            worker = slots.next()
+            # Stage 1, many free slots: one request. Stage 2: the best set that fits the worker's slots.
+            limit = 1 if slots.free.sum() > threshold else int(slots.free[worker])
+            head = waiting[: lookahead if limit == 1 else candidates]
+            chosen = _best_set(newcomers.added[head], limit, score, slots.margins(worker))
+            requests = [head[position] for position in chosen]
+            slots.admit(worker, newcomers.grown[requests])
+            assigned += [(request, worker) for request in requests]
+            for position in reversed(chosen):
+                del waiting[position]
+    return assigned
+
+
+def _best_set(
+    added: NDArray[np.float64], limit: int, score: FScore, margins: NDArray[np.float64]
+) -> list[int]:
+    """Return the positions of the best set, or of the best single request if no set has a gain."""
+    chosen, value = best_subset(added, limit, score, margins)
+    return chosen if value > 0 or limit == 1 else best_subset(added, 1, score, margins)[0]

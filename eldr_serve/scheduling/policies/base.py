@@ -1,0 +1,308 @@
+"""The policy interface and the simple policies, which choose the decode worker of a prefilled request.
+
+Each policy is one class, and the simulator and the server call the same objects. A request without a usable
+signature is placed by load; that is never an error.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from eldr_serve.scheduling.cost import StepCost
+from eldr_serve.scheduling.parameters import PolicyParameters, validated
+from eldr_serve.scheduling.types import Decision, Loads, NoWorkerError, PlacementRequest
+
+
+class CentroidTable(Protocol):
+    """The part of RoutingTable that policies use."""
+
+    @property
+    def centroids(self) -> NDArray[np.float32]: ...
+    @property
+    def band(self) -> float: ...
+    @property
+    def domains(self) -> list[str]: ...
+    def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]: ...
+
+
+class Policy(ABC):
+    """Base class of policies; a subclass defines `select` and, if it has parameters, a nested `Parameters`.
+
+    The caller counts load (LoadLedger) in the same way for all policies, and reports the progress of each
+    request (`on_assigned`, `on_progress`, `on_finished`); most policies ignore it. `check_policy` lists
+    violations of this interface.
+
+    Attributes:
+        name: name in settings, decisions and metrics; by default the import path.
+        reads_counts: whether PlacementRequest.signature must be counts, not only a similarity.
+        parameters: all parameters of the instance.
+        table: the live table, or None.
+    """
+
+    name: ClassVar[str]
+    reads_counts: ClassVar[bool] = False
+
+    class Parameters(PolicyParameters):
+        """No parameters; subclasses may declare some."""
+
+    parameters: Parameters
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            cls.name = f"{cls.__module__}:{cls.__qualname__}"
+
+    def __init__(self, **parameters: Any) -> None:
+        """Validate the parameters; raise PolicyError, one sentence, if one is unknown or out of range."""
+        self.parameters = validated(self.Parameters, self.name, parameters)
+        self.table: CentroidTable | None = None
+
+    @property
+    def predictor_failures(self) -> int:
+        """Number of unusable predictions; 0 without a predictor."""
+        return 0
+
+    def with_table(self, table: CentroidTable | None) -> Policy:
+        """Set the table and return this policy."""
+        self.table = table
+        return self
+
+    @abstractmethod
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        """Choose one of the available workers, without changing `loads` or the request.
+
+        Args:
+            loads: present loads; Decision.worker is an index into them.
+            rng: the only source of randomness, so that a seed reproduces a run.
+
+        Raises:
+            NoWorkerError: no worker is available.
+        """
+
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:  # noqa: B027
+        """Process the assignment of a request to `worker`; it no longer runs on its previous worker.
+
+        Args:
+            decision: the decision that this policy has just made (see `Decision.learnt`); None if it did not
+                choose the worker, or if the request ran before the policy was set.
+        """
+
+    def on_finished(self, request_id: str) -> None:  # noqa: B027
+        """Process the end of a request; unknown ones are ignored."""
+
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:  # noqa: B027
+        """Process totals of generated tokens by request id; unknown ones are ignored."""
+
+    def update_cost_model(self, cost: StepCost) -> None:  # noqa: B027
+        """Process a new estimate of the decode engines' step cost."""
+
+
+class QueuedPolicy(Policy):
+    """A policy under which prefilled requests wait in the decode queue until it assigns them workers.
+
+    The caller keeps the queue. It calls `dispatch` when a request arrives or ends, and then `on_assigned`
+    for each placed request. `select` places a request that cannot wait.
+    """
+
+    @property
+    def queues(self) -> bool:
+        """Whether requests wait; if False, `select` places each at once."""
+        return True
+
+    @abstractmethod
+    def dispatch(
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
+    ) -> list[tuple[int, Decision]]:
+        """Assign workers to some of the waiting requests; the others continue to wait.
+
+        Args:
+            waiting: requests in order of arrival.
+            loads: present loads, without the waiting requests; must not be changed.
+
+        Returns:
+            (index into `waiting`, decision), each index at most once, in the order of placing.
+        """
+
+
+def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDArray[np.float32]:
+    """Return the cosine of each worker, float32[W], from that of each centroid, float32[K].
+
+    With K >= W, worker w serves the centroids c with c mod W == w and takes the largest cosine. With
+    K < W, worker w serves centroid w mod K, so that load decides between workers that share a centroid.
+    """
+    k = len(similarity)
+    if k == num_workers:
+        return similarity
+    if k < num_workers:
+        shared: NDArray[np.float32] = similarity[np.arange(num_workers) % k]
+        return shared
+    padded = np.full(-(-k // num_workers) * num_workers, -np.inf, np.float32)
+    padded[:k] = similarity
+    best: NDArray[np.float32] = padded.reshape(-1, num_workers).max(axis=0)
+    return best
+
+
+def available(loads: Loads) -> NDArray[np.int64]:
+    workers = loads.workers
+    if not len(workers):
+        raise NoWorkerError(f"none of {len(loads)} decode workers is available")
+    return workers
+
+
+def shortest(candidates: NDArray[np.int64], loads: Loads, reason: str) -> Decision:
+    """Choose the candidate with the fewest requests; the first in case of a tie."""
+    worker = int(candidates[loads.in_flight[candidates].argmin()])
+    return Decision(worker, len(candidates), None, reason)
+
+
+class Random(Policy):
+    """A uniformly random worker."""
+
+    name = "random"
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        return Decision(int(workers[rng.integers(len(workers))]), len(workers), None, self.name)
+
+
+class RoundRobin(Policy):
+    """The workers in turn."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = -1
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        later = workers[workers > self._last]
+        self._last = int(later[0] if len(later) else workers[0])
+        return Decision(self._last, len(workers), None, self.name)
+
+
+class ShortestQueue(Policy):
+    """The worker with the fewest requests in flight."""
+
+    name = "shortest-queue"
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return shortest(available(loads), loads, self.name)
+
+
+class PowerOfTwo(Policy):
+    """The less loaded of two random workers."""
+
+    name = "power-of-two"
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        drawn = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
+        return shortest(workers[np.sort(drawn)], loads, self.name)
+
+
+class LeastTokens(Policy):
+    """The worker with the fewest KV tokens (prompt + generated) of requests in flight."""
+
+    name = "least-tokens"
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        tokens = loads.kv_tokens[workers]
+        worker = shortest(workers[tokens == tokens.min()], loads, self.name).worker
+        return Decision(worker, len(workers), None, self.name)
+
+
+class Domain(Policy):
+    """The least loaded worker whose cluster's main domain is the request's.
+
+    Without a table, or if no cluster has this main domain, the hash of its name selects a worker.
+    """
+
+    name = "domain"
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        if request.domain is None:
+            return shortest(workers, loads, "no-domain")
+        domains = self.table.domains if self.table is not None else []
+        own = [w for w in workers.tolist() if request.domain in _served(domains, w, len(loads))]
+        if own:
+            return shortest(np.array(own), loads, self.name)
+        worker = int(workers[zlib.crc32(request.domain.encode()) % len(workers)])
+        return Decision(worker, 1, None, "domain-hash")
+
+
+def _served(domains: Sequence[str], worker: int, num_workers: int) -> Sequence[str]:
+    if len(domains) >= num_workers:
+        return domains[worker::num_workers]
+    return [domains[worker % len(domains)]] if domains else []
+
+
+class LocalityBand(Policy):
+    """ELDR's rule (paper, section 4.3.2): the least loaded worker within the band of the best match.
+
+    If the load bound excludes the whole band, the worker with the shortest queue is chosen.
+    """
+
+    name = "locality-band"
+
+    class Parameters(Policy.Parameters):
+        band: float | None = Field(
+            default=None,
+            ge=0,
+            le=2,
+            description="width of the band, cosine similarity: 0 is the nearest centroid only, 2 is "
+            "shortest queue; null: the table's",
+        )
+        max_load_ratio: float | None = Field(
+            default=None,
+            ge=1,
+            le=1e6,
+            description="workers above this multiple of the mean load leave the band; null (the paper): none",
+        )
+
+    parameters: Parameters
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        if self.table is None:
+            return shortest(workers, loads, "no-table")
+        scored, why_not = self._score(request)
+        if scored is None:
+            return shortest(workers, loads, why_not)
+        similarity = worker_similarity(scored, len(loads)).astype(np.float64)
+        width = self.table.band if self.parameters.band is None else self.parameters.band
+        band = workers[similarity[workers] >= similarity[workers].max() - width]
+        if (bound := self.parameters.max_load_ratio) is not None:
+            mean = (loads.in_flight[workers].sum() + 1) / len(workers)
+            allowed = band[loads.in_flight[band] + 1 <= bound * mean]
+            if not len(allowed):
+                return shortest(workers, loads, "load-cap")
+            band = allowed
+        in_flight = loads.in_flight[band]
+        lightest = band[in_flight == in_flight.min()]
+        worker = int(lightest[similarity[lightest].argmax()])
+        return Decision(worker, len(band), float(similarity[worker]), self.name)
+
+    def _score(self, request: PlacementRequest) -> tuple[NDArray[np.float32] | None, str]:
+        assert self.table is not None
+        similarity = request.similarity
+        if similarity is None:
+            if request.signature is None:
+                return None, "no-signature"
+            try:
+                similarity = self.table.similarity(request.signature)
+            except ValueError:
+                return None, "bad-signature"
+        if len(similarity) != len(self.table.centroids) or not np.isfinite(similarity).all():
+            return None, "bad-signature"
+        # A signature of zeros (only common experts, or no counts) is equally far from all centroids.
+        return (similarity, "") if np.any(similarity) else (None, "no-signature")

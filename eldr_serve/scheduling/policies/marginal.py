@@ -1,0 +1,202 @@
+"""Placement by marginal cost of decode and, on whole replicas, of prefill; needs no calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from eldr_serve.scheduling.activation import ExpectedActivation, Levels, probability
+from eldr_serve.scheduling.cost import StepCost
+from eldr_serve.scheduling.parameters import Weight
+from eldr_serve.scheduling.policies.base import Policy, available, shortest
+from eldr_serve.scheduling.profiles import AffinityProfiles, deviation_of
+from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
+
+# Above _MAX_EXACT_WORKERS workers, finalists are selected by every eighth layer, then compared exactly.
+_MAX_EXACT_WORKERS = 512
+_FINALISTS = 32
+_DEFAULT_ANSWER_TOKENS = 128.0  # mean length of answers until one has ended
+_ANSWER_MEMORY = 64  # time constant of the mean length, answers
+
+
+class RequestEstimate(NamedTuple):
+    """The estimated expert activation of a request to place."""
+
+    request: PlacementRequest
+    levels: Levels
+    p: NDArray[np.float32]
+    deviation: NDArray[np.float32] | None  # None: no counts of its own, or affinity is 0
+
+
+class MarginalCost(Policy):
+    """The worker where the request adds the least time, summed over all requests.
+
+    A request activates expert e of layer l in a step with probability p[l,e], estimated by its
+    prefill counts / prompt tokens. The batch of a worker leaves the expert idle with probability
+    prod(1 - p), so it is expected to activate U experts, and U' = U + sum(idle * p) with the new request.
+    With step cost T the new request adds (b+1) T(b+1, U') - b T(b, U) to the b requests there and itself.
+    Affinity profiles let workers specialise online (see AffinityProfiles).
+
+    A whole replica also computes the n prompt tokens of the new request that are not in its prefix cache,
+    after m pending tokens of earlier prompts. This delays each of its b requests once by n tokens, including
+    those of the earlier prompts, which generate by then, and the new request waits for m + n tokens. The
+    decode cost applies to each of the N steps of the new request. In seconds of all requests' time this is
+
+        N [(b+1) T(b+1, U') - b T(b, U)] + [(b+1) n + m] per_prompt_token_s
+
+    and workers are compared by 1/N of it, seconds per step. N is the mean length of recent answers or, if
+    less, the request's token limit. With separate prefill engines per_prompt_token_s is 0.
+    """
+
+    name = "marginal-cost"
+    reads_counts = True
+
+    class Parameters(Policy.Parameters):
+        affinity: Weight = Field(
+            default=0.2,
+            description="a worker whose affinity profile is less similar to the request than the most "
+            "similar one, by a cosine of d, costs 1 + affinity x d times as much; 0: no profiles; far above "
+            "0.2 medians fall little further and tails rise",
+        )
+        cost: StepCost | None = Field(
+            default=None, description="terms of the step cost, s; null: fitted to the engines' steps"
+        )
+
+    parameters: Parameters
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
+        self._affinity = self.parameters.affinity
+        self.cost = self.parameters.cost or StepCost()
+        self.active = ExpectedActivation()
+        self.profiles = AffinityProfiles()
+        self._profiled: dict[str, tuple[int, int]] = {}  # running request -> worker, sequence number there
+        self._generated: dict[str, int] = {}  # generated tokens of each running request
+        self._answer_tokens = _DEFAULT_ANSWER_TOKENS
+        self._num_answers = 0  # number of answers in the mean, at most _ANSWER_MEMORY
+
+    def update_cost_model(self, cost: StepCost) -> None:
+        if self.parameters.cost is None:
+            self.cost = cost
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        estimate = self._estimate(request)
+        if estimate is None:
+            return shortest(workers, loads, "no-signature")
+        self.active.grow(len(loads))
+        self.profiles.grow(len(loads), len(estimate.p))
+        candidates = workers
+        if len(workers) > _MAX_EXACT_WORKERS:
+            price = self._price(candidates, loads, estimate, self.active.coarse_cells)
+            candidates = candidates[np.argpartition(price, _FINALISTS)[:_FINALISTS]]
+        price = self._price(candidates, loads, estimate, len(estimate.p))
+        return Decision(int(candidates[price.argmin()]), len(workers), None, self.name, estimate)
+
+    def added_cost(self, request: PlacementRequest, loads: Loads) -> NDArray[np.float64]:
+        """Return the time that the request would add to a step of each worker, over all requests, float64[W].
+
+        Zeros if nothing is known of the request.
+        """
+        levels = self.active.levels(request)
+        if levels is None:
+            return np.zeros(len(loads))
+        self.active.grow(len(loads))
+        added = self.active.idle[: len(loads)] @ probability(levels)
+        everywhere = np.arange(len(loads))
+        decode = self._marginal(everywhere, loads, added, request.prompt_tokens)
+        return decode + self._prefill(everywhere, loads, request)
+
+    def _prefill(
+        self, workers: NDArray[np.int64], loads: Loads, request: PlacementRequest
+    ) -> NDArray[np.float64]:
+        """Return the prefill cost over all requests of each worker, s per step of the new request."""
+        lacking = np.full(len(workers), request.prompt_tokens)
+        if loads.cached_tokens is not None:
+            lacking = np.maximum(lacking - loads.cached_tokens[workers], 0)
+        tokens = (loads.in_flight[workers] + 1) * lacking
+        if loads.prefill_tokens is not None:
+            tokens += loads.prefill_tokens[workers]
+        steps = min(self._answer_tokens, request.max_new_tokens or self._answer_tokens)
+        return np.asarray(tokens * (self.cost.per_prompt_token_s / steps))
+
+    def _marginal(
+        self, workers: NDArray[np.int64], loads: Loads, added: NDArray[np.float32], tokens: int
+    ) -> NDArray[np.float64]:
+        """Return the decode cost of the new request over all requests of each worker, s per step."""
+        marginal = self.cost.added_seconds(
+            loads.in_flight[workers],
+            loads.kv_tokens[workers],
+            self.active.union[workers],
+            more_tokens=tokens,
+            more_experts=added,
+        )
+        return np.asarray(marginal)
+
+    def _price(
+        self, workers: NDArray[np.int64], loads: Loads, estimate: RequestEstimate, cells: int
+    ) -> NDArray[np.float64]:
+        """Return the cost at each worker, weighted by affinity, from the first `cells` of each row."""
+        added = _dot_products(self.active.idle, workers, estimate.p, cells)
+        price = self._marginal(workers, loads, added, estimate.request.prompt_tokens)
+        if estimate.deviation is not None:
+            similarity = self.profiles.cosine(
+                workers, _dot_products(self.profiles.profile, workers, estimate.deviation, cells)
+            )
+            price *= 1 + self._affinity * (similarity.max() - similarity)
+        return price + self._prefill(workers, loads, estimate.request)
+
+    def _estimate(self, request: PlacementRequest) -> RequestEstimate | None:
+        levels = self.active.levels(request)
+        if levels is None:
+            return None
+        p, mean, deviation = probability(levels), self.active.mean, None
+        if self._affinity and mean is not None and self.active.usable(request):
+            deviation = deviation_of(p, mean)
+        return RequestEstimate(request, levels, p, deviation)
+
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        learnt = decision.learnt if decision is not None else None
+        estimate: RequestEstimate | None = learnt if learnt is not None else self._estimate(request)
+        if estimate is not None and estimate.deviation is not None:
+            self._learn(request.request_id, worker, estimate.deviation)
+        self.active.on_assigned(request, worker, estimate.levels if estimate is not None else None)
+
+    def _learn(self, request_id: str, worker: int, deviation: NDArray[np.float32]) -> None:
+        """Learn a request once; true counts that replace predicted ones correct the profile."""
+        if request_id not in self._profiled:
+            self._profiled[request_id] = (worker, self.profiles.learn(worker, deviation))
+            return
+        _, levels = self.active.held[request_id]
+        assert self.active.mean is not None
+        before = deviation_of(probability(levels), self.active.mean)
+        if before is not None:
+            self.profiles.correct(*self._profiled[request_id], deviation - before)
+
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
+        held = self.active.held
+        self._generated.update((name, n) for name, n in generated_tokens.items() if name in held)
+
+    def on_finished(self, request_id: str) -> None:
+        self.active.on_finished(request_id)
+        self._profiled.pop(request_id, None)
+        tokens = self._generated.pop(request_id, 0)
+        if tokens:
+            self._num_answers = min(self._num_answers + 1, _ANSWER_MEMORY)
+            self._answer_tokens += (tokens - self._answer_tokens) / self._num_answers
+
+
+def _dot_products(
+    rows: NDArray[np.float32], workers: NDArray[np.int64], vector: NDArray[np.float32], cells: int
+) -> NDArray[np.float32]:
+    """Estimate rows[workers] @ vector, float32[n], from the first `cells` columns."""
+    few = 2 * len(workers) < len(rows)
+    found = (rows[workers] if few else rows)[:, :cells] @ vector[:cells]
+    if not few:
+        found = found[workers]
+    scaled: NDArray[np.float32] = found * np.float32(len(vector) / cells)
+    return scaled

@@ -1,0 +1,312 @@
+"""Predictors of the end of running requests: BalanceRoute's two-stage estimate (paper, section C).
+
+Stage 1 is p, the probability that a request which has generated `age` tokens ends within the next H;
+stage 2 is mu, its expected remaining tokens in that case.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.scheduling.policies.loading import load
+from eldr_serve.scheduling.types import PolicyError
+
+Prediction = tuple[NDArray[np.float64], NDArray[np.float64]]
+_log = logging.getLogger(__name__)
+
+
+class Predictor(Protocol):
+    """Interface of predictors; any object that satisfies it may be set as a policy's `predictor`.
+
+    With a class attribute `keyed_by_request = True` the keys are request ids instead of prompt keys.
+    """
+
+    def predict(
+        self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
+    ) -> Prediction:
+        """Return (p, mu), float[n] each, of n running requests.
+
+        Args:
+            ages: int64[n], generated tokens.
+            keys: n prompt keys; None if unknown.
+            prompt_tokens: int64[n].
+        """
+
+    def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
+        """Learn the output length of a finished request."""
+
+
+class Survival:
+    """Empirical survival: both stages from the latest output lengths only (section C.2.1).
+
+    Args:
+        horizon: H, tokens.
+        capacity: number of stored output lengths.
+    """
+
+    def __init__(self, horizon: int, *, capacity: int = 4096) -> None:
+        self._horizon = horizon
+        self._newest: deque[int] = deque()
+        self._sorted = np.zeros(capacity, np.int64)  # the first len(_newest) are valid
+        self._sums: NDArray[np.int64] | None = None  # [n+1], cumulative; computed on demand
+
+    def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
+        n = len(self._newest)
+        if n == len(self._sorted):
+            n -= 1
+            gone = int(np.searchsorted(self._sorted, self._newest.popleft()))
+            self._sorted[gone:n] = self._sorted[gone + 1 : n + 1]
+        at = int(np.searchsorted(self._sorted[:n], output_tokens))
+        self._sorted[at + 1 : n + 1] = self._sorted[at:n]
+        self._sorted[at] = output_tokens
+        self._newest.append(output_tokens)
+        self._sums = None
+
+    def predict(
+        self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
+    ) -> Prediction:
+        lengths = self._sorted[: len(self._newest)]
+        if self._sums is None:
+            self._sums = np.concatenate([[0], np.cumsum(lengths)])
+        first = np.searchsorted(lengths, ages, side="right")  # first length beyond this age
+        last = np.searchsorted(lengths, ages + self._horizon, side="right")
+        ending = last - first
+        p = ending / np.maximum(len(lengths) - first, 1)
+        mean = (self._sums[last] - self._sums[first]) / np.maximum(ending, 1)
+        return p, np.where(ending > 0, mean - ages, self._horizon)
+
+
+class PromptKeyed:
+    """Empirical survival among requests with an equal prompt, or among all if the prompt is unknown.
+
+    Args:
+        horizon: H, tokens.
+        capacity: number of stored prompts; the least recently learnt is evicted.
+        lengths_each: number of stored output lengths per prompt, the latest.
+    """
+
+    def __init__(self, horizon: int, *, capacity: int = 4096, lengths_each: int = 16) -> None:
+        self._horizon = horizon
+        self._overall = Survival(horizon)
+        self._rows: OrderedDict[str, int] = OrderedDict()
+        self._lengths = np.zeros((capacity, lengths_each), np.int64)  # 0: none
+        self._learnt = np.zeros(capacity, np.int64)
+
+    def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
+        self._overall.learn(key, prompt_tokens, output_tokens)
+        if key is None:
+            return
+        row = self._rows.get(key)
+        if row is None:
+            row = len(self._rows)
+            if row == len(self._lengths):
+                _, row = self._rows.popitem(last=False)
+            self._rows[key] = row
+            self._lengths[row] = self._learnt[row] = 0
+        self._rows.move_to_end(key)
+        self._lengths[row, self._learnt[row] % self._lengths.shape[1]] = output_tokens
+        self._learnt[row] += 1
+
+    def predict(
+        self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
+    ) -> Prediction:
+        p, mu = self._overall.predict(ages, keys, prompt_tokens)
+        known = [(n, self._rows[key]) for n, key in enumerate(keys) if key is not None and key in self._rows]
+        if not known:
+            return p, mu
+        at, rows = np.array(known).T
+        left = self._lengths[rows] - ages[at, None]
+        running = left > 0
+        ending = running & (left <= self._horizon)
+        survivors, ended = running.sum(axis=1), ending.sum(axis=1)
+        hit = survivors > 0
+        p[at[hit]] = ended[hit] / survivors[hit]
+        hit = ended > 0
+        mu[at[hit]] = (left * ending).sum(axis=1)[hit] / ended[hit]
+        return p, mu
+
+
+class BoostedTrees:
+    """Gradient-boosted trees, a classifier for p and a regressor for mu; Survival until they are fitted.
+
+    Features: prompt tokens, age, and, over requests that had ended by then, the exponentially weighted mean
+    output and the mean and standard deviation of the latest outputs and prompts. Each finished request gives
+    one example per `age_step` generated tokens (section C.2.2). Needs scikit-learn.
+
+    Args:
+        horizon: H, tokens.
+        capacity: number of latest requests to fit to.
+        refit_every: finished requests between fits.
+        age_step: tokens between a request's examples.
+        background: fit in a separate thread, without delaying routing; False fits within `learn`, so
+            that a simulation is reproducible.
+    """
+
+    def __init__(
+        self,
+        horizon: int,
+        *,
+        capacity: int = 1024,
+        refit_every: int = 256,
+        age_step: int = 20,
+        background: bool = True,
+    ) -> None:
+        self._horizon = horizon
+        self._survival = Survival(horizon)
+        self._history: deque[tuple[int, int, NDArray[np.float64]]] = deque(maxlen=capacity)
+        self._refit_every = refit_every
+        self._age_step = age_step
+        self._ended = 0
+        self._mean_output: float | None = None  # exponentially weighted
+        self._window: deque[tuple[int, int]] = deque(maxlen=64)  # (prompt, output) tokens
+        self._recent = np.zeros(5)
+        self._trees: tuple[Any, Any] | None = None
+        self._fitter = ThreadPoolExecutor(1, "fit-boosted-trees") if background else None
+        self._fitting: Future[tuple[Any, Any] | None] | None = None
+
+    def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
+        self._survival.learn(key, prompt_tokens, output_tokens)
+        self._history.append((prompt_tokens, output_tokens, self._recent))
+        before = output_tokens if self._mean_output is None else self._mean_output
+        self._mean_output = before + (output_tokens - before) / 16
+        self._window.append((prompt_tokens, output_tokens))
+        newest = np.array(self._window, np.float64)
+        self._recent = np.array([self._mean_output, *newest.mean(axis=0), *newest.std(axis=0)])
+        self._ended += 1
+        if self._ended % self._refit_every == 0:
+            self._refit()
+
+    def predict(
+        self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
+    ) -> Prediction:
+        if self._fitting is not None and self._fitting.done():
+            done, self._fitting = self._fitting, None
+            self._trees = done.result() or self._trees
+        if self._trees is None:
+            return self._survival.predict(ages, keys, prompt_tokens)
+        ends_soon, remaining = self._trees
+        features = np.column_stack(
+            [prompt_tokens, ages, np.broadcast_to(self._recent, (len(ages), len(self._recent)))]
+        )
+        mu = np.clip(remaining.predict(features), 1, self._horizon)
+        return ends_soon.predict_proba(features)[:, 1], mu
+
+    def _refit(self) -> None:
+        history = list(self._history)
+        if self._fitter is None:
+            self._trees = self._fit(history) or self._trees
+        elif self._fitting is None:
+            self._fitting = self._fitter.submit(self._fit, history)
+
+    def _fit(self, history: Sequence[tuple[int, int, NDArray[np.float64]]]) -> tuple[Any, Any] | None:
+        """Return classifier and regressor; None if the history contains only one of the two classes."""
+        from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+
+        features, left = [], []
+        for prompt_tokens, output_tokens, recent in history:
+            for age in range(0, output_tokens, self._age_step):
+                features.append([prompt_tokens, age, *recent])
+                left.append(output_tokens - age)
+        x, y = np.array(features), np.array(left)
+        soon = y <= self._horizon
+        if soon.all() or not soon.any():
+            return None
+        shape: dict[str, Any] = {"max_iter": 50, "max_depth": 4, "random_state": 0}
+        classifier = HistGradientBoostingClassifier(**shape).fit(x, soon)
+        return classifier, HistGradientBoostingRegressor(**shape).fit(x[soon], y[soon])
+
+
+class Oracle:
+    """True lengths from a simulator, {request id: output tokens}; unknown requests do not end."""
+
+    keyed_by_request: ClassVar[bool] = True
+
+    def __init__(self, output_tokens: Mapping[str, int]) -> None:
+        self._output_tokens = output_tokens
+
+    def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
+        pass
+
+    def predict(
+        self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
+    ) -> Prediction:
+        length = np.array([self._output_tokens.get(key or "", -1) for key in keys], np.float64)
+        # For an end beyond the horizon mu is beyond it too, and the caller clips it.
+        return (length >= 0).astype(np.float64), np.maximum(length - ages, 0.0)
+
+
+PREDICTORS: dict[str, Callable[[int], Predictor]] = {
+    "survival": Survival,
+    "prompt-keyed": PromptKeyed,
+    "boosted-trees": BoostedTrees,
+}
+
+
+def predictor_class(name: str) -> Callable[[int], Predictor]:
+    """Return the factory, given H, of a predictor by name or import path `my_package.module:MyPredictor`.
+
+    Raises:
+        PolicyError: there is no such predictor; one sentence.
+    """
+    if name in PREDICTORS:
+        return PREDICTORS[name]
+    if ":" not in name:
+        raise PolicyError(f"it must be one of {', '.join(PREDICTORS)}, or module:Class of your own")
+    found = load(name, "which")
+    if not all(callable(getattr(found, method, None)) for method in ("__call__", "predict", "learn")):
+        raise PolicyError("which is no class with `predict` and `learn`")
+    made: Callable[[int], Predictor] = found
+    return made
+
+
+class Guarded:
+    """A predictor with fallbacks: if it fails, empirical survival is used, and then "no end within H".
+
+    Attributes:
+        failures: number of exceptions and of answers of the wrong shape, not finite or out of range.
+    """
+
+    def __init__(self, predictor: Predictor, horizon: int) -> None:
+        self.predictor = predictor
+        self.failures = 0
+        self._horizon = horizon
+        self._survival = Survival(horizon)
+        self.keyed_by_request = bool(getattr(predictor, "keyed_by_request", False))
+
+    def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
+        self._survival.learn(key, prompt_tokens, output_tokens)
+        try:
+            self.predictor.learn(key, prompt_tokens, output_tokens)
+        except Exception as error:
+            self._failed(error)
+
+    def predict(
+        self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
+    ) -> Prediction:
+        for source in (self.predictor, self._survival):
+            try:
+                return _checked(source.predict(ages, keys, prompt_tokens), len(ages))
+            except Exception as error:
+                self._failed(error)
+        return np.zeros(len(ages)), np.full(len(ages), float(self._horizon))
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        if self.failures == 1:
+            _log.warning("predictor %s failed (%s); only past output lengths are used", self.predictor, error)
+
+
+def _checked(prediction: Prediction, n: int) -> Prediction:
+    p, mu = (np.asarray(part, np.float64) for part in prediction)
+    if p.shape != (n,) or mu.shape != (n,):
+        raise ValueError(f"p has shape {p.shape} and mu {mu.shape}, not ({n},)")
+    if not (np.isfinite(mu).all() and (p >= 0).all() and (p <= 1).all() and (mu >= 0).all()):
+        raise ValueError("p must be in [0, 1] and mu finite, 0 or more")
+    return p, mu

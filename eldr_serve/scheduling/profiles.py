@@ -1,0 +1,69 @@
+"""Affinity profiles: the kind of requests that each worker has recently received."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.scheduling.activation import extend_rows
+
+_MEMORY = 32  # time constant of the mean, requests
+
+
+class AffinityProfiles:
+    """Exponentially weighted mean of the activation deviations of the requests placed on each worker.
+
+    A request's activation deviation is the unit vector of its activation minus the recent mean. Nothing is
+    fitted: workers specialise online and follow changes of the traffic.
+
+    Attributes:
+        profile: float32[W, C], zeros for unused workers; C cells, in any order.
+    """
+
+    def __init__(self) -> None:
+        self.profile = np.zeros((0, 0), np.float32)
+        self._length = np.zeros(0, np.float32)
+        self._learnt = np.zeros(0, np.int64)  # number of requests
+
+    def grow(self, workers: int, cells: int) -> None:
+        """Extend the arrays to at least this number of workers."""
+        if workers > len(self.profile):
+            self.profile = extend_rows(self.profile, workers, cells)
+            self._length = extend_rows(self._length, workers)
+            self._learnt = extend_rows(self._learnt, workers)
+
+    def learn(self, worker: int, deviation: NDArray[np.float32]) -> int:
+        """Add a request's activation deviation, float32[C]; return the request's number at the worker."""
+        self.grow(worker + 1, len(deviation))
+        self._add(worker, (deviation - self.profile[worker]) / np.float32(_MEMORY))
+        self._learnt[worker] += 1
+        return int(self._learnt[worker])
+
+    def correct(self, worker: int, number: int, more: NDArray[np.float32]) -> None:
+        """Add `more`, float32[C], to the deviation that was learnt under this number."""
+        share = (1 - 1 / _MEMORY) ** int(self._learnt[worker] - number) / _MEMORY
+        self._add(worker, more * np.float32(share))
+
+    def _add(self, worker: int, more: NDArray[np.float32]) -> None:
+        profile = self.profile[worker]
+        profile += more
+        self._length[worker] = np.linalg.norm(profile)
+
+    def cosine(self, workers: NDArray[np.int64], along: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Return the cosines of profiles with a deviation, float64[n]; 0 for unused workers.
+
+        Args:
+            along: float32[n], profile @ deviation of each worker.
+        """
+        length = self._length[workers]
+        return np.divide(along, length, out=np.zeros(len(workers)), where=length > 0)
+
+
+def deviation_of(p: NDArray[np.float32], mean: NDArray[np.float32]) -> NDArray[np.float32] | None:
+    """Return the unit vector of p - mean, float32[C]; None if they are equal."""
+    difference = p - mean
+    length = np.linalg.norm(difference)
+    if not length:
+        return None
+    difference /= length
+    return difference

@@ -1,0 +1,239 @@
+"""Comparison of the live policy with another one on the same requests, by the fitted step cost."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.scheduling.activation import ExpectedActivation
+from eldr_serve.scheduling.cost import StepCost, StepSums
+from eldr_serve.scheduling.ledger import LoadLedger
+from eldr_serve.scheduling.policies.base import Policy
+from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
+
+_BLOCK_S = 10.0  # the interval uses block means, since neighbouring tokens are correlated
+_BLOCKS = 360  # one hour
+_MAX_EVENTS = 50_000  # limit of pending events, which keep requests in memory
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Mean decode step time per token under both policies, over the latest blocks.
+
+    Attributes:
+        tokens: number of priced tokens.
+        live_ms, shadow_ms: time per token by the fitted step cost.
+        measured_ms: time per token under the live policy, measured by the engines; None without reports.
+        change_pct: relative change, live policy against shadow; below 0 the live one is faster.
+        low_pct, high_pct: 95 % interval of it, from the means of 10 s blocks; None with fewer than 3.
+    """
+
+    tokens: int
+    live_ms: float
+    shadow_ms: float
+    change_pct: float
+    low_pct: float | None
+    high_pct: float | None
+    measured_ms: float | None
+
+
+class Shadow:
+    """Places every request of the live policy also by another policy, and prices both placements.
+
+    Both policies hold the same requests at any time, each in its own ledger. The price of a token is the
+    expected step time of the worker that holds its request (`StepCost` of the worker's requests, KV tokens
+    and expected active experts), so the two differ only by placement. A request ends when it really does. A
+    policy with a decode queue is called by `select`, so no request waits here.
+
+    The placer's notifications are only queued; `catch_up` processes them between placements, and raises the
+    exceptions of the policy.
+
+    Args:
+        policy: instance for the shadow only, with the live table.
+        table_version: version of that table; scores of other versions are not used.
+
+    Attributes:
+        totals: float64[5]: tokens, their time under the live policy, their time in the shadow, s; tokens of
+            the engines' decode steps, their measured time, s.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        table_version: int = 0,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.policy = policy
+        self._table_version = table_version
+        self._rng = np.random.default_rng(seed)
+        self._clock = clock
+        self._events: deque[Callable[[], None]] = deque()
+        self._workers: tuple[str | None, ...] = ()
+        self._open = np.zeros(0, bool)
+        self._live, self._shadow = _Placements(), _Placements()
+        self._requests: dict[str, PlacementRequest] = {}
+        self._generated: dict[str, int] = {}  # generated tokens of each request
+        self._cost = StepCost()
+        self.totals = np.zeros(5)
+        self._blocks: deque[NDArray[np.float64]] = deque([np.zeros(5)], maxlen=_BLOCKS)
+        self._block_ends_s = clock() + _BLOCK_S
+
+    # -- notifications of the placer ---------------------------------------------------------------
+
+    def set_workers(self, workers: Sequence[str | None], open_: NDArray[np.bool_]) -> None:
+        """Set the worker of each slot, and whether it accepts requests."""
+        self._events.append(partial(self._set_workers, tuple(workers), open_))
+
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        """Add a request that the live policy has placed on `worker`."""
+        self._events.append(partial(self._assign, request, worker))
+
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
+        """Set totals of generated tokens by request id."""
+        self._events.append(partial(self._progress, generated_tokens))
+
+    def on_finished(self, request_id: str) -> None:
+        """Remove a request."""
+        self._events.append(partial(self._finish, request_id))
+
+    def update_cost_model(self, cost: StepCost) -> None:
+        """Set the present cost of a decode step."""
+        self._events.append(partial(self._set_cost, cost))
+
+    def observe_steps(self, steps: StepSums) -> None:
+        """Add decode steps that engines have made under the live policy."""
+        self._events.append(partial(self._count, np.array([0, 0, 0, steps.requests, steps.waited])))
+
+    # -- processing --------------------------------------------------------------------------------
+
+    def catch_up(self, budget_s: float = float("inf")) -> bool:
+        """Process queued notifications for about `budget_s`; return whether some are left.
+
+        Raises:
+            OverflowError: requests arrive faster than they can be processed.
+            Exception: any exception of the policy.
+        """
+        if len(self._events) > _MAX_EVENTS:
+            raise OverflowError(f"the shadow was {len(self._events)} events behind")
+        until = time.perf_counter() + budget_s
+        while self._events and time.perf_counter() < until:
+            self._events.popleft()()
+        return bool(self._events)
+
+    def saving(self) -> Saving | None:
+        """Return the comparison so far; None before the first token."""
+        blocks = np.array([block for block in self._blocks if block[0]])
+        if not len(blocks):
+            return None
+        tokens, live, other, measured, waited = blocks.sum(axis=0)
+        change, half = live / other - 1, None
+        if (n := len(blocks)) > 2:  # variance of a ratio of sums, from its residuals
+            residuals = blocks[:, 1] - live / other * blocks[:, 2]
+            half = 1.96 * np.sqrt(n / (n - 1) * (residuals**2).sum()) / other
+        low, high = (None, None) if half is None else (100 * (change - half), 100 * (change + half))
+        return Saving(
+            int(tokens), 1e3 * live / tokens, 1e3 * other / tokens, 100 * change, low, high,
+            1e3 * waited / measured if measured else None,
+        )  # fmt: skip
+
+    def _set_workers(self, workers: tuple[str | None, ...], open_: NDArray[np.bool_]) -> None:
+        stays = {i for i, pair in enumerate(zip(self._workers, workers, strict=False)) if pair[0] == pair[1]}
+        self._workers, self._open = workers, open_
+        for request in self._requests.values():
+            if self._shadow.slots.get(request.request_id) not in stays:
+                self._shadow.finish(request.request_id)
+                self._place(request)
+
+    def _assign(self, request: PlacementRequest, worker: int) -> None:
+        name = request.request_id
+        if name not in self._requests:
+            if request.table_version != self._table_version:  # scored with another table
+                request = replace(request, similarity=None)
+            self._requests[name] = replace(request, may_wait=False, exclude=())
+            self._generated[name] = 0
+            self._place(self._requests[name])
+        self._live.assign(request, worker, self._generated[name])
+
+    def _place(self, request: PlacementRequest) -> None:
+        loads = self._shadow.loads(self._open)
+        if loads.available.any():
+            decision = self.policy.select(request, loads, self._rng)
+            self._shadow.assign(request, decision.worker, self._generated[request.request_id])
+            self.policy.on_assigned(request, decision.worker, decision)
+
+    def _progress(self, generated_tokens: Mapping[str, int]) -> None:
+        known = {name: tokens for name, tokens in generated_tokens.items() if name in self._requests}
+        live, other = (side.seconds(self._cost, len(self._workers)) for side in (self._live, self._shadow))
+        for name, tokens in known.items():
+            if name in self._live.slots and name in self._shadow.slots:
+                more = tokens - self._generated[name]
+                costs = live[self._live.slots[name]], other[self._shadow.slots[name]]
+                self._count(more * np.array([1.0, *costs, 0.0, 0.0]))
+        self._generated |= known
+        self._live.progress(known)
+        self._shadow.progress(known)
+        self.policy.on_progress(known)
+
+    def _count(self, priced: NDArray[np.float64]) -> None:
+        if (now := self._clock()) > self._block_ends_s:
+            self._blocks.append(np.zeros(5))
+            self._block_ends_s = now + _BLOCK_S
+        self.totals += priced
+        self._blocks[-1] += priced
+
+    def _finish(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            del self._generated[request_id]
+            self._live.finish(request_id)
+            self._shadow.finish(request_id)
+            self.policy.on_finished(request_id)
+
+    def _set_cost(self, cost: StepCost) -> None:
+        self._cost = cost
+        self.policy.update_cost_model(cost)
+
+
+class _Placements:
+    """The requests of each worker under one policy.
+
+    Attributes:
+        slots: worker of each request.
+    """
+
+    def __init__(self) -> None:
+        self.slots: dict[str, int] = {}
+        self._ledger = LoadLedger()
+        self._active = ExpectedActivation()
+
+    def assign(self, request: PlacementRequest, slot: int, generated_tokens: int) -> None:
+        self.slots[request.request_id] = slot
+        self._ledger.add(request.request_id, slot, request.prompt_tokens)
+        self._ledger.progress(request.request_id, generated_tokens)
+        self._active.on_assigned(request, slot, self._active.levels(request))
+
+    def progress(self, generated_tokens: Mapping[str, int]) -> None:
+        for request_id, tokens in generated_tokens.items():
+            self._ledger.progress(request_id, tokens)
+
+    def finish(self, request_id: str) -> None:
+        self.slots.pop(request_id, None)
+        self._ledger.release(request_id)
+        self._active.on_finished(request_id)
+
+    def loads(self, open_: NDArray[np.bool_]) -> Loads:
+        return self._ledger.loads(self._ledger.places(range(len(open_))), open_)
+
+    def seconds(self, cost: StepCost, workers: int) -> NDArray[np.float64]:
+        """Return the expected step time of each worker, s, float64[W]."""
+        loads = self.loads(np.ones(workers, bool))
+        self._active.grow(workers)
+        experts = self._active.union[:workers]
+        return np.asarray(cost.seconds(loads.in_flight, loads.kv_tokens, experts), np.float64)

@@ -1,0 +1,187 @@
+"""Data types of placement: requests, placements, loads and decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_serve.scheduling.prefixes import PromptBlocks
+
+_MOST_TOKENS = 2**31 - 1
+
+
+@dataclass(slots=True)  # not frozen: one is made per placement, and a frozen one takes six times as long
+class PlacementRequest:
+    """A prefilled request that needs a decode worker; treat it as immutable.
+
+    Token counts are clipped to [0, 2**31 - 1], since policies add them up in int64.
+
+    Attributes:
+        signature: the prompt's expert counts, unsigned[L,E] (or the encoded unit vector); None if unknown.
+            Predicted counts are floating[L,E].
+        similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
+            caller has scored the signature, which it may then omit.
+        prompt_key: equal for equal prompts.
+        signature_missing: there is neither a usable signature nor a prediction.
+        predicted: the signature is a prediction from the prompt's tokens.
+        blocks: blocks of the prompt if the worker prefills it too; else None.
+        exclude: workers that have just failed this request.
+        may_wait: the request may wait in the policy's decode queue; else it is placed at once.
+        tenant: name of the tenant.
+        priority: weight of the tenant's fair share of workers while requests wait.
+    """
+
+    request_id: str
+    signature: NDArray[Any] | None
+    prompt_tokens: int
+    max_new_tokens: int
+    domain: str | None = None
+    similarity: NDArray[np.float32] | None = None
+    prompt_key: str | None = None
+    table_version: int = 0
+    signature_missing: bool = False
+    predicted: bool = False
+    blocks: PromptBlocks | None = None
+    exclude: tuple[str, ...] = ()
+    may_wait: bool = False
+    tenant: str = ""
+    priority: float = 1.0
+
+    def __post_init__(self) -> None:
+        if 0 <= self.prompt_tokens <= _MOST_TOKENS and 0 <= self.max_new_tokens <= _MOST_TOKENS:
+            return
+        for name in ("prompt_tokens", "max_new_tokens"):
+            setattr(self, name, min(max(getattr(self, name), 0), _MOST_TOKENS))
+
+
+class State(Enum):
+    """State of a placement."""
+
+    SCORED = "scored"  # the client sends it with its next call
+    SENT = "sent"  # it was sent to the router
+    QUEUED = "queued"  # it waits in the decode queue
+    LEASED = "leased"  # it holds a worker
+    DONE = "done"  # it ended, was cancelled, or was placed again
+
+
+_NEXT = {
+    State.SCORED: {State.SENT, State.LEASED, State.DONE},
+    State.SENT: {State.SCORED, State.QUEUED, State.LEASED, State.DONE},
+    State.QUEUED: {State.SCORED, State.LEASED, State.DONE},
+    State.LEASED: {State.LEASED, State.DONE},
+    State.DONE: {State.DONE},
+}
+
+
+@dataclass(slots=True)
+class Placement:
+    """The placement of a request, from its scoring to its end; the router and its client each keep one.
+
+    Attributes:
+        client: client that sent the request.
+        replica: name of the leased worker.
+        slot: slot of that worker in the router; -1 if the router did not place the request.
+        band: number of candidate workers.
+        similarity: cosine to the worker's centroid, if known.
+        best: the worker is the one most similar to the signature.
+        since_s: in the router, time of entry into the decode queue, by its clock; in the client, end of the
+            wait, by the clock of its event loop.
+        waited_s: wait in the decode queue, s.
+        cached_tokens: prompt tokens that are expected in the worker's prefix cache.
+    """
+
+    request: PlacementRequest
+    state: State = State.SCORED
+    client: str = ""
+    replica: str = ""
+    slot: int = -1
+    band: int = 0
+    similarity: float | None = None
+    best: bool = False
+    reason: str = ""
+    policy: str = ""
+    since_s: float = 0.0
+    waited_s: float = 0.0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def become(self, state: State) -> None:
+        """Change to `state`; raise ValueError if the transition is not allowed."""
+        if state not in _NEXT[self.state]:
+            raise ValueError(f"request {self.request_id} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def answer(self) -> Placement:
+        """Return a copy for the client, without the arrays that the client has."""
+        return replace(self, request=replace(self.request, signature=None, similarity=None, blocks=None))
+
+
+@dataclass(frozen=True, eq=False)
+class Loads:
+    """Present loads of the decode workers, as columns, so that policies are fast for a thousand workers.
+
+    The arrays are valid only during the call that receives them.
+
+    Attributes:
+        in_flight: int64[W], requests.
+        kv_tokens: int64[W], prompt + generated tokens of these requests.
+        available: bool[W]; False for a worker that must not be chosen.
+        prefill_tokens: int64[W], prompt tokens of these requests still to be computed; None: none.
+        cached_tokens: int64[W], prompt tokens of the request to place that are expected in the worker's
+            prefix cache; None: none.
+    """
+
+    in_flight: NDArray[np.int64]
+    kv_tokens: NDArray[np.int64]
+    available: NDArray[np.bool_]
+    prefill_tokens: NDArray[np.int64] | None = None
+    cached_tokens: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, in_flight: ArrayLike, kv_tokens: ArrayLike = 0, available: ArrayLike = True) -> Loads:
+        """Create loads from any sequences; a scalar applies to all workers."""
+        n = np.array(in_flight, np.int64)
+        return cls(n, np.full(n.shape, kv_tokens, np.int64), np.full(n.shape, available, bool))
+
+    def __len__(self) -> int:
+        return len(self.in_flight)
+
+    @property
+    def workers(self) -> NDArray[np.int64]:
+        """Indices of the available workers, ascending."""
+        return np.flatnonzero(self.available)
+
+
+@dataclass(slots=True)
+class Decision:
+    """The choice of a worker.
+
+    Attributes:
+        worker: index into the loads.
+        band: number of candidate workers.
+        similarity: cosine to the worker's centroid, if known.
+        reason: rule that decided; "no-signature", "no-table" or "bad-signature" if load decided instead.
+        learnt: private data of the policy for its `on_assigned`.
+    """
+
+    worker: int
+    band: int
+    similarity: float | None
+    reason: str
+    learnt: Any = field(default=None, compare=False, repr=False)
+
+
+class PolicyError(ValueError):
+    """The policy, parameter or value is invalid; the message is one sentence."""
+
+
+class NoWorkerError(RuntimeError):
+    """No worker is available."""

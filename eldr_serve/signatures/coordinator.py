@@ -1,0 +1,222 @@
+"""Fits routing tables to a pool's samples and swaps them into the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from eldr_serve.errors import SwapRefused
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.signatures.settings import PoolSettings
+
+logger = logging.getLogger(__name__)
+
+MIN_REQUESTS_PER_WORKER = 8  # as in eldr_serve.experts.fitting.refit, which is imported late
+_GROWTH = 1.5  # after a refused first table, the next one has so many times the samples, or waits every_s
+
+
+@dataclass(frozen=True)
+class RouterView:
+    """The state of the router that the pool needs.
+
+    Attributes:
+        epoch: identifies the router's state; a table is only swapped in within the same epoch.
+        workers: number of live decode replicas.
+        clients: number of connected ingresses. Without any, a restarted router may lack its settings.
+        pool: current settings of the pool.
+    """
+
+    epoch: str
+    model_id: str
+    workers: int
+    clients: int
+    table_version: int
+    has_table: bool
+    pool: PoolSettings
+
+
+class Router(Protocol):
+    """The router's interface for the coordinator."""
+
+    async def look(self, status: dict[str, Any]) -> RouterView:
+        """Report the pool's status; return the router's state."""
+
+    async def table(self) -> bytes | None:
+        """Return the live table."""
+
+    async def swap(self, table: bytes, view: RouterView, *, refit: bool) -> int | None:
+        """Swap in a table and return its version; return None if the live table differs from the view's."""
+
+
+class Coordinator:
+    """Fits the first table, and refits on drift, on scaling and on request.
+
+    Args:
+        trace: returns all samples of the pool.
+        fit: runs a function of signatures.tables, by default in a thread so that the actor stays responsive.
+    """
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        router: Router,
+        trace: Callable[[], Awaitable[CalibrationTrace]],
+        *,
+        fit: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.samples = 0  # total over all actors
+        self.view: RouterView | None = None
+        self._router = router
+        self._trace = trace
+        self._fit = fit
+        self._clock = clock
+        self._working = asyncio.Lock()
+        self._before: int | None = None  # number of decode replicas at the last look
+        self._not_before = 0.0
+        self._tried = 0  # samples at the last attempt
+        self._table: dict[str, Any] | None = None
+        self._last_refusal: dict[str, Any] | None = None
+        self._refits = self._refused = 0
+
+    @property
+    def needed(self) -> int:
+        """Return the number of samples needed to fit a table automatically."""
+        workers = self.view.workers if self.view else 0
+        return max(self.settings.options.first_table, MIN_REQUESTS_PER_WORKER * workers)
+
+    def status(self) -> dict[str, Any]:
+        """Return the coordinator's part of `GET /eldr/status`, JSON-serialisable."""
+        return {
+            "samples": self.samples,
+            "window": self.settings.options.window,
+            "needed": self.needed,
+            "note": self._note(),
+            "table": self._table,
+            "refits": self._refits,
+            "tables_refused": self._refused,
+            "last_refusal": self._last_refusal,
+        }
+
+    def _note(self) -> str:
+        view = self.view
+        if view is None or not view.clients:
+            return "no table is fitted before the router has an ingress"
+        if view.has_table:
+            return f"table version {view.table_version} is live"
+        if view.workers < 2:
+            return f"no table yet: {view.workers} decode replica(s) serve, and a table needs 2 or more"
+        if self.samples >= self.needed and self._last_refusal is not None:
+            return f"no table yet: {self._last_refusal['why']}"
+        return f"no table yet: {min(self.samples, self.needed)} of {self.needed} samples"
+
+    async def look(self, status: dict[str, Any]) -> RouterView:
+        """Report the status to the router, and fit a table if one is due.
+
+        Raises:
+            RayError: the router is unavailable.
+        """
+        view = self.view = await self._router.look(status)
+        self.settings = view.pool
+        if view.workers != self._before:  # replicas may still be starting or stopping
+            self._before, self._not_before = view.workers, 0.0
+            return view
+        if not view.clients or view.workers < 2 or self._working.locked() or not self._due(view):
+            return view
+        self._not_before = self._clock() + self.settings.options.every_s
+        self._tried = self.samples
+        try:
+            await self._make(view, requested=False)
+        except SwapRefused as error:
+            logger.warning("no table was swapped in: %s", error)
+        return view
+
+    def _due(self, view: RouterView) -> bool:
+        grown = not view.has_table and self.samples >= _GROWTH * self._tried
+        return self.samples >= self.needed and (grown or self._clock() >= self._not_before)
+
+    async def refit(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Fit IDF, mask and centroids to the pool's samples now; return the new table's entry in the status.
+
+        Args:
+            status: the pool's status, to report to the router.
+
+        Raises:
+            SwapRefused: there are too few samples, or the table was refused; one sentence.
+        """
+        view = self.view = await self._router.look(status)
+        if view.workers < 2:
+            raise SwapRefused(
+                f"{view.workers} decode replica(s) serve: a table needs 2 or more, so start another one"
+            )
+        least = MIN_REQUESTS_PER_WORKER * view.workers
+        if self.samples < least:
+            raise SwapRefused(
+                f"the signature pool holds {self.samples} samples and a table of {view.workers} decode "
+                f"replicas needs {least}: send more requests"
+            )
+        await self._make(view, requested=True)
+        assert self._table is not None
+        return self._table
+
+    async def _make(self, view: RouterView, *, requested: bool) -> None:
+        async with self._working:
+            live = await self._router.table() if view.has_table else None
+            trace = await self._trace()
+            try:
+                made = await self._fitted(live, trace, view, requested)
+            except ValueError as error:
+                self._refuse(str(error))
+                raise SwapRefused(str(error)) from error
+            if made is None:
+                return
+            try:
+                version = await self._router.swap(made.file, view, refit=live is not None)
+            except SwapRefused as error:
+                why = f"the router refuses the table: {getattr(error, 'cause', None) or error}"
+                self._refuse(why)
+                raise SwapRefused(why) from None
+            if version is None:
+                raise SwapRefused("the live table was changed while a new one was fitted")
+            self._swapped(made, version, len(trace.ids), view.workers, refit=live is not None)
+
+    async def _fitted(
+        self, live: bytes | None, trace: CalibrationTrace, view: RouterView, requested: bool
+    ) -> Any:
+        # Imported in the thread, since it imports scikit-learn.
+        return await self._fit(_make, live, trace, view.workers, self.settings.options.min_gain, requested)
+
+    def _swapped(self, made: Any, version: int, samples: int, workers: int, *, refit: bool) -> None:
+        self._refits += refit
+        self._table = {
+            "version": version,
+            "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "samples": samples,
+            "workers": workers,
+            "why": made.why,
+            "held_out": {
+                "requests": made.verdict.requests,
+                "experts_by_table": round(made.verdict.by_table, 3),
+                "experts_by_load": round(made.verdict.by_load, 3),
+            },
+        }
+        logger.warning("%s: table version %d is live", made.why, version)
+
+    def _refuse(self, why: str) -> None:
+        self._refused += 1
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._last_refusal = {"at": at, "why": why}
+
+
+def _make(live: bytes | None, trace: CalibrationTrace, workers: int, min_gain: float, requested: bool) -> Any:
+    from eldr_serve.signatures.tables import refit_if_due, whole_fit
+
+    if live is None or requested:
+        why = "requested" if requested else f"first table for {workers} decode replicas"
+        return whole_fit(live, trace, workers, why)
+    return refit_if_due(live, trace, workers, min_gain)

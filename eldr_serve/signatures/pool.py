@@ -1,0 +1,227 @@
+"""The SignaturePool actors. Each keeps a share of the samples; actor 0 coordinates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from eldr_serve.errors import SwapRefused, sentence
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.sample import ExpertSample
+from eldr_serve.signatures.coordinator import Coordinator, RouterView
+from eldr_serve.signatures.sampling import SampleShare
+from eldr_serve.signatures.settings import NAMESPACE, PoolSettings, pool_actor_name
+from eldr_serve.signatures.window import KeptSample, SampleWindow, trace_of
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 2.0  # interval at which actor 0 polls the router and the other actors
+_ALONE_S = 900.0  # an actor exits after this time without a router; a leaving router stops its pool
+
+
+class SignaturePool:
+    """One actor of an application's pool.
+
+    Args:
+        index: number of the actor. Actor 0 coordinates: it finds the router and other actors by name.
+    """
+
+    def __init__(self, settings: PoolSettings, index: int = 0) -> None:
+        self._index = index
+        self._window = SampleWindow(1)
+        self._share = SampleShare(1.0)
+        self._configure(settings)
+        self._last_contact = time.monotonic()  # with the router
+        self._others: dict[int, Any] = {}  # index -> handle
+        self._alive = 1
+        self._refused: dict[str, int] = {}  # refused samples by reason, over all actors
+        self._tasks = [asyncio.get_event_loop().create_task(self._exit_when_alone())]
+        if index == 0:
+            self._coordinator = Coordinator(settings, _RemoteRouter(settings.router), self._trace)
+            self._tasks.append(asyncio.get_event_loop().create_task(self._coordinate()))
+
+    def _configure(self, settings: PoolSettings) -> None:
+        options = settings.options
+        actors = max(1, options.actors)
+        self._settings = settings
+        self._window.resize(
+            -(-options.window // actors), options.window_mib * 2**20 // actors, options.keep_token_ids
+        )
+        self._share.rate = options.rate / actors
+
+    async def add(self, samples: list[ExpertSample]) -> float:
+        """Add samples; return the share of requests to sample next."""
+        self._window.add(samples)
+        self._share.count(len(samples))
+        return self._share.now
+
+    async def look(self, settings: PoolSettings, has_table: bool) -> dict[str, Any]:
+        """Apply the coordinator's settings; return this actor's status."""
+        self._last_contact = time.monotonic()
+        if settings != self._settings:
+            self._configure(settings)
+        self._share.all = not has_table
+        return {"samples": len(self._window), "share": self._share.now, "refused": self._window.refused}
+
+    async def samples(self) -> list[KeptSample]:
+        """Return the samples of this actor, oldest first."""
+        return self._window.samples
+
+    async def trace(self, tokenizer: str, vocabulary: int) -> bytes:
+        """Return the samples of all actors as a CalibrationTrace file.
+
+        Args:
+            tokenizer: fingerprint of the served tokenizer; vocabulary: its size.
+
+        Raises:
+            SwapRefused: there is no sample yet.
+        """
+        try:
+            trace = await self._trace(tokenizer, vocabulary)
+        except ValueError as error:
+            raise SwapRefused(str(error)) from error
+        return await asyncio.to_thread(trace.to_bytes)
+
+    async def refit(self) -> dict[str, Any]:
+        """Fit a table now; see Coordinator.refit."""
+        await self._ask_all()
+        return await self._coordinator.refit(self._status())
+
+    async def _trace(self, tokenizer: str = "", vocabulary: int = 0) -> CalibrationTrace:
+        found = await self._of_others("samples")
+        samples = [*self._window.samples, *(sample for shard in found.values() for sample in shard)]
+        return await asyncio.to_thread(
+            trace_of, samples, self._settings.model_id, tokenizer=tokenizer, vocabulary=vocabulary
+        )
+
+    async def _coordinate(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except (RayError, ValueError) as error:
+                logger.info("the router or an actor is away: %s", sentence(error))
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self) -> None:
+        await self._ask_all()
+        status = self._status()
+        view = await self._coordinator.look(status)
+        if (now := self._status())["table"] != status["table"]:  # report it at once
+            view = await self._coordinator.look(now)
+        await self.look(view.pool, view.has_table)
+
+    def _status(self) -> dict[str, Any]:
+        return self._coordinator.status() | {
+            "actors": self._alive,
+            "of": self._settings.options.actors,
+            "share": round(self._share.now, 4),
+            "samples_refused": dict(self._refused),
+        }
+
+    async def _ask_all(self) -> None:
+        """Send the current settings to all actors, and count their samples."""
+        view = self._coordinator.view
+        has_table = view is not None and view.has_table
+        found = await self._of_others("look", self._settings, has_table)
+        shards = [await self.look(self._settings, has_table), *found.values()]
+        self._coordinator.samples = sum(shard["samples"] for shard in shards)
+        self._alive = len(shards)
+        self._refused = {}
+        for shard in shards:
+            for why, count in shard["refused"].items():
+                self._refused[why] = self._refused.get(why, 0) + count
+
+    async def _of_others(self, method: str, *args: Any) -> dict[int, Any]:
+        """Call a method of all other live actors; return their answers by index."""
+        indices = range(1, self._settings.options.actors)
+        answers = await asyncio.gather(*(self._of_other(index, method, args) for index in indices))
+        return {index: answer for index, answer in zip(indices, answers, strict=True) if answer is not None}
+
+    async def _of_other(self, index: int, method: str, args: tuple[Any, ...]) -> Any:
+        try:
+            if index not in self._others:
+                name = pool_actor_name(self._settings.application, index)
+                self._others[index] = await asyncio.to_thread(find_actor, name)
+            return await asyncio.wait_for(getattr(self._others[index], method).remote(*args), 30)
+        except (RayError, ValueError, TimeoutError) as error:  # new requests replace its samples
+            self._others.pop(index, None)
+            logger.info("actor %d of the signature pool is away: %s", index, sentence(error))
+            return None
+
+    async def _exit_when_alone(self) -> None:
+        while time.monotonic() - self._last_contact < _ALONE_S:
+            await asyncio.sleep(LOOK_S)
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+class _RemoteRouter:
+    """Client of the DecodeRouter actor, which is found by its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._handle: Any = None
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        if self._handle is None:
+            self._handle = await asyncio.to_thread(find_actor, self._name)
+        try:
+            return await getattr(self._handle, method).remote(*args)
+        except SwapRefused:
+            raise
+        except RayError:
+            self._handle = None
+            raise
+
+    async def look(self, status: dict[str, Any]) -> RouterView:
+        """See Router."""
+        view: RouterView = await self._call("pool_looks", status)
+        return view
+
+    async def table(self) -> bytes | None:
+        """See Router."""
+        table: bytes | None = (await self._call("settings")).table
+        return table
+
+    async def swap(self, table: bytes, view: RouterView, *, refit: bool) -> int | None:
+        """See Router."""
+        version: int | None = await self._call("take_table", table, view.epoch, view.table_version, refit)
+        return version
+
+
+def find_actor(name: str) -> ActorHandle:
+    """Return an actor by its name; raise ValueError if there is none."""
+    return ray.get_actor(name, namespace=NAMESPACE)
+
+
+def find_pool(application: str) -> ActorHandle:
+    """Return the coordinating actor; raise ValueError if the application has no pool."""
+    return find_actor(pool_actor_name(application, 0))
+
+
+def start_pool(settings: PoolSettings) -> None:
+    """Start the actors that do not exist yet. Block while Ray's GCS is unavailable."""
+    for index in range(settings.options.actors):
+        ray.remote(SignaturePool).options(
+            name=pool_actor_name(settings.application, index),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_concurrency=1000,
+            num_cpus=0,
+        ).remote(settings, index)
+
+
+def end_pool(settings: PoolSettings, beyond: int = 0) -> None:
+    """Stop the actors with this index and above."""
+    for index in range(beyond, settings.options.actors):
+        try:
+            ray.kill(find_actor(pool_actor_name(settings.application, index)))
+        except ValueError:
+            continue

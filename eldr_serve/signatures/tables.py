@@ -1,0 +1,79 @@
+"""Fit routing tables to sampled traffic, and refuse tables that do not help on held-out requests.
+
+This module imports scikit-learn, so import it only where tables are fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.guard import Verdict, judge
+from eldr_serve.experts.fitting.refit import halves, keep_slots, reason, refit_centroids
+from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.routing_table import RoutingTable
+
+
+class RefusedTableError(ValueError):
+    """A fitted table must not be used; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A table to swap in.
+
+    Attributes:
+        file: content of the RoutingTable file.
+        verdict: evaluation on the held-out half, before the table was fitted to all samples.
+    """
+
+    file: bytes
+    why: str
+    verdict: Verdict
+
+
+def whole_fit(live: bytes | None, trace: CalibrationTrace, workers: int, why: str) -> Made:
+    """Fit IDF, layer mask and centroids, and keep the slots of a live table.
+
+    Raises:
+        RefusedTableError: the table groups held-out requests no better than load does.
+        ValueError: the trace cannot be fitted.
+    """
+    seen, unseen = halves(len(trace.ids))
+    trial, _ = fit_table(trace.subset(seen), workers)
+    verdict = _checked(trial, trace.subset(unseen))
+    table, _ = fit_table(trace, workers)
+    if live is not None:
+        before = RoutingTable.from_bytes(live)
+        table = replace(table, band=before.band)
+        if before.spec.idf.shape == trace.prefill_counts.shape[1:]:
+            table = keep_slots(table, before, trace.prefill_counts)
+    return Made(table.to_bytes(), why, verdict)
+
+
+def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: float) -> Made | None:
+    """Refit the live table's centroids if traffic has drifted or the number of replicas has changed.
+
+    Raises:
+        RefusedTableError: the table groups held-out requests no better than load does.
+        ValueError: the samples do not fit the table.
+    """
+    table, counts = RoutingTable.from_bytes(live), trace.prefill_counts
+    if table.spec.idf.shape != counts.shape[1:]:
+        raise RefusedTableError(
+            f"the live table is for {table.num_layers} layers x {table.num_experts} experts, the samples "
+            f"have {counts.shape[1]} x {counts.shape[2]}"
+        )
+    why = reason(table, counts, workers, workers, min_gain)
+    if why is None:
+        return None
+    seen, unseen = halves(len(trace.ids))
+    verdict = _checked(refit_centroids(table, counts[seen], workers), trace.subset(unseen))
+    return Made(refit_centroids(table, counts, workers).to_bytes(), why, verdict)
+
+
+def _checked(table: RoutingTable, held_out: CalibrationTrace) -> Verdict:
+    verdict = judge(table, held_out)
+    if not verdict.better:
+        raise RefusedTableError(f"a fitted table is no better than load: {verdict}")
+    return verdict

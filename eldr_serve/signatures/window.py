@@ -1,0 +1,199 @@
+"""A bounded store of the newest expert samples, and its conversion to a calibration trace."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.sample import ExpertSample
+
+logger = logging.getLogger(__name__)
+
+
+class SampleError(ValueError):
+    """A sample cannot be used; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class KeptSample:
+    """A validated sample.
+
+    Attributes:
+        at: arrival time, s since the epoch.
+        top_k: experts a token and layer.
+        prompt_tokens: number of prompt tokens, derived from the prefill counts.
+    """
+
+    at: float
+    sample: ExpertSample
+    top_k: int
+    prompt_tokens: int
+
+    @property
+    def size(self) -> int:
+        """Return the size of the arrays, bytes."""
+        sample = self.sample
+        return sample.prefill_counts.nbytes + sample.decode_counts.nbytes + sample.token_ids.nbytes
+
+
+class SampleWindow:
+    """Keeps the newest samples, all of one shape [L, E].
+
+    Args:
+        most: maximum number of samples.
+        max_bytes: maximum size of their arrays, bytes; the newest sample is always kept.
+        keep_token_ids: whether to keep the token ids of prompts.
+    """
+
+    def __init__(self, most: int, max_bytes: int = 1 << 62, *, keep_token_ids: bool = True) -> None:
+        self.most = most
+        self.shape: tuple[int, int] | None = None
+        self.total = 0  # samples accepted so far
+        self.refused: Counter[str] = Counter()  # reason -> number of samples
+        self._max_bytes = max_bytes
+        self._keep_token_ids = keep_token_ids
+        self._kept: OrderedDict[str, KeptSample] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def samples(self) -> list[KeptSample]:
+        """Return the samples, oldest first."""
+        return list(self._kept.values())
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of all arrays, bytes."""
+        return self._bytes
+
+    def resize(self, most: int, max_bytes: int, keep_token_ids: bool) -> None:
+        """Apply new bounds."""
+        self.most, self._max_bytes, self._keep_token_ids = most, max_bytes, keep_token_ids
+        self._trim()
+
+    def add(self, samples: Iterable[ExpertSample]) -> int:
+        """Add samples; return how many were accepted. Others are counted in `refused`."""
+        kept = 0
+        for sample in samples:
+            try:
+                self._put(self._checked(sample))
+                kept += 1
+            except SampleError as error:
+                why = str(error)
+                if why not in self.refused:
+                    logger.warning("expert samples are refused: %s", why)
+                self.refused[why] += 1
+        self.total += kept
+        return kept
+
+    def _put(self, sample: KeptSample) -> None:
+        name = sample.sample.request_id
+        self._drop(name)
+        self._kept[name] = sample
+        self._bytes += sample.size
+        self._trim()
+
+    def _trim(self) -> None:
+        while len(self._kept) > self.most or (self._bytes > self._max_bytes and len(self._kept) > 1):
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, request_id: str) -> None:
+        old = self._kept.pop(request_id, None)
+        if old is not None:
+            self._bytes -= old.size
+
+    def _checked(self, sample: ExpertSample) -> KeptSample:
+        prefill, decode = sample.prefill_counts, sample.decode_counts
+        if prefill.ndim != 2 or not prefill.size or decode.shape != prefill.shape:
+            raise SampleError(
+                f"counts have the shapes {prefill.shape} and {decode.shape}, both must be [L, E]"
+            )
+        if self.shape not in (None, prefill.shape):
+            assert self.shape is not None
+            raise SampleError(
+                f"counts are of {prefill.shape[0]} layers x {prefill.shape[1]} experts, the pool holds "
+                f"{self.shape[0]} x {self.shape[1]}: all engines must serve one model"
+            )
+        routed, generated = _sum_of_each_layer(prefill, "prefill"), _sum_of_each_layer(decode, "decode")
+        if sample.decode_steps or generated:
+            top_k = _quotient(generated, sample.decode_steps, "decode counts", "the decode steps")
+        else:
+            top_k = _quotient(routed, len(sample.token_ids), "prefill counts", "the prompt's tokens")
+        prompt = _quotient(routed, top_k, "prefill counts", f"top_k {top_k}")
+        if len(sample.token_ids) - prompt not in (0, 1):  # the decode engine may compute the last token
+            raise SampleError("prefill counts are not of all tokens of the prompt")
+        self.shape = (prefill.shape[0], prefill.shape[1])
+        return KeptSample(time.time(), self._compact(sample, prompt), top_k, prompt)
+
+    def _compact(self, sample: ExpertSample, prompt: int) -> ExpertSample:
+        """Copy the arrays compactly, since the originals may be views of a whole message."""
+        ids = sample.token_ids[: prompt if self._keep_token_ids else 0]
+        return replace(
+            sample,
+            token_ids=np.array(ids, np.uint32),
+            prefill_counts=_smallest(sample.prefill_counts),
+            decode_counts=_smallest(sample.decode_counts),
+        )
+
+
+def trace_of(
+    samples: Iterable[KeptSample], model: str, *, tokenizer: str = "", vocabulary: int = 0
+) -> CalibrationTrace:
+    """Return the samples as a calibration trace, oldest first and without routes.
+
+    Args:
+        tokenizer: fingerprint of the tokenizer of the token ids; if empty, token ids are left out.
+        vocabulary: size of the vocabulary.
+
+    Raises:
+        ValueError: there are no samples, or they come from different models.
+    """
+    found = list(
+        {kept.sample.request_id: kept for kept in sorted(samples, key=lambda kept: kept.at)}.values()
+    )
+    if not found:
+        raise ValueError("the signature pool holds no sample yet")
+    if len({(kept.top_k, kept.sample.prefill_counts.shape) for kept in found}) > 1:
+        raise ValueError("the samples are of different models")
+    whole = bool(tokenizer) and all(len(kept.sample.token_ids) for kept in found)
+    return CalibrationTrace(
+        model=model,
+        top_k=found[0].top_k,
+        prefill_counts=np.stack([kept.sample.prefill_counts for kept in found]).astype(np.uint32),
+        decode_counts=np.stack([kept.sample.decode_counts for kept in found]).astype(np.uint32),
+        decode_steps=np.array([kept.sample.decode_steps for kept in found], np.uint32),
+        prompt_tokens=np.array([kept.prompt_tokens for kept in found], np.uint32),
+        domains=[kept.sample.domain for kept in found],
+        ids=[kept.sample.request_id for kept in found],
+        token_ids=np.concatenate([kept.sample.token_ids for kept in found]) if whole else None,
+        tokenizer=tokenizer if whole else "",
+        vocabulary=vocabulary if whole else 0,
+    )
+
+
+def _sum_of_each_layer(counts: NDArray[np.unsignedinteger], phase: str) -> int:
+    sums = counts.sum(axis=1, dtype=np.int64)
+    if (sums != sums[0]).any():
+        raise SampleError(f"{phase} counts differ between layers: each token must pass every layer")
+    return int(sums[0])
+
+
+def _quotient(total: int, of: int, name: str, unit: str) -> int:
+    found, rest = divmod(total, of) if of else (0, 1)
+    if rest or not found:
+        raise SampleError(f"{name} add up to {total} in a layer, which is no multiple of {unit}")
+    return found
+
+
+def _smallest(counts: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    most = int(counts.max(initial=0))
+    return np.array(counts, np.uint8 if most < 1 << 8 else np.uint16 if most < 1 << 16 else np.uint32)

@@ -1,0 +1,103 @@
+"""Widen a model's experts, or add attention heads, without changing its function.
+
+A new neuron has zero gate, up and down weights: it adds silu(0) * 0 = 0 to its expert's output. A new head
+has a zero query and a zero output projection: whatever it attends to is multiplied by 0. The widened model
+gives the same logits and the same expert choices, but each expert is as large in memory as a real one, so
+that a decode step pays a realistic price for each expert that its batch selects; and the number of heads
+divides by the ranks of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from eldr_serve.command_errors import BadInput, run
+from examples.demo_model import WEIGHTS
+
+_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
+
+
+def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -> None:
+    """Write `model` with experts of `intermediate` neurons to `out`, atomically.
+
+    Args:
+        heads: attention heads; None: unchanged.
+
+    Raises:
+        BadInput: `model` is not a Qwen3-MoE directory, `intermediate` is not a larger multiple of 32 (vLLM's
+            CPU kernel needs whole blocks of 32), `heads` is not a larger multiple of the key-value heads,
+            or `out` exists.
+    """
+    try:
+        config = json.loads((model / "config.json").read_text("utf-8"))
+        present = config["moe_intermediate_size"]
+        present_heads, size = config["num_attention_heads"], config["head_dim"]
+        groups = config["num_key_value_heads"]
+        with safe_open(model / "model.safetensors", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+        raise BadInput(
+            f"{model} is not a mixture-of-experts model in one safetensors file: {error}"
+        ) from error
+    if intermediate < present or intermediate % 32:
+        raise BadInput(f"--intermediate must be a multiple of 32 and at least {present}, not {intermediate}")
+    heads = present_heads if heads is None else heads
+    if heads < present_heads or heads % groups:
+        raise BadInput(f"--heads must be a multiple of {groups} and at least {present_heads}, not {heads}")
+    if out.exists():
+        raise BadInput(f"{out} exists already")
+    for name, tensor in tensors.items():
+        match = _EXPERT.search(name)
+        if match:
+            axis = 1 if match.group(1) == "down" else 0  # down [H, I]; gate, up [I, H]
+            shape = list(tensor.shape)
+            shape[axis] = intermediate - present
+            tensors[name] = torch.cat([tensor, tensor.new_zeros(shape)], axis).contiguous()
+        elif name.endswith(".self_attn.q_proj.weight"):  # [heads * size, hidden]
+            tensors[name] = _with_heads(tensor, groups, size, heads)
+        elif name.endswith(".self_attn.o_proj.weight"):  # [hidden, heads * size]
+            tensors[name] = _with_heads(tensor.T, groups, size, heads).T.contiguous()
+    temporary = out.with_name(out.name + ".part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(model, temporary, ignore=shutil.ignore_patterns("model.safetensors", "SHA256SUMS"))
+    config |= {"moe_intermediate_size": intermediate, "num_attention_heads": heads}
+    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
+    os.replace(temporary, out)
+
+
+def _with_heads(weight: torch.Tensor, groups: int, size: int, heads: int) -> torch.Tensor:
+    """Return the rows of each group of heads that share keys and values, and zeros for its new heads."""
+    grouped = weight.reshape(groups, -1, weight.shape[1])
+    more = heads // groups * size - grouped.shape[1]
+    new = grouped.new_zeros(groups, more, weight.shape[1])
+    return torch.cat([grouped, new], 1).reshape(heads * size, -1).contiguous()
+
+
+def widen_experts(
+    out: Annotated[Path, typer.Option(help="directory to write; must not exist")],
+    intermediate: Annotated[
+        int, typer.Option(help="neurons of an expert; 1,024 make 0.98 MB an expert in bf16")
+    ] = 1024,
+    heads: Annotated[
+        int | None, typer.Option(help="attention heads, a multiple of the ranks of tensor parallelism")
+    ] = None,
+    model: Annotated[Path, typer.Option(help="model directory to widen")] = WEIGHTS,
+) -> None:
+    """Write a copy of the model with wider experts or more heads that computes the same function."""
+    widen(model, intermediate, out, heads)
+    print(f"{out}: {sum(f.stat().st_size for f in out.iterdir()) / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    run(widen_experts)

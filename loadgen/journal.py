@@ -1,0 +1,87 @@
+"""The measurements of a long run, stored so that it can be stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eldr_serve.command_errors import BadInput
+from eldr_serve.files import write_whole
+
+_SETTINGS = "settings"  # key of the first line
+
+
+class Journal:
+    """A file of JSON lines: the settings of a run, then its measurements, a line each, by key.
+
+    Args:
+        settings: everything that the measurements depend on; any path in them is kept as text.
+
+    Raises:
+        BadInput: the file has measurements of another run, or is not a journal.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self._path = path
+        wanted = json.loads(json.dumps(settings, default=str))
+        found, self._known = _read(path) if path.exists() else ({}, {})
+        if self._known and (other := [k for k in {**found, **wanted} if found.get(k) != wanted.get(k)]):
+            raise BadInput(f"{path} has a run with another {', '.join(other)}: give the same, or remove it")
+        self._first_line = "" if self._known else json.dumps([_SETTINGS, wanted])
+
+    @staticmethod
+    def read(path: Path) -> dict[str, Any]:
+        """Return the entries of a journal with any settings.
+
+        Raises:
+            BadInput: the file does not exist or is not a journal.
+        """
+        return _read(path)[1]
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """Return all entries by key, in the order of the first puts."""
+        return self._known
+
+    def get(self, key: str) -> Any:
+        """Return the key's last value, None if it has none."""
+        return self._known.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Store the value; it is on disk when this returns."""
+        self._known[key] = value
+        if self._first_line:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, self._first_line)
+        with self._path.open("a") as file:
+            # Each line begins with its line end, so that one that was cut off ends there.
+            file.write("\n" + json.dumps([key, value]))
+            file.flush()
+            os.fsync(file.fileno())
+        self._first_line = ""
+
+    def remove(self) -> None:
+        """Remove the file after the run has published its results."""
+        self._path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return settings and entries; a line that was cut off is dropped, so it is measured again."""
+    try:
+        found = [_parsed(line) for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} cannot be read: {error}") from error
+    entries: dict[str, Any] = dict(entry for entry in found if isinstance(entry, list) and len(entry) == 2)
+    if next(iter(entries), None) != _SETTINGS:
+        raise BadInput(f"{path} is not a journal of this version: remove it or name another place")
+    return entries.pop(_SETTINGS), entries
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
