@@ -49,13 +49,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "RoutingTable": "artifacts",
+    "RoutingTable": "experts.routing_table",
     "Client": "client",
     "ServiceError": "client",
-    "ExpertPlacement": "expert_placement",
+    "ExpertPlacement": "experts.placement",
     "ArtifactError": "records",
-    "build_app": "serving.app",
-    "check_policy": "routing.checks",
+    "build_app": "app",
+    "check_policy": "scheduling.policies.checks",
     "ConfigurationError": "errors",
 }
 
@@ -63,7 +63,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'routing')}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'scheduling')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import secrets
 import sys
 from importlib.metadata import version
@@ -15,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from eldr_serve.home import BUNDLE, ROOT
+from eldr_serve.home import ROOT
 
 _JOBS = "Jobs"
 _REPOSITORY = "In a checkout of the repository"
@@ -51,7 +50,7 @@ class _Lazy(TyperCommand):
     """A command that is imported when it is run, completed or shows its help."""
 
     def __init__(self, name: str, where: str, summary: str) -> None:
-        panels = {"eldr_serve": _DEPLOYMENT, "studies": _REPOSITORY, "benchmarks": _REPOSITORY}
+        panels = {"eldr_serve": _DEPLOYMENT, "benchmarks": _REPOSITORY}
         panel = panels.get(where.partition(".")[0], _JOBS)
         super().__init__(name, help=summary, rich_help_panel=panel)
         self._where = where
@@ -322,10 +321,6 @@ def revoke(
 
 def main() -> None:
     """Run the command; the entry point."""
-    if BUNDLE.is_dir():
-        sys.path.insert(0, str(BUNDLE))
-        # for subprocesses of jobs and for Ray workers that a job starts
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BUNDLE), os.getenv("PYTHONPATH")]))
     app(prog_name="eldr")
 
 

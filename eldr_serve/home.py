@@ -1,11 +1,11 @@
-"""Location of jobs, demo model and deployments: beside the package in a checkout, inside it in a wheel."""
+"""Location of deployments and demo model: beside the package in a checkout, inside it in a wheel."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-BUNDLE = Path(__file__).with_name("bundle")  # in a wheel; same structure as the repository
-ROOT = BUNDLE if BUNDLE.is_dir() else Path(__file__).parents[1]
+_DATA = Path(__file__).with_name("data")  # in a wheel; same structure as the repository
+ROOT = _DATA if _DATA.is_dir() else Path(__file__).parents[1]
 
 
 def model_folder(source: str) -> str | None:

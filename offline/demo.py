@@ -163,7 +163,7 @@ def _widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], None]]:
     if (wide / "config.json").exists():
         return wide, lambda: None
     arguments = ("--intermediate", intermediate, "--out", wide)
-    return wide, _begin("examples.demo_model.widen", *arguments, log=out / "widen.log")
+    return wide, _begin("offline.widen", *arguments, log=out / "widen.log")
 
 
 def _load(service: Client, plan: _Plan, trial: Trial, shape: Shape, *, seed: int, what: str) -> None:

@@ -229,7 +229,9 @@ def capture_overhead(
     ] = _VOCABULARY,
     wide_hidden: Annotated[int, typer.Option(min=32, help="Their hidden size.")] = HIDDEN,
     wide_intermediate: Annotated[int, typer.Option(min=32, help="Neurons of their experts.")] = INTERMEDIATE,
-    model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = Path("examples/demo_model/weights"),
+    model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = Path(
+        "examples/demo_model/weights"
+    ),
     port: Annotated[int, typer.Option(help="Port of the engine's NIXL side channel.")] = 8340,
     seed: options.Seed = 0,
     out: options.Out = None,

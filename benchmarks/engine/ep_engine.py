@@ -58,7 +58,7 @@ _EVEN = "eplb, even"
 # METRO: of EPLB's spread at replication 1.5 and more against no replicas, and of its own choice against it.
 _PAPER_EVEN = {"paper_experts_pct": 30.0, "paper_step_pct": 14.0}
 _PAPER_METRO = {"paper_experts_pct": -42.3}
-# GRACE-MoE's groups against linear blocks, within a node, its three models: benchmarks/papers/figures/grace.py.
+# GRACE-MoE's groups against linear blocks within a node, three models: benchmarks/papers/figures/grace.py.
 _PAPER_GRACE = {"paper_moved_pct": "-10.0 / -25.1 / -35.8"}
 _PAPER_PROACTIVE = "-39..-58"  # DIRECTOR's proactive placement on 32 GPUs against a static one
 

@@ -377,7 +377,7 @@ def widened(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
     path = work / f"model_{intermediate}_{weights_name()}{'' if heads is None else f'_{heads}_heads'}"
     if not (path / "config.json").exists():
         work.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "examples.demo_model.widen", "--intermediate", str(intermediate)]
+        command = [sys.executable, "-m", "offline.widen", "--intermediate", str(intermediate)]
         command += [] if heads is None else ["--heads", str(heads)]
         subprocess.run(
             [*command, "--out", str(path)], check=True, env=os.environ | ENGINE_ENV, stdout=subprocess.DEVNULL

@@ -1,6 +1,6 @@
-"""Studies: what papers propose and this repository measures, and that no engine, server or job runs.
+"""What papers propose and this repository measures; no engine, server or job runs it.
 
-`python -m benchmarks.papers.reproduce` draws the papers' figures; `benchmarks.papers.figures` holds them. The rest are methods
-that they compare: migration of expert placements, a forecast of the experts of a batch, a layer under expert
-parallelism, the optimal choice of replicas.
+`python -m benchmarks.papers.reproduce` draws the papers' figures, which are in `benchmarks.papers.figures`.
+Other modules are methods that the figures compare: migration of expert placements, a forecast of a batch's
+experts, a layer under expert parallelism, the optimal choice of replicas.
 """

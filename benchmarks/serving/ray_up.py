@@ -31,6 +31,7 @@ _URL = "http://127.0.0.1:8000"
 _TRACE = "/tmp/eldr-serve-trace.safetensors"  # a job's working directory goes with it
 _JOB = f"ray job submit --address {_DASHBOARD} --working-dir . --"
 _DEPLOYMENT = "deployments/cpu_demo.yaml"
+_PROMPTS = "examples/demo_model/prompts"
 UP, DOWN = f"ray up -y {_CLUSTER}", f"ray down -y {_CLUSTER}"
 STOP = f"ray exec {_CLUSTER} '~/eldr-serve-cluster/.venv/bin/ray stop'"  # `ray down` does not find `ray`
 
@@ -40,10 +41,10 @@ def steps(requests: int, run_time_s: int) -> dict[str, str]:
     return {
         "serve deploy": f"serve deploy -a {_DASHBOARD} {_DEPLOYMENT}",
         "ready": "",
-        "calibrate": f"{_JOB} eldr calibrate --deployment {_DEPLOYMENT} --prompts examples/demo_model/prompts "
+        "calibrate": f"{_JOB} eldr calibrate --deployment {_DEPLOYMENT} --prompts {_PROMPTS} "
         f"--limit {requests} --max-tokens 32 --out {_TRACE}",
         "refit": f"{_JOB} eldr refit --trace {_TRACE} --swap",
-        "locust": f"locust -f loadgen/locustfile.py --headless --host {_URL} --prompts examples/demo_model/prompts "
+        "locust": f"locust -f loadgen/locustfile.py --headless --host {_URL} --prompts {_PROMPTS} "
         f"--users 4 --spawn-rate 4 --run-time {run_time_s}s --max-tokens 32",
     }
 

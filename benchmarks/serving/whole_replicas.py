@@ -8,9 +8,9 @@
 Two sets of four engines are up: those of the deployment behind our ingress, whose policy changes from trial
 to trial (`eldr/POLICY`), and plain vLLM servers of the same model and settings, without a KV connector,
 behind one vllm-router a policy in its regular mode (`vllm-router/POLICY`). One set has requests at a time.
-The workloads: `harness/whole_workloads.py`.
-`prefix-affinity` is benchmarks.papers.prefix_policies:LongestPrefix, a usual rule of cache-aware balancers: of the
-workers that are not too loaded, the one that was sent most of the prompt's blocks.
+The workloads: `benchmarks/lib/whole_workloads.py`.
+`prefix-affinity` is benchmarks.papers.prefix_policies:LongestPrefix, a usual rule of cache-aware balancers:
+of the workers that are not too loaded, the one that was sent most of the prompt's blocks.
 
 A closed loop; a trial begins with empty prefix caches, as each has prompts of its own beginning, and with a
 policy that has seen nothing. The predictor is fitted on prompts that are in no trial, and learns from trial

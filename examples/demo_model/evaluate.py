@@ -258,7 +258,7 @@ def losses(model: Any, recorder: Recorder, corpus: Path) -> tuple[dict[str, floa
 
 
 def evaluate(
-    corpus: Annotated[Path, typer.Option(help="directory written by examples.demo_model.corpus (held-out documents)")],
+    corpus: Annotated[Path, typer.Option(help="directory written by corpus.py (held-out documents)")],
     out: Annotated[Path, typer.Option(help="JSON file to write")],
     prompts: Annotated[Path | None, typer.Option(help="directory of prompts of another origin")] = None,
     model: Annotated[Path, typer.Option(help="model directory")] = WEIGHTS,

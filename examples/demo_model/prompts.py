@@ -11,8 +11,8 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from tools.cli import BadInput, run
 
+from eldr_serve.command_errors import BadInput, run
 from loadgen.workload import Prompt, write_prompts
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "zh", "ru", "fr", "es", "de")

@@ -28,15 +28,14 @@ class Mutation:
     new: str = "pass"
 
 
-_SERVING = "eldr_serve.serving"
 MUTATIONS = (
     # -- a request's path
     Mutation(
-        "a lease is not released", f"{_SERVING}.path", "self._client.release(run.request_id)"
+        "a lease is not released", "eldr_serve.pipeline.path", "self._client.release(run.request_id)"
     ),
     Mutation(
         "a retry decodes from blocks that were read before",
-        f"{_SERVING}.path",
+        "eldr_serve.pipeline.path",
         "prefilled = await self.prefill.prefilled(run) if self._splits(run.request) else None",
         "prefilled = run.__dict__.get('kept') or "
         "(await self.prefill.prefilled(run) if self._splits(run.request) else None)\n"
@@ -44,127 +43,127 @@ MUTATIONS = (
     ),
     Mutation(
         "a cancel is lost on its way to the decode engine",
-        f"{_SERVING}.path",
+        "eldr_serve.pipeline.path",
         "            if call is not None and not ended:\n                call.cancel()\n",
         "",
     ),
     Mutation(
         "blocks are freed while an engine may still read them",
-        f"{_SERVING}.path",
+        "eldr_serve.pipeline.path",
         "reader=call",
         "reader=None",
     ),
     Mutation(
         "blocks that nobody reads are not released",
-        f"{_SERVING}.path",
+        "eldr_serve.pipeline.path",
         "create_task(self._send_release(request_id, replica, reader))",
         "create_task(asyncio.sleep(0))",
     ),
     Mutation(
         "a finished background task is kept",
-        f"{_SERVING}.path",
+        "eldr_serve.pipeline.path",
         "        task.add_done_callback(self._background.discard)\n",
         "",
     ),
     Mutation(
         "a stream whose engine is lost ends as if it were whole",
-        f"{_SERVING}.path",
+        "eldr_serve.pipeline.path",
         "yield _LOST",
         "yield b'data: [DONE]\\n\\n'",
     ),
     Mutation(
         "what was generated is not prefilled again",
-        f"{_SERVING}.prefill_step",
+        "eldr_serve.pipeline.prefill_step",
         "request.cache_salt, generated=bytes(run.ids)",
         "request.cache_salt",
     ),
     Mutation(
         "an answer that goes on elsewhere begins anew",
-        f"{_SERVING}.path",
+        "eldr_serve.pipeline.path",
         "            generated=bytes(run.ids),\n            created",
         "            created",
     ),
     Mutation(
         "the ids of one token are lost",
-        f"{_SERVING}.request_run",
+        "eldr_serve.pipeline.request_run",
         "self.tokens += chunk.tokens",
         "self.tokens += max(chunk.tokens - 1, 0)",
     ),
     Mutation(
-        "a turn of the retries is not given back", f"{_SERVING}.retry_turns", "self._turns.release()"
+        "a turn of the retries is not given back", "eldr_serve.pipeline.retry_turns", "self._turns.release()"
     ),
     Mutation(
         "an answer that prefill does not take again is lost",
-        f"{_SERVING}.prefill_step",
+        "eldr_serve.pipeline.prefill_step",
         "if run.tokens:\n                run.record.failures",
         "if False:\n                run.record.failures",
     ),
     Mutation(
         "a prompt that fails stays in the queue for prefill",
-        f"{_SERVING}.prefill_step",
+        "eldr_serve.pipeline.prefill_step",
         "        finally:\n            self.queues.leave(ticket)",
         "        finally:\n            pass",
     ),
     Mutation(
         "a signature that nobody waits for is still awaited",
-        f"{_SERVING}.true_signature",
+        "eldr_serve.replicas.true_signature",
         "asyncio.get_running_loop().call_later(_LATER_S, self._call.cancel)",
     ),
     Mutation(
         "a replica that fails again and again is not set aside",
-        f"{_SERVING}.outliers",
+        "eldr_serve.replicas.outliers",
         "if record.failures < FAILURES:",
         "if True:",
     ),
     # -- the router's client
-    Mutation("a release is not told", f"{_SERVING}.router_client", "self._released.append(request_id)"),
+    Mutation("a release is not told", "eldr_serve.router.client", "self._released.append(request_id)"),
     Mutation(
         "what a message that was not delivered told is never told",
-        f"{_SERVING}.router_link",
+        "eldr_serve.router.link",
         'self._epoch = ""  # everything is sent again once the actor is back',
     ),
     Mutation(
         "placements of a message that was not delivered are forgotten",
-        f"{_SERVING}.router_client",
+        "eldr_serve.router.client",
         "                self._submit(placement)\n        self._new_counts",
         "                pass\n        self._new_counts",
     ),
     Mutation(
         "a lease that comes after its request has gone is kept",
-        f"{_SERVING}.router_client",
+        "eldr_serve.router.client",
         "            self._report_release(request_id)\n\n    def count",
         "            if answer is None:\n                self._report_release(request_id)\n\n    def count",
     ),
     Mutation(
         "a request whose router is lost waits for it",
-        f"{_SERVING}.router_client",
+        "eldr_serve.router.client",
         "self._resume(self.placements[request_id])",
     ),
-    Mutation("own load is never released", f"{_SERVING}.router_client", "self._own.release(request_id)"),
+    Mutation("own load is never released", "eldr_serve.router.client", "self._own.release(request_id)"),
     Mutation(
-        "a new actor is not told of leases", f"{_SERVING}.router_link", "self._delegate.snapshot(),", "(),"
+        "a new actor is not told of leases", "eldr_serve.router.link", "self._delegate.snapshot(),", "(),"
     ),
     Mutation(
         "an event loop waits for GCS while it looks up the router",
-        f"{_SERVING}.router_calls",
+        "eldr_serve.channel.actor_calls",
         "await asyncio.to_thread(self._find)",
         "self._find()",
     ),
     # -- the router
     Mutation(
         "leases of a dead ingress are kept",
-        f"{_SERVING}.router_state",
+        "eldr_serve.router.state",
         "for request_id in lost + queued:",
         "for request_id in queued:",
     ),
     Mutation(
         "leases that clients made are not taken",
-        f"{_SERVING}.router_state",
+        "eldr_serve.router.state",
         "self._hold(replace(lease, client=message.client))",
     ),
     Mutation(
         "leases that a client no longer has are kept when it restores the others",
-        f"{_SERVING}.router_state",
+        "eldr_serve.router.state",
         "self.placer.finish(known.request_id)",
     ),
     Mutation(
@@ -187,11 +186,11 @@ MUTATIONS = (
     # -- engines' servers
     Mutation(
         "an engine's event loop waits for GCS",
-        f"{_SERVING}.servers",
+        "eldr_serve.replicas.servers",
         "await asyncio.to_thread(find, self._router_name)",
         "find(self._router_name)",
     ),
-    Mutation("an engine that leaves cuts its streams", f"{_SERVING}.servers", "await channel.drain()"),
+    Mutation("an engine that leaves cuts streams", "eldr_serve.replicas.servers", "await channel.drain()"),
     # -- the channel
     Mutation(
         "calls of a lost channel are not told",
@@ -214,28 +213,28 @@ MUTATIONS = (
         "if False:",
     ),
     # -- admission and tenants
-    Mutation("a tenant's place is not given back", f"{_SERVING}.places", "self._held[tenant.name] -= 1"),
+    Mutation("a tenant keeps a place", "eldr_serve.limits.places", "self._held[tenant.name] -= 1"),
     Mutation(
         "whoever came first is served first, whatever his tenant holds",
-        f"{_SERVING}.places",
+        "eldr_serve.limits.places",
         "min(self._waiting, key=lambda t: share(self._held[t.name], t.priority))",
         "next(iter(self._waiting))",
     ),
     Mutation(
         "what tenants take at other ingresses does not count",
-        f"{_SERVING}.tenants",
+        "eldr_serve.limits.tenants",
         "tenant.requests.use(taken[0] - known[0])",
     ),
     Mutation(
         "ingresses are not told what tenants take elsewhere",
-        f"{_SERVING}.shared_limits",
+        "eldr_serve.limits.shared_limits",
         "return {name: item[1] for name, item in self._taken.items() if name != ingress}",
         "return {}",
     ),
-    Mutation("a place is not given back", f"{_SERVING}.places", "self.in_flight -= 1"),
+    Mutation("a place is not given back", "eldr_serve.limits.places", "self.in_flight -= 1"),
     Mutation(
         "a client that leaves is not noticed",
-        f"{_SERVING}.admission",
+        "eldr_serve.ingress.admission",
         "answering.cancel()  # does nothing if it is done",
     ),
 )  # fmt: skip

@@ -16,7 +16,7 @@ import yaml
 from collector import Collector
 from service import POOL_TTL_S, ROOT, Background, Demo, Service, submit_job, wait_for
 
-PROMPTS = ROOT / "demo_model" / "prompts"
+PROMPTS = ROOT / "examples/demo_model" / "prompts"
 PORT = 8231
 # A policy of somebody else, outside the repository.
 STRANGER = Path(tempfile.gettempdir()) / f"eldr_stranger_{os.getpid()}" / "stranger_policy.py"

@@ -14,7 +14,7 @@ REQUESTS, TOKENS = 150, 1500
 
 
 def test_each_prompt_is_answered_or_told_when_to_come_again_and_no_engine_is_blamed(service: Service) -> None:
-    prompts = texts(ROOT / "demo_model" / "prompts", REQUESTS, TOKENS, seed=39, model=Path(WEIGHTS))
+    prompts = texts(ROOT / "examples/demo_model" / "prompts", REQUESTS, TOKENS, seed=39, model=Path(WEIGHTS))
     before = service.status()["counters"]
     found = asyncio.run(send_all(service.url, prompts, timeout_s=120.0))
     assert [request.error for request in found if request.error] == []

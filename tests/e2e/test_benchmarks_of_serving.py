@@ -27,7 +27,12 @@ def rows(tmp_path: Path, *command: object) -> list[dict[str, Any]]:
 
 def test_streams_end_and_leave_nothing(tmp_path: Path) -> None:
     (row,) = rows(
-        tmp_path, "benchmarks.serving.streams", "--counts=40", "--ways=own-quiet", "--loads=10@50", "--ramp-s=1"
+        tmp_path,
+        "benchmarks.serving.streams",
+        "--counts=40",
+        "--ways=own-quiet",
+        "--loads=10@50",
+        "--ramp-s=1",
     )
     assert (row["requests"], row["failures"], row["leases_left"]) == (40, 0, 0)
     assert row["server_us_per_token"] > 0
@@ -42,7 +47,12 @@ def test_the_application_starts_with_all_of_rays_settings_and_idles(tmp_path: Pa
 
 def test_the_handover_has_its_parts(tmp_path: Path) -> None:
     (row,) = rows(
-        tmp_path, "benchmarks.serving.handover", "--in-flight=8", "--requests=256", "--max-tokens=2", "--rounds=1"
+        tmp_path,
+        "benchmarks.serving.handover",
+        "--in-flight=8",
+        "--requests=256",
+        "--max-tokens=2",
+        "--rounds=1",
     )
     assert row["failures"] == 0
     assert 0 < row["step_mean_ms"] < row["engine_mean_ms"] < row["handover_mean_ms"] < row["ttft_mean_ms"]

@@ -27,9 +27,9 @@ from typer.testing import CliRunner, Result
 from eldr_serve.cli import app
 from eldr_serve.experts.routing_table import ExpertPlacement
 from examples.demo_model import WEIGHTS
-from examples.demo_model.widen import widen
 from loadgen.faults.processes import lives
 from loadgen.results import RESULTS
+from offline.widen import widen
 
 LONG = {"model": "eldr-demo", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
 

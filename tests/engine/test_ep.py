@@ -28,12 +28,12 @@ from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse
 from eldr_serve.experts.placement import Topology
 from eldr_serve.experts.routing_table import ExpertPlacement
 from examples.demo_model import WEIGHTS
-from examples.demo_model.widen import widen
 from offline.placement.affinity import co_activation
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement
 from offline.placement.eplb import eplb_placement
 from offline.placement.grace import grace_placement
+from offline.widen import widen
 
 SWITCH = {"ELDR_EXPERT_PARALLEL": "1"}
 

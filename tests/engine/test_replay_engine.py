@@ -38,7 +38,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's prompts, cut short: a replay begins with the prefill of each."""
     folder = tmp_path_factory.mktemp("prompts")
-    for file in (ROOT / "demo_model" / "prompts").glob("*.jsonl"):
+    for file in (ROOT / "examples/demo_model" / "prompts").glob("*.jsonl"):
         records = map(json.loads, file.read_text().splitlines())
         lines = [json.dumps(record | {"prompt": record["prompt"][:SHORT]}) for record in records]
         (folder / file.name).write_text("\n".join(lines))
@@ -136,8 +136,8 @@ def test_composed_steps_of_a_made_up_model_activate_the_experts_that_are_given(t
     narrow = "--layers 2 --vocabulary 1024 --hidden 64 --intermediate 32 --context 40"
     small = "--batches 2,4 --active 8,16,32 --rounds 5"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engine.step_cost", "--device", "cpu", *narrow.split(), *small.split(),
-         "--out", str(out)],
+        [sys.executable, "-m", "benchmarks.engine.step_cost", "--device", "cpu", *narrow.split(),
+         *small.split(), "--out", str(out)],
         capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=os.environ | IN_PROCESS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

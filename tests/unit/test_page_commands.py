@@ -48,7 +48,7 @@ BY_A_TEST = {
         "test_the_wheel_runs_in_an_empty_folder",
     ),
     "eldr check deployments/": (
-        "tests/unit/check/test_check.py",
+        "tests/unit/preflight/test_check.py",
         "test_the_command_says_it_and_exits_with_1",
     ),
     "eldr compare": (
@@ -88,7 +88,7 @@ BY_A_TEST = {
         "test_the_traffic_is_saved_as_a_trace_that_can_be_fitted",
     ),
     "eldr reproduce": (
-        "tests/unit/studies/test_reproduce.py",
+        "tests/unit/papers/test_reproduce.py",
         "test_without_arguments_it_lists_its_figures",
     ),
     "eldr simulate --calibrate-from http": (
@@ -100,7 +100,7 @@ BY_A_TEST = {
         "test_simulations_run_in_parallel_as_they_do_one_by_one",
     ),
     "haproxy": (
-        "tests/unit/serving/test_front.py",
+        "tests/unit/ingress/test_front.py",
         "",
     ),
     "locust": (
@@ -116,7 +116,7 @@ BY_A_TEST = {
         "test_the_sdist_builds_the_same_wheel",
     ),
     "python -m benchmarks.engine.ep_layer": (
-        "tests/unit/studies/test_parallel_layer.py",
+        "tests/unit/papers/test_parallel_layer.py",
         "",
     ),
     "python -m benchmarks.gpu": (
@@ -124,7 +124,7 @@ BY_A_TEST = {
         "test_the_command_writes_states_and_fails_with_a_step",
     ),
     "python -m examples.demo_model.": (
-        "tests/unit/demo_model/test_demo_model.py",
+        "tests/unit/demo/test_demo_model.py",
         "",
     ),
     "python -m loadgen.faults chaos": (
@@ -160,7 +160,7 @@ BY_A_TEST = {
         "test_the_command_writes_a_picture_of_each",
     ),
     "python -m tools.screenshots": (
-        "tests/unit/serving/test_live_page.py",
+        "tests/unit/router/test_live_page.py",
         "test_screenshots_are_small_and_fit_each_width",
     ),
     "serve run": (
@@ -182,12 +182,12 @@ BY_NONE = {
     "helm": "needs a cluster",
     "git": "another repository",
     "podman": "there is no container engine where we work",
-    "chrt": "a priority that only root may set; `python -m benchmarks.engine.ep_layer` above is what runs under it",
+    "chrt": "only root may set the priority; `python -m benchmarks.engine.ep_layer` above runs under it",
     "python -m venv router-venv": "a download",
-    "python -m benchmarks.serving.peers": "plain vLLM servers for an hour; its parts are in test_benchmarks.py",
-    "python -m benchmarks.serving.whole_replicas": "engines for hours; its parts are in test_whole_replicas.py",
+    "python -m benchmarks.serving.peers": "plain vLLM servers for an hour; parts: test_benchmarks.py",
+    "python -m benchmarks.serving.whole_replicas": "engines for hours; parts: test_whole_replicas.py",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/e2e/test_deployments.py",
-    "python -m benchmarks.serving.backlog": "real engines for minutes; test_backlog.py has it on virtual time",
+    "python -m benchmarks.serving.backlog": "real engines for minutes; virtual time: test_backlog.py",
     "python -m benchmarks.serving.stream_faults": "2,000 streams and minutes; its results are committed",
     "python -m benchmarks.serving.scaling": "six engines and minutes; its results are committed",
     "python -m benchmarks.serving.lost_nodes": "three Ray nodes and Redis; its results are committed",
@@ -252,7 +252,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     trace.save(tmp_path / "trace.safetensors")
     unit_table(2, num_layers=L, num_experts=E).save(tmp_path / "table.safetensors")
     shutil.copytree(ROOT / "deployments", tmp_path / "deployments")
-    for name in ("ray_cluster.yaml", "demo_model"):
+    for name in ("ray_cluster.yaml", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my_deployment.yaml").write_text((ROOT / "deployments/cpu_demo.yaml").read_text())
     scenario = {

@@ -77,7 +77,7 @@ def test_a_subcommand_has_the_help_of_its_command(name: str) -> None:
 
 def test_outside_a_checkout_a_subcommand_says_where_it_is() -> None:
     said = in_a_process(
-        "import sys, eldr_serve.cli as c\nsys.modules['studies'] = None\n"
+        "import sys, eldr_serve.cli as c\nsys.modules['benchmarks'] = None\n"
         "sys.argv[1:] = ['reproduce']\nc.main()"
     )
     assert said.startswith("eldr reproduce: it is part of the repository")

@@ -1,9 +1,9 @@
 """ELDR with decode workers under expert parallelism (paper, Figure 18), simulated over real routes.
 
 Each decode worker is four ranks, and a step waits in every layer for the rank with most active experts.
-What a placement is fitted on is never run. Step costs are those of `benchmarks.papers.figures.eldr`, an active expert
-now of the slowest rank; the paper's GPUs, model and batch are others, so its percentages are not to be met
-to the digit.
+Placements are tested on other requests than they are fitted on. Step costs are those of
+`benchmarks.papers.figures.eldr`, with the active experts of the slowest rank. The paper has other GPUs, another
+model and other batches, so its percentages differ.
 """
 
 from __future__ import annotations

@@ -56,10 +56,18 @@ def test_a_benchmark_without_engines_writes_its_table(arguments: str, tmp_path: 
     assert any(re.search(r"_(ms|pct|mib|bytes)$", column) for column in result["rows"][0])
 
 
+def peers(**options: object) -> str:
+    return sentence(command("benchmarks.serving.peers", **options))
+
+
 def test_bad_input_is_one_sentence() -> None:
-    assert "nobody" in sentence(command("benchmarks.serving.peers", systems="nobody"))
-    assert "can be up at a time" in sentence(command("benchmarks.serving.peers", systems="eldr,eldr-proxy", turns=2))
-    assert "no-router spin" in sentence(command("benchmarks.serving.peers", systems="eldr,no-router", turns=2))
+    assert "nobody" in peers(systems="nobody")
+    assert "can be up at a time" in sentence(
+        command("benchmarks.serving.peers", systems="eldr,eldr-proxy", turns=2)
+    )
+    assert "no-router spin" in sentence(
+        command("benchmarks.serving.peers", systems="eldr,no-router", turns=2)
+    )
 
 
 def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:

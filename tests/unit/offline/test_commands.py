@@ -98,7 +98,8 @@ def test_help_says_units_and_defaults(module: str) -> None:
 
 def test_a_dry_run_of_calibrate_says_what_it_would_do() -> None:
     done = command(
-        "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml", "--prompts", "examples/demo_model/prompts",
+        "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml",
+        "--prompts", "examples/demo_model/prompts",
         "--out", "nothing.safetensors", "--limit", "20", "--dry-run",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr

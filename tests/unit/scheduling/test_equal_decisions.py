@@ -1,6 +1,6 @@
 """Seeded traffic over the router's state and the simulator is placed as it was recorded.
 
-    PYTHONPATH=tests/unit python tests/unit/routing/test_equal_decisions.py            records it anew
+    PYTHONPATH=tests/unit python tests/unit/scheduling/test_equal_decisions.py            records it anew
 
 The record is that of commit 2458aa0: what is built since decides as that did. But where a policy is told of
 a request again, marginal-cost and balance-band learn it once, and were recorded since.

@@ -16,7 +16,8 @@ from in_process import command, sentence
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 
 from eldr_serve.command_errors import BadInput
-from examples.demo_model import WEIGHTS, corpus, dialogues, evaluate, sources, train, widen
+from examples.demo_model import WEIGHTS, corpus, dialogues, evaluate, sources, train
+from offline import widen
 
 
 @pytest.fixture(scope="module")

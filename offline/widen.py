@@ -22,8 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from eldr_serve.command_errors import BadInput, run
-from examples.demo_model import WEIGHTS
+from eldr_serve.home import ROOT
 
+_WEIGHTS = ROOT / "examples/demo_model/weights"
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 
@@ -92,7 +93,7 @@ def widen_experts(
     heads: Annotated[
         int | None, typer.Option(help="attention heads, a multiple of the ranks of tensor parallelism")
     ] = None,
-    model: Annotated[Path, typer.Option(help="model directory to widen")] = WEIGHTS,
+    model: Annotated[Path, typer.Option(help="model directory to widen")] = _WEIGHTS,
 ) -> None:
     """Write a copy of the model with wider experts or more heads that computes the same function."""
     widen(model, intermediate, out, heads)

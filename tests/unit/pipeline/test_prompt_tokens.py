@@ -18,7 +18,7 @@ from eldr_serve.pipeline import prompt_tokens
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.request_fields import Asked
 
-MODEL = ROOT / "demo_model" / "weights"
+MODEL = ROOT / "examples/demo_model" / "weights"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 TEXT = "Every prompt is placed before its prefill. "
 
