@@ -123,6 +123,10 @@ BY_A_TEST = {
         "tests/unit/benchmarks/test_gpu.py",
         "test_the_command_writes_states_and_fails_with_a_step",
     ),
+    "python -m offline.widen": (
+        "tests/unit/demo/test_demo_model.py",
+        "",
+    ),
     "python -m examples.demo_model.": (
         "tests/unit/demo/test_demo_model.py",
         "",

@@ -2,8 +2,8 @@
 
 Each decode worker is four ranks, and a step waits in every layer for the rank with most active experts.
 Placements are tested on other requests than they are fitted on. Step costs are those of
-`benchmarks.papers.figures.eldr`, with the active experts of the slowest rank. The paper has other GPUs, another
-model and other batches, so its percentages differ.
+`benchmarks.papers.figures.eldr`, with the active experts of the slowest rank. The paper has other GPUs,
+another model and other batches, so its percentages differ.
 """
 
 from __future__ import annotations
