@@ -28,7 +28,7 @@ from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, most_open, session
 from benchmarks.lib.cluster import local_ray, wait_ready
 from eldr_serve.command_errors import BadInput, run
-from loadgen.faults import processes
+from loadgen import processes
 from loadgen.results import publish
 
 _WAYS: dict[str, dict[str, str]] = {

@@ -27,7 +27,7 @@ from typer.testing import CliRunner, Result
 from eldr_serve.cli import app
 from eldr_serve.experts.routing_table import ExpertPlacement
 from examples.demo_model import WEIGHTS
-from loadgen.faults.processes import lives
+from loadgen.processes import lives
 from loadgen.results import RESULTS
 from offline.widen import widen
 

@@ -1,4 +1,4 @@
-"""A share of `python -m loadgen.faults chaos`, on an application of its own; the long run is that command."""
+"""A share of `python -m tests.faults chaos`, on an application of its own; the long run is that command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_processes_die_in_turn_and_nothing_is_lost(tmp_path: Path) -> None:
     out = tmp_path / "faults.json"
     options = {"seconds": 100, "every": 15, "in-flight": 6, "faults": FAULTS, "port": 8311, "out": out}
     done = subprocess.run(
-        [sys.executable, "-m", "loadgen.faults", "chaos", *(f"--{k}={v}" for k, v in options.items())],
+        [sys.executable, "-m", "tests.faults", "chaos", *(f"--{k}={v}" for k, v in options.items())],
         capture_output=True, text=True, cwd=ROOT, timeout=600, check=False,
     )  # fmt: skip
     assert out.exists(), done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""A share of `python -m loadgen.hostile` against the running service; the long run is that command."""
+"""A share of `python -m tests.fuzz` against the running service; the long run is that command."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import httpx
 import pytest
 from service import ADMIN_KEY, Service
 
-from loadgen.hostile import Outcome, corpus, send_all
-from loadgen.hostile_connections import occupied, slow_request
 from loadgen.remains import settle
+from tests.fuzz.__main__ import Outcome, corpus, send_all
+from tests.fuzz.connections import occupied, slow_request
 
 MODEL = "eldr-demo"
 

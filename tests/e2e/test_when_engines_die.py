@@ -16,8 +16,7 @@ import psutil
 import pytest
 from service import Service, controller_log, core_of, pid_of, wait_for
 
-from loadgen import application
-from loadgen.faults import processes
+from loadgen import application, processes
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3, 1.0])

@@ -121,7 +121,6 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve.pipeline": (SERVE,),
     "eldr_serve.ingress": (SERVE,),
     "loadgen": (SERVE,),
-    "loadgen.hostile_cases": ("dev",),
     "offline": (SERVE,),
     "tools": (SERVE,),
     "tools.crd": ("dev",),

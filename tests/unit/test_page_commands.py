@@ -131,19 +131,19 @@ BY_A_TEST = {
         "tests/unit/demo/test_demo_model.py",
         "",
     ),
-    "python -m loadgen.faults chaos": (
+    "python -m tests.faults chaos": (
         "tests/e2e/test_faults.py",
         "test_processes_die_in_turn_and_nothing_is_lost",
     ),
-    "python -m loadgen.faults mutate": (
-        "tests/unit/loadgen/test_faults.py",
+    "python -m tests.faults mutate": (
+        "tests/unit/faults/test_faults.py",
         "test_every_mutation_of_the_code_is_found",
     ),
-    "python -m loadgen.faults simulate": (
-        "tests/unit/loadgen/test_faults.py",
+    "python -m tests.faults simulate": (
+        "tests/unit/faults/test_faults.py",
         "test_nothing_is_lost_whatever_fails",
     ),
-    "python -m loadgen.hostile": (
+    "python -m tests.fuzz": (
         "tests/e2e/test_hostile_requests.py",
         "test_hostile_requests_break_nothing",
     ),

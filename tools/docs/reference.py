@@ -26,8 +26,8 @@ from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, ROUTER, Metric
 
 # Modules that are commands beside `eldr`, and their functions
 MODULES = {
-    "loadgen.faults": ("simulate", "mutate", "chaos"),
-    "loadgen.hostile": ("hostile",),
+    "tests.faults": ("simulate", "mutate", "chaos"),
+    "tests.fuzz": ("hostile",),
     "tools.crd": ("crd",),
     "tools.monitoring": ("monitoring",),
     "tools.screenshots": ("screenshots",),

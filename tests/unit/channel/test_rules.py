@@ -15,7 +15,7 @@ from test_channel import HELLO, SECRET, connected, listening, until, whole
 from eldr_serve.channel import Channel, ChannelLost
 from eldr_serve.channel.client import SILENT_S
 from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, Kind, frame
-from loadgen.faults.virtual_time import VirtualLoop
+from tests.faults.virtual_time import VirtualLoop
 
 CUT = frame(Kind.CALL, 1, b"x" * 100)[:-50]
 _WRONG_ENGINE = """

@@ -88,7 +88,7 @@ def test_a_full_disk_is_one_sentence_and_the_old_files_stay(which: str, trace: P
 MODULES = [f"offline.{name}" for name in ("fit", "fit_predictor", "refit", "calibrate", "demo", "place")]
 
 
-@pytest.mark.parametrize("module", [*MODULES, "loadgen.compare", "loadgen.hostile"])
+@pytest.mark.parametrize("module", [*MODULES, "loadgen.compare", "tests.fuzz"])
 def test_help_says_units_and_defaults(module: str) -> None:
     done = command(module, "--help")
     assert done.exit_code == 0

@@ -20,7 +20,7 @@ from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.request_run import Engines
 from eldr_serve.queues.prefill_queue import QUEUE
 from eldr_serve.replicas.decode_turns import SEATS
-from loadgen.faults.virtual_time import VirtualLoop
+from tests.faults.virtual_time import VirtualLoop
 
 RATE = 9000.0  # throughput of an engine, tokens/s
 TOKENS = 1500

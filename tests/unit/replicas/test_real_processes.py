@@ -1,7 +1,7 @@
 """Clients, engines and ingresses that are killed, each a process of its own, over engines without a model.
 
 Times here are ten times what the product promises, since the machine may be busy; the promises themselves are
-kept on virtual time, in tests/unit/loadgen/test_promises.py.
+kept on virtual time, in tests/unit/faults/test_promises.py.
 """
 
 from __future__ import annotations

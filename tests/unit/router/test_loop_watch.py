@@ -12,7 +12,7 @@ import pytest
 from eldr_serve.metrics import LOOP, STALL_S
 from eldr_serve.router import loop_watch
 from eldr_serve.router.loop_watch import LoopWatch
-from loadgen.faults.virtual_time import VirtualLoop
+from tests.faults.virtual_time import VirtualLoop
 
 
 class Exported:

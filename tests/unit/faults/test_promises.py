@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from loadgen.faults.clients import Plan, ask
-from loadgen.faults.fake_engines import PrefillEngine
-from loadgen.faults.virtual_network import Network
-from loadgen.faults.virtual_time import VirtualLoop
-from loadgen.faults.world import World, virtual
+from tests.faults.clients import Plan, ask
+from tests.faults.fake_engines import PrefillEngine
+from tests.faults.virtual_network import Network
+from tests.faults.virtual_time import VirtualLoop
+from tests.faults.world import World, virtual
 
 PROMPT = "1 2 3 4 5 6 7 8 9"
 LEFT_S, DEAD_S = 0.2, 2.0

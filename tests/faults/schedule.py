@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from eldr_serve.router.state import RouterState
-from loadgen.faults.clients import Plan
-from loadgen.faults.virtual_time import Process
-from loadgen.faults.world import POLICIES, ROLES, TENANTS, World, table
+from tests.faults.clients import Plan
+from tests.faults.virtual_time import Process
+from tests.faults.world import POLICIES, ROLES, TENANTS, World, table
 
 DURATION_S = 6.0  # requests and faults begin within this time
 DRAIN = "drain"

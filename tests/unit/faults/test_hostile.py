@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from in_process import python, sentence
 
-from loadgen.hostile import _read, send, send_all
-from loadgen.hostile_cases import Case, by_hand, case, known, mutations
-from loadgen.hostile_connections import occupied, slow_request
+from tests.fuzz.__main__ import _read, send, send_all
+from tests.fuzz.cases import Case, by_hand, case, known, mutations
+from tests.fuzz.connections import occupied, slow_request
 
 OK = b"HTTP/1.1 200 OK\r\n\r\n{}"
 
@@ -84,7 +84,7 @@ def test_cases_are_many_and_different_requests_and_mutations_repeat_by_seed() ->
 
 @pytest.mark.parametrize("url", ["nowhere", "http://127.0.0.1:1"])
 def test_a_service_that_is_not_there_is_one_sentence(url: str) -> None:
-    assert sentence(python("-m", "loadgen.hostile", "--url", url)).startswith("hostile: ")
+    assert sentence(python("-m", "tests.fuzz", "--url", url)).startswith("hostile: ")
 
 
 async def test_connections_are_held_and_then_closed() -> None:

@@ -26,7 +26,7 @@ from eldr_serve.errors import Refused
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.scheduling.cost import StepSums
-from loadgen.faults.virtual_time import Process
+from tests.faults.virtual_time import Process
 
 MODEL = "m"
 BLOCK_TOKENS = 4

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from loadgen.faults.virtual_time import Process, VirtualLoop, current
+from tests.faults.virtual_time import Process, VirtualLoop, current
 
 _NEVER_S = 1e6
 

@@ -29,12 +29,12 @@ from rich.console import Console
 from eldr_serve.client import Client, ServiceError
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
-from loadgen import application, workload
-from loadgen.faults import processes, steadiness
-from loadgen.faults.record import Record
-from loadgen.faults.steadiness import Steadiness
-from loadgen.faults.traffic import Load, Sent, bodies, references
+from loadgen import application, processes, workload
 from loadgen.remains import remains_of
+from tests.faults import steadiness
+from tests.faults.record import Record
+from tests.faults.steadiness import Steadiness
+from tests.faults.traffic import Load, Sent, bodies, references
 
 STOP_S, GCS_S = 5.0, 8.0
 SETTLE_S = 35.0  # KV blocks of a disconnected request are held for up to 30 s

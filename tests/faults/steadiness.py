@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from loadgen.faults import processes
+from loadgen import processes
 
 WATCHED = ("ingress", "router", "prefill", "decode")
 LOOPS = ("ingress", "router")  # roles whose event loop may never be blocked; an engine's is while it compiles

@@ -1,6 +1,6 @@
 """Send hostile requests to a running service and check its state afterwards.
 
-    python -m loadgen.hostile --url http://127.0.0.1:8000 --cases 10000 --seed 0 --admin-key KEY
+    python -m tests.fuzz --url http://127.0.0.1:8000 --cases 10000 --seed 0 --admin-key KEY
 
 Requests are written by hand, mutated from valid ones (hypothesis) and generated from the service's
 OpenAPI document (schemathesis). No answer may be late or a 5xx other than 503; afterwards no request may be
@@ -29,10 +29,10 @@ from rich.console import Console
 
 from eldr_serve.client import Client, ServiceError
 from eldr_serve.command_errors import BadInput, run
-from loadgen.hostile_cases import Case, by_hand, from_openapi, known, mutations
-from loadgen.hostile_connections import occupied, slow_request
 from loadgen.progress import progress_bar
 from loadgen.remains import settle
+from tests.fuzz.cases import Case, by_hand, from_openapi, known, mutations
+from tests.fuzz.connections import occupied, slow_request
 
 _SLOW_TOKENS = 1000
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")

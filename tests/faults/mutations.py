@@ -297,14 +297,14 @@ def _run(modules: dict[str, ModuleType], seed: int) -> list[str]:
     return violations
 
 
-_SIMULATE = "loadgen.faults.simulate"
+_SIMULATE = "tests.faults.simulate"
 
 
 def _serving() -> dict[str, ModuleType]:
     return {
         name: module
         for name, module in sys.modules.items()
-        if name.startswith(("eldr_serve", "loadgen.faults")) and name != __name__
+        if name.startswith(("eldr_serve", "tests.faults")) and name != __name__
     }
 
 

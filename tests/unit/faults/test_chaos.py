@@ -17,12 +17,12 @@ import pytest
 from ray.serve.exceptions import RayServeException
 
 from eldr_serve.client import ServiceError
-from loadgen import application
-from loadgen.faults import chaos, processes
-from loadgen.faults.chaos import InjectedFault, Operator, Run, explained_by_fault
-from loadgen.faults.record import Record, rows, wrong
-from loadgen.faults.traffic import Answer, Sent, bodies, check_answer
+from loadgen import application, processes
 from loadgen.workload import Prompt
+from tests.faults import chaos
+from tests.faults.chaos import InjectedFault, Operator, Run, explained_by_fault
+from tests.faults.record import Record, rows, wrong
+from tests.faults.traffic import Answer, Sent, bodies, check_answer
 
 TEXT = Answer(text="one two three", finish="length", usage=(5, 3), done=True)
 DONE = b"data: [DONE]\n\n"

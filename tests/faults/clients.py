@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any
 
 from eldr_serve.ingress.http_application import application
-from loadgen.faults.fake_engines import MODEL, TOKEN_HEADER, continuation, text_of, tokens_of
-from loadgen.faults.virtual_time import Process, current
-from loadgen.faults.world import TENANTS, World
+from tests.faults.fake_engines import MODEL, TOKEN_HEADER, continuation, text_of, tokens_of
+from tests.faults.virtual_time import Process, current
+from tests.faults.world import TENANTS, World
 
 _WINDOW_BYTES = 600  # bytes that a server may write before its client reads
 

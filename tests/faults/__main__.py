@@ -1,8 +1,8 @@
 """Inject faults into the service and check that nothing was lost.
 
-python -m loadgen.faults simulate --seeds 5000       run the serving code on virtual time
-python -m loadgen.faults simulate --seed 17          repeat one run and print all its events
-python -m loadgen.faults mutate                      change the serving code; the runs must detect it
+python -m tests.faults simulate --seeds 5000       run the serving code on virtual time
+python -m tests.faults simulate --seed 17          repeat one run and print all its events
+python -m tests.faults mutate                      change the serving code; the runs must detect it
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import typer
 from rich.console import Console
 
 from eldr_serve.command_errors import BadInput, run
-from loadgen.faults.chaos import FAULTS, run_chaos
-from loadgen.faults.mutations import MUTATIONS, search
-from loadgen.faults.record import APART, NOTES, Record, rows, wrong
-from loadgen.faults.simulate import Run, run_seed
 from loadgen.progress import progress_bar
 from loadgen.results import environment, print_table, write_result
 from loadgen.workload import read_prompts
+from tests.faults.chaos import FAULTS, run_chaos
+from tests.faults.mutations import MUTATIONS, search
+from tests.faults.record import APART, NOTES, Record, rows, wrong
+from tests.faults.simulate import Run, run_seed
 
 _Processes = Annotated[int, typer.Option(help="processes to run them in", min=1)]
 _CORES = os.cpu_count() or 1
@@ -85,7 +85,7 @@ def _simulate_all(seeds: range, processes: int, out: Path | None) -> int:
             faults += happened
             failed += bool(violations)
             if violations:
-                console.print(f"seed {seed} fails; again: python -m loadgen.faults simulate --seed {seed}")
+                console.print(f"seed {seed} fails; again: python -m tests.faults simulate --seed {seed}")
             for violation in violations:
                 console.print(f"    {violation}", markup=False)
     print_table("what clients saw", [{"runs": len(seeds), "faults": faults, **dict(sorted(kinds.items()))}])

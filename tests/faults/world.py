@@ -43,7 +43,7 @@ from eldr_serve.router.budget import PrefillBudget
 from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
-from loadgen.faults.fake_engines import (
+from tests.faults.fake_engines import (
     EXPERTS,
     LAYERS,
     MODEL,
@@ -53,8 +53,8 @@ from loadgen.faults.fake_engines import (
     PrefillEngine,
     prompt_of,
 )
-from loadgen.faults.virtual_network import Network
-from loadgen.faults.virtual_time import Process, VirtualLoop, current
+from tests.faults.virtual_network import Network
+from tests.faults.virtual_time import Process, VirtualLoop, current
 
 ADMIN_KEY = "key"
 LEASE_S = 12.0  # lease of a prompt's KV blocks

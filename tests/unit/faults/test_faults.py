@@ -18,14 +18,14 @@ from eldr_serve.pipeline.prefill_step import PrefillStep
 from eldr_serve.router.link import RouterLink
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Placement, Placer
-from loadgen.faults import virtual_time
-from loadgen.faults.clients import Plan
-from loadgen.faults.fake_engines import Blocks, continuation
-from loadgen.faults.mutations import MUTATIONS, Mutation
-from loadgen.faults.schedule import Fault
-from loadgen.faults.simulate import run_seed
-from loadgen.faults.virtual_network import Network
-from loadgen.faults.virtual_time import Livelock, Process, VirtualLoop
+from tests.faults import virtual_time
+from tests.faults.clients import Plan
+from tests.faults.fake_engines import Blocks, continuation
+from tests.faults.mutations import MUTATIONS, Mutation
+from tests.faults.schedule import Fault
+from tests.faults.simulate import run_seed
+from tests.faults.virtual_network import Network
+from tests.faults.virtual_time import Livelock, Process, VirtualLoop
 
 SEEDS = 150
 STEPS, STRIDE = 48, 2  # an engine does fewer for these requests
@@ -35,7 +35,7 @@ STEPS, STRIDE = 48, 2  # an engine does fewer for these requests
 def test_nothing_is_lost_whatever_fails(first: int) -> None:
     for seed in range(first, first + 50):
         run = run_seed(seed)
-        assert not run.violations, f"python -m loadgen.faults simulate --seed {seed}"
+        assert not run.violations, f"python -m tests.faults simulate --seed {seed}"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -53,7 +53,7 @@ def test_a_fault_at_any_step_of_an_engine_costs_nobody_an_answer(kind: str, role
 
 def test_a_seed_is_a_run_in_whatever_process() -> None:
     first, second = (
-        python("-m", "loadgen.faults", "simulate", "--seed", 3).stdout.rpartition(", trace")[0]
+        python("-m", "tests.faults", "simulate", "--seed", 3).stdout.rpartition(", trace")[0]
         for _ in range(2)
     )
     assert first == second
@@ -64,7 +64,7 @@ def test_a_seed_is_a_run_in_whatever_process() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_mutation_of_the_code_is_found() -> None:
-    done = python("-m", "loadgen.faults", "mutate", timeout_s=1790)
+    done = python("-m", "tests.faults", "mutate", timeout_s=1790)
     assert done.returncode == 0, done.stdout
 
 
@@ -277,7 +277,7 @@ def test_the_text_of_a_mutation_stands_just_once_in_its_module(mutation: Mutatio
 
 def test_a_mutation_is_found_and_the_code_without_it_is_right() -> None:
     """Both are imported, one after the other, in the same process."""
-    done = python("-m", "loadgen.faults", "mutate", "--only", "a lease is not released", "--seeds", 3)
+    done = python("-m", "tests.faults", "mutate", "--only", "a lease is not released", "--seeds", 3)
     assert done.returncode == 0, done.stdout
     assert "1 mutations of the serving code, 0 not found" in done.stdout
 
@@ -287,4 +287,4 @@ def test_mutations_have_names_of_their_own() -> None:
 
 
 def test_a_mutation_that_does_not_exist_is_refused() -> None:
-    assert python("-m", "loadgen.faults", "mutate", "--only", "no such").returncode == 2
+    assert python("-m", "tests.faults", "mutate", "--only", "no such").returncode == 2

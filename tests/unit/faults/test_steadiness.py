@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loadgen.faults.steadiness import Steadiness, wrong
+from tests.faults.steadiness import Steadiness, wrong
 
 
 def loop(metric: str, role: str, worker: str, value: float) -> str:

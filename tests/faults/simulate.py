@@ -13,12 +13,12 @@ from typing import Any
 
 from eldr_serve.replicas.outliers import FAILURES
 from eldr_serve.scheduling import State
-from loadgen.faults.clients import Outcome, Plan, ask
-from loadgen.faults.fake_engines import BLOCK_TOKENS, DecodeEngine, PrefillEngine
-from loadgen.faults.schedule import DRAIN, DURATION_S, Fault, arm, faults, plans
-from loadgen.faults.virtual_network import Network
-from loadgen.faults.virtual_time import Livelock, Process, VirtualLoop
-from loadgen.faults.world import (
+from tests.faults.clients import Outcome, Plan, ask
+from tests.faults.fake_engines import BLOCK_TOKENS, DecodeEngine, PrefillEngine
+from tests.faults.schedule import DRAIN, DURATION_S, Fault, arm, faults, plans
+from tests.faults.virtual_network import Network
+from tests.faults.virtual_time import Livelock, Process, VirtualLoop
+from tests.faults.world import (
     CALL_S,
     CLIENT_TIMEOUT_S,
     LEASE_S,

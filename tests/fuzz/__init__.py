@@ -1,0 +1,1 @@
+"""Hostile requests and connections: the service refuses or survives all of them."""
