@@ -142,8 +142,11 @@ def register_connector() -> None:
 
     It does so only for connector names that it knows.
     """
-    if not KVConnectorBackendFactory.is_registered("EldrConnector"):
+    try:
         KVConnectorBackendFactory.register_backend("EldrConnector", NixlConnectorBackend)
+    except ValueError:  # registered before, perhaps by another replica at the same time
+        if not KVConnectorBackendFactory.is_registered("EldrConnector"):
+            raise
 
 
 # Method -> attribute of vLLM's application state that handles it, and the method of that object.
