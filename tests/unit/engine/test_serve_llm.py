@@ -1,4 +1,4 @@
-"""Another Ray is refused in one sentence."""
+"""What we use of Ray Serve LLM: another Ray is refused in one sentence, and the connector is registered."""
 
 from __future__ import annotations
 
@@ -36,3 +36,18 @@ def test_another_ray_is_refused(
 def test_another_engine_is_refused_when_it_starts(method: str) -> None:
     with pytest.raises(RuntimeError, match=r"which eldr-serve calls; it was checked on ray 2\.60"):
         serve_llm.openai_serving(object(), method)
+
+
+def test_the_connector_may_be_registered_by_another_replica_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def taken(name: str, backend: object) -> None:
+        raise ValueError(f"'{name}' is already registered")
+
+    factory = serve_llm.KVConnectorBackendFactory
+    monkeypatch.setattr(factory, "register_backend", taken)
+    monkeypatch.setattr(factory, "is_registered", lambda name: name == "EldrConnector")
+    serve_llm.register_connector()
+    monkeypatch.setattr(factory, "is_registered", lambda name: False)
+    with pytest.raises(ValueError, match="already registered"):
+        serve_llm.register_connector()

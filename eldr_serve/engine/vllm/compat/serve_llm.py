@@ -143,8 +143,11 @@ def register_connector() -> None:
 
     Ray does so only for registered connectors.
     """
-    if not KVConnectorBackendFactory.is_registered("EldrConnector"):
+    try:
         KVConnectorBackendFactory.register_backend("EldrConnector", NixlConnectorBackend)
+    except ValueError:  # registered before, perhaps by another replica at the same time
+        if not KVConnectorBackendFactory.is_registered("EldrConnector"):
+            raise
 
 
 # Method -> attribute of vLLM's application state with the serving object, and that object's method.
