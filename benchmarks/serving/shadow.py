@@ -178,10 +178,7 @@ def shadow(
     }  # fmt: skip
     journal = Journal(work / "shadow.jsonl", about)
     steps = order(names, rounds, seed)
-    work.mkdir(parents=True, exist_ok=True)
-    sent = work / "shadow_prompts.jsonl"
-    write_prompts(sent, no_longer_than(read_prompts([prompts]), max_prompt_tokens, chat=True))
-    drawn = lengths(output_tokens)
+    sent, drawn = _short_prompts(prompts, max_prompt_tokens, work), lengths(output_tokens)
     shape = Shape(
         str(sent), MODEL, 0.0, trial_seconds, warm_up_seconds, in_flight, drawn["max-tokens"], 0.8,
         drawn["min-tokens"],
@@ -208,6 +205,14 @@ def shadow(
         "bootstrap over rounds, of which there are few",
     )  # fmt: skip
     journal.remove()
+
+
+def _short_prompts(prompts: Path, max_tokens: int, work: Path) -> Path:
+    """Write the prompts of at most `max_tokens` tokens into the folder; return the file."""
+    work.mkdir(parents=True, exist_ok=True)
+    path = work / "shadow_prompts.jsonl"
+    write_prompts(path, no_longer_than(read_prompts([prompts]), max_tokens, chat=True))
+    return path
 
 
 def _widths(text: str) -> list[int]:
