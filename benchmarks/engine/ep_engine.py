@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -52,6 +54,25 @@ from offline.placement.forecast import expected_workload
 from offline.placement.grace import grace_placement
 
 Ints = NDArray[np.int64]
+_CHOICE_NOTES = (
+    "one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
+    "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "
+    "replicas and against `eplb, even` at the same replication; 95 % intervals by bootstrap over rounds; "
+    "away_pct: pairs served off the rank that the token would live on; moved_a_token: ranks other than "
+    "that one which serve a token, in a layer, and none_moved_pct its change against `linear, none`; "
+    "requests_equal_pct: answers that are those of `linear, none`, token by token; paper_experts_pct, "
+    "paper_step_pct: METRO's, on its GPUs, of even spread against no replicas and of METRO against even "
+    "spread; paper_moved_pct: GRACE-MoE's groups against linear blocks, within a node, three models"
+)
+_SHIFT_NOTES = (
+    "one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode "
+    "together, those of different windows are different; the arms take turns, each from the offline "
+    "placement on; medians over rounds and windows of medians over a window's steps, 95 % intervals by "
+    "bootstrap; step times are without the slices of a migration between steps, with_moves_ms has them "
+    "spread over the window's steps, plan_ms is in neither; offline: EPLB on the other half of all "
+    "requests; reactive: EPLB on the window before; proactive: DIRECTOR on the window's own prefill "
+    "counts; ranks are renamed so that fewest experts move; paper_pct: DIRECTOR's on 32 GPUs"
+)
 
 
 @dataclass(frozen=True)
@@ -82,9 +103,7 @@ def ep_choice(
     model = widened(intermediate, work, heads=HEADS)
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
-        raise BadInput(
-            f"a batch of {max(batches)} needs as many held-out requests, and there are {len(rest)}"
-        )
+        raise BadInput(f"a batch of {max(batches)} needs as many held-out requests; there are {len(rest)}")
     settings = {
         "prompts": prompts.name, "batch": batch, "replication": replication, "ranks": ranks,
         "tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed,
@@ -94,19 +113,11 @@ def ep_choice(
     experts = load.shape[1]
     sizes = {ratio: round(experts * ratio / ranks) * ranks for ratio in map(float, replication.split(","))}
     most = max(sizes.values())
-    arms = {
-        (ratio, name): arm
-        for ratio, slots in sizes.items()
-        for name, arm in _arms(data, fit, slots, most, ranks, seed)
-    }
+    arms = _all_arms(data, fit, sizes, ranks, seed)
     taken = {size: disjoint(rest, size, rounds, np.random.default_rng([seed, size])) for size in batches}
     rng = np.random.default_rng([seed, 1])
-    keys = [
-        (turn, size, *list(arms)[n])
-        for turn in range(rounds)
-        for size in batches
-        for n in rng.permutation(len(arms))
-    ]
+    rounds_and_sizes = product(range(rounds), batches)
+    keys = [(*at, *list(arms)[n]) for at in rounds_and_sizes for n in rng.permutation(len(arms))]
 
     def measure(engine: EpEngine, key: tuple[int, int, float, str]) -> dict[str, Any]:
         turn, size, ratio, name = key
@@ -115,29 +126,17 @@ def ep_choice(
         chosen = [data.tokens[n][-PROMPT:] for n in taken[size][turn]]
         return summary(engine.decode(chosen, tokens, name=f"{turn}/{size}"))
 
-    def started() -> EpEngine:
-        return EpEngine(
-            model, ranks=ranks, redundant=most - experts, moves_a_slice=64, max_batch=max(batches)
-        )
-
+    started = partial(
+        EpEngine, model, ranks=ranks, redundant=most - experts, moves_a_slice=64, max_batch=max(batches)
+    )
     found = in_turns(journal, keys, started, measure, minutes)
-    rows = [
-        row
-        for size in batches
-        for row in choice_rows(
-            {arm: [found[turn, size, *arm] for turn in range(rounds)] for arm in arms}, size, seed
-        )
-    ]
+    rows: list[dict[str, Any]] = []
+    for size in batches:
+        measured = {arm: [found[turn, size, *arm] for turn in range(rounds)] for arm in arms}
+        rows += choice_rows(measured, size, seed)
     publish(
         "ep_choice", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
-        notes="one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
-        "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "
-        "replicas and against `eplb, even` at the same replication; 95 % intervals by bootstrap over rounds; "
-        "away_pct: pairs served off the rank that the token would live on; moved_a_token: ranks other than "
-        "that one which serve a token, in a layer, and none_moved_pct its change against `linear, none`; "
-        "requests_equal_pct: answers that are those of `linear, none`, token by token; paper_experts_pct, "
-        "paper_step_pct: METRO's, on its GPUs, of even spread against no replicas and of METRO against even "
-        "spread; paper_moved_pct: GRACE-MoE's groups against linear blocks, within a node, three models",
+        notes=_CHOICE_NOTES,
     )  # fmt: skip
     journal.remove()
 
@@ -188,38 +187,63 @@ def ep_shift(
     def measure(engine: EpEngine, key: tuple[int, str]) -> list[dict[str, Any]]:
         turn, name = key
         engine.place(start, choice, load)
-        found, held, seen = [], start, None
-        for window, coming in enumerate(traffic[turn]):
-            began = perf_counter()
-            planned = plans[name](coming, held, seen)
-            plan_s = perf_counter() - began
-            target, expected = planned or (None, None)
-            decoded = engine.decode(
-                [data.tokens[n][-PROMPT:] for n in coming], tokens, name=f"{turn}/{window}",
-                migrate_to=target, load=expected,
-            )  # fmt: skip
-            found.append(summary(decoded) | _moved(decoded, plan_s))
-            held, seen = decoded.placement, decoded.routed
-        return found
+        windows = [[data.tokens[n][-PROMPT:] for n in coming] for coming in traffic[turn]]
+        return _followed(engine, plans[name], traffic[turn], windows, start, tokens, turn)
 
-    def started() -> EpEngine:
-        return EpEngine(
-            model, ranks=ranks, redundant=slots - experts, moves_a_slice=moves_a_slice, max_batch=batch
-        )
-
+    started = partial(
+        EpEngine, model, ranks=ranks, redundant=slots - experts, moves_a_slice=moves_a_slice, max_batch=batch
+    )
     found = in_turns(journal, keys, started, measure, minutes)
     rows = list(shift_rows({name: [found[turn, name] for turn in range(rounds)] for name in plans}, seed))
     publish(
         "ep_shift", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
-        notes="one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode "
-        "together, those of different windows are different; the arms take turns, each from the offline "
-        "placement on; medians over rounds and windows of medians over a window's steps, 95 % intervals by "
-        "bootstrap; step times are without the slices of a migration between steps, with_moves_ms has them "
-        "spread over the window's steps, plan_ms is in neither; offline: EPLB on the other half of all "
-        "requests; reactive: EPLB on the window before; proactive: DIRECTOR on the window's own prefill "
-        "counts; ranks are renamed so that fewest experts move; paper_pct: DIRECTOR's on 32 GPUs",
+        notes=_SHIFT_NOTES,
     )  # fmt: skip
     journal.remove()
+
+
+def _followed(
+    engine: EpEngine,
+    plan: Plan,
+    traffic: list[Ints],
+    windows: list[list[Any]],
+    start: Ints,
+    tokens: int,
+    turn: int,
+) -> list[dict[str, Any]]:
+    """Decode each window's prompts under the plan; return a summary for each window.
+
+    Args:
+        traffic: indices of each window's requests.
+        windows: their prompts.
+    """
+    found: list[dict[str, Any]] = []
+    held, seen = start, None
+    for window, (coming, prompts) in enumerate(zip(traffic, windows, strict=True)):
+        began = perf_counter()
+        planned = plan(coming, held, seen)
+        plan_s = perf_counter() - began
+        target, expected = planned or (None, None)
+        decoded = engine.decode(prompts, tokens, name=f"{turn}/{window}", migrate_to=target, load=expected)
+        found.append(summary(decoded) | _moved(decoded, plan_s))
+        held, seen = decoded.placement, decoded.routed
+    return found
+
+
+def _all_arms(
+    data: Captured, fit: Ints, sizes: dict[float, int], ranks: int, seed: int
+) -> dict[tuple[float, str], Arm]:
+    """Return the arms by replication and name.
+
+    Args:
+        sizes: slots by replication.
+    """
+    most = max(sizes.values())
+    return {
+        (ratio, name): arm
+        for ratio, slots in sizes.items()
+        for name, arm in _arms(data, fit, slots, most, ranks, seed)
+    }
 
 
 def _arms(

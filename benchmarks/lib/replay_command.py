@@ -117,8 +117,7 @@ def replay_command(
         loads = loads_of(groups, workers, batch, per_worker)
         chosen = chosen_arms(arms, all_arms)
         asked = {
-            "benchmark": name, "arms": [asdict(arm) for arm in chosen],
-            "loads": [asdict(load) for load in loads],
+            "benchmark": name, "arms": [asdict(arm) for arm in chosen], "loads": [*map(asdict, loads)],
             "prompts": str(prompts), "requests": requests, "output_tokens": output_tokens,
             "intermediate": intermediate, "repeats": repeats, "engines": engines,
             "device": device, "seed": seed,

@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import captured
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.scheduling import StepCost, make_policy
 from loadgen.results import publish
@@ -76,9 +76,7 @@ def shadow_simulated(
     out: options.Out = None,
 ) -> None:
     """Simulate two policies, each with the other as its shadow, in a closed and in an open loop."""
-    names = policies.split(",")
-    if len(set(names)) != 2:
-        raise BadInput(f"--policies are {policies}: name two")
+    names = options.two_policies(policies)
     if trace is None:
         observed = captured(prompts, work, requests=captured_prompts, seed=seed).trace
     else:
@@ -111,7 +109,12 @@ def shadow_simulated(
 
 
 def _pair(
-    names: list[str], sent: Requests, cluster: Cluster, experts: Experts, in_flight: int | None, seed: int
+    names: tuple[str, str],
+    sent: Requests,
+    cluster: Cluster,
+    experts: Experts,
+    in_flight: int | None,
+    seed: int,
 ) -> tuple[Outcome, Outcome]:
     """Return the outcomes with the first and with the second policy live, the other one as its shadow."""
 

@@ -231,15 +231,25 @@ def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, f
     }
 
 
+Turns = Annotated[
+    int, typer.Option(min=1, help="Trials of each after a start; above 1: all are up, and take turns.")
+]
+Requests = Annotated[
+    int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 8.")
+]
+Longest = Annotated[
+    int | None, typer.Option(min=1, help="Longer prompts are left out, tokens; default: none are.")
+]
+RouterPolicies = Annotated[
+    str, typer.Option(help=f"Policies of vllm-router, with commas, of {', '.join(ROUTER_POLICIES)}.")
+]
+
+
 def peers(
     systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Starts of each system; 0: only print --record.")] = 3,
-    turns: Annotated[
-        int, typer.Option(min=1, help="Trials of each after a start; above 1: all are up, and take turns.")
-    ] = 1,
-    requests: Annotated[
-        int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 8.")
-    ] = 40,
+    turns: Turns = 1,
+    requests: Requests = 40,
     in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,8",
     warm_up: Annotated[int, typer.Option(min=1, help="Requests before those, in no figure.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer, at most.")] = 32,
@@ -250,16 +260,10 @@ def peers(
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode engines of each system.")] = 1,
     work: options.Work = options.WORK,
     prompts: options.Prompts = options.PROMPTS,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longer prompts are left out, tokens; default: none are.")
-    ] = None,
-    vllm_router_venv: Annotated[
-        Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
-    ] = None,
-    router_policies: Annotated[
-        str, typer.Option(help=f"Policies of vllm-router, with commas, of {', '.join(ROUTER_POLICIES)}.")
-    ] = "round_robin",
-    record: Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")] = None,
+    max_prompt_tokens: Longest = None,
+    vllm_router_venv: options.RouterVenv = None,
+    router_policies: RouterPolicies = "round_robin",
+    record: options.Record = None,
     port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8400,
     seed: options.Seed = 0,
     out: options.Out = None,
@@ -278,8 +282,7 @@ def peers(
         "turns": turns, "requests": requests, "warm_up": warm_up, "min_tokens": min_tokens or max_tokens,
         "max_tokens": max_tokens, "decode_replicas": decode_replicas, "intermediate": intermediate,
         "stream_interval": stream_interval, "deployment": deployment.stem,
-        "prompts": prompts.name,
-        "max_prompt_tokens": max_prompt_tokens,
+        "prompts": prompts.name, "max_prompt_tokens": max_prompt_tokens,
     }  # fmt: skip
     journal = Journal(record, inputs) if record else None
     trials: list[dict[str, Any]] = list(journal.known.values()) if journal else []
@@ -290,23 +293,13 @@ def peers(
         if journal:
             journal.put(str(len(trials)), trials[-1])
 
-    groups = [[s] for s in chosen if s in RAY_SYSTEMS]
-    for polled in (False, True):
-        groups.append([s for s in chosen if s not in RAY_SYSTEMS and ("-polled" in s) == polled])
-    groups = [group for group in groups if group]
+    groups = _groups(chosen)
     if turns > 1:
         _check_together(groups)
     for _ in range(rounds):
         shuffled = order.sample(groups, k=len(groups))
         for up in [shuffled] if turns > 1 else [[group] for group in shuffled]:
-            with ExitStack() as stack:
-                sends: dict[str, _Send] = {}
-                for group in up:
-                    if group[0] in RAY_SYSTEMS:
-                        sends |= stack.enter_context(_serve(group[0], arguments, port))
-                    else:
-                        servers = _servers(group, arguments, port + 1, vllm_router_venv)
-                        sends |= stack.enter_context(servers)
+            with _up(up, arguments, port, vllm_router_venv) as sends:
                 for turn in range(turns + (turns > 1)):
                     for system in order.sample(list(sends), k=len(sends)):
                         found = asyncio.run(_trial(sends[system], loads, requests, asked, warm_up))
@@ -315,16 +308,38 @@ def peers(
     if not trials:
         raise BadInput("there is no trial to report")
     publish(
-        "peers", _rows(trials), inputs=inputs | {"blocks": trials},
-        seed=seed, out=out,
+        "peers", _rows(trials), inputs=inputs | {"blocks": trials}, seed=seed, out=out,
         notes=f"closed loop, greedy, {'all systems up' if turns > 1 else 'one system'} at a time; plain NIXL "
         "spins one core an engine, which the others share; -polled: the same servers with our "
         "connector module, which polls",
     )  # fmt: skip
 
 
+def _groups(systems: list[str]) -> list[list[str]]:
+    """Return the systems by what serves them: a Ray application each, or common servers."""
+    groups = [[s] for s in systems if s in RAY_SYSTEMS]
+    for polled in (False, True):
+        groups.append([s for s in systems if s not in RAY_SYSTEMS and ("-polled" in s) == polled])
+    return [group for group in groups if group]
+
+
+@contextmanager
+def _up(
+    groups: list[list[str]], arguments: dict[str, Any], port: int, venv: Path | None
+) -> Iterator[dict[str, _Send]]:
+    """Run the groups of systems; yield what sends a request to each system."""
+    with ExitStack() as stack:
+        sends: dict[str, _Send] = {}
+        for group in groups:
+            if group[0] in RAY_SYSTEMS:
+                sends |= stack.enter_context(_serve(group[0], arguments, port))
+            else:
+                sends |= stack.enter_context(_servers(group, arguments, port + 1, venv))
+        yield sends
+
+
 def _check_together(groups: list[list[str]]) -> None:
-    """Raises BadInput if they cannot be up at once."""
+    """Raise BadInput if the groups cannot be up at once."""
     if sum(group[0] in RAY_SYSTEMS for group in groups) > 1:
         raise BadInput(f"with --turns one of {', '.join(RAY_SYSTEMS)} can be up at a time")
     spinning = [s for group in groups for s in group if not s.startswith("eldr") and "-polled" not in s]

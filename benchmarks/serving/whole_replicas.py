@@ -302,9 +302,7 @@ def whole_replicas(
     trace: Annotated[
         Path | None, typer.Option(help="Mooncake trace with prefix blocks; none: sessions are left out.")
     ] = None,
-    vllm_router_venv: Annotated[
-        Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
-    ] = None,
+    vllm_router_venv: options.RouterVenv = None,
     systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
     workloads: Annotated[str, typer.Option(help="Workloads, with commas; default: all that can run.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Of all trials; 0: only print --record.")] = 3,
@@ -321,7 +319,7 @@ def whole_replicas(
     stream_interval: options.Interval = 4,
     deployment: options.Deployment = Path("deployments/cpu_demo_whole.yaml"),
     work: options.Work = options.WORK,
-    record: Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")] = None,
+    record: options.Record = None,
     port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8600,
     seed: options.Seed = 0,
     out: options.Out = None,
