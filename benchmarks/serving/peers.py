@@ -39,8 +39,8 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,6 +74,10 @@ from loadgen.statistics import Interval, median_ci
 RAY_SYSTEMS = ("eldr", "eldr-proxy", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
 ROUTER_POLICIES = ("random", "round_robin", "power_of_two", "consistent_hash", "cache_aware")
+_NIXL = (
+    "plain NIXL spins one core an engine, which the others share; -polled: the same servers with our "
+    "connector module, which polls"
+)
 _TIMEOUT_S = 60.0  # a request that takes longer has failed
 _Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
 
@@ -151,8 +155,8 @@ async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) 
 
 async def _trial(
     send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]], warm_up: int
-) -> Any:
-    """One row for each load, of answers that end while the loop goes on as before and after them.
+) -> dict[str, Any]:
+    """Return a row for each load, of answers that end while the loop goes on as before and after them.
 
     What begins together would else queue for prefill together. `warm_up` answers come first.
     """
@@ -293,34 +297,47 @@ def peers(
         if journal:
             journal.put(str(len(trials)), trials[-1])
 
-    groups = _groups(chosen)
-    if turns > 1:
-        _check_together(groups)
+    groups = _groups(chosen, turns)
+    start = partial(_up, arguments=arguments, port=port, venv=vllm_router_venv)
+    trial = partial(_trial, loads=loads, per_load=requests, work=asked, warm_up=warm_up)
     for _ in range(rounds):
-        shuffled = order.sample(groups, k=len(groups))
-        for up in [shuffled] if turns > 1 else [[group] for group in shuffled]:
-            with _up(up, arguments, port, vllm_router_venv) as sends:
-                for turn in range(turns + (turns > 1)):
-                    for system in order.sample(list(sends), k=len(sends)):
-                        found = asyncio.run(_trial(sends[system], loads, requests, asked, warm_up))
-                        if turn or turns == 1:  # the first of several is a warm-up
-                            keep(system, found)
+        _measure_round(groups, turns, order, start, trial, keep)
     if not trials:
         raise BadInput("there is no trial to report")
     publish(
         "peers", _rows(trials), inputs=inputs | {"blocks": trials}, seed=seed, out=out,
-        notes=f"closed loop, greedy, {'all systems up' if turns > 1 else 'one system'} at a time; plain NIXL "
-        "spins one core an engine, which the others share; -polled: the same servers with our "
-        "connector module, which polls",
+        notes=f"closed loop, greedy, {'all systems up' if turns > 1 else 'one system'} at a time; {_NIXL}",
     )  # fmt: skip
 
 
-def _groups(systems: list[str]) -> list[list[str]]:
+def _measure_round(
+    groups: list[list[str]],
+    turns: int,
+    order: random.Random,
+    start: Callable[[list[list[str]]], AbstractContextManager[dict[str, _Send]]],
+    trial: Callable[[_Send], Coroutine[Any, Any, dict[str, Any]]],
+    keep: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """Start each group alone, or all of them together if their systems take turns; keep each trial."""
+    shuffled = order.sample(groups, k=len(groups))
+    for up in [shuffled] if turns > 1 else [[group] for group in shuffled]:
+        with start(up) as sends:
+            for turn in range(turns + (turns > 1)):
+                for system in order.sample(list(sends), k=len(sends)):
+                    found = asyncio.run(trial(sends[system]))
+                    if turn or turns == 1:  # the first of several is a warm-up
+                        keep(system, found)
+
+
+def _groups(systems: list[str], turns: int) -> list[list[str]]:
     """Return the systems by what serves them: a Ray application each, or common servers."""
     groups = [[s] for s in systems if s in RAY_SYSTEMS]
     for polled in (False, True):
         groups.append([s for s in systems if s not in RAY_SYSTEMS and ("-polled" in s) == polled])
-    return [group for group in groups if group]
+    groups = [group for group in groups if group]
+    if turns > 1:
+        _check_together(groups)
+    return groups
 
 
 @contextmanager
