@@ -1,7 +1,7 @@
 """Hostile requests written by hand; generated_cases.py makes others.
 
 A case is the bytes of one HTTP request, so that it can also violate HTTP, be stored and be sent again. All
-cases are made before the first one is sent. Odd values and bodies are in hostile_cases.json.
+cases are made before the first one is sent. Odd values and bodies are in cases.json.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def by_hand(model: str, admin_key: str | None) -> list[Case]:
 
 
 @cache
-def tables(model: str) -> dict[str, list[Any]]:
+def tables_for(model: str) -> dict[str, list[Any]]:
     """Return lists of values and parts of bodies, for a model with that id."""
     text = Path(__file__).with_suffix(".json").read_text().replace("MODEL", json.dumps(model)[1:-1])
     tables: dict[str, list[Any]] = _expanded(json.loads(text))
@@ -113,7 +113,7 @@ def chat(model: str, content: Any = "hello", /, **fields: Any) -> dict[str, Any]
 
 def _texts(model: str) -> Iterator[Case]:
     """Yield bodies that are not JSON, or unusual JSON."""
-    for text in tables(model)["texts"]:
+    for text in tables_for(model)["texts"]:
         yield case("text", COMPLETIONS, text)
         yield case("text", CHAT, text)
     for body in (b"\xff", b"\xef\xbb\xbf{}", b'{"prompt": "\xed\xa0\x80"}', b"\x00" * 100, b"\x80\x04N."):
@@ -126,7 +126,7 @@ def _texts(model: str) -> Iterator[Case]:
 
 def _fields(model: str) -> Iterator[Case]:
     """Yield each field with values of other types and sizes."""
-    tables = tables(model)
+    tables = tables_for(model)
     for field in tables["fields"]:
         for odd in tables["odd"]:
             yield case(f"completion:{field}", COMPLETIONS, completion(model, **{field: odd}))
@@ -139,7 +139,7 @@ def _fields(model: str) -> Iterator[Case]:
 
 
 def _messages(model: str) -> Iterator[Case]:
-    tables = tables(model)
+    tables = tables_for(model)
     for content in tables["contents"]:
         for role in ("user", "system", "assistant", "tool", "developer", "nobody", "", None, 5):
             yield case("content", CHAT, {"model": model, "messages": [{"role": role, "content": content}]})
@@ -176,7 +176,7 @@ def _nested(levels: int) -> dict[str, Any]:
 
 
 def _other_endpoints(model: str) -> Iterator[Case]:
-    tables = tables(model)
+    tables = tables_for(model)
     for path, fields in tables["endpoints"]:
         for text in ("", "{", "null", "[" * 300):
             yield case(path, path, text)
@@ -203,7 +203,7 @@ def _other_endpoints(model: str) -> Iterator[Case]:
 def _transport(model: str) -> Iterator[Case]:
     """Yield odd headers, and HTTP that breaks off."""
     body = completion(model)
-    tables = tables(model)
+    tables = tables_for(model)
     for value in tables["content_types"]:
         yield case("content-type", COMPLETIONS, body, headers={"content-type": value})
     yield case("content-type", COMPLETIONS, body, headers={})

@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"hostile requests need the packages of eldr-serve[dev]: {error}") from None
 
-from tests.fuzz.cases import CHAT, COMPLETIONS, Case, case, chat, completion, tables
+from tests.fuzz.cases import CHAT, COMPLETIONS, Case, case, chat, completion, tables_for
 
 
 def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
@@ -50,7 +50,7 @@ def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[
 
 
 _SCALARS = st.one_of(
-    st.sampled_from(tables("m")["odd"]),
+    st.sampled_from(tables_for("m")["odd"]),
     st.none(),
     st.booleans(),
     st.integers(-200, 200),
@@ -114,7 +114,7 @@ def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
         return body
     kind = draw(st.integers(0, 5))
     if kind < 2:
-        body[draw(st.sampled_from(tables("m")["fields"]))] = deepcopy(draw(_VALUES))
+        body[draw(st.sampled_from(tables_for("m")["fields"]))] = deepcopy(draw(_VALUES))
         return body
     key = draw(st.sampled_from(sorted(body)))
     if kind == 2:
