@@ -81,6 +81,14 @@ def start(
         builder.result()
     before_deploy()
     deploy(arguments)
+    _wait_until_ready(service, tell)
+    return service, f"http://{context.dashboard_url}"
+
+
+def _wait_until_ready(service: Client, tell: Callable[[str], None]) -> None:
+    """Wait until all replicas run and the engines are warm; raise BadInput if the application fails."""
+    from ray import serve
+
     while (state := serve.status().applications[NAME]).status != "RUNNING":
         if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise BadInput(f"the application did not start: {state.message}")
@@ -89,7 +97,6 @@ def start(
     while not (ingress := _ingress_status(service)).get("ready"):
         tell(f"{ingress.get('warm_pairs', 0)} pairs of engines have exchanged KV trials")
         time.sleep(0.5)
-    return service, f"http://{context.dashboard_url}"
 
 
 def deploy(arguments: dict[str, Any]) -> None:

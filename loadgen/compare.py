@@ -47,50 +47,51 @@ _SCHEMA = "eldr-compare/7"  # version of the journal's format
 _PER_WORKER = 8  # requests in flight a decode worker, by default
 
 
+Policies = Annotated[str, typer.Option(help="Names, separated by commas; parameters: name:parameter=value.")]
+InFlight = Annotated[
+    int | None,
+    typer.Option(
+        help="Closed loop: constant number of requests in flight.",
+        show_default=f"{_PER_WORKER} a decode worker, if --rate is not given",
+    ),
+]
+Prompts = Annotated[
+    Path,
+    typer.Option(
+        help="JSONL file or folder: prompts with domains, or a log of OpenAI requests.",
+        show_default="the demo model's",
+    ),
+]
+BurnIn = Annotated[
+    int, typer.Option(help="Load before the first trial, for engines that have just started, s.")
+]
+MinTokens = Annotated[
+    int, typer.Option(help="Draw output tokens from this to --max-tokens; 0: always --max-tokens.")
+]
+Model = Annotated[str | None, typer.Option(help="Model id to request.", show_default="the first one served")]
+KeyVariable = Annotated[str, typer.Option(help="Environment variable with the admin key.")]
+Out = Annotated[Path, typer.Option(help="Folder for trials, compare.json and report.html.")]
+
+
 def compare(
-    policies: Annotated[
-        str, typer.Option(help="Names, separated by commas; parameters: name:parameter=value.")
-    ],
+    policies: Policies,
     rate: Annotated[float | None, typer.Option(help="Open loop: requests/s, Poisson arrivals.")] = None,
-    in_flight: Annotated[
-        int | None,
-        typer.Option(
-            help="Closed loop: constant number of requests in flight.",
-            show_default=f"{_PER_WORKER} a decode worker, if --rate is not given",
-        ),
-    ] = None,
+    in_flight: InFlight = None,
     host: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
-    prompts: Annotated[
-        Path,
-        typer.Option(
-            help="JSONL file or folder: prompts with domains, or a log of OpenAI requests.",
-            show_default="the demo model's",
-        ),
-    ] = ROOT / "examples/demo_model/prompts",
+    prompts: Prompts = ROOT / "examples/demo_model/prompts",
     trial_seconds: Annotated[int, typer.Option(help="Measured part of a trial, s.")] = 60,
     warm_up_seconds: Annotated[int, typer.Option(help="Load before the measured part, s.")] = 10,
-    burn_in_seconds: Annotated[
-        int, typer.Option(help="Load before the first trial, for engines that have just started, s.")
-    ] = 0,
+    burn_in_seconds: BurnIn = 0,
     rounds: Annotated[int, typer.Option(help="Trials of each policy.")] = 4,
     users: Annotated[int, typer.Option(help="Open loop: maximum requests in flight.")] = 256,
     max_tokens: Annotated[int, typer.Option(help="Maximum output tokens of a request.")] = 64,
-    min_tokens: Annotated[
-        int,
-        typer.Option(help="Draw output tokens from this to --max-tokens; 0: always --max-tokens."),
-    ] = 0,
+    min_tokens: MinTokens = 0,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.8,
-    model: Annotated[
-        str | None, typer.Option(help="Model id to request.", show_default="the first one served")
-    ] = None,
+    model: Model = None,
     slo_ttft_ms: Annotated[float, typer.Option(help="Objective of goodput: TTFT, ms.")] = 1000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="Objective of goodput: TPOT, ms.")] = 100.0,
-    admin_key_env: Annotated[str, typer.Option(help="Environment variable with the admin key.")] = (
-        "ELDR_ADMIN_KEY"
-    ),
-    out: Annotated[Path, typer.Option(help="Folder for trials, compare.json and report.html.")] = Path(
-        "out/compare"
-    ),
+    admin_key_env: KeyVariable = "ELDR_ADMIN_KEY",
+    out: Out = Path("out/compare"),
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals, order and bootstrap.")] = 0,
 ) -> None:
     """Compare policies under the same load; the same settings resume a stopped run."""

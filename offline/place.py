@@ -6,11 +6,8 @@ python -m offline.place --trace trace.safetensors --method grace --ranks 8 --nod
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import typer
@@ -23,103 +20,37 @@ from eldr_serve.experts.placement import Topology, hosts_of
 from eldr_serve.experts.routing_table import ExpertPlacement, RoutingTable
 from eldr_serve.files import write_all
 from loadgen.results import print_table
-from offline.placement.affinity import co_activation, expert_load
 from offline.placement.cost import LayerCost
-from offline.placement.director import director_placement
-from offline.placement.eplb import activation_placement, eplb_placement
 from offline.placement.evaluate import Rule, evaluate, metro_rule, sample_batches, serve_even
-from offline.placement.grace import grace_placement, slots_a_rank
+from offline.placement.grace import slots_a_rank
 from offline.placement.locality import local_rule
+from offline.placement.methods import METHODS, Ints, Problem, Report
 from offline.scenario import observed, routes_of
 
-Ints = NDArray[np.int64]
-Report = dict[str, Any]
 BATCHES = 64  # held-out decode steps that evaluate a placement
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The input of a method: the routes to fit to, and where experts may go.
-
-    Attributes:
-        routes: [steps, L, k], decode steps of the requests to fit to.
-        num_experts: E.
-        slots: P, the total number.
-        topology: ranks and nodes.
-        batch: tokens of a decode step.
-        groups: expert groups of the model.
-        cost: of a layer; None: unknown.
-        token_bytes: bytes of a token's hidden state.
-        seed: of clustering and rounding.
-    """
-
-    routes: NDArray[np.unsignedinteger[Any]]
-    num_experts: int
-    slots: int
-    topology: Topology
-    batch: int
-    groups: int
-    cost: LayerCost | None
-    token_bytes: float
-    seed: int
-
-    @cached_property
-    def load(self) -> NDArray[np.float64]:
-        """Return [L, E] tokens of each expert."""
-        return expert_load(self.routes, self.num_experts)
-
-    @property
-    def activation(self) -> NDArray[np.float64]:
-        """Return [L, E] the probability that a step of `batch` tokens activates the expert."""
-        activation: NDArray[np.float64] = 1 - (1 - self.load / len(self.routes)) ** self.batch
-        return activation
-
-
-def _eplb(problem: Problem) -> tuple[Ints, Report]:
-    placed = eplb_placement(
-        problem.load, problem.slots, groups=problem.groups, nodes=problem.topology.nodes,
-        ranks=problem.topology.ranks,
-    )  # fmt: skip
-    return placed, {"groups": problem.groups}
-
-
-def _activation(problem: Problem) -> tuple[Ints, Report]:
-    if problem.slots != problem.num_experts:
-        raise BadInput("method activation places every expert once: omit --redundant and --slots")
-    return activation_placement(problem.activation, problem.topology.ranks), {"batch": problem.batch}
-
-
-def _grace(problem: Problem) -> tuple[Ints, Report]:
-    affinity = co_activation(problem.routes, problem.num_experts)
-    return grace_placement(affinity, problem.load, problem.slots, problem.topology, seed=problem.seed)
-
-
-def _director(problem: Problem) -> tuple[Ints, Report]:
-    if problem.cost is None:
-        raise BadInput("method director weighs experts against tokens and bytes: give their --cost")
-    placed, report = director_placement(
-        problem.load * problem.batch / len(problem.routes),
-        topology=problem.topology,
-        slots=problem.slots // problem.topology.ranks,
-        cost=problem.cost,
-        token_bytes=problem.token_bytes,
-        seed=problem.seed,
-    )
-    return placed, {"above_lp": report.gap, "above_bound": report.bound_gap, "batch": problem.batch}
-
-
-METHODS: dict[str, Callable[[Problem], tuple[Ints, Report]]] = {
-    "eplb": _eplb,
-    "activation": _activation,
-    "grace": _grace,
-    "director": _director,
-}
+Trace = Annotated[
+    Path, typer.Option(help="Routes: a CalibrationTrace (offline.calibrate --routes) or GPT-OSS records.")
+]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="One placement a decode worker, from its cluster's steps.")
+]
+ClusterOf = Annotated[
+    Path | None, typer.Option(help="RoutingTable that assigns requests to workers; default: fitted here.")
+]
+Export = Annotated[Literal["vllm"] | None, typer.Option(help="Also write vLLM's format (NAME.vllm.jsonl).")]
+Cost = Annotated[
+    Path | None, typer.Option(help="LayerCost (JSON, s): also report layer times; director needs it.")
+]
+TokenBytes = Annotated[float, typer.Option(min=1, help="Bytes of a token's hidden state, for --cost.")]
+ExpertBytes = Annotated[
+    float | None, typer.Option(min=1, help="Bytes of an expert's weights: also report memory.")
+]
 
 
 def place(
-    trace: Annotated[
-        Path, typer.Option(help="Routes: a CalibrationTrace (offline.calibrate --routes) or GPT-OSS records.")
-    ],
+    trace: Trace,
     method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}.")],
     ranks: Annotated[int, typer.Option(min=1, help="EP ranks (GPUs) of the engine.")],
     out: Annotated[Path, typer.Option(help="Placement to write (.json), with its sidecar (.meta.json).")],
@@ -127,26 +58,13 @@ def place(
     redundant: Annotated[int | None, typer.Option(min=0, help="Slots beyond one for each expert.")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Total slots; or --redundant.")] = None,
     groups: Annotated[int, typer.Option(min=1, help="Expert groups of the model (eplb).")] = 1,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="One placement a decode worker, from its cluster's steps.")
-    ] = None,
-    cluster_of: Annotated[
-        Path | None,
-        typer.Option(help="RoutingTable that assigns requests to workers; default: fitted here."),
-    ] = None,
-    export: Annotated[
-        Literal["vllm"] | None, typer.Option(help="Also write vLLM's format (NAME.vllm.jsonl).")
-    ] = None,
+    workers: Workers = None,
+    cluster_of: ClusterOf = None,
+    export: Export = None,
     batch: Annotated[int, typer.Option(min=1, help="Tokens of a decode step, over all ranks.")] = 64,
-    cost: Annotated[
-        Path | None, typer.Option(help="LayerCost (JSON, s): also report layer times; director needs it.")
-    ] = None,
-    token_bytes: Annotated[
-        float, typer.Option(min=1, help="Bytes of a token's hidden state, for --cost.")
-    ] = 4096,
-    expert_bytes: Annotated[
-        float | None, typer.Option(min=1, help="Bytes of an expert's weights: also report memory.")
-    ] = None,
+    cost: Cost = None,
+    token_bytes: TokenBytes = 4096,
+    expert_bytes: ExpertBytes = None,
     seed: Annotated[int, typer.Option(help="Seed of the halves, of clustering and of batches.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the report, write nothing.")] = False,
 ) -> None:
@@ -170,28 +88,11 @@ def place(
     files: dict[Path, bytes] = {}
     for name, path, mine, others in _parts(loaded, fit, held_out, workers, cluster_of, out, seed):
         problem = Problem(
-            loaded.decode_routes(mine),
-            num_experts,
-            num_slots,
-            topology,
-            batch,
-            groups,
-            layer_cost,
-            token_bytes,
-            seed,
-        )
-        placed, report = METHODS[method](problem)
-        batches = sample_batches(loaded, others, batch, BATCHES, seed=seed + 1)
-        found = [
-            {"worker": name, "placement": label} | row
-            for label, tried in (("linear", _linear(problem)), (method, placed))
-            for row in _evaluated(problem, tried, batches, expert_bytes)
-        ]
-        rows += found
-        placement = ExpertPlacement(
-            placed, ranks, num_experts, loaded.model, method, nodes, fingerprint,
-            report | {"held_out": found},
+            loaded.decode_routes(mine), num_experts, num_slots, topology, batch, groups, layer_cost,
+            token_bytes, seed,
         )  # fmt: skip
+        placement, found = _placed(problem, method, loaded, fingerprint, name, others, expert_bytes)
+        rows += found
         files |= placement.files(path)
         if export == "vllm":
             files[path.with_suffix(".vllm.jsonl")] = placement.to_vllm()
@@ -201,6 +102,31 @@ def place(
         return
     write_all(files)
     typer.echo(f"wrote {', '.join(str(path) for path in files)}")
+
+
+def _placed(
+    problem: Problem,
+    method: str,
+    trace: CalibrationTrace,
+    fingerprint: str,
+    worker: str,
+    held_out: Ints,
+    expert_bytes: float | None,
+) -> tuple[ExpertPlacement, list[Report]]:
+    """Return the method's placement, and its rows on the held-out requests beside the linear one's."""
+    placed, report = METHODS[method](problem)
+    batches = sample_batches(trace, held_out, problem.batch, BATCHES, seed=problem.seed + 1)
+    rows = [
+        {"worker": worker, "placement": label} | row
+        for label, tried in (("linear", _linear(problem)), (method, placed))
+        for row in _evaluated(problem, tried, batches, expert_bytes)
+    ]
+    topology = problem.topology
+    placement = ExpertPlacement(
+        placed, topology.ranks, problem.num_experts, trace.model, method, topology.nodes, fingerprint,
+        report | {"held_out": rows},
+    )  # fmt: skip
+    return placement, rows
 
 
 def _linear(problem: Problem) -> Ints:

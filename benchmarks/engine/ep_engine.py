@@ -12,8 +12,10 @@ wall time, the decision included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.capture import GROUPS, Captured, captured
 from benchmarks.lib.ep_engine import Decoded, EpEngine
+from benchmarks.lib.ep_rows import BASE, EVEN, choice_rows, shift_rows
 from benchmarks.lib.ep_turns import (
     HEADS,
     PROMPT,
@@ -42,7 +45,6 @@ from eldr_serve.command_errors import BadInput, run
 from eldr_serve.experts.placement import Topology
 from loadgen.journal import Journal
 from loadgen.results import RESULTS, publish
-from loadgen.statistics import median_ci, paired_change_percent
 from offline.placement.affinity import co_activation
 from offline.placement.alignment import aligned
 from offline.placement.cost import LayerCost
@@ -52,15 +54,25 @@ from offline.placement.forecast import expected_workload
 from offline.placement.grace import grace_placement
 
 Ints = NDArray[np.int64]
-PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains
-_BASE = "linear, none"  # at replication 1
-_EVEN = "eplb, even"
-# METRO: of EPLB's spread at replication 1.5 and more against no replicas, and of its own choice against it.
-_PAPER_EVEN = {"paper_experts_pct": 30.0, "paper_step_pct": 14.0}
-_PAPER_METRO = {"paper_experts_pct": -42.3}
-# GRACE-MoE's groups against linear blocks within a node, three models: benchmarks/papers/figures/grace.py.
-_PAPER_GRACE = {"paper_moved_pct": "-10.0 / -25.1 / -35.8"}
-_PAPER_PROACTIVE = "-39..-58"  # DIRECTOR's proactive placement on 32 GPUs against a static one
+_CHOICE_NOTES = (
+    "one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
+    "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "
+    "replicas and against `eplb, even` at the same replication; 95 % intervals by bootstrap over rounds; "
+    "away_pct: pairs served off the rank that the token would live on; moved_a_token: ranks other than "
+    "that one which serve a token, in a layer, and none_moved_pct its change against `linear, none`; "
+    "requests_equal_pct: answers that are those of `linear, none`, token by token; paper_experts_pct, "
+    "paper_step_pct: METRO's, on its GPUs, of even spread against no replicas and of METRO against even "
+    "spread; paper_moved_pct: GRACE-MoE's groups against linear blocks, within a node, three models"
+)
+_SHIFT_NOTES = (
+    "one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode "
+    "together, those of different windows are different; the arms take turns, each from the offline "
+    "placement on; medians over rounds and windows of medians over a window's steps, 95 % intervals by "
+    "bootstrap; step times are without the slices of a migration between steps, with_moves_ms has them "
+    "spread over the window's steps, plan_ms is in neither; offline: EPLB on the other half of all "
+    "requests; reactive: EPLB on the window before; proactive: DIRECTOR on the window's own prefill "
+    "counts; ranks are renamed so that fewest experts move; paper_pct: DIRECTOR's on 32 GPUs"
+)
 
 
 @dataclass(frozen=True)
@@ -91,9 +103,7 @@ def ep_choice(
     model = widened(intermediate, work, heads=HEADS)
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
-        raise BadInput(
-            f"a batch of {max(batches)} needs as many held-out requests, and there are {len(rest)}"
-        )
+        raise BadInput(f"a batch of {max(batches)} needs as many held-out requests; there are {len(rest)}")
     settings = {
         "prompts": prompts.name, "batch": batch, "replication": replication, "ranks": ranks,
         "tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed,
@@ -103,19 +113,11 @@ def ep_choice(
     experts = load.shape[1]
     sizes = {ratio: round(experts * ratio / ranks) * ranks for ratio in map(float, replication.split(","))}
     most = max(sizes.values())
-    arms = {
-        (ratio, name): arm
-        for ratio, slots in sizes.items()
-        for name, arm in _arms(data, fit, slots, most, ranks, seed)
-    }
+    arms = _all_arms(data, fit, sizes, ranks, seed)
     taken = {size: disjoint(rest, size, rounds, np.random.default_rng([seed, size])) for size in batches}
     rng = np.random.default_rng([seed, 1])
-    keys = [
-        (turn, size, *list(arms)[n])
-        for turn in range(rounds)
-        for size in batches
-        for n in rng.permutation(len(arms))
-    ]
+    rounds_and_sizes = product(range(rounds), batches)
+    keys = [(*at, *list(arms)[n]) for at in rounds_and_sizes for n in rng.permutation(len(arms))]
 
     def measure(engine: EpEngine, key: tuple[int, int, float, str]) -> dict[str, Any]:
         turn, size, ratio, name = key
@@ -124,29 +126,17 @@ def ep_choice(
         chosen = [data.tokens[n][-PROMPT:] for n in taken[size][turn]]
         return summary(engine.decode(chosen, tokens, name=f"{turn}/{size}"))
 
-    def started() -> EpEngine:
-        return EpEngine(
-            model, ranks=ranks, redundant=most - experts, moves_a_slice=64, max_batch=max(batches)
-        )
-
+    started = partial(
+        EpEngine, model, ranks=ranks, redundant=most - experts, moves_a_slice=64, max_batch=max(batches)
+    )
     found = in_turns(journal, keys, started, measure, minutes)
-    rows = [
-        row
-        for size in batches
-        for row in choice_rows(
-            {arm: [found[turn, size, *arm] for turn in range(rounds)] for arm in arms}, size, seed
-        )
-    ]
+    rows: list[dict[str, Any]] = []
+    for size in batches:
+        measured = {arm: [found[turn, size, *arm] for turn in range(rounds)] for arm in arms}
+        rows += choice_rows(measured, size, seed)
     publish(
         "ep_choice", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
-        notes="one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
-        "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "
-        "replicas and against `eplb, even` at the same replication; 95 % intervals by bootstrap over rounds; "
-        "away_pct: pairs served off the rank that the token would live on; moved_a_token: ranks other than "
-        "that one which serve a token, in a layer, and none_moved_pct its change against `linear, none`; "
-        "requests_equal_pct: answers that are those of `linear, none`, token by token; paper_experts_pct, "
-        "paper_step_pct: METRO's, on its GPUs, of even spread against no replicas and of METRO against even "
-        "spread; paper_moved_pct: GRACE-MoE's groups against linear blocks, within a node, three models",
+        notes=_CHOICE_NOTES,
     )  # fmt: skip
     journal.remove()
 
@@ -197,38 +187,63 @@ def ep_shift(
     def measure(engine: EpEngine, key: tuple[int, str]) -> list[dict[str, Any]]:
         turn, name = key
         engine.place(start, choice, load)
-        found, held, seen = [], start, None
-        for window, coming in enumerate(traffic[turn]):
-            began = perf_counter()
-            planned = plans[name](coming, held, seen)
-            plan_s = perf_counter() - began
-            target, expected = planned or (None, None)
-            decoded = engine.decode(
-                [data.tokens[n][-PROMPT:] for n in coming], tokens, name=f"{turn}/{window}",
-                migrate_to=target, load=expected,
-            )  # fmt: skip
-            found.append(summary(decoded) | _moved(decoded, plan_s))
-            held, seen = decoded.placement, decoded.routed
-        return found
+        windows = [[data.tokens[n][-PROMPT:] for n in coming] for coming in traffic[turn]]
+        return _followed(engine, plans[name], traffic[turn], windows, start, tokens, turn)
 
-    def started() -> EpEngine:
-        return EpEngine(
-            model, ranks=ranks, redundant=slots - experts, moves_a_slice=moves_a_slice, max_batch=batch
-        )
-
+    started = partial(
+        EpEngine, model, ranks=ranks, redundant=slots - experts, moves_a_slice=moves_a_slice, max_batch=batch
+    )
     found = in_turns(journal, keys, started, measure, minutes)
     rows = list(shift_rows({name: [found[turn, name] for turn in range(rounds)] for name in plans}, seed))
     publish(
         "ep_shift", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
-        notes="one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode "
-        "together, those of different windows are different; the arms take turns, each from the offline "
-        "placement on; medians over rounds and windows of medians over a window's steps, 95 % intervals by "
-        "bootstrap; step times are without the slices of a migration between steps, with_moves_ms has them "
-        "spread over the window's steps, plan_ms is in neither; offline: EPLB on the other half of all "
-        "requests; reactive: EPLB on the window before; proactive: DIRECTOR on the window's own prefill "
-        "counts; ranks are renamed so that fewest experts move; paper_pct: DIRECTOR's on 32 GPUs",
+        notes=_SHIFT_NOTES,
     )  # fmt: skip
     journal.remove()
+
+
+def _followed(
+    engine: EpEngine,
+    plan: Plan,
+    traffic: list[Ints],
+    windows: list[list[Any]],
+    start: Ints,
+    tokens: int,
+    turn: int,
+) -> list[dict[str, Any]]:
+    """Decode each window's prompts under the plan; return a summary for each window.
+
+    Args:
+        traffic: indices of each window's requests.
+        windows: their prompts.
+    """
+    found: list[dict[str, Any]] = []
+    held, seen = start, None
+    for window, (coming, prompts) in enumerate(zip(traffic, windows, strict=True)):
+        began = perf_counter()
+        planned = plan(coming, held, seen)
+        plan_s = perf_counter() - began
+        target, expected = planned or (None, None)
+        decoded = engine.decode(prompts, tokens, name=f"{turn}/{window}", migrate_to=target, load=expected)
+        found.append(summary(decoded) | _moved(decoded, plan_s))
+        held, seen = decoded.placement, decoded.routed
+    return found
+
+
+def _all_arms(
+    data: Captured, fit: Ints, sizes: dict[float, int], ranks: int, seed: int
+) -> dict[tuple[float, str], Arm]:
+    """Return the arms by replication and name.
+
+    Args:
+        sizes: slots by replication.
+    """
+    most = max(sizes.values())
+    return {
+        (ratio, name): arm
+        for ratio, slots in sizes.items()
+        for name, arm in _arms(data, fit, slots, most, ranks, seed)
+    }
 
 
 def _arms(
@@ -241,9 +256,9 @@ def _arms(
     grace = grace_placement(affinity, load, slots, Topology(ranks=ranks), seed=seed)[0]
     eplb = eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
     if slots == experts:
-        rows = {_BASE: np.tile(np.arange(experts), (layers, 1)), "eplb, none": eplb, "grace, none": grace}
+        rows = {BASE: np.tile(np.arange(experts), (layers, 1)), "eplb, none": eplb, "grace, none": grace}
     else:
-        rows = {_EVEN: eplb, "eplb, metro": eplb, "grace, metro": grace}
+        rows = {EVEN: eplb, "eplb, metro": eplb, "grace, metro": grace}
         rows |= {"grace, local": grace, "grace, weighted": grace}
     for name, placed in rows.items():
         yield name, Arm(spread(placed, most, ranks), name.split(", ")[1])
@@ -308,95 +323,6 @@ def _moved(decoded: Decoded, plan_s: float) -> dict[str, float]:
         "slices": decoded.slices,
         "slices_left": decoded.slices_left,
     }
-
-
-def choice_rows(
-    measured: dict[tuple[float, str], list[dict[str, Any]]], batch: int, seed: int
-) -> Iterator[dict[str, Any]]:
-    """One row an arm, of what each of them measured in each round."""
-    base = next(found for (ratio, name), found in measured.items() if (ratio, name) == (1.0, _BASE))
-    for (ratio, name), found in measured.items():
-        placement, choice = name.split(", ")
-        even = measured.get((ratio, _EVEN))
-        papers: Mapping[str, float | str] = {}
-        if name == _EVEN and ratio >= 1.5:
-            papers = _PAPER_EVEN
-        elif choice == "metro":
-            papers = _PAPER_METRO
-        elif name == "grace, none":
-            papers = _PAPER_GRACE
-        yield {
-            "replication": ratio, "batch_size": batch, "placement": placement, "choice": choice,
-            **_interval("step", found),
-            **_means(found, ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct",
-                             "moved_a_token")),
-            **_change("change", found, base, "step_ms", seed),
-            **(_change("even", found, even, "step_ms", seed) if even else {}),
-            **({"even_experts_pct": _mean_pct(found, even, "worst_rank_experts")} if even else {}),
-            "none_experts_pct": _mean_pct(found, base, "worst_rank_experts"),
-            "none_moved_pct": _mean_pct(found, base, "moved_a_token"),
-            "requests_equal_pct": _equal_pct(found, base),
-            "paper_experts_pct": None, "paper_step_pct": None, "paper_moved_pct": None, **papers,
-        }  # fmt: skip
-
-
-def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> Iterator[dict[str, Any]]:
-    """One row an arm and phase, of what was measured in each round and window."""
-    windows = len(measured["offline"][0])
-    middle = windows // 2
-    parts = dict(
-        zip(PHASES, (range(middle), range(middle, middle + 1), range(middle + 1, windows)), strict=True)
-    )
-    for name, turns in measured.items():
-        for phase, part in parts.items():
-            found, base = (
-                [turn[window] for turn in of for window in part] for of in (turns, measured["offline"])
-            )
-            yield {
-                "placement": name, "phase": phase, "windows": len(found),
-                **_interval("step", found),
-                **_change("step", found, base, "step_ms", seed),
-                "with_moves_ms": float(np.median([one["with_moves_ms"] for one in found])),
-                **_change("with_moves", found, base, "with_moves_ms", seed),
-                **_means(found, ("worst_rank_experts", "worst_rank_pairs")),
-                **_means(
-                    found, ("plan_ms", "migration_ms", "experts_moved", "slices", "slices_left")
-                ),
-                "requests_equal_pct": _equal_pct(found, base),
-                "paper_pct": _PAPER_PROACTIVE if name == "proactive" else None,
-            }  # fmt: skip
-
-
-def _interval(name: str, found: list[dict[str, Any]]) -> dict[str, float]:
-    value, low, high = median_ci([one[f"{name}_ms"] for one in found])
-    return {f"{name}_ms": value, f"{name}_low_ms": low, f"{name}_high_ms": high}
-
-
-def _means(found: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, float]:
-    return {key: float(np.mean([one[key] for one in found])) for key in keys}
-
-
-def _change(
-    name: str, found: list[dict[str, Any]], base: list[dict[str, Any]], key: str, seed: int
-) -> dict[str, float]:
-    mine, its = (np.array([one[key] for one in of]) for of in (found, base))
-    change = paired_change_percent(mine, its, np.median, seed=seed)
-    return dict(zip((f"{name}_pct", f"{name}_low_pct", f"{name}_high_pct"), change, strict=True))
-
-
-def _mean_pct(found: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> float:
-    mine, its = (float(np.mean([one[key] for one in of])) for of in (found, base))
-    return 100 * (mine / its - 1)
-
-
-def _equal_pct(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> float:
-    """Of all answers."""
-    pairs = [
-        mine == its
-        for one, other in zip(found, base, strict=True)
-        for mine, its in zip(one["answers"], other["answers"], strict=True)
-    ]
-    return 100 * float(np.mean(pairs))
 
 
 if __name__ == "__main__":

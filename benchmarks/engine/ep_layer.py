@@ -75,16 +75,9 @@ def ep_layer(
 
     alone_work = _work(points)
     compute = LayerCost.fitted(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
-    error = np.concatenate(
-        [(_predicted(compute, many, arm) / alone[arm]["experts"] - 1).ravel() for arm in alone]
-    )
-    fit = LayerFit(
-        measurements=len(points),
-        held_out_median_relative_error=float(np.median(np.abs(error))),
-        held_out_mean_relative_error=float(error.mean()),
-        source=f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
-        f"slowest of {many_ranks} ranks on real batches; no second node: a far byte is as a near one",
-    )
+    source = f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
+    source += f"slowest of {many_ranks} ranks on real batches; no second node: a far byte is as a near one"
+    fit = _fit(compute, many, alone, measurements=len(points), source=source)
     cost = _with_messages(compute, moved).model_copy(update={"fit": fit})
     if cost_out is not None:
         cost.save(cost_out)
@@ -104,27 +97,53 @@ def ep_layer(
         [row | {"workload": row["how"]} for row in rows if row["dispatch"] == "all-gather"],
         "replication", ["experts_ms"], path.with_suffix(".png"), by="routing",
     )  # fmt: skip
-    shown = [
-        {
-            "activated_experts": point["activated"],
-            "tokens_per_expert": point["pairs"] // point["activated"],
-            "latency_p50_ms": 1e3 * point["s"],
-            "predicted_ms": 1e3 * float(predicted),
-        }
-        for point, predicted in zip(points, compute.fixed_s + compute.rank_s(alone_work), strict=True)
-    ]
+    _publish_parts(path, _rank_rows(points, compute), moved, inputs, seed)
+
+
+def _publish_parts(
+    path: Path, alone: list[dict[str, Any]], moved: list[dict[str, Any]], inputs: dict[str, Any], seed: int
+) -> None:
+    """Publish the time of one rank's experts and of messages, beside the file of the layers."""
     by_rank = path.with_name(f"{path.stem}_rank.json")
     publish(
-        "ep_layer_rank", shown, inputs=inputs, seed=seed, out=by_rank,
+        "ep_layer_rank", alone, inputs=inputs, seed=seed, out=by_rank,
         notes="one rank's experts alone, by activated experts and tokens of each",
     )  # fmt: skip
-    lines(shown, "activated_experts", ["latency_p50_ms"], by_rank.with_suffix(".png"), by="tokens_per_expert")
+    lines(alone, "activated_experts", ["latency_p50_ms"], by_rank.with_suffix(".png"), by="tokens_per_expert")
     publish(
         "ep_layer_messages", moved, inputs=inputs, seed=seed,
         out=path.with_name(f"{path.stem}_messages.json"),
         notes="2 ranks; an all-gather and a reduce-scatter, and two all-to-alls; bytes that reach a rank in "
         "one way",
     )  # fmt: skip
+
+
+def _fit(
+    compute: LayerCost, plan: Plan, alone: dict[Arm, dict[str, Floats]], *, measurements: int, source: str
+) -> LayerFit:
+    """Return how far the cost is from the slowest rank's measured time on real batches."""
+    error = np.concatenate(
+        [(_predicted(compute, plan, arm) / alone[arm]["experts"] - 1).ravel() for arm in alone]
+    )
+    return LayerFit(
+        measurements=measurements,
+        held_out_median_relative_error=float(np.median(np.abs(error))),
+        held_out_mean_relative_error=float(error.mean()),
+        source=source,
+    )
+
+
+def _rank_rows(points: list[dict[str, Any]], compute: LayerCost) -> list[dict[str, Any]]:
+    """Return a row for each measurement of one rank alone."""
+    return [
+        {
+            "activated_experts": point["activated"],
+            "tokens_per_expert": point["pairs"] // point["activated"],
+            "latency_p50_ms": 1e3 * point["s"],
+            "predicted_ms": 1e3 * float(predicted),
+        }
+        for point, predicted in zip(points, compute.fixed_s + compute.rank_s(_work(points)), strict=True)
+    ]
 
 
 def _plan(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.lib.replay import Arm, experts_by_batch
+from benchmarks.lib.replay import Arm
 from benchmarks.lib.replay_command import Replayed, Rows, against, replay_command
+from benchmarks.lib.replay_rows import experts_by_batch
 from eldr_serve.command_errors import run
 from loadgen.figures import BASELINES
 from loadgen.plots import lines

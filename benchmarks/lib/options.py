@@ -42,11 +42,23 @@ StepsOut = Annotated[
         help="Write the engine's steps that the cost was fitted to, for offline.simulate --calibrate-from."
     ),
 ]
+RouterVenv = Annotated[
+    Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
+]
+Record = Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")]
 InFlight = Annotated[int, typer.Option(min=1, help="Requests in flight, closed loop.")]
 Deployment = Annotated[Path, typer.Option(help="Deployment YAML.")]
 Interval = Annotated[int, typer.Option(min=1, help="Tokens a chunk of an answer.")]
 BurnIn = Annotated[int, typer.Option(min=0, help="Load on engines that have just started, in no figure, s.")]
 Longest = Annotated[int, typer.Option(min=1, help="Longer prompts are left out, tokens.")]
+
+
+def two_policies(value: str) -> tuple[str, str]:
+    """Return the two names of `--policies`; raise BadInput if it has not exactly two."""
+    names = value.split(",")
+    if len(names) != 2 or len(set(names)) != 2:
+        raise BadInput(f"--policies are {value}: name two")
+    return names[0], names[1]
 
 
 def numbers(option: str, value: str) -> list[int]:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,10 @@ from eldr_serve.scheduling import (
 from examples.demo_model import WEIGHTS
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar
-from loadgen.statistics import paired_change_percent
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
-
-LAYERS = 6  # MoE layers of the demo model
 
 
 @dataclass(frozen=True)
@@ -383,64 +379,3 @@ def widened(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
             [*command, "--out", str(path)], check=True, env=os.environ | ENGINE_ENV, stdout=subprocess.DEVNULL
         )
     return path
-
-
-def arm_rows(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, Any]]:
-    """One row an arm; changes are against the best of the baselines at that percentile, 95 % intervals.
-
-    The best of several equivalent baselines is biased low; `pooled` is against all their requests.
-    """
-    rows = []
-    measured, first = case.tpot_s, case.first_s
-    pool = np.concatenate([measured[b] for b in baselines])
-    for label, tpot in measured.items():
-        steps, outcome = case.steps[label], case.outcomes[label]
-        row: dict[str, Any] = {
-            "workload": case.load.group,
-            "workers": case.load.workers,
-            "rate_per_s": round(case.rate, 2),
-            "arm": label,
-        }
-        for q in (50, 99):
-            of_q = partial(np.percentile, q=q)
-            row[f"tpot_p{q}_ms"] = 1e3 * float(of_q(tpot))
-            best = min((measured[b] for b in baselines), key=of_q)
-            change = paired_change_percent(tpot, best, of_q, seed=seed)
-            row |= zip((f"p{q}_change_pct", f"p{q}_low_pct", f"p{q}_high_pct"), change, strict=True)
-            if len(baselines) > 1:
-                row[f"p{q}_pooled_change_pct"] = 100 * float(of_q(tpot) / of_q(pool) - 1)
-        rows.append(
-            row
-            | {
-                "first_token_p50_ms": 1e3 * float(np.median(first[label])),
-                "active_experts": float(np.mean(steps.experts)) / LAYERS,
-                "batch_size": float(np.mean(steps.requests)),
-                "step_ms": 1e3 * float(np.mean(steps.seconds)),
-                "simulated_p50_ms": 1e3 * float(np.percentile(outcome.tpot_s, 50)),
-                "simulated_p99_ms": 1e3 * float(np.percentile(outcome.tpot_s, 99)),
-            }
-        )
-    return rows
-
-
-def experts_by_batch(case: Case, labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Mean active experts of a layer by batch size, in bins of 4 requests, one row a bin."""
-    top = max(max(case.steps[label].requests) for label in labels)
-    rows = []
-    for low in range(1, top + 1, 4):
-        row: dict[str, Any] = {
-            "workload": case.load.group,
-            "workers": case.load.workers,
-            "batch_from": low,
-            "batch_to": low + 3,
-        }
-        for label in labels:
-            steps = case.steps[label]
-            size = np.array(steps.requests)
-            inside = (size >= low) & (size < low + 4)
-            row[f"{label}: steps"] = int(inside.sum())
-            row[f"{label}: active_experts"] = (
-                float(np.array(steps.experts)[inside].mean()) / LAYERS if inside.any() else None
-            )
-        rows.append(row)
-    return rows

@@ -13,7 +13,8 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.engines import check_device
-from benchmarks.lib.replay import Arm, Bench, Case, arm_rows, loads_of, widened
+from benchmarks.lib.replay import Arm, Bench, Case, loads_of, widened
+from benchmarks.lib.replay_rows import arm_rows
 from eldr_serve.command_errors import BadInput
 from eldr_serve.files import write_whole
 from loadgen.journal import Journal
@@ -72,6 +73,13 @@ def against(
     return report
 
 
+def _slowdowns(cases: Sequence[Case]) -> list[float]:
+    """Return the 1st, 50th and 99th percentile of the cores' slowdown over all steps."""
+    slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
+    found: list[float] = np.percentile(slowdown, [1, 50, 99]).tolist()
+    return found
+
+
 def replay_command(
     name: str,
     all_arms: Sequence[Arm],
@@ -104,16 +112,12 @@ def replay_command(
         steps_out: options.StepsOut = None,
         out: options.Out = None,
     ) -> None:
-        """Place requests in each arm and replay every worker's schedule on one engine.
-
-        Stopped and started again with the same options, at the same commit, it goes on where it was.
-        """
+        """Place requests in each arm and replay each worker's schedule; the same options resume a run."""
         check_device(device)
         loads = loads_of(groups, workers, batch, per_worker)
         chosen = chosen_arms(arms, all_arms)
         asked = {
-            "benchmark": name, "arms": [asdict(arm) for arm in chosen],
-            "loads": [asdict(load) for load in loads],
+            "benchmark": name, "arms": [asdict(arm) for arm in chosen], "loads": [*map(asdict, loads)],
             "prompts": str(prompts), "requests": requests, "output_tokens": output_tokens,
             "intermediate": intermediate, "repeats": repeats, "engines": engines,
             "device": device, "seed": seed,
@@ -121,21 +125,13 @@ def replay_command(
         journal = Journal(work / f"{name}.jsonl", asked | environment())
         with EnginePool(widened(intermediate, work), engines, device) as engine_pool:
             bench = Bench(
-                prompts,
-                engine_pool=engine_pool,
-                requests=requests,
-                output_tokens=output_tokens,
-                intermediate=intermediate,
-                work=work,
-                seed=seed,
-                journal=journal,
-                device=device,
-            )
+                prompts, engine_pool=engine_pool, requests=requests, output_tokens=output_tokens,
+                intermediate=intermediate, work=work, seed=seed, journal=journal, device=device,
+            )  # fmt: skip
             cases = bench.compare(loads, chosen, repeats)
-        slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
         inputs = bench.inputs | {
             "per_worker": per_worker, "batch": batch, "repeats": repeats, "engines": engines,
-            "core_slowdown_p1_p50_p99": np.percentile(slowdown, [1, 50, 99]).tolist(),
+            "core_slowdown_p1_p50_p99": _slowdowns(cases),
         }  # fmt: skip
         (report or against(["round-robin"]))(Replayed(name, bench, cases, inputs, seed, out))
         if steps_out is not None:

@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import captured
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.scheduling import StepCost, make_policy
 from loadgen.results import publish
@@ -76,9 +76,7 @@ def shadow_simulated(
     out: options.Out = None,
 ) -> None:
     """Simulate two policies, each with the other as its shadow, in a closed and in an open loop."""
-    names = policies.split(",")
-    if len(set(names)) != 2:
-        raise BadInput(f"--policies are {policies}: name two")
+    names = options.two_policies(policies)
     if trace is None:
         observed = captured(prompts, work, requests=captured_prompts, seed=seed).trace
     else:
@@ -92,23 +90,11 @@ def shadow_simulated(
             found: dict[str, list[dict[str, Any]]] = {"closed": [], "open": []}
             for number in range(seed, seed + seeds):
                 sent = _requests(experts, count * per_worker, output_tokens, number)
-                rate = 0.0
-                for loop, made in found.items():
-                    if loop == "open":
-                        sent = _at_rate(sent, rate, number)
-                    most = count * in_flight if loop == "closed" else None
-                    pair = []
-                    for live, other in (names, names[::-1]):
-                        policy = make_policy(live)
-                        policy.update_cost_model(cost)
-                        pair.append(
-                            simulate(
-                                sent, policy, cluster, experts=experts, in_flight=most,
-                                shadow=make_policy(other), seed=number,
-                            )
-                        )  # fmt: skip
-                    rate = len(sent) / float(np.ptp(pair[1].last_s))  # that of the second policy
-                    made.append(row(*pair))
+                pair = _pair(names, sent, cluster, experts, count * in_flight, number)
+                found["closed"].append(row(*pair))
+                rate = len(sent) / float(np.ptp(pair[1].last_s))  # that of the second policy
+                sent = _at_rate(sent, rate, number)
+                found["open"].append(row(*_pair(names, sent, cluster, experts, None, number)))
             for loop, made in found.items():
                 mean = {key: float(np.mean([one[key] for one in made])) for key in made[0]}
                 rows.append({"workers": count, "per_expert_us": per_expert, "loop": loop} | mean)
@@ -120,6 +106,27 @@ def shadow_simulated(
         },
         notes="simulated; batch, step time and error: of the second policy; changes: of the first against it",
     )  # fmt: skip
+
+
+def _pair(
+    names: tuple[str, str],
+    sent: Requests,
+    cluster: Cluster,
+    experts: Experts,
+    in_flight: int | None,
+    seed: int,
+) -> tuple[Outcome, Outcome]:
+    """Return the outcomes with the first and with the second policy live, the other one as its shadow."""
+
+    def outcome(live: str, other: str) -> Outcome:
+        policy = make_policy(live)
+        policy.update_cost_model(cluster.decode.cost)
+        return simulate(
+            sent, policy, cluster, experts=experts, in_flight=in_flight, shadow=make_policy(other), seed=seed
+        )
+
+    first, second = names
+    return outcome(first, second), outcome(second, first)
 
 
 def _requests(experts: Experts, number: int, mean: int, seed: int) -> Requests:

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from benchmarks.engine.replays import POLICIES
-from benchmarks.lib.replay import LAYERS, Bench, Case
+from benchmarks.lib.replay import Bench, Case
 from benchmarks.lib.replay_command import Replayed, replay_command
+from benchmarks.lib.replay_rows import LAYERS
 from eldr_serve.command_errors import BadInput, run
 from eldr_serve.scheduling import StepSums
 from loadgen.plots import save

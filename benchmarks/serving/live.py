@@ -19,7 +19,7 @@ decode_replay for the same without contention.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -92,13 +92,18 @@ def live(
     assert last is not None
     inputs = {k: v for k, v in last["inputs"].items() if not k.startswith("prompts")}
     path = publish("live", rows, seed=seed, out=out, notes=last["notes"], inputs=inputs | about)
+    _draw(rows, path.with_suffix(".png"))
+    for comparison in comparisons.values():
+        comparison.finish()
+
+
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Plot the changes of TPOT's median at the cores' mean speed."""
     value = "tpot_p50_ms_change_pct"
     low, high = f"{value}_low", f"{value}_high"
     against_itself = {value: 0.0, low: 0.0, high: 0.0}  # the best balancer
     plotted = [against_itself | row for row in rows if row["clock"] == "even"]
-    bars(plotted, "policy", value, path.with_suffix(".png"), interval=(low, high))
-    for comparison in comparisons.values():
-        comparison.finish()
+    bars(plotted, "policy", value, path, interval=(low, high))
 
 
 if __name__ == "__main__":

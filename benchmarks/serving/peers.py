@@ -39,8 +39,8 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,6 +74,10 @@ from loadgen.statistics import Interval, median_ci
 RAY_SYSTEMS = ("eldr", "eldr-proxy", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
 ROUTER_POLICIES = ("random", "round_robin", "power_of_two", "consistent_hash", "cache_aware")
+_NIXL = (
+    "plain NIXL spins one core an engine, which the others share; -polled: the same servers with our "
+    "connector module, which polls"
+)
 _TIMEOUT_S = 60.0  # a request that takes longer has failed
 _Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
 
@@ -151,8 +155,8 @@ async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) 
 
 async def _trial(
     send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]], warm_up: int
-) -> Any:
-    """One row for each load, of answers that end while the loop goes on as before and after them.
+) -> dict[str, Any]:
+    """Return a row for each load, of answers that end while the loop goes on as before and after them.
 
     What begins together would else queue for prefill together. `warm_up` answers come first.
     """
@@ -231,15 +235,25 @@ def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, f
     }
 
 
+Turns = Annotated[
+    int, typer.Option(min=1, help="Trials of each after a start; above 1: all are up, and take turns.")
+]
+Requests = Annotated[
+    int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 8.")
+]
+Longest = Annotated[
+    int | None, typer.Option(min=1, help="Longer prompts are left out, tokens; default: none are.")
+]
+RouterPolicies = Annotated[
+    str, typer.Option(help=f"Policies of vllm-router, with commas, of {', '.join(ROUTER_POLICIES)}.")
+]
+
+
 def peers(
     systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Starts of each system; 0: only print --record.")] = 3,
-    turns: Annotated[
-        int, typer.Option(min=1, help="Trials of each after a start; above 1: all are up, and take turns.")
-    ] = 1,
-    requests: Annotated[
-        int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 8.")
-    ] = 40,
+    turns: Turns = 1,
+    requests: Requests = 40,
     in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,8",
     warm_up: Annotated[int, typer.Option(min=1, help="Requests before those, in no figure.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer, at most.")] = 32,
@@ -250,16 +264,10 @@ def peers(
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode engines of each system.")] = 1,
     work: options.Work = options.WORK,
     prompts: options.Prompts = options.PROMPTS,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longer prompts are left out, tokens; default: none are.")
-    ] = None,
-    vllm_router_venv: Annotated[
-        Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
-    ] = None,
-    router_policies: Annotated[
-        str, typer.Option(help=f"Policies of vllm-router, with commas, of {', '.join(ROUTER_POLICIES)}.")
-    ] = "round_robin",
-    record: Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")] = None,
+    max_prompt_tokens: Longest = None,
+    vllm_router_venv: options.RouterVenv = None,
+    router_policies: RouterPolicies = "round_robin",
+    record: options.Record = None,
     port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8400,
     seed: options.Seed = 0,
     out: options.Out = None,
@@ -278,8 +286,7 @@ def peers(
         "turns": turns, "requests": requests, "warm_up": warm_up, "min_tokens": min_tokens or max_tokens,
         "max_tokens": max_tokens, "decode_replicas": decode_replicas, "intermediate": intermediate,
         "stream_interval": stream_interval, "deployment": deployment.stem,
-        "prompts": prompts.name,
-        "max_prompt_tokens": max_prompt_tokens,
+        "prompts": prompts.name, "max_prompt_tokens": max_prompt_tokens,
     }  # fmt: skip
     journal = Journal(record, inputs) if record else None
     trials: list[dict[str, Any]] = list(journal.known.values()) if journal else []
@@ -290,41 +297,66 @@ def peers(
         if journal:
             journal.put(str(len(trials)), trials[-1])
 
-    groups = [[s] for s in chosen if s in RAY_SYSTEMS]
-    for polled in (False, True):
-        groups.append([s for s in chosen if s not in RAY_SYSTEMS and ("-polled" in s) == polled])
-    groups = [group for group in groups if group]
-    if turns > 1:
-        _check_together(groups)
+    groups = _groups(chosen, turns)
+    start = partial(_up, arguments=arguments, port=port, venv=vllm_router_venv)
+    trial = partial(_trial, loads=loads, per_load=requests, work=asked, warm_up=warm_up)
     for _ in range(rounds):
-        shuffled = order.sample(groups, k=len(groups))
-        for up in [shuffled] if turns > 1 else [[group] for group in shuffled]:
-            with ExitStack() as stack:
-                sends: dict[str, _Send] = {}
-                for group in up:
-                    if group[0] in RAY_SYSTEMS:
-                        sends |= stack.enter_context(_serve(group[0], arguments, port))
-                    else:
-                        servers = _servers(group, arguments, port + 1, vllm_router_venv)
-                        sends |= stack.enter_context(servers)
-                for turn in range(turns + (turns > 1)):
-                    for system in order.sample(list(sends), k=len(sends)):
-                        found = asyncio.run(_trial(sends[system], loads, requests, asked, warm_up))
-                        if turn or turns == 1:  # the first of several is a warm-up
-                            keep(system, found)
+        _measure_round(groups, turns, order, start, trial, keep)
     if not trials:
         raise BadInput("there is no trial to report")
     publish(
-        "peers", _rows(trials), inputs=inputs | {"blocks": trials},
-        seed=seed, out=out,
-        notes=f"closed loop, greedy, {'all systems up' if turns > 1 else 'one system'} at a time; plain NIXL "
-        "spins one core an engine, which the others share; -polled: the same servers with our "
-        "connector module, which polls",
+        "peers", _rows(trials), inputs=inputs | {"blocks": trials}, seed=seed, out=out,
+        notes=f"closed loop, greedy, {'all systems up' if turns > 1 else 'one system'} at a time; {_NIXL}",
     )  # fmt: skip
 
 
+def _measure_round(
+    groups: list[list[str]],
+    turns: int,
+    order: random.Random,
+    start: Callable[[list[list[str]]], AbstractContextManager[dict[str, _Send]]],
+    trial: Callable[[_Send], Coroutine[Any, Any, dict[str, Any]]],
+    keep: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """Start each group alone, or all of them together if their systems take turns; keep each trial."""
+    shuffled = order.sample(groups, k=len(groups))
+    for up in [shuffled] if turns > 1 else [[group] for group in shuffled]:
+        with start(up) as sends:
+            for turn in range(turns + (turns > 1)):
+                for system in order.sample(list(sends), k=len(sends)):
+                    found = asyncio.run(trial(sends[system]))
+                    if turn or turns == 1:  # the first of several is a warm-up
+                        keep(system, found)
+
+
+def _groups(systems: list[str], turns: int) -> list[list[str]]:
+    """Return the systems by what serves them: a Ray application each, or common servers."""
+    groups = [[s] for s in systems if s in RAY_SYSTEMS]
+    for polled in (False, True):
+        groups.append([s for s in systems if s not in RAY_SYSTEMS and ("-polled" in s) == polled])
+    groups = [group for group in groups if group]
+    if turns > 1:
+        _check_together(groups)
+    return groups
+
+
+@contextmanager
+def _up(
+    groups: list[list[str]], arguments: dict[str, Any], port: int, venv: Path | None
+) -> Iterator[dict[str, _Send]]:
+    """Run the groups of systems; yield what sends a request to each system."""
+    with ExitStack() as stack:
+        sends: dict[str, _Send] = {}
+        for group in groups:
+            if group[0] in RAY_SYSTEMS:
+                sends |= stack.enter_context(_serve(group[0], arguments, port))
+            else:
+                sends |= stack.enter_context(_servers(group, arguments, port + 1, venv))
+        yield sends
+
+
 def _check_together(groups: list[list[str]]) -> None:
-    """Raises BadInput if they cannot be up at once."""
+    """Raise BadInput if the groups cannot be up at once."""
     if sum(group[0] in RAY_SYSTEMS for group in groups) > 1:
         raise BadInput(f"with --turns one of {', '.join(RAY_SYSTEMS)} can be up at a time")
     spinning = [s for group in groups for s in group if not s.startswith("eldr") and "-polled" not in s]

@@ -167,9 +167,7 @@ def shadow(
 ) -> None:
     """Measure what the shadow predicts between two policies, with each of them live in turn."""
     unwind_on_sigterm()
-    names, widths = policies.split(","), _widths(intermediate)
-    if len(set(names)) != 2:
-        raise BadInput(f"--policies are {policies}: name two")
+    names, widths = options.two_policies(policies), _widths(intermediate)
     about = {
         "policies": policies, "intermediate": intermediate, "prompts": prompts.name, "in_flight": in_flight,
         "rounds": rounds, "trial_seconds": trial_seconds, "warm_up_seconds": warm_up_seconds,
@@ -177,11 +175,8 @@ def shadow(
         "max_prompt_tokens": max_prompt_tokens, "seed": seed,
     }  # fmt: skip
     journal = Journal(work / "shadow.jsonl", about)
-    steps = order(names, rounds, seed)
-    work.mkdir(parents=True, exist_ok=True)
-    sent = work / "shadow_prompts.jsonl"
-    write_prompts(sent, no_longer_than(read_prompts([prompts]), max_prompt_tokens, chat=True))
-    drawn = lengths(output_tokens)
+    steps = order([*names], rounds, seed)
+    sent, drawn = _short_prompts(prompts, max_prompt_tokens, work), lengths(output_tokens)
     shape = Shape(
         str(sent), MODEL, 0.0, trial_seconds, warm_up_seconds, in_flight, drawn["max-tokens"], 0.8,
         drawn["min-tokens"],
@@ -201,13 +196,21 @@ def shadow(
             name: [Part(**journal.get(key(step.key))) for step in steps if step.policy == name]
             for name in names
         }
-        found += [{"intermediate": width, **row} for row in rows((names[0], names[1]), parts, seed)]
+        found += [{"intermediate": width, **row} for row in rows(names, parts, seed)]
     publish(
         "shadow", found, inputs=about, seed=seed, out=out,
         notes="ms, but for experts; off_pct: the change less that of step, points; intervals: 95 %, "
         "bootstrap over rounds, of which there are few",
     )  # fmt: skip
     journal.remove()
+
+
+def _short_prompts(prompts: Path, max_tokens: int, work: Path) -> Path:
+    """Write the prompts of at most `max_tokens` tokens into the folder; return the file."""
+    work.mkdir(parents=True, exist_ok=True)
+    path = work / "shadow_prompts.jsonl"
+    write_prompts(path, no_longer_than(read_prompts([prompts]), max_tokens, chat=True))
+    return path
 
 
 def _widths(text: str) -> list[int]:

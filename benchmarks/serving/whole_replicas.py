@@ -33,139 +33,48 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count, product
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import numpy as np
 import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import captured
-from benchmarks.lib.client import Answer, allow_open_files, complete, errors, session, summary
+from benchmarks.lib.client import Answer, allow_open_files, errors, session, summary
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_speed import probed
 from benchmarks.lib.cpu_time import cpu_s
-from benchmarks.lib.engines import process, vllm_servers, wait_http
-from benchmarks.lib.live import KEY, serving, wide_arguments
-from benchmarks.lib.normalised_time import NormalisedTime, felt
-from benchmarks.lib.prometheus import total
+from benchmarks.lib.live import wide_arguments
+from benchmarks.lib.normalised_time import NormalisedTime
 from benchmarks.lib.prompts import no_longer_than
 from benchmarks.lib.replay import widened
+from benchmarks.lib.whole_report import at_mean_speed, means, rows
+from benchmarks.lib.whole_systems import POLICIES, Engines, Send
 from benchmarks.lib.whole_workloads import Chains, many_domains, sessions, system_prompts
-from eldr_serve.client import Client
 from eldr_serve.command_errors import BadInput, run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from loadgen.figures import BASELINES
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.results import publish
-from loadgen.statistics import median_ci
 from loadgen.traces import read_trace
 from loadgen.workload import Prompt, balanced_sample, read_prompts
 from offline.predictor import fit_signature_predictor
 
 WORKLOADS = ("many domains", "sessions", "system prompts")
-OURS = "eldr/marginal-cost"
-AFFINITY = "benchmarks.papers.prefix_policies:LongestPrefix"
-POLICIES = {name: name for name in (*BASELINES, "marginal-cost")} | {"prefix-affinity": AFFINITY}
 ROUTER_POLICIES = ("cache_aware", "power_of_two", "round_robin", "consistent_hash")
 SIDES = ("eldr", "vllm-router")
 SYSTEMS = [f"eldr/{name}" for name in POLICIES] + [f"vllm-router/{name}" for name in ROUTER_POLICIES]
 CALIBRATION = 300  # prompts that the predictor is fitted on
-METRICS = (
-    "tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms", "ttft_p99_ms", "latency_p50_ms", "requests_per_s",
-    "engine_ms_per_token",
-)  # fmt: skip
 _TIMEOUT_S = 60.0  # a request that takes longer has failed
-_SETTLE_S = 1.0  # for plain servers to drop what was cut off
-_SERVER_TIMES = {"server_ttft": "time_to_first_token", "server_queue": "request_queue_time"}
-_STEPS = {"active_experts": "active", "batch_size": "batch"}
-_Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
-_Opened = tuple[Callable[[str], _Send], Callable[[], dict[str, float]]]
-
-
-@contextmanager
-def _ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[_Opened]:
-    """Our application; gives what sends to it under a policy, which starts anew."""
-    url = f"http://127.0.0.1:{port}"
-    with serving(arguments, port=port):
-        client = Client(url, KEY)
-        client.swap_predictor(predictor)
-
-        def chosen(name: str) -> _Send:
-            client.wait_idle()
-            client.set_policy("random")  # one that is set again goes on with what it knows
-            client.set_policy(POLICIES[name])
-            return partial(_complete, url)
-
-        yield chosen, partial(_step_totals, client)
-        typer.echo(f"predictor: {client.status()['predictor']}")
-
-
-@contextmanager
-def _theirs(arguments: dict[str, Any], venv: Path, names: Iterable[str], port: int) -> Iterator[_Opened]:
-    """Plain servers behind a vllm-router for each of the policies."""
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        urls = stack.enter_context(vllm_servers(arguments, port=port, logs=logs))["decode"]
-        fronts: dict[str, str] = {}
-        for number, policy in enumerate(names):
-            fronts[policy] = f"http://127.0.0.1:{port + 60 + number}"
-            command = [
-                str(venv / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port + 60 + number),
-                "--policy", policy, "--prometheus-port", str(port + 80 + number), "--worker-urls", *urls,
-            ]  # fmt: skip
-            log = logs / f"vllm_router_{number}.log"
-            router = stack.enter_context(process(command, env={}, log=log))
-            wait_http(f"{fronts[policy]}/health", router, log, 60)
-
-        def chosen(name: str) -> _Send:
-            time.sleep(_SETTLE_S)
-            return partial(_complete, fronts[name])
-
-        yield chosen, partial(_server_times, urls)
-
-
-def _server_times(urls: Sequence[str]) -> dict[str, float]:
-    """Of plain servers: sums so far by vLLM's own clock, s, and requests."""
-    pages = "\n".join(httpx.get(f"{url}/metrics", timeout=30).text for url in urls)
-    return {
-        f"{ours}_{part}": total(pages, f"vllm:{theirs}_seconds_{part}")
-        for ours, theirs in _SERVER_TIMES.items()
-        for part in ("sum", "count")
-    }
-
-
-def _step_totals(service: Client) -> dict[str, float]:
-    """Of our engines: sums over decode steps so far, and their number."""
-    service.wait_idle()
-    found = service.settled_totals(at_rest=True) or {}
-    return {key: float(found[key]) for key in ("steps", *_STEPS.values()) if key in found}
-
-
-def _means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Of what came between two calls of `_server_times` or of `_step_totals`."""
-    steps = after.get("steps", 0.0) - before.get("steps", 0.0)
-    return {name: (after[key] - before[key]) / steps for name, key in _STEPS.items() if steps > 0} | {
-        f"{name}_mean_ms": 1000
-        * (after[f"{name}_sum"] - before[f"{name}_sum"])
-        / max(1.0, after[f"{name}_count"] - before[f"{name}_count"])
-        for name in _SERVER_TIMES
-        if f"{name}_sum" in after
-    }
-
-
-def _complete(url: str, http: Any, body: dict[str, Any]) -> Awaitable[Answer]:
-    return complete(http, url, body)
 
 
 async def _trial(
-    send: _Send, chains: Chains, *, in_flight: int, warm_up: int, requests: int
+    send: Send, chains: Chains, *, in_flight: int, warm_up: int, requests: int
 ) -> dict[str, Any]:
     """Times of the `requests` sent after the first `warm_up`, while the loop goes on; then it is cut.
 
@@ -212,63 +121,6 @@ async def _trial(
     return found | {"errors": errors(counted)}
 
 
-def _even(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> dict[str, dict[str, Any]]:
-    """The trials with METRICS and CPU times as they were at the cores' mean speed.
-
-    Each also says what they were divided by: `slow`, and `slow_cpu` of CPU times, which the hypervisor did
-    not take.
-    """
-    cases = [key.partition("/")[2] for key in trials]
-    slowdowns = [clock.slowdown(*found["span"]) for found in trials.values()]
-    took = [found["engine_ms_per_token"] for found in trials.values()]
-    clock = clock.as_felt(felt(cases, slowdowns, took))
-    even = {}
-    for key, found in trials.items():
-        start, end = found["span"]
-        slow, slow_cpu = (end - start) / clock.seconds(start, end), clock.slowdown(start, end)
-        by = dict.fromkeys(METRICS, slow) | {"requests_per_s": 1 / slow, "engine_ms_per_token": slow_cpu}
-        even[key] = found | {name: found[name] / by[name] for name in METRICS}
-        even[key]["cpu_ms"] = {part: ms / slow_cpu for part, ms in found["cpu_ms"].items()}
-        even[key] |= {"slow": slow, "slow_cpu": slow_cpu}
-    return even
-
-
-def _rows(
-    trials: dict[str, dict[str, Any]], systems: list[str], workloads: list[str]
-) -> list[dict[str, Any]]:
-    """Medians over rounds; `trials` by `ROUND/WORKLOAD/SYSTEM`."""
-    rows = []
-    by_case: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for key, found in trials.items():
-        number, workload, system = key.split("/", 2)
-        by_case.setdefault((workload, system), {})[number] = found
-    for workload, system in product(workloads, systems):
-        mine, ours = by_case.get((workload, system), {}), by_case.get((workload, OURS), {})
-        if not mine:
-            continue
-        row: dict[str, Any] = {"workload": workload, "system": system, "rounds": len(mine)}
-        for name in ("requests", "failures"):
-            row[name] = sum(found[name] for found in mine.values())
-        for name in METRICS:
-            _put(row, name, [found[name] for found in mine.values()])
-        for name in METRICS:
-            pairs = [(ours[n][name], mine[n][name]) for n in mine if n in ours]
-            if system != OURS and pairs:
-                _put(row, f"ours_{name.removesuffix('_ms')}_pct", [100 * (a / b - 1) for a, b in pairs])
-        for name in (*_STEPS, *(f"{name}_mean_ms" for name in _SERVER_TIMES)):
-            if known := [found[name] for found in mine.values() if name in found]:
-                row[name] = float(np.median(known))
-        for part in sorted({part for found in mine.values() for part in found["cpu_ms"]}):
-            of_part = [found["cpu_ms"].get(part, 0.0) for found in mine.values()]
-            row[f"{part}_cpu_ms"] = float(np.median(of_part))
-        rows.append(row)
-    return rows
-
-
-def _put(row: dict[str, Any], name: str, values: list[float]) -> None:
-    row[name], row[f"{name}_low"], row[f"{name}_high"] = median_ci(values)
-
-
 def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
     """Fitted on CALIBRATION of the trace's prompts, and which those are."""
     if trace.token_ids is None:
@@ -294,17 +146,19 @@ def _chosen(what: str, given: str, known: Sequence[str], needing: str, needed: P
     return names
 
 
+Calibration = Annotated[
+    Path | None, typer.Option(help="Calibration trace of these prompts; none: it is captured first.")
+]
+Trace = Annotated[
+    Path | None, typer.Option(help="Mooncake trace with prefix blocks; none: sessions are left out.")
+]
+
+
 def whole_replicas(
     prompts: options.Prompts = options.PROMPTS,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration trace of these prompts; none: it is captured first.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Mooncake trace with prefix blocks; none: sessions are left out.")
-    ] = None,
-    vllm_router_venv: Annotated[
-        Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
-    ] = None,
+    calibration: Calibration = None,
+    trace: Trace = None,
+    vllm_router_venv: options.RouterVenv = None,
     systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
     workloads: Annotated[str, typer.Option(help="Workloads, with commas; default: all that can run.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Of all trials; 0: only print --record.")] = 3,
@@ -321,7 +175,7 @@ def whole_replicas(
     stream_interval: options.Interval = 4,
     deployment: options.Deployment = Path("deployments/cpu_demo_whole.yaml"),
     work: options.Work = options.WORK,
-    record: Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")] = None,
+    record: options.Record = None,
     port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8600,
     seed: options.Seed = 0,
     out: options.Out = None,
@@ -348,62 +202,130 @@ def whole_replicas(
         "deployment": deployment.stem, "prompts": prompts.name, "trace": trace.name if trace else None,
         "calibration_prompts": CALIBRATION,
     }  # fmt: skip
-    journal = Journal(record, inputs) if record else None
-    trials: dict[str, dict[str, Any]] = dict(journal.known) if journal else {}
-    answers = range(min_tokens, max_tokens + 1)
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
     # So that eight engines fit 24 GiB.
     arguments["decode_config"]["engine_kwargs"] |= {"dtype": dtype, "num_gpu_blocks_override": blocks}
-    sizes = {"in_flight": in_flight, "warm_up": warm_up, "requests": requests}
     names = {side: [s.partition("/")[2] for s in wanted if s.startswith(f"{side}/")] for side in SIDES}
+    measurement = _Rounds(
+        Engines(arguments, predictor, vllm_router_venv, port), names, asked, records,
+        range(min_tokens, max_tokens + 1), in_flight, warm_up, requests, burn_in, seed,
+    )  # fmt: skip
+    trials, clock = _measured(measurement, rounds, list(product(loads, wanted)), record, inputs)
+    _publish(trials, clock, wanted, loads, inputs, seed, out)
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """What all rounds share.
+
+    Attributes:
+        names: policies of each side.
+        prompts, records: of the workloads.
+        answers: numbers of tokens of an answer.
+        in_flight, warm_up, requests: of a trial.
+        burn_in: requests to engines that have just started.
+    """
+
+    engines: Engines
+    names: dict[str, list[str]]
+    prompts: list[Prompt]
+    records: list[Any]
+    answers: range
+    in_flight: int
+    warm_up: int
+    requests: int
+    burn_in: int
+    seed: int
+
+    def measure(
+        self,
+        number: int,
+        cases: list[tuple[str, str]],
+        order: random.Random,
+        keep: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        """Start both sides again and keep a trial of each (workload, system)."""
+        with ExitStack() as up:
+            opened = {
+                side: up.enter_context(self.engines.start(side, self.names[side]))
+                for side in order.sample(SIDES, k=len(SIDES))
+                if self.names[side]
+            }
+            for side, (chosen, _) in opened.items():
+                self._burn_in(chosen("round-robin" if side == "eldr" else self.names[side][0]), order)
+            bar = up.enter_context(progress_bar())
+            sizes = {"in_flight": self.in_flight, "warm_up": self.warm_up, "requests": self.requests}
+            for load, system in bar.track(cases, description=f"round {number + 1}"):
+                # Requests are those of the round and workload; only what they begin with is the trial's.
+                tag, text = f"{order.getrandbits(32):08x}", f"{self.seed}/{number}/{load}"
+                chains = _chains(load, self.prompts, self.records, self.answers, text, tag, sizes)
+                side, _, name = system.partition("/")
+                chosen, totals = opened[side]
+                send, before = chosen(name), totals()
+                found = asyncio.run(_trial(send, chains, **sizes)) | means(before, totals())
+                keep(f"{number}/{load}/{system}", found)
+
+    def _burn_in(self, send: Send, order: random.Random) -> None:
+        """Send load that is in no figure."""
+        tag, most = f"{order.getrandbits(32):08x}", self.burn_in + 2 * self.in_flight
+        chains = many_domains(self.prompts, self.answers, random.Random(tag), tag=tag, count=most)
+        trial = _trial(send, chains, in_flight=self.in_flight, warm_up=1, requests=self.burn_in - 1)
+        asyncio.run(trial)
+
+
+def _measured(
+    measurement: _Rounds,
+    rounds: int,
+    cases: list[tuple[str, str]],
+    record: Path | None,
+    inputs: dict[str, Any],
+) -> tuple[dict[str, dict[str, Any]], NormalisedTime]:
+    """Return all trials by `ROUND/WORKLOAD/SYSTEM`, and the cores' speed while they ran.
+
+    Args:
+        record: journal; its trials are not measured again.
+    """
+    journal = Journal(record, inputs) if record else None
+    trials: dict[str, dict[str, Any]] = dict(journal.known) if journal else {}
+
+    def keep(key: str, found: dict[str, Any]) -> None:
+        trials[key] = found
+        if journal:
+            journal.put(key, found)
+
     with ExitStack() as stack:
         kept = record.with_suffix(".cpu_speed") if record else None
         speed = kept or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for number in range(rounds):
-            order = random.Random(f"{seed}/{number}")
-            cases = order.sample(list(product(loads, wanted)), k=len(loads) * len(wanted))
-            left = [(load, system) for load, system in cases if f"{number}/{load}/{system}" not in trials]
-            if not left:
-                continue
-            with probed(speed), ExitStack() as up:
-                opened: dict[str, _Opened] = {}
-                for side in (side for side in order.sample(SIDES, k=len(SIDES)) if names[side]):
-                    if side == "eldr":
-                        opened[side] = up.enter_context(_ours(arguments, predictor, port))
-                    else:
-                        assert vllm_router_venv is not None
-                        servers = _theirs(arguments, vllm_router_venv, names[side], port + 20)
-                        opened[side] = up.enter_context(servers)
-                for side, (chosen, _) in opened.items():
-                    tag = f"{order.getrandbits(32):08x}"
-                    chains = many_domains(
-                        asked, answers, random.Random(tag), tag=tag, count=burn_in + 2 * in_flight
-                    )
-                    first = chosen("round-robin" if side == "eldr" else names[side][0])
-                    asyncio.run(_trial(first, chains, in_flight=in_flight, warm_up=1, requests=burn_in - 1))
-                bar = up.enter_context(progress_bar())
-                for load, system in bar.track(left, description=f"round {number + 1} of {rounds}"):
-                    # Requests are those of the round and workload; only what they begin with is the trial's.
-                    tag = f"{order.getrandbits(32):08x}"
-                    chains = _chains(load, asked, records, answers, f"{seed}/{number}/{load}", tag, sizes)
-                    side, _, name = system.partition("/")
-                    chosen, totals = opened[side]
-                    send, before = chosen(name), totals()
-                    found = asyncio.run(_trial(send, chains, **sizes)) | _means(before, totals())
-                    trials[f"{number}/{load}/{system}"] = found
-                    if journal:
-                        journal.put(f"{number}/{load}/{system}", found)
+            order = random.Random(f"{measurement.seed}/{number}")
+            shuffled = order.sample(cases, k=len(cases))
+            if left := [case for case in shuffled if f"{number}/{'/'.join(case)}" not in trials]:
+                with probed(speed):
+                    measurement.measure(number, left, order, keep)
         if not trials:
             raise BadInput("there is no trial to report")
-        even = _even(trials, NormalisedTime.read(speed))
-    rows = [
-        {"clock": clock, **row}
-        for clock, told in (("wall", trials), ("even", even))
-        for row in _rows(told, wanted, loads)
+        return trials, NormalisedTime.read(speed)
+
+
+def _publish(
+    trials: dict[str, dict[str, Any]],
+    clock: NormalisedTime,
+    systems: list[str],
+    workloads: list[str],
+    inputs: dict[str, Any],
+    seed: int,
+    out: Path | None,
+) -> None:
+    """Publish the rows by wall clock and at the cores' mean speed."""
+    even = at_mean_speed(trials, clock)
+    table = [
+        {"clock": name, **row}
+        for name, told in (("wall", trials), ("even", even))
+        for row in rows(told, systems, workloads)
     ]
     slow = {key: {name: found[name] for name in ("slow", "slow_cpu")} for key, found in even.items()}
     publish(
-        "whole_replicas", rows,
+        "whole_replicas", table,
         inputs=inputs | {"trials": {key: found | slow[key] for key, found in trials.items()}},
         seed=seed, out=out,
         notes="closed loop, greedy; two sets of four whole engines, one of which has requests at a time, "

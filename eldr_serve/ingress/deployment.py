@@ -131,9 +131,8 @@ class EldrIngress:
         )
         self._started: asyncio.Task[None] | None = None
         self._http: HttpServer | None = None
-        self._port: Port | None = None
-        if options.port is not None:
-            self._port = Port(options.host, options.port, owner_of_port(application))
+        owner = owner_of_port(application)
+        self._port = None if options.port is None else Port(options.host, options.port, owner)
 
     async def check_health(self) -> None:
         """Serve's health check. The first call starts the background work.

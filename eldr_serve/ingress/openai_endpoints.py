@@ -71,16 +71,7 @@ class OpenAIEndpoints:
         visit: Visit = request.state.visit
         visit.reserve(len(body) // _BYTES_A_TOKEN, count * max_new_tokens(asked))
         self._client.start()
-        generation = Generation(
-            method,
-            body,
-            asked,
-            _headers_for_engines(request),
-            request.headers.get(DOMAIN_HEADER),
-            visit.tenant.name,
-            visit.tenant.priority,
-            tenant_salt(visit.tenant.name, asked),
-        )
+        generation = _generation(method, request, body, asked)
         record = self._log.begin(request.scope["path"], visit.tenant.name, generation.headers)
         request.state.named = {"x-eldr-request": record.request_id}
         if record.trace_id:
@@ -111,11 +102,7 @@ class OpenAIEndpoints:
             tpot_s = (time.monotonic() - first_at) / (tokens - 1) if tokens > 1 else None
             self._client.answered_client(Answered(first_at - asked_at, tpot_s))
 
-        headers = request.state.named | {
-            "x-eldr-decode-worker": lease.replica,
-            "x-eldr-band": str(lease.band),
-            "x-eldr-policy": lease.policy,
-        }
+        headers = request.state.named | _placement_headers(lease)
         if asked.stream and record.handover_s is not None:
             # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
             headers["x-eldr-handover-ms"] = f"{1000 * record.handover_s:.3f}"
@@ -165,6 +152,30 @@ class OpenAIEndpoints:
         if asked.model and asked.model != self._model_card["id"]:
             raise _no_model(asked.model)
         return asked
+
+
+def _generation(method: str, request: Request, body: bytes, asked: Asked) -> Generation:
+    """Return the request as the pipeline takes it."""
+    tenant = request.state.visit.tenant
+    return Generation(
+        method,
+        body,
+        asked,
+        _headers_for_engines(request),
+        request.headers.get(DOMAIN_HEADER),
+        tenant.name,
+        tenant.priority,
+        tenant_salt(tenant.name, asked),
+    )
+
+
+def _placement_headers(lease: Placement) -> dict[str, str]:
+    """Return response headers that name the decode worker, and how it was chosen."""
+    return {
+        "x-eldr-decode-worker": lease.replica,
+        "x-eldr-band": str(lease.band),
+        "x-eldr-policy": lease.policy,
+    }
 
 
 class _Streamed(Response):

@@ -16,11 +16,9 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from eldr_serve.channel import Call, CallFailed, CallLate, ChannelLost
 from eldr_serve.errors import Overloaded, Refused
+from eldr_serve.pipeline.decode_failure import DecodeFailed, record_failure
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_step import Health, PrefillFailed, PrefillStep
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
@@ -49,22 +47,6 @@ logger = logging.getLogger(__name__)
 _ROOM_CHECK_S = 0.05
 _LOST = error_event("engine_lost", "the decode engine was lost while it generated; send the request again")
 _NOTICE_S = 5.0  # time for a decode engine to notify the prefill engine that it has read the blocks
-
-
-class _DecodeFailed(Exception):  # noqa: N818
-    """A decode call has ended before its answer was complete.
-
-    Attributes:
-        replica: the decode replica.
-        alive: the replica reported the failure itself.
-        begun: part of the answer had arrived by this call.
-    """
-
-    def __init__(self, reason: Any, replica: str, *, alive: bool, begun: bool) -> None:
-        super().__init__(f"{reason}")
-        self.replica = replica
-        self.alive = alive
-        self.begun = begun
 
 
 class RequestPath:
@@ -135,7 +117,7 @@ class RequestPath:
                     if run.failed_prefills >= self._options.prefill_tries and self._engines.prefill.live:
                         break
                     self._client.count("prefill_retries")
-                except _DecodeFailed as failure:
+                except DecodeFailed as failure:
                     failures.append(f"decode replica {failure.replica} failed: {failure}")
                     run.failed.append(failure.replica)
                     # If the replica is alive, the blocks may be at fault: use another prefill engine.
@@ -286,32 +268,18 @@ class RequestPath:
         An engine whose channel is lost may be alive; then the blocks are freed when their lease ends.
 
         Raises:
-            _DecodeFailed: the answer is not complete.
+            DecodeFailed: the answer is not complete.
             CallFailed: the engine refuses the request itself.
         """
         request = run.request
-        header = decode_header(
-            request.method,
-            run.request_id,
-            prefilled.params if prefilled else None,
-            run.prompt,
-            request.headers,
-            request.cache_salt,
-            generated=bytes(run.ids),
-            created=run.created,
-            domain=request.domain,
-        )
-        if ticket is not None:
-            self.prefill.queues.place(ticket, lease.replica)
-            header["prompt_tokens"] = ticket.tokens
+        header = self._decode_header(run, lease, prefilled, ticket)
         turn = self._decode_turns.enter(lease.replica, self.prefill.queues.left_s(ticket))
         call: Call | None = None
         signature: TrueSignature | None = None
         begun = ended = False
         unread = prefilled
         try:
-            if self._engines.whole and run.token_ids is not None and not run.tokens:
-                signature = self._true_signature(lease, run.token_ids)
+            signature = self._true_signature(lease, run)
             call = self._engines.decode.call(lease.replica, "generate", header, request.body)
             call.on_overflow = run.on_overflow
             if request.asked.stream or prefilled is not None:  # others send only complete answers
@@ -329,27 +297,13 @@ class RequestPath:
             if prefilled is not None:
                 decoding.transport_s = call.about.get(WAITED_S)
             if not begun:
-                raise _DecodeFailed("the answer was empty", lease.replica, alive=True, begun=False)
+                raise DecodeFailed("the answer was empty", lease.replica, alive=True, begun=False)
             self._health.succeeded(lease.replica)
-        except CallLate as error:
-            self._health.failed(lease.replica, error)
-            if not run.ended:
-                # Before the first token the blocks may be at fault.
-                raise _DecodeFailed(error, lease.replica, alive=not begun, begun=begun) from error
-        except CallFailed as error:
-            ended = True
-            if not run.sent and not begun and error.status < 500:
-                raise
-            self._health.failed(lease.replica, error)
-            if not run.ended:
-                raise _DecodeFailed(error, lease.replica, alive=True, begun=begun) from error
-        except ChannelLost as error:
-            ended = True
-            run.lost_engines += 1
-            if call is not None:
+        except (CallLate, CallFailed, ChannelLost) as error:
+            ended = not isinstance(error, CallLate)
+            if isinstance(error, ChannelLost) and call is not None:
                 unread = None
-            if not run.ended:
-                raise _DecodeFailed(error, lease.replica, alive=False, begun=begun) from error
+            record_failure(run, self._health, lease.replica, error, begun=begun)
         finally:
             self._decode_turns.leave(turn, answered=ended)
             if call is not None and not ended:
@@ -359,14 +313,38 @@ class RequestPath:
             if unread is not None:
                 self._release_kv(unread.request_id, unread.replica, reader=call)
 
+    def _decode_header(
+        self, run: Run, lease: Placement, prefilled: Prefilled | None, ticket: Ticket | None
+    ) -> dict[str, Any]:
+        """Return the header of the decode call; assign a whole engine's prefill ticket to that engine."""
+        request = run.request
+        header = decode_header(
+            request.method,
+            run.request_id,
+            prefilled.params if prefilled else None,
+            run.prompt,
+            request.headers,
+            request.cache_salt,
+            generated=bytes(run.ids),
+            created=run.created,
+            domain=request.domain,
+        )
+        if ticket is not None:
+            self.prefill.queues.place(ticket, lease.replica)
+            header["prompt_tokens"] = ticket.tokens
+        return header
+
     def _record_prefill(self, run: Run, ticket: Ticket | None) -> None:
         """Record that a whole engine has computed the prompt."""
         if ticket is not None:
             known = None if run.token_ids is None else len(run.token_ids)
             self.prefill.computed(ticket, round(ticket.tokens) if known is None else known)
 
-    def _true_signature(self, lease: Placement, token_ids: NDArray[np.uint32]) -> TrueSignature:
-        """Report the prompt's expert counts to the router once the engine has prefilled it."""
+    def _true_signature(self, lease: Placement, run: Run) -> TrueSignature | None:
+        """Report the prompt's expert counts to the router once a whole engine has prefilled it."""
+        token_ids = run.token_ids
+        if not self._engines.whole or token_ids is None or run.tokens:
+            return None
         return TrueSignature(
             self._engines.decode.call(lease.replica, METHOD, {"id": lease.request_id}),
             lambda counts, tokens: self._client.counted(lease.request_id, token_ids, counts, tokens),

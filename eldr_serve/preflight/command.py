@@ -8,50 +8,59 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from eldr_serve.preflight.machine import GIB, GPUS, Pool, described, gpu_of, read_cluster, with_gpu
 
+if TYPE_CHECKING:
+    from eldr_serve.preflight.check import Checked
+
 _CLUSTER = "ray_cluster.yaml"
 _CPU = "cpu"
 
 
+Cluster = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"File for `ray up`; default: {_CLUSTER} beside the deployment or in the folder above."
+    ),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Kind of GPU instead of the cluster file's: {', '.join(GPUS)}; {_CPU}: none.",
+        show_default=False,
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of identical nodes, instead of --cluster.", show_default=False),
+]
+Memory = Annotated[float | None, typer.Option(min=1, help="Memory per node, GiB; default: this machine's.")]
+Resource = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=AMOUNT", help="Custom resource of each node, with --nodes; repeatable."),
+]
+ModelConfig = Annotated[
+    Path | None, typer.Option(help="The model's config.json, or its folder; nothing is downloaded.")
+]
+
+
 def check(
     deployments: Annotated[list[Path], typer.Argument(help="Deployment YAMLs.")],
-    cluster: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"File for `ray up`; default: {_CLUSTER} beside the deployment or in the folder above."
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Kind of GPU instead of the cluster file's: {', '.join(GPUS)}; {_CPU}: none.",
-            show_default=False,
-        ),
-    ] = None,
+    cluster: Cluster = None,
+    gpu: Gpu = None,
     gpu_memory_gib: Annotated[float | None, typer.Option(min=1, help="Its memory, GiB.")] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of identical nodes, instead of --cluster.", show_default=False),
-    ] = None,
+    nodes: Nodes = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node, with --nodes.")] = 8,
     cpus_per_node: Annotated[float, typer.Option(min=0, help="Cores per node, with --nodes.")] = float(
         os.cpu_count() or 1
     ),
-    memory_gib: Annotated[
-        float | None, typer.Option(min=1, help="Memory per node, GiB; default: this machine's.")
-    ] = None,
-    resource: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=AMOUNT", help="Custom resource of each node, with --nodes; repeatable."),
-    ] = None,
-    model_config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, or its folder; nothing is downloaded.")
-    ] = None,
+    memory_gib: Memory = None,
+    resource: Resource = None,
+    model_config: ModelConfig = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check whether deployments would start on a cluster; if not, report why, with exit status 1."""
@@ -74,14 +83,7 @@ def check(
         if device == _CPU and cluster is None:
             own = described(None, **_machine(1, cpus_per_node, memory_gib))
             return [replace(pool, here=True) for pool in own]
-        file = cluster or next(
-            (f for f in (path.parent / _CLUSTER, path.parent.parent / _CLUSTER) if f.is_file()), None
-        )
-        if file is None:
-            raise ValueError(
-                f"there is no {_CLUSTER} beside {path}: give a file with --cluster, or use --nodes"
-            )
-        read = read_cluster(file)
+        read = read_cluster(cluster or _cluster_file(path))
         return with_gpu(read, gpu_of(gpu, gpu_memory_gib)) if gpu else read
 
     if sys.stderr.isatty():
@@ -93,19 +95,31 @@ def check(
         found = check_all(deployments, pools, model_config)
     finally:
         logging.disable(logging.NOTSET)
-    if as_json:
-        from eldr_serve.preflight.report import as_json as in_json
-
-        typer.echo(json.dumps([in_json(outcome) for outcome in found], indent=1))
-    else:
-        from rich.console import Console
-
-        from eldr_serve.preflight.report import show
-
-        for outcome in found:
-            show(outcome, Console(markup=False))
+    _print(found, as_json)
     if not all(outcome.starts for outcome in found):
         raise typer.Exit(1)
+
+
+def _cluster_file(deployment: Path) -> Path:
+    """Return the cluster file beside the deployment or in the folder above."""
+    for folder in (deployment.parent, deployment.parent.parent):
+        if (folder / _CLUSTER).is_file():
+            return folder / _CLUSTER
+    raise ValueError(
+        f"there is no {_CLUSTER} beside {deployment}: give a file with --cluster, or use --nodes"
+    )
+
+
+def _print(outcomes: list[Checked], as_json: bool) -> None:
+    from rich.console import Console
+
+    from eldr_serve.preflight import report
+
+    if as_json:
+        typer.echo(json.dumps([report.as_json(outcome) for outcome in outcomes], indent=1))
+        return
+    for outcome in outcomes:
+        report.show(outcome, Console(markup=False))
 
 
 def _machine(nodes: int, cpus: float, memory_gib: float | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from eldr_serve.command_errors import BadInput, run
-from examples.demo_model import dialogues, sources
+from examples.demo_model import dialogues, medicine_and_law, sources
 
 END, USER, ASSISTANT, SYSTEM = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"
 CHAT_TEMPLATE = (
@@ -105,17 +105,17 @@ class Library:
             ]
         if domain in sources.TASKS:
             terms = [t for t in self.terms[domain] if _is_held(t[0]) == held]
-            asked = map(_chat, dialogues.glossary(rng, terms))
+            asked = map(_chat, medicine_and_law.glossary(rng, terms))
             joined = ("\n\n".join(f"{t}: {g}" for t, g in rng.sample(terms, 5)) for _ in itertools.count())
             listed_terms = map(_plain, joined)
             if domain == "math":
                 return [(0.8, map(_chat, dialogues.maths(rng))), (0.1, asked), (0.1, listed_terms)]
             if domain == "legal":
                 paragraphs = [p for t in texts for p in t.text.split("\n\n") if 100 < len(p) < 1000]
-                cases = map(_chat, dialogues.legal(rng, paragraphs))
+                cases = map(_chat, medicine_and_law.legal(rng, paragraphs))
                 return [(0.3, plain), (0.4, cases), (0.2, asked), (0.1, listed_terms)]
             codes = [c for c in self.codes if _is_held(c[0]) == held]
-            vignettes = map(_chat, dialogues.medical(rng, self.diseases, codes))
+            vignettes = map(_chat, medicine_and_law.medical(rng, self.diseases, codes))
             listed = (
                 "\n".join(". ".join([c, *n[:3]]) for c, n in rng.sample(codes, 8)) for _ in itertools.count()
             )
@@ -145,7 +145,7 @@ class Library:
             streams.append((0.1, map(_chat, long)))
         if domain == "en":
             terms = [t for t in self.terms["en"] if _is_held(t[0]) == held]
-            streams.append((0.25, map(_chat, dialogues.glossary(rng, terms))))
+            streams.append((0.25, map(_chat, medicine_and_law.glossary(rng, terms))))
         return streams
 
 

@@ -93,12 +93,8 @@ def generate(
     prompts = sorted(prompts, key=lambda p: len(p[1]))
     for start in range(0, len(prompts), 32):
         part = prompts[start : start + 32]
-        size, longest = len(part), max(len(ids) for _, ids in part)
-        ids = torch.zeros(size, longest, dtype=torch.long)
-        mask = torch.zeros(size, longest, dtype=torch.long)
-        for i, (_, tokens) in enumerate(part):
-            ids[i, longest - len(tokens) :] = torch.tensor(tokens)
-            mask[i, longest - len(tokens) :] = 1
+        ids, mask = _left_padded([tokens for _, tokens in part])
+        size, longest = ids.shape
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         out = model(ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
         prefill = recorder.take(size)
@@ -142,6 +138,16 @@ def generate(
         route_offsets=np.concatenate([[0], np.cumsum(decode_steps, dtype=np.int64)]),
     )
     return trace, list(generated)
+
+
+def _left_padded(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and their mask, int64 [prompts, longest]."""
+    ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, tokens in enumerate(prompts):
+        ids[i, -len(tokens) :] = torch.tensor(tokens)
+        mask[i, -len(tokens) :] = 1
+    return ids, mask
 
 
 def count(chosen: np.ndarray, shape: tuple[int, int]) -> np.ndarray:

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
 
 from eldr_serve.experts.placement import Topology
 from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.packing import copies_of, improved, packed, priced, rank_s, replicated, rereplicated
+from offline.placement.relaxation import Relaxation, relax, slots_bound
+from offline.placement.rounding import round_in_polytope
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-_SMALL_LP = 512  # variables: an LP up to this size has a column for each rank, a larger one for each node
 _CLOSE_TO_BOUND = 0.02  # relative distance to the bound below which no other number of replicas is tried
 _TOLERANCE = 2e-3  # relative to the bound: smaller gains are not worth a swap
 
@@ -88,8 +87,8 @@ def director_placement(
     if slots < 1 or ranks * slots < experts:
         raise ValueError(f"{ranks} ranks of {slots} slots cannot hold {experts} experts")
     token_s, active_s = prices(tokens, topology, cost, token_bytes)
-    relaxed = _relaxed(token_s + active_s[..., None], topology, slots)
-    bound_s = np.maximum(relaxed.lp_s, _slots_bound(token_s.min(axis=2), active_s, ranks, slots))
+    relaxation = relax(token_s + active_s[..., None], topology, slots)
+    bound_s = np.maximum(relaxation.lp_s, slots_bound(token_s.min(axis=2), active_s, ranks, slots))
     spare = ranks * slots - experts
     mean_s = token_s.mean(axis=2)
     begun = np.full((layers, ranks, slots), experts) if start is None else _parsed(start, tokens, slots)
@@ -101,20 +100,27 @@ def director_placement(
         copies = replicated(mean_s[at], spare, ranks, enough_s[at])
         price = priced(token_s[at], active_s[at], copies)
         if start is None:
-            quota, kept = _quota(relaxed, at, copies, slots, seed), begun[at]
+            quota, kept = _quota(relaxation, at, copies, slots, seed), begun[at]
         else:
             quota, kept = None, _kept(begun[at], copies, price)
-        tried = packed(kept, price, copies, quota, relaxed.column)
+        tried = packed(kept, price, copies, quota, relaxation.column)
         tried, worst = _searched(tried, token_s[at], active_s[at], bound_s[at] * (1 + tolerance))
         better = worst < reached[at]
         found[at[better]], reached[at[better]] = tried[better], worst[better]
-    empty = (found == experts).all(axis=2)  # ranks without expert: they must have one, with its share
-    if empty.any():
-        idlest = mean_s.argmin(axis=1)[:, None]
-        found[..., 0] = np.where(empty, idlest, found[..., 0])
-        price = priced(token_s, active_s, copies_of(found, experts))
-        reached = np.where(empty.any(axis=1), rank_s(found, price).max(axis=1), reached)
-    return full_slots(found, experts).reshape(layers, -1), DirectorReport(relaxed.lp_s, bound_s, reached)
+    reached = _fill_empty_ranks(found, token_s, active_s, reached)
+    return full_slots(found, experts).reshape(layers, -1), DirectorReport(relaxation.lp_s, bound_s, reached)
+
+
+def _fill_empty_ranks(found: Ints, token_s: Floats, active_s: Floats, reached: Floats) -> Floats:
+    """Give each rank without expert the one with the least work, in place; return layers' times, s [L]."""
+    experts = token_s.shape[1]
+    empty = (found == experts).all(axis=2)
+    if not empty.any():
+        return reached
+    idlest = token_s.mean(axis=2).argmin(axis=1)[:, None]
+    found[..., 0] = np.where(empty, idlest, found[..., 0])
+    price = priced(token_s, active_s, copies_of(found, experts))
+    return np.where(empty.any(axis=1), rank_s(found, price).max(axis=1), reached)
 
 
 def _searched(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) -> tuple[Ints, Floats]:
@@ -188,180 +194,19 @@ def prices(tokens: Floats, topology: Topology, cost: LayerCost, token_bytes: flo
     return token_s, cost.per_expert_s * (everyone > 0)
 
 
-@dataclass(frozen=True)
-class _Relaxed:
-    """The LP relaxation: optimum [L], s; shares [L, E, N] and prices of the N columns of ranks [G]."""
-
-    lp_s: Floats
-    share: Floats
-    price: Floats
-    column: Ints
-
-
-def _relaxed(price: Floats, topology: Topology, slots: int) -> _Relaxed:
-    """Solve the LP (6) of each layer over columns of ranks.
-
-    If all ranks are alike, they are one column. In a small LP each rank is a column. Else each node is one:
-    its ranks share the work at the cheapest rank's price, so that the optimum is still a lower bound of every
-    placement.
-    """
-    ranks = topology.ranks
-    if np.allclose(price, price[:, :, :1], rtol=1e-9, atol=0):
-        column = np.zeros(ranks, np.int64)
-    elif price.shape[1] * ranks <= _SMALL_LP:
-        column = np.arange(ranks)
-    else:
-        column = topology.node_of
-    width = np.bincount(column)
-    least = np.stack([price[:, :, column == n].min(axis=2) / width[n] for n in range(len(width))], axis=2)
-    solved = [_solved(layer, width * slots) for layer in least]
-    return _Relaxed(np.array([s for s, _ in solved]), np.stack([x for _, x in solved]), least, column)
-
-
-def _solved(price: Floats, room: Ints) -> tuple[float, Floats]:
-    """Solve the LP of one layer; return the largest column's time, s, and x[E, N], the share of each expert.
-
-    Args:
-        price: [E, N].
-        room: [N] slots.
-    """
-    experts, columns = price.shape
-    scale = float(price.mean())
-    if columns == 1 or not scale:
-        return float(price[:, 0].sum()), np.tile(room / room.sum(), (experts, 1))
-    n = experts * columns
-    variable = np.arange(n)
-    expert, column = np.divmod(variable, columns)
-    rows = np.concatenate([column, np.arange(columns), columns + column])
-    places = np.concatenate([variable, np.full(columns, n), variable])
-    values = np.concatenate([price.reshape(-1) / scale, np.full(columns, -1.0), np.ones(n)])
-    found = linprog(  # type: ignore[call-overload]  # its stubs know no sparse constraints
-        np.append(np.zeros(n), 1.0),
-        A_ub=csr_array((values, (rows, places)), shape=(2 * columns, n + 1)),
-        b_ub=np.concatenate([np.zeros(columns), room]),
-        A_eq=csr_array((np.ones(n), (expert, variable)), shape=(experts, n + 1)),
-        b_eq=np.ones(experts),
-        bounds=(0, None),
-        method="highs",
-    )
-    if found.x is None:  # unreachable: even shares satisfy every constraint
-        raise RuntimeError(f"the placement LP has no solution: {found.message}")
-    return float(found.fun) * scale, found.x[:n].reshape(experts, columns)
-
-
-def _slots_bound(token_s: Floats, active_s: Floats, ranks: int, slots: int) -> Floats:
-    """Return float[L], a lower bound because replicas are whole.
-
-    Experts that must be split need slots: the bound is the least time with enough of them, by bisection.
-    Without spare slots, the rank of the most expensive expert also holds others.
-    """
-    if ranks * slots == token_s.shape[1]:
-        whole = np.sort(token_s + active_s, axis=1)
-        least: Floats = whole[:, -1] + whole[:, : slots - 1].sum(axis=1)
-        return least
-    low, high = np.zeros(len(token_s)), (token_s + active_s).max(axis=1)
-    for _ in range(40):
-        middle = (low + high) / 2
-        spent = np.maximum(middle[:, None] - active_s, 0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            needed = np.where(token_s > 0, np.ceil(token_s / spent - 1e-9), 1.0)
-        fits = np.maximum(needed, 1).sum(axis=1) <= ranks * slots
-        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
-    return low
-
-
-def _quota(relaxed: _Relaxed, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
+def _quota(relaxation: Relaxation, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
     """Return int[n, E, N], replicas by column of ranks, of the layers `at`; None if all ranks are alike."""
-    width = np.bincount(relaxed.column)
+    width = np.bincount(relaxation.column)
     if len(width) == 1 or not len(at):
         return None
     rng = np.random.default_rng(seed)
-    layers = zip(relaxed.share[at], relaxed.price[at], copies, relaxed.lp_s[at], strict=True)
+    layers = zip(relaxation.share[at], relaxation.price[at], copies, relaxation.lp_s[at], strict=True)
     return np.stack(
         [
             round_in_polytope(share * number[:, None], price / number[:, None], width * slots, budget, rng)
             for share, price, number, budget in layers
         ]
     )
-
-
-def round_in_polytope(
-    replicas: Floats, price: Floats, room: Ints, budget_s: float, rng: np.random.Generator
-) -> Ints:
-    """Round fractional replicas by column iteratively, by a random walk (section VI-C).
-
-    Each step goes in a random direction that keeps every tight constraint (an expert's replicas, a
-    column's slots, the budget) until a variable becomes whole or another constraint tight; which of the two
-    ways is drawn so that the expected change is none. If no direction is left, the budget of the column
-    with the fewest fractional variables is dropped, as in iterative relaxation.
-
-    Args:
-        replicas: [E, N], whole row sums.
-        price: [E, N] of one replica, s.
-        room: [N] slots; a column that exceeds them gets no fuller.
-        budget_s: of each column.
-
-    Returns:
-        int[E, N] with the same row sums; column sums within `room`, or rounded if they exceeded it.
-    """
-    whole = np.floor(replicas + 1e-7)
-    part = np.clip(replicas - whole, 0, 1)
-    expert, column = np.nonzero(part > 1e-7)
-    x = part[expert, column]
-    columns = replicas.shape[1]
-    of_expert = (expert == np.unique(expert)[:, None]).astype(np.float64)
-    of_column = (column == np.arange(columns)[:, None]).astype(np.float64)
-    cost = price / max(budget_s, 1e-300)
-    limits = np.concatenate([of_column, of_column * cost[expert, column]])
-    taken = np.concatenate([replicas.sum(axis=0) - room, (replicas * cost).sum(axis=0) - 1])
-    slack = np.maximum(-taken, 0)
-    kept = np.ones(2 * columns, bool)
-    free = np.ones(len(x), bool)
-    while free.any():
-        tight = kept & (slack < 1e-7) & (limits[:, free] != 0).any(axis=1)
-        rows = np.concatenate([of_expert[:, free], limits[tight][:, free]])
-        direction = _null_vector(rows, rng)
-        if direction is None:
-            if not tight.any():  # a single fraction in its row: a rounding error
-                break
-            budgets = np.flatnonzero(tight[columns:])
-            # Experts and slots alone have whole vertices; slots are relaxed last, only by rounding errors.
-            row = (
-                columns + min(budgets, key=lambda n: of_column[n, free].sum())
-                if len(budgets)
-                else int(tight.argmax())
-            )
-            kept[row] = False
-            continue
-        step = np.zeros(len(x))
-        step[free] = direction
-        ahead, back = _reach(x, slack, limits, kept, step), _reach(x, slack, limits, kept, -step)
-        length = ahead if rng.random() * (ahead + back) < back else -back
-        x = x + length * step
-        slack = slack - limits @ (length * step)
-        x = np.where(abs(x - np.round(x)) < 1e-7, np.round(x), x)
-        free &= (x > 0) & (x < 1)
-    whole[expert, column] += np.round(x)
-    return whole.astype(np.int64)
-
-
-def _null_vector(rows: Floats, rng: np.random.Generator) -> Floats | None:
-    """Return a random unit vector orthogonal to all rows; None if there is none."""
-    _, size, basis = np.linalg.svd(rows)
-    free = basis[int((size > 1e-9 * max(1.0, size.max(initial=0.0))).sum()) :]
-    if not len(free):
-        return None
-    vector: Floats = rng.standard_normal(len(free)) @ free
-    return vector / np.linalg.norm(vector)
-
-
-def _reach(x: Floats, slack: Floats, limits: Floats, kept: NDArray[np.bool_], step: Floats) -> float:
-    """Return how far x can go along the step within [0, 1] and the kept limits."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        to_bound = np.where(step > 1e-12, (1 - x) / step, np.where(step < -1e-12, -x / step, np.inf))
-        grows = limits @ step
-        to_limit = np.where(kept & (grows > 1e-9), np.maximum(slack, 0) / grows, np.inf)
-    return float(min(to_bound.min(), to_limit.min()))
 
 
 def _parsed(start: ArrayLike, tokens: Floats, slots: int) -> Ints:

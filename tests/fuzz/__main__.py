@@ -31,8 +31,9 @@ from eldr_serve.client import Client, ServiceError
 from eldr_serve.command_errors import BadInput, run
 from loadgen.progress import progress_bar
 from loadgen.remains import settle
-from tests.fuzz.cases import Case, by_hand, from_openapi, known, mutations
+from tests.fuzz.cases import Case, by_hand, known
 from tests.fuzz.connections import occupied, slow_request
+from tests.fuzz.generated_cases import from_openapi, mutations
 
 _SLOW_TOKENS = 1000
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")

@@ -1,33 +1,19 @@
-"""Hostile requests: by hand, mutated from valid ones (hypothesis), from the OpenAPI document (schemathesis).
+"""Hostile requests written by hand; generated_cases.py makes others.
 
 A case is the bytes of one HTTP request, so that it can also violate HTTP, be stored and be sent again. All
-cases are made from a seed before the first one is sent. Odd values and bodies are in hostile_cases.json.
+cases are made before the first one is sent. Odd values and bodies are in cases.json.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from copy import deepcopy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-try:
-    import requests
-    import schemathesis
-    from hypothesis import HealthCheck, Phase, given, seed, settings
-    from hypothesis import strategies as st
-    from hypothesis.errors import Unsatisfiable
-    from schemathesis import GenerationMode
-    from schemathesis.core.result import Ok
-except ImportError as error:
-    raise SystemExit(f"hostile requests need the packages of eldr-serve[dev]: {error}") from None
 
 # Ray Serve's proxy itself answers 500 if one of these headers is not UTF-8; the service never sees it.
 _READ_BY_PROXY = ("x-request-id", "x-session-id", "serve_multiplexed_model_id")
@@ -72,13 +58,13 @@ def known(model: str) -> list[Case]:
     return [
         case("known", CHAT, {"messages": [{"role": "user", "content": [5]}]}),
         case("known", COMPLETIONS, surrogate),
-        case("known", CHAT, _chat(model, "a\ud800b")),
+        case("known", CHAT, chat(model, "a\ud800b")),
         case("known", "/tokenize", {"model": model, "prompt": "x", "kv_transfer_params": "boom"}),
-        case("known", COMPLETIONS, _completion(model, n=math.nan)),
-        case("known", COMPLETIONS, _completion(model, max_tokens=10**30)),
-        case("known", COMPLETIONS, _completion(model, max_tokens=2**62)),
-        case("known", COMPLETIONS, _completion(model, prompt=["x"] * 1024, n=16384)),
-        case("known", COMPLETIONS, _completion(f"{model}:invented")),
+        case("known", COMPLETIONS, completion(model, n=math.nan)),
+        case("known", COMPLETIONS, completion(model, max_tokens=10**30)),
+        case("known", COMPLETIONS, completion(model, max_tokens=2**62)),
+        case("known", COMPLETIONS, completion(model, prompt=["x"] * 1024, n=16384)),
+        case("known", COMPLETIONS, completion(f"{model}:invented")),
         case("known", "/tokenize", {"model": f"{model}:invented", "prompt": "x"}),
     ]
 
@@ -96,7 +82,7 @@ def by_hand(model: str, admin_key: str | None) -> list[Case]:
 
 
 @cache
-def _tables(model: str) -> dict[str, list[Any]]:
+def tables_for(model: str) -> dict[str, list[Any]]:
     """Return lists of values and parts of bodies, for a model with that id."""
     text = Path(__file__).with_suffix(".json").read_text().replace("MODEL", json.dumps(model)[1:-1])
     tables: dict[str, list[Any]] = _expanded(json.loads(text))
@@ -117,43 +103,43 @@ def _expanded(value: Any) -> Any:
     return {key: _expanded(part) for key, part in value.items()}
 
 
-def _completion(model: str, /, **fields: Any) -> dict[str, Any]:
+def completion(model: str, /, **fields: Any) -> dict[str, Any]:
     return {"model": model, "prompt": "hello", "max_tokens": 4} | fields
 
 
-def _chat(model: str, content: Any = "hello", /, **fields: Any) -> dict[str, Any]:
+def chat(model: str, content: Any = "hello", /, **fields: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 4} | fields
 
 
 def _texts(model: str) -> Iterator[Case]:
     """Yield bodies that are not JSON, or unusual JSON."""
-    for text in _tables(model)["texts"]:
+    for text in tables_for(model)["texts"]:
         yield case("text", COMPLETIONS, text)
         yield case("text", CHAT, text)
     for body in (b"\xff", b"\xef\xbb\xbf{}", b'{"prompt": "\xed\xa0\x80"}', b"\x00" * 100, b"\x80\x04N."):
         yield case("bytes", COMPLETIONS, body)
     for encoding in ("utf-16", "utf-32", "utf-7"):
-        yield case("encoding", COMPLETIONS, json.dumps(_completion(model)).encode(encoding))
+        yield case("encoding", COMPLETIONS, json.dumps(completion(model)).encode(encoding))
         headers = {"content-type": f"application/json; charset={encoding}"}
-        yield case("encoding", COMPLETIONS, _completion(model), headers=headers)
+        yield case("encoding", COMPLETIONS, completion(model), headers=headers)
 
 
 def _fields(model: str) -> Iterator[Case]:
     """Yield each field with values of other types and sizes."""
-    tables = _tables(model)
+    tables = tables_for(model)
     for field in tables["fields"]:
         for odd in tables["odd"]:
-            yield case(f"completion:{field}", COMPLETIONS, _completion(model, **{field: odd}))
-            yield case(f"chat:{field}", CHAT, _chat(model, **{field: odd}))
+            yield case(f"completion:{field}", COMPLETIONS, completion(model, **{field: odd}))
+            yield case(f"chat:{field}", CHAT, chat(model, **{field: odd}))
     for fields in tables["completions"]:
-        yield case("completion", COMPLETIONS, _completion(model, **fields))
+        yield case("completion", COMPLETIONS, completion(model, **fields))
     for name in tables["models"]:
-        for path, body in ((COMPLETIONS, _completion(name)), (CHAT, _chat(name))):
+        for path, body in ((COMPLETIONS, completion(name)), (CHAT, chat(name))):
             yield case("model", path, body)
 
 
 def _messages(model: str) -> Iterator[Case]:
-    tables = _tables(model)
+    tables = tables_for(model)
     for content in tables["contents"]:
         for role in ("user", "system", "assistant", "tool", "developer", "nobody", "", None, 5):
             yield case("content", CHAT, {"model": model, "messages": [{"role": role, "content": content}]})
@@ -165,18 +151,18 @@ def _messages(model: str) -> Iterator[Case]:
         yield case("tool_calls", CHAT, {"model": model, "messages": messages, "max_tokens": 2})
     for offered in tables["tools"]:
         for choice in tables["tool_choices"]:
-            yield case("tools", CHAT, _chat(model, tools=offered, tool_choice=choice))
+            yield case("tools", CHAT, chat(model, tools=offered, tool_choice=choice))
     for messages in tables["messages"]:
         yield case("messages", CHAT, {"model": model, "messages": messages})
     many = [{"role": "user", "content": "x"}] * 2000
     yield case("messages", CHAT, {"model": model, "messages": many})
     for template in tables["templates"]:
-        yield case("template", CHAT, _chat(model, chat_template=template))
+        yield case("template", CHAT, chat(model, chat_template=template))
     for flags in (
         {"continue_final_message": True},
         {"continue_final_message": True, "add_generation_prompt": False},
     ):
-        yield case("template", CHAT, _chat(model, **flags))
+        yield case("template", CHAT, chat(model, **flags))
         yield case(
             "template", CHAT, {"model": model, "messages": [{"role": "assistant", "content": None}]} | flags
         )
@@ -190,7 +176,7 @@ def _nested(levels: int) -> dict[str, Any]:
 
 
 def _other_endpoints(model: str) -> Iterator[Case]:
-    tables = _tables(model)
+    tables = tables_for(model)
     for path, fields in tables["endpoints"]:
         for text in ("", "{", "null", "[" * 300):
             yield case(path, path, text)
@@ -216,8 +202,8 @@ def _other_endpoints(model: str) -> Iterator[Case]:
 
 def _transport(model: str) -> Iterator[Case]:
     """Yield odd headers, and HTTP that breaks off."""
-    body = _completion(model)
-    tables = _tables(model)
+    body = completion(model)
+    tables = tables_for(model)
     for value in tables["content_types"]:
         yield case("content-type", COMPLETIONS, body, headers={"content-type": value})
     yield case("content-type", COMPLETIONS, body, headers={})
@@ -300,149 +286,3 @@ def _administration(key: str | None) -> Iterator[Case]:
     ):
         yield case("policy", "/eldr/policy", text, method="PUT", headers=JSON | keys[-1])
     yield case("table", "/eldr/table", b"x", method="PUT", length=10**9, complete=False)
-
-
-# -- hypothesis ----------------------------------------------------------------------------------
-
-
-def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
-    """Return `count` examples of the strategy; the same number gives the same examples."""
-    found: list[Any] = []
-    if count < 1:
-        return found
-
-    @seed(number)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
-    def take(example: Any) -> None:
-        found.append(example)
-
-    with suppress(Unsatisfiable):  # raised if nothing can be invalid, as in a call without parameters
-        take()
-    return found[:count]
-
-
-_SCALARS = st.one_of(
-    st.sampled_from(_tables("m")["odd"]),
-    st.none(),
-    st.booleans(),
-    st.integers(-200, 200),
-    st.integers(),
-    st.floats(),
-    st.text(st.characters(), max_size=20),
-    st.text("\ud800\udfff\x00\u2028ab{}", max_size=8),
-)
-_KEYS = ["type", "role", "content", "text", "name", "function", "parameters", "json_schema", "schema"]
-_VALUES = st.recursive(
-    _SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(max_size=6) | st.sampled_from(_KEYS), inner, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-def mutations(model: str, count: int, number: int) -> list[Case]:
-    """Return valid bodies with some fields, parts or bytes replaced."""
-    bodies = [
-        (COMPLETIONS, _completion(model)),
-        (COMPLETIONS, _completion(model, stream=True, logprobs=1, stop=["x"], seed=1)),
-        (COMPLETIONS, _completion(model, prompt=[1, 2, 3], n=2)),
-        (CHAT, _chat(model, logprobs=True, top_logprobs=1)),
-        (CHAT, _chat(model, [{"type": "text", "text": "x"}], stream=True)),
-        (CHAT, _chat(model, response_format={"type": "json_object"}, tools=[], tool_choice="auto")),
-        ("/tokenize", {"model": model, "prompt": "x"}),
-        ("/detokenize", {"model": model, "tokens": [1]}),
-        ("/v1/embeddings", {"model": model, "input": "x"}),
-        ("/v1/score", {"model": model, "text_1": "x", "text_2": "y"}),
-    ]
-
-    @st.composite
-    def mutated(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
-        path, valid = draw(st.sampled_from(bodies))
-        body = json.loads(json.dumps(valid))
-        for _ in range(draw(st.integers(1, 3))):
-            body = _mutated(body, draw)
-        raw = json.dumps(body).encode(errors="surrogatepass")
-        if draw(st.integers(0, 9)) == 9:
-            at = draw(st.integers(0, len(raw)))
-            raw = raw[:at] + draw(st.binary(max_size=4)) + raw[at + draw(st.integers(0, 3)) :]
-        return case(f"mutation:{path}", path, raw)
-
-    found: dict[Case, None] = {}
-    while len(found) < count:  # examples may repeat
-        number += 1
-        found |= dict.fromkeys(_collect(mutated(), max(count - len(found), 50), number))
-    return list(found)[:count]
-
-
-def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
-    """Return the body with one value replaced, removed or added."""
-    if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
-        return deepcopy(draw(_VALUES))  # a copy, since the strategy may return one object several times
-    if isinstance(body, list):
-        at = draw(st.integers(0, len(body) - 1))
-        body[at] = _mutated(body[at], draw)
-        return body
-    kind = draw(st.integers(0, 5))
-    if kind < 2:
-        body[draw(st.sampled_from(_tables("m")["fields"]))] = deepcopy(draw(_VALUES))
-        return body
-    key = draw(st.sampled_from(sorted(body)))
-    if kind == 2:
-        del body[key]
-    else:
-        body[key] = _mutated(body[key], draw)
-    return body
-
-
-# -- schemathesis --------------------------------------------------------------------------------
-
-
-def from_openapi(
-    document: dict[str, Any], model: str, admin_key: str | None, count: int, number: int
-) -> list[Case]:
-    """Return as many valid requests by the document as invalid ones, evenly over its operations.
-
-    A body that names a model gets the served one: with any other, the service would check nothing else.
-    """
-    schema = schemathesis.openapi.from_dict(document)
-    operations = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
-    modes = [GenerationMode.NEGATIVE, GenerationMode.POSITIVE]
-    plans = [(operation, mode) for mode in modes for operation in operations]
-    found: list[Case] = []
-    for index, (operation, mode) in enumerate(plans):
-        share = (count - len(found)) // (len(plans) - index)
-        strategy = operation.as_strategy(generation_mode=mode)
-        for generated in _collect(strategy, share, number + index):
-            if isinstance(generated.body, dict) and "model" in generated.body:
-                generated.body["model"] = model
-            found.append(_sent(generated, admin_key))
-    return found
-
-
-def _sent(generated: Any, admin_key: str | None) -> Case:
-    arguments = generated.as_transport_kwargs(base_url="http://eldr")
-    prepared = requests.Request(**arguments).prepare()
-    url = urlsplit(prepared.url or "/")
-    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-    headers = {name.lower(): value for name, value in prepared.headers.items()}
-    body = prepared.body or b""
-    kept = {k: str(value) for k, value in headers.items() if k not in ("content-length", "connection")}
-    if admin_key and target.startswith("/eldr/"):
-        kept["authorization"] = f"Bearer {admin_key}"
-    label = f"openapi:{generated.method} {generated.operation.path}"
-    return case(label, target, _bytes(body), method=prepared.method or "GET", headers=kept)
-
-
-def _bytes(body: Any) -> bytes:
-    if isinstance(body, Iterable) and not isinstance(body, bytes | str):
-        return b"".join(_bytes(part) for part in body)
-    return body.encode(errors="surrogatepass") if isinstance(body, str) else bytes(body)

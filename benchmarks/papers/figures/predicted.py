@@ -10,49 +10,54 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from transformers import AutoTokenizer
 
 from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed
-from benchmarks.papers.figures.eldr import BALANCERS, COST, TASKS
+from benchmarks.papers.figures.eldr import BALANCERS, COST
+from benchmarks.papers.figures.predicted_signatures import (
+    SIZES,
+    USUAL,
+    Counts,
+    Floats,
+    Index,
+    as_counts,
+    decode_frequencies,
+    fit_and_test,
+    fitted_predictor,
+    frequencies_of,
+    gptoss_prompts,
+    members_by_domain,
+    members_of_group,
+    online_counts,
+    predicted_counts,
+    prompts_of,
+    recent_mean_counts,
+)
 from benchmarks.papers.signature_methods import Prompts, chi_square_ridge, methods_for
-from eldr_serve.command_errors import BadInput
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.clustering import balanced_kmeans
 from eldr_serve.experts.fitting.quality import inverse_document_frequency
-from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature import SignatureSpec
-from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.scheduling import StepCost, make_policy
-from examples.demo_model import WEIGHTS
 from loadgen.statistics import paired_change_percent
-from offline.gptoss import read_gptoss, read_records
-from offline.predictor import agreement, expert_frequencies, fit_signature_predictor, token_shares
-from offline.scenario import observed, routes_of
+from offline.predictor import agreement
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
 
 GROUPS = ("all", "language", "task")
-SIZES = (50, 100, 300, 1000)  # calibration prompts
-USUAL = 300
 WORKERS = (8, 16)
 BATCH = 16  # mean requests a worker that arrivals aim at
 PER_WORKER = 150  # requests
 MEASURED = 500  # prompts that methods are compared on
 LEARNT = 600  # prompts of a stream before, and after, its domains change
-Counts = NDArray[np.float32]
-Floats = NDArray[np.float64]
-Index = NDArray[np.int64]
 
 
 def methods(options: Options) -> Rows:
     """Every method fitted on 300 prompts, and the served one on fewer and more."""
-    prompts = _prompts(options)
+    prompts = prompts_of(options)
     known = methods_for(prompts.trace)
     experts = Experts.replayed(prompts.trace)
     served = "served predictor, rank 64"
@@ -61,7 +66,7 @@ def methods(options: Options) -> Rows:
 
     def run(case: tuple[str, str, int], seed: int) -> dict[str, float]:
         group, name, size = case
-        fit, test = _split(prompts.trace, group, size, seed)
+        fit, test = fit_and_test(prompts.trace, group, size, seed)
         test = test[:MEASURED]
         predicted = known[name](prompts[fit], prompts[test])
         return _accuracy(prompts, fit, test, predicted) | {
@@ -79,17 +84,17 @@ def methods(options: Options) -> Rows:
 
 def placement(options: Options) -> Rows:
     """`marginal-cost` told true and predicted signatures, against the best balancer."""
-    prompts = _prompts(options)
+    prompts = prompts_of(options)
     trace = prompts.trace
 
     def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, float]]:
         group, workers = case
-        _, test = _split(trace, group, max(SIZES), seed)
+        _, test = fit_and_test(trace, group, max(SIZES), seed)
         told = {"true prefill": trace.prefill_counts.astype(np.float32)}
-        told["true decode"] = _as_counts(trace, trace.decode_probability)
+        told["true decode"] = as_counts(trace, trace.decode_probability)
         for size in SIZES:
-            fit, _ = _split(trace, group, size, seed)
-            told[f"predicted, {size} prompts"] = _predicted(trace, _fitted(trace, fit), test)
+            fit, _ = fit_and_test(trace, group, size, seed)
+            told[f"predicted, {size} prompts"] = predicted_counts(trace, fitted_predictor(trace, fit), test)
         return _placed(trace, told, test, workers, options, seed)
 
     return _gains(options, [(group, k) for group in GROUPS for k in WORKERS], run)
@@ -97,20 +102,20 @@ def placement(options: Options) -> Rows:
 
 def held_out(options: Options) -> Rows:
     """Each domain predicted by a fit on 300 prompts of the workload's other domains."""
-    trace = _prompts(options).trace
+    trace = prompts_of(options).trace
 
     def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, float]]:
         group, workers = case
-        fit, test = _split(trace, group, USUAL, seed)
-        among = _members(trace, group)
+        fit, test = fit_and_test(trace, group, USUAL, seed)
+        among = members_of_group(trace, group)
         strange = np.zeros(trace.prefill_counts.shape, np.float32)
-        for part in _domains(trace, among):
+        for part in members_by_domain(trace, among):
             rest = np.random.default_rng(seed).permutation(np.setdiff1d(among, part))[:USUAL]
             mine = np.intersect1d(part, test)
-            strange[mine] = _predicted(trace, _fitted(trace, rest), mine)[mine]
+            strange[mine] = predicted_counts(trace, fitted_predictor(trace, rest), mine)[mine]
         told = {
             "true prefill": trace.prefill_counts.astype(np.float32),
-            "predicted, own domain seen": _predicted(trace, _fitted(trace, fit), test),
+            "predicted, own domain seen": predicted_counts(trace, fitted_predictor(trace, fit), test),
             "predicted, own domain not seen": strange,
         }
         return _placed(trace, told, test, workers, options, seed)
@@ -120,20 +125,20 @@ def held_out(options: Options) -> Rows:
 
 def shift(options: Options) -> Rows:
     """Half of the domains give way to the other half, of which the fit saw nothing; with a refit online."""
-    trace = _prompts(options).trace
+    trace = prompts_of(options).trace
 
     def run(case: str, seed: int) -> dict[str, dict[str, float]]:
         rng = np.random.default_rng(seed)
-        among = _members(trace, case)
-        parts = _domains(trace, among)
+        among = members_of_group(trace, case)
+        parts = members_by_domain(trace, among)
         halves = np.array_split(rng.permutation(len(parts)), 2)
         before, after = (rng.permutation(np.concatenate([parts[n] for n in half])) for half in halves)
         fit, stream = before[:USUAL], np.concatenate([before[USUAL:][:LEARNT], after[:LEARNT]])
-        predictor = _fitted(trace, fit)
+        predictor = fitted_predictor(trace, fit)
         told = {"true prefill": trace.prefill_counts.astype(np.float32)}
-        told["frozen"] = _predicted(trace, predictor, stream)
-        told["online"] = _online(trace, predictor, stream)
-        told["mean of recent prompts"] = _recent_mean(trace, predictor, stream)
+        told["frozen"] = predicted_counts(trace, predictor, stream)
+        told["online"] = online_counts(trace, predictor, stream)
+        told["mean of recent prompts"] = recent_mean_counts(trace, predictor, stream)
         changed = len(before[USUAL:][:LEARNT])
         found = _placed(trace, told, stream, 8, options, seed, in_order=True, since=changed)
         for name, counts in told.items():
@@ -143,7 +148,7 @@ def shift(options: Options) -> Rows:
             }.items():  # fmt: skip
                 there = stream[start:end]
                 frequency, truth, mean = (
-                    _flat(trace, c, there)
+                    frequencies_of(trace, c, there)
                     for c in (counts, trace.prefill_counts, told["mean of recent prompts"])
                 )
                 found[name][f"{part}_cosine"] = agreement(frequency, truth, mean)["cosine"]
@@ -156,10 +161,10 @@ def shift(options: Options) -> Rows:
 
 def gptoss(options: Options) -> Rows:
     """GPT-OSS-20B: its prompts' text, by another model's tokenizer, foretells its decode; by five folds."""
-    prompts = _gptoss_prompts(options.trace("GPT-OSS-20B records"))
+    prompts = gptoss_prompts(options.trace("GPT-OSS-20B records"))
     trace = prompts.trace
     everyone = np.arange(len(trace.ids))
-    decode = _decode(trace)
+    decode = decode_frequencies(trace)
 
     def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, float]]:
         predicted, means = np.zeros_like(prompts.frequencies), np.zeros_like(prompts.frequencies)
@@ -172,7 +177,7 @@ def gptoss(options: Options) -> Rows:
             "true decode": decode,
             "predicted, four fifths": np.maximum(predicted, 0),
         }
-        counts = {name: _as_counts(trace, frequency) for name, frequency in told.items()}
+        counts = {name: as_counts(trace, frequency) for name, frequency in told.items()}
         found = _placed(trace, counts, everyone, case[1], options, seed)
         for name, frequency in told.items():
             found[name]["cosine"] = agreement(frequency, decode, means)["cosine"]
@@ -181,121 +186,9 @@ def gptoss(options: Options) -> Rows:
     return _gains(options, [("GPT-OSS-20B", k) for k in WORKERS], run)
 
 
-# -- prompts ----------------------------------------------------------------------------------------
-
-
-def _prompts(options: Options) -> Prompts:
-    path = options.trace("a calibration trace with routes and token ids (offline.calibrate --routes)")
-    trace = observed(routes_of(path))
-    if trace.routes is None or trace.token_ids is None:
-        raise BadInput(f"{path} has no routes or no token ids; make it with offline.calibrate --routes")
-    return Prompts.of(trace)
-
-
-def _members(trace: CalibrationTrace, group: str) -> Index:
-    task = np.isin(trace.domains, TASKS)
-    found = np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[group])
-    if len(found) <= 2 * USUAL:
-        raise BadInput(f"the trace has {len(found)} prompts of the workload {group}, too few")
-    return found
-
-
-def _split(trace: CalibrationTrace, group: str, size: int, seed: int) -> tuple[Index, Index]:
-    """Prompts to fit on, nested by size, and those to measure with, the same for every size."""
-    order = np.random.default_rng(seed).permutation(_members(trace, group))
-    most = min(max(SIZES), len(order) // 2)
-    return order[: min(size, most)], order[most:]
-
-
-def _domains(trace: CalibrationTrace, among: Index) -> list[Index]:
-    """The prompts of each domain; those of less than 50 prompts together."""
-    names = np.array(trace.domains)[among]
-    parts = [among[names == name] for name in np.unique(names)]
-    rare = [part for part in parts if len(part) < 50]
-    return [part for part in parts if len(part) >= 50] + ([np.concatenate(rare)] if rare else [])
-
-
-def _gptoss_prompts(path: Path) -> Prompts:
-    """The records whose prompt is given; their first steps stand in for prefill, as in `read_gptoss`.
-
-    Tokens are the demo model's: GPT-OSS's tokenizer is not at hand.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
-    text = {str(r["id"]): r["prompt"] for r, _ in read_records(path) if r.get("prompt")}
-    trace = read_gptoss(path)
-    kept = np.flatnonzero([name in text for name in trace.ids])
-    offsets = np.concatenate([[0], np.cumsum(trace.decode_steps[kept], dtype=np.int64)])
-    trace = replace(trace.subset(kept), routes=trace.decode_routes(kept), route_offsets=offsets)
-    tokens = [np.array(tokenizer.encode(text[name])) for name in trace.ids]
-    return Prompts(trace, token_shares(tokens, len(tokenizer)), expert_frequencies(trace))
-
-
-# -- signatures -------------------------------------------------------------------------------------
-
-
-def _fitted(trace: CalibrationTrace, fit: Index) -> SignaturePredictor:
-    return fit_signature_predictor(trace.subset(fit))[0]
-
-
-def _predicted(trace: CalibrationTrace, predictor: SignaturePredictor, members: Index) -> Counts:
-    """float32[N, L, E], counts of the members; zeros elsewhere."""
-    prompts = trace.prompts
-    found = np.zeros(trace.prefill_counts.shape, np.float32)
-    for member in members:
-        found[member] = predictor.predict(prompts[member])
-    return found
-
-
-def _recent_mean(trace: CalibrationTrace, predictor: SignaturePredictor, stream: Index) -> Counts:
-    """Of each prompt of the stream, what the mean of those shortly before it would say."""
-    found = np.zeros(trace.prefill_counts.shape, np.float32)
-    mean = predictor.mean.copy()
-    for member in stream:
-        tokens = trace.prompt_tokens[member]
-        found[member] = tokens * mean
-        mean += (trace.prefill_counts[member] / tokens - mean) / 64
-    return found
-
-
-def _online(trace: CalibrationTrace, predictor: SignaturePredictor, stream: Index) -> Counts:
-    """Each prompt is predicted, then its true counts learnt; the recent mean while the predictor is off."""
-    prompts = trace.prompts
-    online = OnlinePredictor(predictor)
-    found = _recent_mean(trace, predictor, stream)
-    for member in stream:
-        predicted = online.predict(prompts[member])
-        if predicted is not None:
-            found[member] = predicted
-        online.observe(prompts[member], trace.prefill_counts[member])
-    return found
-
-
-def _as_counts(trace: CalibrationTrace, frequencies: NDArray[Any]) -> Counts:
-    """float32[N, L, E] of frequencies [N, L*E]: as if each prompt token had used the experts so often."""
-    shape = trace.prefill_counts.shape
-    counts: Counts = (frequencies.reshape(shape) * trace.prompt_tokens[:, None, None]).astype(np.float32)
-    return counts
-
-
-def _decode(trace: CalibrationTrace) -> Floats:
-    """float64[N, L*E], what decode used."""
-    return trace.decode_probability.reshape(len(trace.ids), -1).astype(np.float64)
-
-
-def _flat(trace: CalibrationTrace, counts: NDArray[Any], members: Index) -> Floats:
-    """float64[n, L*E], frequencies."""
-    found: NDArray[np.float64] = (
-        counts[members].reshape(len(members), -1) / trace.prompt_tokens[members, None]
-    )
-    return found
-
-
-# -- measures ---------------------------------------------------------------------------------------
-
-
 def _accuracy(prompts: Prompts, fit: Index, test: Index, predicted: Floats) -> dict[str, float]:
     """Against the truth of decode, and of prefill; deviations from the means of the prompts fitted on."""
-    decode = _decode(prompts.trace)
+    decode = decode_frequencies(prompts.trace)
     mean = prompts.frequencies[fit].mean(axis=0)
     found = agreement(predicted, prompts.frequencies[test], mean)
     shifted = predicted - mean + decode[fit].mean(axis=0)

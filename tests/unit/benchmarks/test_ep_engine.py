@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.engine.ep_engine import PHASES, choice_rows, shift_rows, spread
+from benchmarks.engine.ep_engine import spread
 from benchmarks.lib.ep_engine import Decoded
+from benchmarks.lib.ep_rows import PHASES, choice_rows, shift_rows
 from benchmarks.lib.ep_turns import SKIPPED, disjoint, in_turns, summary
 from eldr_serve.command_errors import BadInput
 from eldr_serve.experts.placement import placement_id

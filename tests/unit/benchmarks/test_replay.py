@@ -16,9 +16,10 @@ from benchmarks.lib import replay
 from benchmarks.lib.capture import Captured
 from benchmarks.lib.engine_pool import EnginePool, Served
 from benchmarks.lib.engines import device_kwargs
-from benchmarks.lib.replay import LAYERS, Arm, Bench, Case, Load, loads_of
+from benchmarks.lib.replay import Arm, Bench, Case, Load, loads_of
 from benchmarks.lib.replay_command import chosen_arms
 from benchmarks.lib.replay_engine import BLOCK, Arrival, Steps, aligned
+from benchmarks.lib.replay_rows import LAYERS
 from eldr_serve.command_errors import BadInput
 from eldr_serve.engine.vllm.config import engine_kwargs
 from loadgen.journal import Journal

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from in_process import command, sentence
 
+from benchmarks.lib import whole_report
 from benchmarks.lib.client import Answer
 from benchmarks.lib.engines import plain_engine_kwargs
 from benchmarks.lib.normalised_time import NormalisedTime
@@ -120,20 +121,20 @@ def test_a_trial_waits_for_the_slowest_that_counts() -> None:
 
 def test_ours_is_compared_with_each_other_system_round_by_round() -> None:
     """What a round's machine does to all systems alike is in no change."""
-    zeros = dict.fromkeys((*whole_replicas.METRICS, "requests", "failures"), 1.0)
+    zeros = dict.fromkeys((*whole_report.METRICS, "requests", "failures"), 1.0)
     trials = {
         f"{number}/sessions/{system}": zeros | {"tpot_p50_ms": tpot * slow, "cpu_ms": {"engines": slow}}
         for number, slow in enumerate((1.0, 2.0, 4.0))
-        for system, tpot in ((whole_replicas.OURS, 9.0), ("vllm-router/cache_aware", 10.0))
+        for system, tpot in ((whole_report.OURS, 9.0), ("vllm-router/cache_aware", 10.0))
     }
-    rows = whole_replicas._rows(trials, [whole_replicas.OURS, "vllm-router/cache_aware"], ["sessions"])
+    rows = whole_report.rows(trials, [whole_report.OURS, "vllm-router/cache_aware"], ["sessions"])
     ours, other = rows
-    assert (ours["system"], ours["rounds"], ours["tpot_p50_ms"]) == (whole_replicas.OURS, 3, 18)
+    assert (ours["system"], ours["rounds"], ours["tpot_p50_ms"]) == (whole_report.OURS, 3, 18)
     assert not any(key.startswith("ours_") for key in ours)
     assert [other[f"ours_tpot_p50_pct{end}"] for end in ("", "_low", "_high")] == pytest.approx([-10] * 3)
     assert other["engines_cpu_ms"] == 2
     for found in trials.values():
-        found |= whole_replicas._means(
+        found |= whole_report.means(
             {
                 "server_ttft_sum": 1.0,
                 "server_ttft_count": 2,
@@ -147,15 +148,15 @@ def test_ours_is_compared_with_each_other_system_round_by_round() -> None:
                 "server_queue_count": 6,
             },
         )
-    (row,) = whole_replicas._rows(trials, [whole_replicas.OURS], ["sessions"])
+    (row,) = whole_report.rows(trials, [whole_report.OURS], ["sessions"])
     assert (row["server_ttft_mean_ms"], row["server_queue_mean_ms"]) == (500, 250)
     before, after = (
         {"steps": 2.0, "active": 10.0, "batch": 4.0},
         {"steps": 6.0, "active": 90.0, "batch": 36.0},
     )
-    assert whole_replicas._means(before, after) == {"active_experts": 20, "batch_size": 8}
+    assert whole_report.means(before, after) == {"active_experts": 20, "batch_size": 8}
     # A system that a stopped run has not come to has no row.
-    assert whole_replicas._rows(trials, ["eldr/random"], ["sessions"]) == []
+    assert whole_report.rows(trials, ["eldr/random"], ["sessions"]) == []
 
 
 def test_a_system_is_not_blamed_for_the_cores_that_its_trial_met() -> None:
@@ -165,17 +166,17 @@ def test_a_system_is_not_blamed_for_the_cores_that_its_trial_met() -> None:
     of_core = np.column_stack([at, [1e-3 * slowdown[int(t // 100)] for t in at], 0 * at, 100 * at])
     trials = {}
     for n, slow in enumerate(slowdown):
-        system = ("vllm-router/round_robin", "vllm-router/power_of_two", whole_replicas.OURS)[n % 3]
-        ms = slow * (7.5 if system == whole_replicas.OURS else 10.0)
-        times = dict.fromkeys(whole_replicas.METRICS, ms) | {"requests_per_s": 1 / ms}
+        system = ("vllm-router/round_robin", "vllm-router/power_of_two", whole_report.OURS)[n % 3]
+        ms = slow * (7.5 if system == whole_report.OURS else 10.0)
+        times = dict.fromkeys(whole_report.METRICS, ms) | {"requests_per_s": 1 / ms}
         cpu = {"engines": 2 * ms, "proxy": ms}
         span = [100.0 * n + 10.0, 100.0 * n + 90.0]
         trials[f"{n // 3}/sessions/{system}"] = times | {"span": span, "cpu_ms": cpu}
-    even = whole_replicas._even(trials, NormalisedTime([of_core]))
+    even = whole_report.at_mean_speed(trials, NormalisedTime([of_core]))
     ratio = {k: found["tpot_p50_ms"] / 10.0 for k, found in even.items()}
     same = next(iter(ratio.values()))
     for key, found in even.items():
-        share = 0.75 if key.endswith(whole_replicas.OURS) else 1.0
+        share = 0.75 if key.endswith(whole_report.OURS) else 1.0
         assert ratio[key] == pytest.approx(share * same, rel=0.05)
         assert 1 / found["requests_per_s"] == pytest.approx(found["tpot_p50_ms"])
         assert found["cpu_ms"]["engines"] == pytest.approx(2 * found["engine_ms_per_token"], rel=1e-6)

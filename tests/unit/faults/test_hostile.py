@@ -13,8 +13,9 @@ import pytest
 from in_process import python, sentence
 
 from tests.fuzz.__main__ import _read, send, send_all
-from tests.fuzz.cases import Case, by_hand, case, known, mutations
+from tests.fuzz.cases import Case, by_hand, case, known
 from tests.fuzz.connections import occupied, slow_request
+from tests.fuzz.generated_cases import mutations
 
 OK = b"HTTP/1.1 200 OK\r\n\r\n{}"
 

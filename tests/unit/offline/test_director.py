@@ -12,7 +12,8 @@ from numpy.typing import ArrayLike
 
 from eldr_serve.experts.placement import Topology, hosts_of
 from offline.placement.cost import LayerCost
-from offline.placement.director import director_placement, placed_work, round_in_polytope
+from offline.placement.director import director_placement, placed_work
+from offline.placement.rounding import round_in_polytope
 
 COST = LayerCost(fixed_s=1e-4, per_expert_s=2e-6, per_token_s=1e-7, near_byte_s=1e-11, far_byte_s=1e-10)
 BYTES = 2000.0

@@ -11,7 +11,7 @@ from in_process import command, sentence
 from traces import favourites_trace, saved
 
 from benchmarks.papers import signature_methods
-from benchmarks.papers.figures import predicted
+from benchmarks.papers.figures import predicted, predicted_signatures
 from benchmarks.papers.figures.common import Options
 from benchmarks.papers.reproduce import reproduce
 
@@ -29,20 +29,21 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(monkeypatch: pytest.MonkeyPatch, observed: Path) -> Options:
     for name, value in {"SIZES": (20, 40), "USUAL": 40, "WORKERS": (4,), "LEARNT": 80}.items():
         monkeypatch.setattr(predicted, name, value)
+        monkeypatch.setattr(predicted_signatures, name, value, raising=False)
     monkeypatch.setattr(predicted, "GROUPS", ("all", "task"))
     return Options((observed,), requests=240, seeds=(0, 1))
 
 
 def test_what_is_measured_was_not_fitted_on(small: Options) -> None:
-    trace = predicted._prompts(small).trace
+    trace = predicted_signatures.prompts_of(small).trace
     for group in ("all", "language", "task"):
-        parts = [predicted._split(trace, group, size, seed=3) for size in (20, 40)]
+        parts = [predicted_signatures.fit_and_test(trace, group, size, seed=3) for size in (20, 40)]
         (few, _), (more, test) = parts
         assert set(few) < set(more)
         assert not set(more) & set(test)
         assert (parts[0][1] == test).all()
-    among = predicted._members(trace, "all")
-    domains = predicted._domains(trace, among)
+    among = predicted_signatures.members_of_group(trace, "all")
+    domains = predicted_signatures.members_by_domain(trace, among)
     assert sorted(np.concatenate(domains)) == sorted(among)
     assert all(len({trace.domains[i] for i in part}) == 1 for part in domains)
 
@@ -72,7 +73,7 @@ def test_placement_gains_by_predicted_signatures(small: Options) -> None:
 
 
 def test_an_answer_of_one_token_counts_in_no_tpot(small: Options) -> None:
-    trace = predicted._prompts(small).trace
+    trace = predicted_signatures.prompts_of(small).trace
     assert trace.routes is not None
     assert trace.route_offsets is not None
     gone = int(trace.route_offsets[1]) - 1

@@ -1,0 +1,109 @@
+"""The result tables of the benchmarks of EP engines, with the papers' figures beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from loadgen.statistics import median_ci, paired_change_percent
+
+PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains
+BASE = "linear, none"  # at replication 1
+EVEN = "eplb, even"
+# METRO: of EPLB's spread at replication 1.5 and more against no replicas, and of its own choice against it.
+_PAPER_EVEN = {"paper_experts_pct": 30.0, "paper_step_pct": 14.0}
+_PAPER_METRO = {"paper_experts_pct": -42.3}
+# GRACE-MoE's groups against linear blocks within a node, three models: benchmarks/papers/figures/grace.py.
+_PAPER_GRACE = {"paper_moved_pct": "-10.0 / -25.1 / -35.8"}
+_PAPER_PROACTIVE = "-39..-58"  # DIRECTOR's proactive placement on 32 GPUs against a static one
+
+
+def choice_rows(
+    measured: dict[tuple[float, str], list[dict[str, Any]]], batch: int, seed: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each arm from what was measured in each round."""
+    base = next(found for (ratio, name), found in measured.items() if (ratio, name) == (1.0, BASE))
+    for (ratio, name), found in measured.items():
+        placement, choice = name.split(", ")
+        even = measured.get((ratio, EVEN))
+        papers: Mapping[str, float | str] = {}
+        if name == EVEN and ratio >= 1.5:
+            papers = _PAPER_EVEN
+        elif choice == "metro":
+            papers = _PAPER_METRO
+        elif name == "grace, none":
+            papers = _PAPER_GRACE
+        yield {
+            "replication": ratio, "batch_size": batch, "placement": placement, "choice": choice,
+            **_interval("step", found),
+            **_means(found, ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct",
+                             "moved_a_token")),
+            **_change("change", found, base, "step_ms", seed),
+            **(_change("even", found, even, "step_ms", seed) if even else {}),
+            **({"even_experts_pct": _mean_pct(found, even, "worst_rank_experts")} if even else {}),
+            "none_experts_pct": _mean_pct(found, base, "worst_rank_experts"),
+            "none_moved_pct": _mean_pct(found, base, "moved_a_token"),
+            "requests_equal_pct": _equal_pct(found, base),
+            "paper_experts_pct": None, "paper_step_pct": None, "paper_moved_pct": None, **papers,
+        }  # fmt: skip
+
+
+def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each arm and phase from what was measured in each round and window."""
+    windows = len(measured["offline"][0])
+    middle = windows // 2
+    parts = dict(
+        zip(PHASES, (range(middle), range(middle, middle + 1), range(middle + 1, windows)), strict=True)
+    )
+    for name, turns in measured.items():
+        for phase, part in parts.items():
+            found, base = (
+                [turn[window] for turn in of for window in part] for of in (turns, measured["offline"])
+            )
+            yield {
+                "placement": name, "phase": phase, "windows": len(found),
+                **_interval("step", found),
+                **_change("step", found, base, "step_ms", seed),
+                "with_moves_ms": float(np.median([one["with_moves_ms"] for one in found])),
+                **_change("with_moves", found, base, "with_moves_ms", seed),
+                **_means(found, ("worst_rank_experts", "worst_rank_pairs")),
+                **_means(
+                    found, ("plan_ms", "migration_ms", "experts_moved", "slices", "slices_left")
+                ),
+                "requests_equal_pct": _equal_pct(found, base),
+                "paper_pct": _PAPER_PROACTIVE if name == "proactive" else None,
+            }  # fmt: skip
+
+
+def _interval(name: str, found: list[dict[str, Any]]) -> dict[str, float]:
+    value, low, high = median_ci([one[f"{name}_ms"] for one in found])
+    return {f"{name}_ms": value, f"{name}_low_ms": low, f"{name}_high_ms": high}
+
+
+def _means(found: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, float]:
+    return {key: float(np.mean([one[key] for one in found])) for key in keys}
+
+
+def _change(
+    name: str, found: list[dict[str, Any]], base: list[dict[str, Any]], key: str, seed: int
+) -> dict[str, float]:
+    mine, its = (np.array([one[key] for one in of]) for of in (found, base))
+    change = paired_change_percent(mine, its, np.median, seed=seed)
+    return dict(zip((f"{name}_pct", f"{name}_low_pct", f"{name}_high_pct"), change, strict=True))
+
+
+def _mean_pct(found: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> float:
+    mine, its = (float(np.mean([one[key] for one in of])) for of in (found, base))
+    return 100 * (mine / its - 1)
+
+
+def _equal_pct(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> float:
+    """Return the share of answers that are equal, %."""
+    pairs = [
+        mine == its
+        for one, other in zip(found, base, strict=True)
+        for mine, its in zip(one["answers"], other["answers"], strict=True)
+    ]
+    return 100 * float(np.mean(pairs))

@@ -1,0 +1,86 @@
+"""The result table of the comparison of whole replicas."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib.normalised_time import NormalisedTime, felt
+from loadgen.statistics import median_ci
+
+OURS = "eldr/marginal-cost"
+METRICS = (
+    "tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms", "ttft_p99_ms", "latency_p50_ms", "requests_per_s",
+    "engine_ms_per_token",
+)  # fmt: skip
+SERVER_TIMES = {"server_ttft": "time_to_first_token", "server_queue": "request_queue_time"}
+STEPS = {"active_experts": "active", "batch_size": "batch"}
+
+
+def means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Return means between two readings of sums: of plain servers' times, or of our engines' steps."""
+    steps = after.get("steps", 0.0) - before.get("steps", 0.0)
+    return {name: (after[key] - before[key]) / steps for name, key in STEPS.items() if steps > 0} | {
+        f"{name}_mean_ms": 1000
+        * (after[f"{name}_sum"] - before[f"{name}_sum"])
+        / max(1.0, after[f"{name}_count"] - before[f"{name}_count"])
+        for name in SERVER_TIMES
+        if f"{name}_sum" in after
+    }
+
+
+def at_mean_speed(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> dict[str, dict[str, Any]]:
+    """Return the trials with METRICS and CPU times normalised to the cores' mean speed.
+
+    Each trial also has the divisors: `slow`, and `slow_cpu` for CPU times, which exclude the time that the
+    hypervisor took.
+    """
+    cases = [key.partition("/")[2] for key in trials]
+    slowdowns = [clock.slowdown(*found["span"]) for found in trials.values()]
+    took = [found["engine_ms_per_token"] for found in trials.values()]
+    clock = clock.as_felt(felt(cases, slowdowns, took))
+    normalised = {}
+    for key, found in trials.items():
+        start, end = found["span"]
+        slow, slow_cpu = (end - start) / clock.seconds(start, end), clock.slowdown(start, end)
+        by = dict.fromkeys(METRICS, slow) | {"requests_per_s": 1 / slow, "engine_ms_per_token": slow_cpu}
+        normalised[key] = found | {name: found[name] / by[name] for name in METRICS}
+        normalised[key]["cpu_ms"] = {part: ms / slow_cpu for part, ms in found["cpu_ms"].items()}
+        normalised[key] |= {"slow": slow, "slow_cpu": slow_cpu}
+    return normalised
+
+
+def rows(trials: dict[str, dict[str, Any]], systems: list[str], workloads: list[str]) -> list[dict[str, Any]]:
+    """Return medians over rounds; `trials` has the keys `ROUND/WORKLOAD/SYSTEM`."""
+    table = []
+    by_case: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for key, found in trials.items():
+        number, workload, system = key.split("/", 2)
+        by_case.setdefault((workload, system), {})[number] = found
+    for workload, system in product(workloads, systems):
+        mine, ours = by_case.get((workload, system), {}), by_case.get((workload, OURS), {})
+        if not mine:
+            continue
+        row: dict[str, Any] = {"workload": workload, "system": system, "rounds": len(mine)}
+        for name in ("requests", "failures"):
+            row[name] = sum(found[name] for found in mine.values())
+        for name in METRICS:
+            _put(row, name, [found[name] for found in mine.values()])
+        for name in METRICS:
+            pairs = [(ours[n][name], mine[n][name]) for n in mine if n in ours]
+            if system != OURS and pairs:
+                _put(row, f"ours_{name.removesuffix('_ms')}_pct", [100 * (a / b - 1) for a, b in pairs])
+        for name in (*STEPS, *(f"{name}_mean_ms" for name in SERVER_TIMES)):
+            if known := [found[name] for found in mine.values() if name in found]:
+                row[name] = float(np.median(known))
+        for part in sorted({part for found in mine.values() for part in found["cpu_ms"]}):
+            of_part = [found["cpu_ms"].get(part, 0.0) for found in mine.values()]
+            row[f"{part}_cpu_ms"] = float(np.median(of_part))
+        table.append(row)
+    return table
+
+
+def _put(row: dict[str, Any], name: str, values: list[float]) -> None:
+    row[name], row[f"{name}_low"], row[f"{name}_high"] = median_ci(values)

@@ -1,0 +1,135 @@
+"""Prompts of a capture, and what placement can be told about their experts.
+
+Shapes: N prompts, L layers, E experts. A capture is a calibration trace with routes and token ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoTokenizer
+
+from benchmarks.papers.figures.common import Options
+from benchmarks.papers.figures.eldr import TASKS
+from benchmarks.papers.signature_methods import Prompts
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.online_predictor import OnlinePredictor
+from eldr_serve.experts.signature_predictor import SignaturePredictor
+from examples.demo_model import WEIGHTS
+from offline.gptoss import read_gptoss, read_records
+from offline.predictor import expert_frequencies, fit_signature_predictor, token_shares
+from offline.scenario import observed, routes_of
+
+SIZES = (50, 100, 300, 1000)  # calibration prompts
+USUAL = 300
+Counts = NDArray[np.float32]
+Floats = NDArray[np.float64]
+Index = NDArray[np.int64]
+
+
+def prompts_of(options: Options) -> Prompts:
+    path = options.trace("a calibration trace with routes and token ids (offline.calibrate --routes)")
+    trace = observed(routes_of(path))
+    if trace.routes is None or trace.token_ids is None:
+        raise BadInput(f"{path} has no routes or no token ids; make it with offline.calibrate --routes")
+    return Prompts.of(trace)
+
+
+def members_of_group(trace: CalibrationTrace, group: str) -> Index:
+    task = np.isin(trace.domains, TASKS)
+    found = np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[group])
+    if len(found) <= 2 * USUAL:
+        raise BadInput(f"the trace has {len(found)} prompts of the workload {group}, too few")
+    return found
+
+
+def fit_and_test(trace: CalibrationTrace, group: str, size: int, seed: int) -> tuple[Index, Index]:
+    """Prompts to fit on, nested by size, and those to measure with, the same for every size."""
+    order = np.random.default_rng(seed).permutation(members_of_group(trace, group))
+    most = min(max(SIZES), len(order) // 2)
+    return order[: min(size, most)], order[most:]
+
+
+def members_by_domain(trace: CalibrationTrace, among: Index) -> list[Index]:
+    """The prompts of each domain; those of less than 50 prompts together."""
+    names = np.array(trace.domains)[among]
+    parts = [among[names == name] for name in np.unique(names)]
+    rare = [part for part in parts if len(part) < 50]
+    return [part for part in parts if len(part) >= 50] + ([np.concatenate(rare)] if rare else [])
+
+
+def gptoss_prompts(path: Path) -> Prompts:
+    """The records whose prompt is given; their first steps stand in for prefill, as in `read_gptoss`.
+
+    Tokens are the demo model's: GPT-OSS's tokenizer is not at hand.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
+    text = {str(r["id"]): r["prompt"] for r, _ in read_records(path) if r.get("prompt")}
+    trace = read_gptoss(path)
+    kept = np.flatnonzero([name in text for name in trace.ids])
+    offsets = np.concatenate([[0], np.cumsum(trace.decode_steps[kept], dtype=np.int64)])
+    trace = replace(trace.subset(kept), routes=trace.decode_routes(kept), route_offsets=offsets)
+    tokens = [np.array(tokenizer.encode(text[name])) for name in trace.ids]
+    return Prompts(trace, token_shares(tokens, len(tokenizer)), expert_frequencies(trace))
+
+
+def fitted_predictor(trace: CalibrationTrace, fit: Index) -> SignaturePredictor:
+    return fit_signature_predictor(trace.subset(fit))[0]
+
+
+def predicted_counts(trace: CalibrationTrace, predictor: SignaturePredictor, members: Index) -> Counts:
+    """float32[N, L, E], counts of the members; zeros elsewhere."""
+    prompts = trace.prompts
+    found = np.zeros(trace.prefill_counts.shape, np.float32)
+    for member in members:
+        found[member] = predictor.predict(prompts[member])
+    return found
+
+
+def recent_mean_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream: Index) -> Counts:
+    """Of each prompt of the stream, what the mean of those shortly before it would say."""
+    found = np.zeros(trace.prefill_counts.shape, np.float32)
+    mean = predictor.mean.copy()
+    for member in stream:
+        tokens = trace.prompt_tokens[member]
+        found[member] = tokens * mean
+        mean += (trace.prefill_counts[member] / tokens - mean) / 64
+    return found
+
+
+def online_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream: Index) -> Counts:
+    """Each prompt is predicted, then its true counts learnt; the recent mean while the predictor is off."""
+    prompts = trace.prompts
+    online = OnlinePredictor(predictor)
+    found = recent_mean_counts(trace, predictor, stream)
+    for member in stream:
+        predicted = online.predict(prompts[member])
+        if predicted is not None:
+            found[member] = predicted
+        online.observe(prompts[member], trace.prefill_counts[member])
+    return found
+
+
+def as_counts(trace: CalibrationTrace, frequencies: NDArray[Any]) -> Counts:
+    """float32[N, L, E] of frequencies [N, L*E]: as if each prompt token had used the experts so often."""
+    shape = trace.prefill_counts.shape
+    counts: Counts = (frequencies.reshape(shape) * trace.prompt_tokens[:, None, None]).astype(np.float32)
+    return counts
+
+
+def decode_frequencies(trace: CalibrationTrace) -> Floats:
+    """float64[N, L*E], what decode used."""
+    return trace.decode_probability.reshape(len(trace.ids), -1).astype(np.float64)
+
+
+def frequencies_of(trace: CalibrationTrace, counts: NDArray[Any], members: Index) -> Floats:
+    """float64[n, L*E], frequencies."""
+    found: NDArray[np.float64] = (
+        counts[members].reshape(len(members), -1) / trace.prompt_tokens[members, None]
+    )
+    return found

@@ -1,0 +1,101 @@
+"""The methods of `offline.place` by name: each computes a placement of one problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.command_errors import BadInput
+from eldr_serve.experts.placement import Topology
+from offline.placement.affinity import co_activation, expert_load
+from offline.placement.cost import LayerCost
+from offline.placement.director import director_placement
+from offline.placement.eplb import activation_placement, eplb_placement
+from offline.placement.grace import grace_placement
+
+Ints = NDArray[np.int64]
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The input of a method: the routes to fit to, and where experts may go.
+
+    Attributes:
+        routes: [steps, L, k], decode steps of the requests to fit to.
+        num_experts: E.
+        slots: P, the total number.
+        topology: ranks and nodes.
+        batch: tokens of a decode step.
+        groups: expert groups of the model.
+        cost: of a layer; None: unknown.
+        token_bytes: bytes of a token's hidden state.
+        seed: of clustering and rounding.
+    """
+
+    routes: NDArray[np.unsignedinteger[Any]]
+    num_experts: int
+    slots: int
+    topology: Topology
+    batch: int
+    groups: int
+    cost: LayerCost | None
+    token_bytes: float
+    seed: int
+
+    @cached_property
+    def load(self) -> NDArray[np.float64]:
+        """Return [L, E] tokens of each expert."""
+        return expert_load(self.routes, self.num_experts)
+
+    @property
+    def activation(self) -> NDArray[np.float64]:
+        """Return [L, E] the probability that a step of `batch` tokens activates the expert."""
+        activation: NDArray[np.float64] = 1 - (1 - self.load / len(self.routes)) ** self.batch
+        return activation
+
+
+def _eplb(problem: Problem) -> tuple[Ints, Report]:
+    placed = eplb_placement(
+        problem.load, problem.slots, groups=problem.groups, nodes=problem.topology.nodes,
+        ranks=problem.topology.ranks,
+    )  # fmt: skip
+    return placed, {"groups": problem.groups}
+
+
+def _activation(problem: Problem) -> tuple[Ints, Report]:
+    if problem.slots != problem.num_experts:
+        raise BadInput("method activation places every expert once: omit --redundant and --slots")
+    return activation_placement(problem.activation, problem.topology.ranks), {"batch": problem.batch}
+
+
+def _grace(problem: Problem) -> tuple[Ints, Report]:
+    affinity = co_activation(problem.routes, problem.num_experts)
+    return grace_placement(affinity, problem.load, problem.slots, problem.topology, seed=problem.seed)
+
+
+def _director(problem: Problem) -> tuple[Ints, Report]:
+    if problem.cost is None:
+        raise BadInput("method director weighs experts against tokens and bytes: give their --cost")
+    placed, report = director_placement(
+        problem.load * problem.batch / len(problem.routes),
+        topology=problem.topology,
+        slots=problem.slots // problem.topology.ranks,
+        cost=problem.cost,
+        token_bytes=problem.token_bytes,
+        seed=problem.seed,
+    )
+    return placed, {"above_lp": report.gap, "above_bound": report.bound_gap, "batch": problem.batch}
+
+
+METHODS: dict[str, Callable[[Problem], tuple[Ints, Report]]] = {
+    "eplb": _eplb,
+    "activation": _activation,
+    "grace": _grace,
+    "director": _director,
+}

@@ -1,0 +1,101 @@
+"""Lower bounds of a placement's time: the LP relaxation of each layer, and whole slots for replicas.
+
+Arrays: L layers, E experts, G ranks, N columns of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+from eldr_serve.experts.placement import Topology
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+_SMALL_LP = 512  # variables: an LP up to this size has a column for each rank, a larger one for each node
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """The LP relaxation: optimum [L], s; shares [L, E, N] and prices of the N columns of ranks [G]."""
+
+    lp_s: Floats
+    share: Floats
+    price: Floats
+    column: Ints
+
+
+def relax(price: Floats, topology: Topology, slots: int) -> Relaxation:
+    """Solve the LP (6) of each layer over columns of ranks.
+
+    If all ranks are alike, they are one column. In a small LP each rank is a column. Else each node is one:
+    its ranks share the work at the cheapest rank's price, so that the optimum is still a lower bound of every
+    placement.
+    """
+    ranks = topology.ranks
+    if np.allclose(price, price[:, :, :1], rtol=1e-9, atol=0):
+        column = np.zeros(ranks, np.int64)
+    elif price.shape[1] * ranks <= _SMALL_LP:
+        column = np.arange(ranks)
+    else:
+        column = topology.node_of
+    width = np.bincount(column)
+    least = np.stack([price[:, :, column == n].min(axis=2) / width[n] for n in range(len(width))], axis=2)
+    solved = [_solved(layer, width * slots) for layer in least]
+    return Relaxation(np.array([s for s, _ in solved]), np.stack([x for _, x in solved]), least, column)
+
+
+def _solved(price: Floats, room: Ints) -> tuple[float, Floats]:
+    """Solve the LP of one layer; return the largest column's time, s, and x[E, N], the share of each expert.
+
+    Args:
+        price: [E, N].
+        room: [N] slots.
+    """
+    experts, columns = price.shape
+    scale = float(price.mean())
+    if columns == 1 or not scale:
+        return float(price[:, 0].sum()), np.tile(room / room.sum(), (experts, 1))
+    n = experts * columns
+    variable = np.arange(n)
+    expert, column = np.divmod(variable, columns)
+    rows = np.concatenate([column, np.arange(columns), columns + column])
+    places = np.concatenate([variable, np.full(columns, n), variable])
+    values = np.concatenate([price.reshape(-1) / scale, np.full(columns, -1.0), np.ones(n)])
+    found = linprog(  # type: ignore[call-overload]  # its stubs know no sparse constraints
+        np.append(np.zeros(n), 1.0),
+        A_ub=csr_array((values, (rows, places)), shape=(2 * columns, n + 1)),
+        b_ub=np.concatenate([np.zeros(columns), room]),
+        A_eq=csr_array((np.ones(n), (expert, variable)), shape=(experts, n + 1)),
+        b_eq=np.ones(experts),
+        bounds=(0, None),
+        method="highs",
+    )
+    if found.x is None:  # unreachable: even shares satisfy every constraint
+        raise RuntimeError(f"the placement LP has no solution: {found.message}")
+    return float(found.fun) * scale, found.x[:n].reshape(experts, columns)
+
+
+def slots_bound(token_s: Floats, active_s: Floats, ranks: int, slots: int) -> Floats:
+    """Return float[L], a lower bound because replicas are whole.
+
+    Experts that must be split need slots: the bound is the least time with enough of them, by bisection.
+    Without spare slots, the rank of the most expensive expert also holds others.
+    """
+    if ranks * slots == token_s.shape[1]:
+        whole = np.sort(token_s + active_s, axis=1)
+        least: Floats = whole[:, -1] + whole[:, : slots - 1].sum(axis=1)
+        return least
+    low, high = np.zeros(len(token_s)), (token_s + active_s).max(axis=1)
+    for _ in range(40):
+        middle = (low + high) / 2
+        spent = np.maximum(middle[:, None] - active_s, 0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            needed = np.where(token_s > 0, np.ceil(token_s / spent - 1e-9), 1.0)
+        fits = np.maximum(needed, 1).sum(axis=1) <= ranks * slots
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    return low

@@ -1,0 +1,220 @@
+"""Simulated decode workers: continuous batching, KV capacity, preemption, and the time of a step.
+
+A step is one event for all requests of a worker: their tokens, KV and ends follow from the number of its
+steps, and only the union of their experts is recomputed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offline.simulation.cluster import Decode, Whole
+from offline.simulation.recorder import Recorder
+from offline.simulation.requests import Experts, Requests, rank_masks
+from offline.simulation.whole import WholePrefill
+
+
+class _Worker:
+    """A decode worker. A running request has `steps - start` tokens."""
+
+    __slots__ = ("busy", "ends", "fresh", "jobs", "kv", "owed_s", "prefill", "rows", "steps", "waiting")
+
+    def __init__(self, whole: Whole | None) -> None:
+        self.prefill = None if whole is None else WholePrefill(whole)
+        self.jobs: list[int] = []
+        self.waiting: deque[int] = deque()
+        self.fresh: list[int] = []  # running, without a token
+        self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
+        self.rows: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
+        self.steps = 0
+        self.kv = 0  # tokens of running requests
+        self.owed_s = 0.0  # recomputation time of preempted requests, in the next step
+        self.busy = False
+
+
+@dataclass(frozen=True)
+class EndedStep:
+    """What a step of a worker has completed.
+
+    Attributes:
+        prefilled: requests whose prompt the worker has computed.
+        answers: running requests, each of which got a token.
+        first: those that got their first one.
+        finished: those that got their last one.
+    """
+
+    prefilled: list[int] = field(default_factory=list)
+    answers: int = 0
+    first: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+
+
+class DecodeWorkers:
+    """All decode workers; each request is known by its number.
+
+    Args:
+        ranks: int[L,E] or int[K,L,E], the EP rank of each expert (see `simulate`).
+        record: gets cached tokens, preemptions and steps.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        decode: Decode,
+        experts: Experts | None,
+        ranks: NDArray[np.integer] | None,
+        record: Recorder,
+    ) -> None:
+        self._requests, self._decode, self._experts, self._record = requests, decode, experts, record
+        self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
+        self._workers = [_Worker(decode.whole) for _ in range(decode.workers)]
+        self._masks = None if ranks is None else [rank_masks(r) for r in ranks.reshape(-1, *ranks.shape[-2:])]
+        self._done = [0] * len(requests)  # tokens before the request last left a worker
+        self._start = np.zeros(len(requests), np.int64)
+        self._ends_at = [-1] * len(requests)
+
+    def __len__(self) -> int:
+        """Return the number of workers."""
+        return len(self._workers)
+
+    @property
+    def kv_tokens(self) -> list[int]:
+        """Return the KV tokens of each worker's running requests."""
+        return [worker.kv for worker in self._workers]
+
+    def tokens(self) -> dict[int, int]:
+        """Return the tokens that each running request has."""
+        return {j: worker.steps - int(self._start[j]) for worker in self._workers for j in worker.jobs}
+
+    def busy(self, w: int) -> bool:
+        """Return whether the worker is in a step that is timed alone."""
+        return self._workers[w].busy
+
+    def enqueue(self, w: int, j: int) -> None:
+        """Add a request to the worker's own queue."""
+        self._workers[w].waiting.append(j)
+
+    def cacheable_blocks(self, j: int) -> tuple[int, ...]:
+        """Return the prompt's blocks that a whole worker can cache; the last token is always computed."""
+        whole, blocks = self._decode.whole, self._requests.blocks
+        if whole is None or not whole.cache_blocks or not blocks:
+            return ()
+        return blocks[j][: (self._prompt[j] - 1) // whole.block_tokens]
+
+    def begin(self, w: int) -> float:
+        """Begin a step of one worker; return its time, s, or 0 if there is nothing to do."""
+        seconds = self._begin_step(w)
+        self._workers[w].busy = seconds > 0
+        return seconds
+
+    def begin_round(self) -> float:
+        """Begin a step of all workers; return the time of the slowest, s, or 0 if there is nothing to do."""
+        return max(self._begin_step(w) for w in range(len(self)))
+
+    def _begin_step(self, w: int) -> float:
+        """Admit and preempt requests; return the time of the next step, s, or 0 if there is nothing to do."""
+        worker = self._workers[w]
+        self._admit(worker)
+        jobs, answers = worker.jobs, len(worker.jobs)
+        prompts = prompt_tokens = 0
+        if worker.prefill is not None:
+            prompts, prompt_tokens = worker.prefill.step(answers)
+            answers += len(worker.prefill.ending)
+        if not jobs and not prompts:
+            return 0.0
+        active = self._active_experts(w, worker) if self._experts is not None and jobs else 0
+        # A prompt's first token in a step belongs to the request itself, as in the engines' records.
+        of_prompts = prompt_tokens - prompts
+        seconds = float(self._decode.cost.seconds(len(jobs) + prompts, worker.kv, active, of_prompts))
+        seconds += worker.owed_s
+        worker.owed_s = 0.0
+        if answers:  # else no request gets a token in this step
+            self._record.step(answers, active, seconds, w)
+        return seconds
+
+    def _admit(self, worker: _Worker) -> None:
+        decode = self._decode
+        capacity = decode.kv_tokens
+        prefilling = worker.prefill
+        while worker.waiting and len(worker.jobs) + len(prefilling or ()) < decode.max_batch:
+            j = worker.waiting[0]
+            tokens = self._prompt[j] + self._done[j]
+            if capacity is not None and worker.kv + len(worker.jobs) + tokens + 1 > capacity:
+                break
+            worker.waiting.popleft()
+            worker.kv += tokens
+            if prefilling is not None:
+                self._record.hit_tokens[j] = prefilling.take(j, tokens, self.cacheable_blocks(j))
+                continue
+            self._begin_answer(worker, j)
+            if self._done[j]:
+                worker.owed_s += decode.recompute_per_token_s * tokens
+        while capacity is not None and worker.kv + len(worker.jobs) > capacity:
+            self._preempt(worker)
+
+    def _begin_answer(self, worker: _Worker, j: int) -> None:
+        """Begin the request's answer: each step makes a token of it."""
+        worker.jobs.append(j)
+        worker.rows = None
+        self._start[j] = worker.steps - self._done[j]
+        self._ends_at[j] = worker.steps - self._done[j] + self._output[j]
+        heapq.heappush(worker.ends, (self._ends_at[j], j))
+        if not self._done[j]:
+            worker.fresh.append(j)
+
+    def _preempt(self, worker: _Worker) -> None:
+        """Move the youngest request of a worker whose KV is full to the front of its queue."""
+        j = worker.jobs.pop()
+        worker.rows = None
+        self._done[j] = worker.steps - int(self._start[j])
+        self._ends_at[j] = -1
+        worker.kv -= self._prompt[j] + self._done[j]
+        if j in worker.fresh:
+            worker.fresh.remove(j)
+        worker.waiting.appendleft(j)
+        self._record.preempted += 1
+
+    def _active_experts(self, w: int, worker: _Worker) -> int:
+        experts = self._experts
+        assert experts is not None
+        if worker.rows is None:
+            jobs = np.array(worker.jobs)
+            kinds = self._requests.kind[jobs]
+            first = experts.offset[kinds]
+            worker.rows = first, experts.offset[kinds + 1] - first, self._start[jobs]
+        first, length, start = worker.rows
+        union = np.bitwise_or.reduce(experts.bits[first + (worker.steps - start) % length], axis=0)
+        if self._masks is None:
+            return int(np.bitwise_count(union).sum())
+        mask = self._masks[w % len(self._masks)]
+        on_rank = np.bitwise_count(union.reshape(mask.shape[1:]) & mask).sum(axis=2)  # [G, L]
+        return int(on_rank.max(axis=0).sum())
+
+    def end_step(self, w: int) -> EndedStep:
+        """Give every running request of the worker a token."""
+        worker = self._workers[w]
+        worker.busy = False
+        prefilled = worker.prefill.ended() if worker.prefill is not None else []
+        for j in prefilled:
+            self._begin_answer(worker, j)
+        answers = len(worker.jobs)
+        if not answers:
+            return EndedStep(prefilled)
+        worker.steps += 1
+        worker.kv += answers
+        first, worker.fresh = worker.fresh, []
+        finished = []
+        while worker.ends and worker.ends[0][0] <= worker.steps:
+            at, j = heapq.heappop(worker.ends)
+            if at != self._ends_at[j]:
+                continue  # preempted since
+            finished.append(j)
+            worker.jobs.remove(j)
+            worker.rows = None
+            worker.kv -= self._prompt[j] + self._output[j]
+        return EndedStep(prefilled, answers, first, finished)

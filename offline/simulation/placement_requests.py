@@ -1,0 +1,75 @@
+"""The requests for placement that a policy gets in a simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.scheduling import PlacementRequest, Policy, PromptBlocks
+from offline.simulation.cluster import Whole
+from offline.simulation.requests import Experts, Requests
+
+
+class PlacementRequests:
+    """Makes the placement request of each simulated request, by its number.
+
+    Args:
+        policy: its table gives similarities.
+        whole: configuration of workers that also prefill; None: prompts arrive prefilled.
+        reads_counts: signatures are expert counts if True, and omitted otherwise.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        experts: Experts | None,
+        policy: Policy,
+        whole: Whole | None,
+        *,
+        reads_counts: bool,
+    ) -> None:
+        self._requests, self._experts, self._policy, self._whole = requests, experts, policy, whole
+        self._reads_counts = reads_counts
+        self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
+        self._kind = requests.kind.tolist()
+        self._similarity: dict[int, NDArray[np.float32]] = {}  # by kind
+
+    def table_changed(self) -> None:
+        """Discard similarities to the previous table."""
+        self._similarity.clear()
+
+    def make(self, j: int, blocks: tuple[int, ...]) -> PlacementRequest:
+        """Return the request for placement.
+
+        Args:
+            blocks: the prompt's blocks that a whole worker can cache.
+        """
+        prompt, output, requests = self._prompt[j], self._output[j], self._requests
+        key = requests.keys[j] if requests.keys else str(requests.blocks[j]) if requests.blocks else None
+        prefix = None
+        if self._whole is not None:
+            prefix = PromptBlocks(np.array(blocks, np.uint64), self._whole.block_tokens)
+        if self._experts is None:
+            return PlacementRequest(
+                str(j), None, prompt, output, prompt_key=key, blocks=prefix, may_wait=True
+            )
+        kind = self._kind[j]
+        table = self._policy.table
+        if table is not None and kind not in self._similarity:
+            self._similarity[kind] = table.similarity(self._experts.counts[kind])
+        predicted = self._whole is not None and self._experts.predicted is not None
+        known = self._experts.predicted_signature if predicted else self._experts.signature
+        counts = known(kind, prompt) if self._reads_counts else None
+        return PlacementRequest(
+            str(j), counts, prompt, output, self._experts.domains[kind], self._similarity.get(kind), key,
+            predicted=predicted, blocks=prefix, may_wait=True,
+        )  # fmt: skip
+
+    def with_true_counts(self, j: int, request: PlacementRequest) -> PlacementRequest | None:
+        """Return the request with the counts of its prefill; None if it has no predicted signature."""
+        if self._experts is None or not request.predicted or request.signature is None:
+            return None
+        counts = self._experts.signature(self._kind[j], self._prompt[j])
+        return replace(request, signature=counts, predicted=False)

@@ -1,0 +1,169 @@
+"""Hostile requests made from a seed: mutated from valid ones (hypothesis), and from the OpenAPI document.
+
+The latter come from schemathesis.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from copy import deepcopy
+from typing import Any
+from urllib.parse import urlsplit
+
+try:
+    import requests
+    import schemathesis
+    from hypothesis import HealthCheck, Phase, given, seed, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import Unsatisfiable
+    from schemathesis import GenerationMode
+    from schemathesis.core.result import Ok
+except ImportError as error:
+    raise SystemExit(f"hostile requests need the packages of eldr-serve[dev]: {error}") from None
+
+from tests.fuzz.cases import CHAT, COMPLETIONS, Case, case, chat, completion, tables_for
+
+
+def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
+    """Return `count` examples of the strategy; the same number gives the same examples."""
+    found: list[Any] = []
+    if count < 1:
+        return found
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def take(example: Any) -> None:
+        found.append(example)
+
+    with suppress(Unsatisfiable):  # raised if nothing can be invalid, as in a call without parameters
+        take()
+    return found[:count]
+
+
+_SCALARS = st.one_of(
+    st.sampled_from(tables_for("m")["odd"]),
+    st.none(),
+    st.booleans(),
+    st.integers(-200, 200),
+    st.integers(),
+    st.floats(),
+    st.text(st.characters(), max_size=20),
+    st.text("\ud800\udfff\x00\u2028ab{}", max_size=8),
+)
+_KEYS = ["type", "role", "content", "text", "name", "function", "parameters", "json_schema", "schema"]
+_VALUES = st.recursive(
+    _SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=6) | st.sampled_from(_KEYS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def mutations(model: str, count: int, number: int) -> list[Case]:
+    """Return valid bodies with some fields, parts or bytes replaced."""
+    bodies = [
+        (COMPLETIONS, completion(model)),
+        (COMPLETIONS, completion(model, stream=True, logprobs=1, stop=["x"], seed=1)),
+        (COMPLETIONS, completion(model, prompt=[1, 2, 3], n=2)),
+        (CHAT, chat(model, logprobs=True, top_logprobs=1)),
+        (CHAT, chat(model, [{"type": "text", "text": "x"}], stream=True)),
+        (CHAT, chat(model, response_format={"type": "json_object"}, tools=[], tool_choice="auto")),
+        ("/tokenize", {"model": model, "prompt": "x"}),
+        ("/detokenize", {"model": model, "tokens": [1]}),
+        ("/v1/embeddings", {"model": model, "input": "x"}),
+        ("/v1/score", {"model": model, "text_1": "x", "text_2": "y"}),
+    ]
+
+    @st.composite
+    def mutated(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
+        path, valid = draw(st.sampled_from(bodies))
+        body = json.loads(json.dumps(valid))
+        for _ in range(draw(st.integers(1, 3))):
+            body = _mutated(body, draw)
+        raw = json.dumps(body).encode(errors="surrogatepass")
+        if draw(st.integers(0, 9)) == 9:
+            at = draw(st.integers(0, len(raw)))
+            raw = raw[:at] + draw(st.binary(max_size=4)) + raw[at + draw(st.integers(0, 3)) :]
+        return case(f"mutation:{path}", path, raw)
+
+    found: dict[Case, None] = {}
+    while len(found) < count:  # examples may repeat
+        number += 1
+        found |= dict.fromkeys(_collect(mutated(), max(count - len(found), 50), number))
+    return list(found)[:count]
+
+
+def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
+    """Return the body with one value replaced, removed or added."""
+    if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
+        return deepcopy(draw(_VALUES))  # a copy, since the strategy may return one object several times
+    if isinstance(body, list):
+        at = draw(st.integers(0, len(body) - 1))
+        body[at] = _mutated(body[at], draw)
+        return body
+    kind = draw(st.integers(0, 5))
+    if kind < 2:
+        body[draw(st.sampled_from(tables_for("m")["fields"]))] = deepcopy(draw(_VALUES))
+        return body
+    key = draw(st.sampled_from(sorted(body)))
+    if kind == 2:
+        del body[key]
+    else:
+        body[key] = _mutated(body[key], draw)
+    return body
+
+
+# -- schemathesis --------------------------------------------------------------------------------
+
+
+def from_openapi(
+    document: dict[str, Any], model: str, admin_key: str | None, count: int, number: int
+) -> list[Case]:
+    """Return as many valid requests by the document as invalid ones, evenly over its operations.
+
+    A body that names a model gets the served one: with any other, the service would check nothing else.
+    """
+    schema = schemathesis.openapi.from_dict(document)
+    operations = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
+    modes = [GenerationMode.NEGATIVE, GenerationMode.POSITIVE]
+    plans = [(operation, mode) for mode in modes for operation in operations]
+    found: list[Case] = []
+    for index, (operation, mode) in enumerate(plans):
+        share = (count - len(found)) // (len(plans) - index)
+        strategy = operation.as_strategy(generation_mode=mode)
+        for generated in _collect(strategy, share, number + index):
+            if isinstance(generated.body, dict) and "model" in generated.body:
+                generated.body["model"] = model
+            found.append(_sent(generated, admin_key))
+    return found
+
+
+def _sent(generated: Any, admin_key: str | None) -> Case:
+    arguments = generated.as_transport_kwargs(base_url="http://eldr")
+    prepared = requests.Request(**arguments).prepare()
+    url = urlsplit(prepared.url or "/")
+    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    headers = {name.lower(): value for name, value in prepared.headers.items()}
+    body = prepared.body or b""
+    kept = {k: str(value) for k, value in headers.items() if k not in ("content-length", "connection")}
+    if admin_key and target.startswith("/eldr/"):
+        kept["authorization"] = f"Bearer {admin_key}"
+    label = f"openapi:{generated.method} {generated.operation.path}"
+    return case(label, target, _bytes(body), method=prepared.method or "GET", headers=kept)
+
+
+def _bytes(body: Any) -> bytes:
+    if isinstance(body, Iterable) and not isinstance(body, bytes | str):
+        return b"".join(_bytes(part) for part in body)
+    return body.encode(errors="surrogatepass") if isinstance(body, str) else bytes(body)
