@@ -1,4 +1,4 @@
-"""Rounds of one measurement as one row: medians, and how sure they are."""
+"""Combine the rounds of a measurement into one row: medians with confidence intervals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from loadgen.statistics import median_ci
 def medians(
     rows: Sequence[dict[str, Any]], *, about: Sequence[str], sure: Sequence[str], summed: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """One row of each thing measured, in the order in which they come first.
+    """Return one row for each measured case, in order of first appearance.
 
     Args:
-        about: columns that say what a row is of; the rest are figures, of which numbers alone are kept.
-        sure: columns whose 95 % interval is given too, as `_low` and `_high`.
-        summed: columns that are added up over the rounds.
+        about: columns that identify a case; of the other columns, only numbers are kept.
+        sure: columns with a 95 % interval, in `_low` and `_high`.
+        summed: columns that are summed over the rounds.
     """
     found = []
     for key in dict.fromkeys(tuple(row[name] for name in about) for row in rows):
