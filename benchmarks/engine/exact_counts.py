@@ -74,11 +74,11 @@ def exact_counts(
         for (runner, against), of_batches in found.items()
         for number, cells in enumerate(of_batches)
     ]
-    told = ("runner", "graphs", "cached_tokens", "preemptions", "decode_steps")
+    fields = ("runner", "graphs", "cached_tokens", "preemptions", "decode_steps")
     publish(
         "exact_counts", rows, seed=seed, out=out,
         inputs={"device": device, "graphs": graphs}
-        | {runner: {name: report[name] for name in told} for runner, report in reports.items()},
+        | {runner: {name: report[name] for name in fields} for runner, report in reports.items()},
         notes="tiny random Qwen3-MoE in float32; inputs say how many steps ran in which kind of CUDA graph",
     )  # fmt: skip
 

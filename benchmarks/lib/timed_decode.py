@@ -45,8 +45,8 @@ class TimedDecodeServer(LLMDecodeServer):
 
     def _recorded(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
         """Record stats in place of vLLM's logging of a step's stats."""
-        told = getattr(scheduler_stats, "kv_connector_stats", None) or {}
-        for seconds in (told.get("nixl") or {}).get("transfer_duration", ()):
+        stats = getattr(scheduler_stats, "kv_connector_stats", None) or {}
+        for seconds in (stats.get("nixl") or {}).get("transfer_duration", ()):
             self._stages.record(pull=seconds)
         self._record(scheduler_stats, *args, **kwargs)
 
