@@ -87,4 +87,4 @@ def test_impossible_options_are_refused_in_one_sentence() -> None:
     told = sentence(command("benchmarks.engine.step_cost", device="cpu", batches="1", active="16,32"))
     assert "8 to 8 experts" in told
     assert "--active" in sentence(command("benchmarks.engine.step_cost", device="cpu", active="many"))
-    assert "name cpu" in sentence(command("benchmarks.engine.step_cost"))
+    assert "use cpu" in sentence(command("benchmarks.engine.step_cost"))
