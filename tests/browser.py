@@ -1,4 +1,4 @@
-"""A page as a browser shows it: headless Chromium."""
+"""Render pages with headless Chromium."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROBE = (
 
 
 def chromium(page: Path, scratch: Path, *options: str) -> str:
-    """What headless Chromium prints for the page; `scratch` is a folder for its profile."""
+    """Return the output of headless Chromium for the page; `scratch` is a folder for its profile."""
     done = subprocess.run(
         [tools.browser.chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
          f"--user-data-dir={scratch / 'profile'}", "--window-size=1400,2600", *options, page.as_uri()],
@@ -26,11 +26,11 @@ def chromium(page: Path, scratch: Path, *options: str) -> str:
 
 
 def rendered(page: Path, scratch: Path) -> tuple[str, list[int]]:
-    """The page's DOM once it is loaded, and the widths of its images, pixels; 0: a broken one."""
+    """Return the loaded page's DOM, and the widths of its images, pixels; 0: a broken image."""
     probed = scratch / "probed.html"
     probed.write_text(page.read_text() + _PROBE)
     seen = chromium(probed, scratch, "--dump-dom")
     widths = re.search('data-images="([^"]*)"', seen)
     assert widths
-    assert not re.search(r"(src|href)=.https?:", seen), "a report fetches nothing"
+    assert not re.search(r"(src|href)=.https?:", seen), "a report must not fetch anything"
     return seen, [int(width) for width in widths[1].split()]

@@ -1,7 +1,7 @@
-"""What callers of an engine rely on (`eldr_serve.engine.protocol`), as checks of any engine.
+"""Checks of the engine contract (`eldr_serve.engine.protocol`), for any engine.
 
-`tests/unit/engine/test_protocol.py` runs them over the engine that computes nothing, and
-`tests/engine/test_contract.py` over vLLM's.
+`tests/unit/engine/test_protocol.py` runs them on the fake engine, and `tests/engine/test_contract.py` on
+vLLM's engines.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.errors import Refused
 from eldr_serve.experts.signature import Counts, unpack_counts
 
-PATIENCE_S = 60.0  # of a check
+CHECK_TIMEOUT_S = 60.0
 PROMPT = "the prompt"
-TRACED = ("12345678", "abcdefgh")  # prompts, of 8 tokens each in the tokenizers of tests
-LONG = 400  # tokens of an answer that does not end by itself
+TRACED = ("12345678", "abcdefgh")  # prompts of 8 tokens each in the tests' tokenizers
+LONG = 400  # tokens of an answer that must be cancelled
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Engines of one model, and what is known of it.
+    """Engines of one model, and the expected properties.
 
     Attributes:
         prefills: computes prompts for others.
-        generates: computes prompts for itself, and reads those of `prefills`; may be the same engine.
+        generates: computes its own prompts, and reads those of `prefills`; may be the same engine.
         ids: tokens of PROMPT.
-        shape: MoE layers, and experts a layer.
-        top_k: experts a token.
+        shape: number of MoE layers, and of experts per layer.
+        top_k: experts per token.
     """
 
     prefills: Engine
@@ -45,7 +45,7 @@ class Subject:
 
 
 class Sent:
-    """What an engine sends, and when the first part has come."""
+    """Output of an engine, and an event for its first part."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[bytes, int, bytes]] = []
@@ -57,17 +57,17 @@ class Sent:
 
     @property
     def payload(self) -> bytes:
-        """All of it."""
+        """Return the joined payloads."""
         return b"".join(payload for payload, *_ in self.parts)
 
     @property
     def tokens(self) -> int:
-        """In all parts."""
+        """Return the number of tokens in all parts."""
         return sum(tokens for _, tokens, _ in self.parts)
 
     @property
     def ids(self) -> bytes:
-        """Of all parts."""
+        """Return the joined token ids of all parts."""
         return b"".join(ids for *_, ids in self.parts)
 
 
@@ -80,7 +80,7 @@ def request(
     generated: bytes = b"",
     sampled: bool = False,
 ) -> EngineRequest:
-    """A completion of PROMPT, of so many tokens."""
+    """Return a completion request for PROMPT with this number of tokens."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": tokens, "stream": stream}
     body |= {"ignore_eos": True, "temperature": 0}
     ids = b"" if held is None else held.token_ids.tobytes()
@@ -91,7 +91,7 @@ def request(
 
 
 def _of_prompt(subject: Subject, packed: str, tokens: int) -> None:
-    """Each of so many tokens has chosen its experts in each layer."""
+    """Check that each of `tokens` tokens has chosen its experts in each layer."""
     counts: Counts = unpack_counts(packed)
     assert counts.shape == subject.shape, counts.shape
     assert (counts.sum(axis=1) == tokens * subject.top_k).all(), counts.sum(axis=1)
@@ -101,7 +101,7 @@ async def prefill_gives_ids_a_handle_and_counts_of_the_prompt(subject: Subject) 
     found = await subject.prefills.prefill(request("prefill"))
     assert found.token_ids.dtype == np.uint32
     assert found.token_ids.tolist() == subject.ids, found.token_ids
-    assert found.kv.keys() - {SIGNATURE}  # where the blocks lie
+    assert found.kv.keys() - {SIGNATURE}  # location of the blocks
     _of_prompt(subject, found.kv[SIGNATURE], len(subject.ids))
     await subject.prefills.release("prefill")
 
@@ -116,7 +116,7 @@ async def an_answer_is_a_stream_that_ends(subject: Subject) -> None:
     assert sent.tokens == 4, sent.parts
     assert len(sent.ids) == 4 * 4, sent.parts
     assert sent.payload.endswith(b"data: [DONE]\n\n"), sent.payload
-    assert len(sent.parts) > 1  # as it is made
+    assert len(sent.parts) > 1  # streamed while it is generated
 
 
 async def an_answer_of_a_prompt_that_another_engine_holds_is_the_same(subject: Subject) -> None:
@@ -155,7 +155,7 @@ async def a_call_that_is_cancelled_ends_in_the_engine(subject: Subject) -> None:
     subject.generates.take_steps()
     await subject.generates.generate(request("other", tokens=32), other)
     assert len(left.parts) == seen, left.parts
-    sums = subject.generates.take_steps()  # with it in each of them there would be twice as many
+    sums = subject.generates.take_steps()  # if it were still running, there would be twice as many
     assert sums.requests <= 1.5 * sums.steps, sums
 
 
@@ -180,7 +180,7 @@ async def an_engine_says_how_full_it_is(subject: Subject) -> None:
 
 async def a_signature_is_that_of_the_prompt(subject: Subject) -> None:
     asked = asyncio.create_task(subject.generates.signature("whole prompt"))
-    await asyncio.sleep(0)  # asked before the engine is given the prompt
+    await asyncio.sleep(0)  # requested before the engine gets the prompt
     await subject.generates.generate(request("whole prompt"), Sent())
     tokens, packed = await asked
     assert tokens == len(subject.ids), tokens
@@ -201,7 +201,7 @@ async def a_sampled_request_gives_a_sample_once(subject: Subject) -> None:
         assert (sample.request_id, sample.domain) == (name, "poems")
         assert sample.token_ids.dtype == np.uint32
         assert sample.token_ids.tolist() == subject.ids, sample.token_ids
-        assert sample.decode_steps == 4, sample.decode_steps  # the last token is not routed
+        assert sample.decode_steps == 4, sample.decode_steps  # the last token reaches no router
         for counts, tokens in ((sample.prefill_counts, len(subject.ids)), (sample.decode_counts, 4)):
             assert counts.shape == subject.shape, counts.shape
             assert counts.dtype.kind == "u", counts.dtype
@@ -235,7 +235,7 @@ async def a_request_is_refused_by_prefill_as_by_generate(subject: Subject) -> No
     ):
         try:
             await call
-        except Exception as error:  # whatever it raises is worded by its engine
+        except Exception as error:  # each engine has its own error messages
             told.append((engine.status_of(error), str(error)))
     assert len(told) == 2, told
     assert told[0] == told[1], told
@@ -248,7 +248,7 @@ async def an_endpoint_that_is_not_there_is_refused(subject: Subject) -> None:
     except Refused as error:
         assert error.status == 400  # noqa: PT017 - the checks run without pytest, too
     else:
-        raise AssertionError("it was answered")
+        raise AssertionError("the engine answered")
 
 
 Check = Callable[[Subject], Awaitable[None]]
@@ -275,8 +275,8 @@ CHECKS: dict[str, Check] = {
 
 
 async def run_check(check: Check, subject: Subject) -> None:
-    """One of them, in PATIENCE_S."""
-    async with asyncio.timeout(PATIENCE_S):
+    """Run one check within CHECK_TIMEOUT_S."""
+    async with asyncio.timeout(CHECK_TIMEOUT_S):
         await check(subject)
 
 

@@ -1,4 +1,4 @@
-"""What the shipped alert rules and dashboards ask Prometheus for."""
+"""The Prometheus queries of the shipped alert rules and dashboards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[1] / OUT
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """(where, PromQL) of the files in the repository."""
+    """Yield (location, PromQL) of the files in the repository."""
     (group,) = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
     yield from ((rule["alert"], rule["expr"]) for rule in group["rules"])
     for name in DASHBOARDS:

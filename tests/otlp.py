@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry's spans in this process, by OTLP over HTTP."""
+"""A collector of OpenTelemetry spans in this process, by OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class HttpCollector:
-    """A context; keeps what it is sent.
+    """Context that stores all received requests.
 
     Attributes:
-        received: the path, and what was sent there.
-        http: where it listens, as an exporter wants it.
+        received: (path, request) of each.
+        http: its address, in an exporter's format.
     """
 
     def __init__(self) -> None:

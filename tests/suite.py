@@ -15,13 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out" / "suite"
-PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long files first, as they are named
+PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long files first, in the given order
 PARTS = {
     "unit": [*PARALLEL, "tests/unit"],
     "engine": [*PARALLEL, "tests/engine"],
     "end-to-end": ["tests/e2e"],
 }
-SHOWN = 10  # failed tests of a part in the last lines, so that those of every part are near the end
+SHOWN = 10  # maximum failed tests listed per part, so that every part is near the end
 
 
 @dataclass(frozen=True)

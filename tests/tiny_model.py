@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-MoE with a tokenizer, made on the spot: tests of the engine need no trained weights."""
+"""A tiny random Qwen3-MoE with a tokenizer, so that engine tests need no trained weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make(folder: Path, seed: int = 0) -> Path:
     )
     model = Qwen3MoeForCausalLM(config)
     for name, parameter in model.named_parameters():
-        if "gate.weight" in name:  # far from ties, so that rounding moves no choice
+        if "gate.weight" in name:  # far from ties, so that rounding changes no choice
             torch.nn.init.normal_(parameter, std=1.0)
     model.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Requests whose answers must be those of a plain vLLM server."""
+"""Requests whose answers must equal those of a plain vLLM server."""
 
 from __future__ import annotations
 

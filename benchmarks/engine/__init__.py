@@ -1,1 +1,1 @@
-"""Benchmarks of engines and of their extension."""
+"""Benchmarks of engines and of the vLLM extension."""

@@ -1,11 +1,12 @@
-"""Memory of the signature cache beside that of the KV cache, for each deployment.
+"""Compare the memory of the signature cache with that of the KV cache, for each deployment.
 
     python -m benchmarks.engine.cache_memory
 
-A row of the signature cache is one byte per MoE layer and expert, two in blocks over 255 tokens; a KV block
-grows with its size. So the share falls as 1 / block_size. Read share_of_kv_pct: the goal is below 0.5.
+A row of the signature cache takes one byte per MoE layer and expert (two for blocks of more than 255 tokens),
+while a KV block grows with its size, so the share falls as 1 / block_size.
+Read share_of_kv_pct: the goal is below 0.5.
 Under tensor parallelism a rank holds its part of the KV heads, but a whole row. A model with sliding windows
-has several groups of layers; a block is of one of them at a time, and as large as the largest needs.
+has several groups of layers; a block belongs to one group at a time and has the size of the largest.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's part of the comparison. `kv_groups`: (layers, KV heads, head dimension) of vLLM's groups."""
+    """Sizes of a model. `kv_groups`: (layers, KV heads, head dimension) of vLLM's groups."""
 
     moe_layers: int
     experts: int
     kv_groups: tuple[tuple[int, int, int], ...]
 
     def kv_elements(self, ranks: int) -> int:
-        """Elements of a block for each of its tokens, on one of `ranks` tensor-parallel ranks."""
+        """Return the KV elements per token of a block, on one of `ranks` tensor-parallel ranks."""
         return max(2 * layers * math.ceil(heads / ranks) * dim for layers, heads, dim in self.kv_groups)
 
 
@@ -53,7 +54,7 @@ SHAPES = {
 
 
 def shape_of(source: str) -> Shape:
-    """The shape of a model by its folder or its id; BadInput if neither is known."""
+    """Return the shape of a model by its folder or its id; raise BadInput if neither is known."""
     if source in SHAPES:
         return SHAPES[source]
     path = Path(source) / "config.json"
@@ -67,7 +68,7 @@ def shape_of(source: str) -> Shape:
 
 
 def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_gib: float) -> dict[str, Any]:
-    """Both caches of one rank whose KV cache takes `kv_gib` GiB; the signature cache is a real one."""
+    """Return a row on both caches of a rank with `kv_gib` GiB of KV cache; the signature cache is real."""
     block_bytes = shape.kv_elements(ranks) * dtype_bytes * block_size
     num_blocks = max(1, int(kv_gib * 2**30 / block_bytes))
     cache = SignatureCache(num_blocks, block_size, shape.moe_layers, shape.experts)
@@ -82,7 +83,7 @@ def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_g
 
 
 def smallest_block_size(shape: Shape, dtype_bytes: int, ranks: int) -> int:
-    """The smallest block size (tokens) that meets the goal."""
+    """Return the smallest block size (tokens) that meets the goal."""
     cells, kv_bytes = shape.moe_layers * shape.experts, shape.kv_elements(ranks) * dtype_bytes
     sizes = {width: math.ceil(100 * width * cells / (GOAL_PCT * kv_bytes)) for width in (1, 2, 4)}
     return next(size for width, size in sizes.items() if cell_dtype(size).itemsize == width)
@@ -96,12 +97,12 @@ def cache_memory(
     ] = "16,32,64,128",
     out: options.Out = None,
 ) -> None:
-    """Compare both caches' bytes for the engines of every deployment that prefill."""
+    """Compare both caches' bytes for the prefill engines of every deployment."""
     rows = []
     cpu_block = int(engine_kwargs("prefill", device="cpu")["block_size"])
     for path in sorted(deployments.glob("*.yaml")):
         arguments = yaml.safe_load(path.read_text())["applications"][0]["args"]
-        config = arguments.get("prefill_config") or arguments["decode_config"]  # whole replicas count there
+        config = arguments.get("prefill_config") or arguments["decode_config"]  # the latter: whole replicas
         engine = config["engine_kwargs"]
         on_cpu = (config.get("accelerator_config") or {}).get("kind") == "cpu"
         sizes = [cpu_block] if on_cpu else [int(size) for size in gpu_block_sizes.split(",")]

@@ -1,16 +1,15 @@
-"""What counting experts costs a request, part by part, and what it adds to a real prefill.
+"""Measure what expert counting costs a request, part by part, and what it adds to a real prefill.
 
     python -m benchmarks.engine.capture_overhead              (parts, and an engine with capture on and off)
     python -m benchmarks.engine.capture_overhead --requests 0 --wide-requests 0 (parts alone: no engine)
 
-Parts are our own code on tensors of Qwen3-30B-A3B's shape, as the paper's Table 1; the prompt is
+The parts run our own code on tensors of Qwen3-30B-A3B's shape, as in the paper's Table 1, with a prompt
 prefilled in one step. The paper's total is 0.86 ms a request, 1.2 % of TTFT. On a GPU (--device cuda) the
-counting runs on the device; on a CPU one core does it, so `count scatter` is far larger there.
-The engine rows are the demo model's: one engine, whose connector and scheduler are ours or vLLM's own by
-a switch (benchmarks/lib/switched.py), for each pair of prompts in random order; the two differ in
-their first token, so neither is found in the prefix cache. The rows of the wide engine are the same on layers
-of Qwen3-30B-A3B at full width, two of its 48 unless --wide-layers says more, with random weights. Goal: below
-0.5 % of TTFT.
+device counts; on a CPU one core counts, so `count scatter` is far larger there.
+The engine rows use one engine with the demo model. A switch selects our connector and scheduler or vLLM's own
+(benchmarks/lib/switched.py), for each pair of prompts in random order; the two prompts differ in their first
+token, so neither is found in the prefix cache. The wide engine's rows use layers of Qwen3-30B-A3B at full
+width (two of 48 unless --wide-layers says more) with random weights. Goal: below 0.5 % of TTFT.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ from loadgen.results import publish, time_calls
 from loadgen.statistics import median_ci
 
 WORKERS = 16
-PAPER_TTFT_MS = 0.86 / 0.012  # what its 0.86 ms are 1.2 % of
+PAPER_TTFT_MS = 0.86 / 0.012  # of which 0.86 ms are 1.2 %
 _WARM_UP = 8  # prompts
 _VOCABULARY = 4096  # the demo model's
-_KEPT = 80 * L  # prompts times layers whose blocks a GPU's engine keeps: those of its last second
+_KEPT = 80 * L  # prompts times layers whose blocks a GPU engine keeps for a second
 
 
 class _Router:
-    """A BaseRouter's part of the hook."""
+    """Stand-in for the capture hook of vLLM's BaseRouter."""
 
     top_k, global_num_experts = TOP_K, E
     capture_fn: Callable[[torch.Tensor], None]
@@ -71,7 +70,7 @@ class _Router:
 
 
 def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> dict[str, list[float]]:
-    """Seconds of each part for one request of `tokens` prompt tokens."""
+    """Return the seconds of each part, for a request of `tokens` prompt tokens."""
     rng = np.random.default_rng(seed)
     torch.set_num_threads(1)
     blocks = -(-tokens // block_size)
@@ -95,7 +94,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     cache.record(slots, chosen, ids)
     counts = cache.total(ids).cpu().numpy().astype(np.uint32)
     packed = pack_counts(counts)
-    narrow = chosen.to(torch.int16)  # as the hooks keep them
+    narrow = chosen.to(torch.int16)  # as the hooks store them
     answer = {"eldr_signature": packed, "remote_block_ids": ids.tolist()}
 
     table = table_near(counts[None], WORKERS, rng, spec=random_spec(rng), noise=tokens // 4)
@@ -144,7 +143,7 @@ def _row(level: str, name: str, seconds: list[float], ttft_ms: float) -> dict[st
 
 
 class _Engine:
-    """A prefill engine in a process of its own."""
+    """A prefill engine in its own process."""
 
     def __init__(self, job: dict[str, Any], port: int, stack: ExitStack) -> None:
         self._log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
@@ -166,7 +165,7 @@ class _Engine:
             self._process.wait()
 
     def prefill(self, prompt: list[int], capture: bool) -> tuple[float, float]:
-        """Seconds from prompt to first token, and of counting among them as the engine reports it."""
+        """Return the seconds from prompt to first token, and the counting time that the engine reports."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([capture, prompt]) + "\n")
@@ -174,7 +173,7 @@ class _Engine:
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)
-            raise BadInput(f"an engine ended: {' | '.join(self._log.read().splitlines()[-3:])}")
+            raise BadInput(f"the engine stopped: {' | '.join(self._log.read().splitlines()[-3:])}")
         seconds, counting = json.loads(line)
         return seconds, counting
 
@@ -182,7 +181,7 @@ class _Engine:
 def _engine(
     level: str, job: dict[str, Any], requests: int, port: int, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
-    """Pairs of prompts, one with capture and one without, in random order."""
+    """Serve pairs of prompts, one with capture and one without, in random order; return rows."""
     tokens = job["max_tokens"]
     plain, captured, counting = ([], [], [])  # type: tuple[list[float], list[float], list[float]]
     with ExitStack() as stack:
@@ -211,24 +210,28 @@ def capture_overhead(
     block_size: Annotated[int, typer.Option(min=1, help="KV block of the parts, tokens.")] = 16,
     calls: Annotated[int, typer.Option(min=3, help="Calls timed for each part.")] = 200,
     ttft_ms: Annotated[
-        float, typer.Option(min=0.1, help="TTFT that the parts are compared with, ms; default the paper's.")
+        float, typer.Option(min=0.1, help="TTFT to compare the parts with, ms; default: the paper's.")
     ] = PAPER_TTFT_MS,
     device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="Where the parts' signature cache and the engines are.")
+        Literal["cpu", "cuda"], typer.Option(help="Device of the parts' signature cache and of the engines.")
     ] = "cpu",
     requests: Annotated[
         int, typer.Option(min=0, help="Pairs of prompts on a real engine; 0: no engine.")
     ] = 1800,
-    engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,
+    engine_tokens: Annotated[
+        int, typer.Option(min=32, max=2000, help="Tokens of the prompts on a real engine.")
+    ] = 1024,
     wide_requests: Annotated[
         int, typer.Option(min=0, help="Pairs of prompts on layers of full width; 0: none.")
     ] = 200,
-    wide_layers: Annotated[int, typer.Option(min=1, help="Those layers; all 48 take 61 GB.")] = 2,
+    wide_layers: Annotated[int, typer.Option(min=1, help="Number of these layers; all 48 take 61 GB.")] = 2,
     wide_vocabulary: Annotated[
-        int, typer.Option(min=_VOCABULARY, help="Tokens of their vocabulary; the model's: 151936.")
+        int, typer.Option(min=_VOCABULARY, help="Vocabulary of the wide engine; the real model has 151936.")
     ] = _VOCABULARY,
-    wide_hidden: Annotated[int, typer.Option(min=32, help="Their hidden size.")] = HIDDEN,
-    wide_intermediate: Annotated[int, typer.Option(min=32, help="Neurons of their experts.")] = INTERMEDIATE,
+    wide_hidden: Annotated[int, typer.Option(min=32, help="Hidden size of the wide engine.")] = HIDDEN,
+    wide_intermediate: Annotated[
+        int, typer.Option(min=32, help="Expert neurons of the wide engine.")
+    ] = INTERMEDIATE,
     model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = Path(
         "examples/demo_model/weights"
     ),

@@ -1,11 +1,11 @@
-"""Counts of engines under pressure against what Hugging Face's model chooses, integer by integer.
+"""Compare the counts of engines under pressure with the choices of Hugging Face's model, integer by integer.
 
     python -m benchmarks.engine.exact_counts --device cuda
 
-Both of vLLM's model runners serve the batches of `tests/engine`, on a GPU in CUDA graphs: prompts with
+Both of vLLM's model runners serve the batches of `tests/engine` (on a GPU in CUDA graphs): prompts with
 shared prefixes over few KV blocks, so that prefill is chunked, prefixes are found in the cache and requests
-are preempted. `_differ` columns must be 0. Rows `against` reference compare with what Hugging Face's model
-chooses on the CPU, in float32 and cold; rows `against` V1 compare the runners with each other, tokens too.
+are preempted. `_differ` columns must be 0. Rows `against` reference compare with Hugging Face's model on the
+CPU, in float32 without a cache; rows `against` V1 compare the runners with each other, including tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from loadgen.results import publish
 _SCRIPT = ROOT / "tests/engine/engine_script.py"
 _ENV = {
     "cuda": {
-        "TRITON_F32_DEFAULT": "ieee",  # not TF32, so that rounding moves no choice
+        "TRITON_F32_DEFAULT": "ieee",  # not TF32, so that rounding changes no choice
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     },
     "cpu": {
@@ -40,7 +40,7 @@ _ENV = {
         "TORCHDYNAMO_DISABLE": "1",
     },
 }
-_PORTS = {"V1": 28211, "V2": 28221}  # of NIXL's side channels
+_PORTS = {"V1": 28211, "V2": 28221}  # ports of NIXL's side channels
 
 
 def exact_counts(
@@ -54,7 +54,7 @@ def exact_counts(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Serve the batches under Model Runners V1 and V2, and compare every integer."""
+    """Serve the batches under model runners V1 and V2, and compare every integer."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         runpy.run_path(str(ROOT / "tests/tiny_model.py"))["make"](model, seed)
@@ -74,17 +74,17 @@ def exact_counts(
         for (runner, against), of_batches in found.items()
         for number, cells in enumerate(of_batches)
     ]
-    told = ("runner", "graphs", "cached_tokens", "preemptions", "decode_steps")
+    fields = ("runner", "graphs", "cached_tokens", "preemptions", "decode_steps")
     publish(
         "exact_counts", rows, seed=seed, out=out,
         inputs={"device": device, "graphs": graphs}
-        | {runner: {name: report[name] for name in told} for runner, report in reports.items()},
+        | {runner: {name: report[name] for name in fields} for runner, report in reports.items()},
         notes="tiny random Qwen3-MoE in float32; inputs say how many steps ran in which kind of CUDA graph",
     )  # fmt: skip
 
 
 def _serve(runner: str, model: Path, out: Path, how: tuple[str, str, str]) -> dict[str, Any]:
-    """Report of an engine in a process of its own."""
+    """Run an engine in its own process and return its report."""
     device, batches, graphs = how
     folders = [ROOT / "tests/engine/triton_cpu"] if (device, runner) == ("cpu", "V2") else []
     environment = _ENV[device] | {
@@ -96,7 +96,7 @@ def _serve(runner: str, model: Path, out: Path, how: tuple[str, str, str]) -> di
     if device == "cuda":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
     elif runner == "V2":
-        environment["TRITON_INTERPRET"] = "1"  # with which vLLM's CPU engine takes V2
+        environment["TRITON_INTERPRET"] = "1"  # required by V2 on vLLM's CPU engine
     place = "cuda" if device == "cuda" else "device"
     command: list[str | Path] = [sys.executable, _SCRIPT, model, out, "async", batches, place, graphs]
     subprocess.run(command, env=os.environ | environment, check=True, cwd=ROOT)

@@ -1,22 +1,22 @@
-"""Which experts the demo model uses for real prompts: counterparts of the paper's Figures 1, 3, 4, 7, 8, 9.
+"""Show which experts the demo model uses for real prompts (the paper's Figures 1, 3, 4, 7, 8, 9).
 
     python -m benchmarks.engine.expert_use NAME --prompts DIR
 
-- activation_by_domain (1): each domain over-activates experts of its own. Decode activation of each expert
+- activation_by_domain (1): each domain over-activates certain experts. Decode activation of each expert
   by domain, relative to the mean over domains, at the layer where the domains differ most. `own_experts`:
-  how many of the layer's experts the domain uses more than any other does; `own_excess`: by how much it
-  uses those more than the mean.
-- prefill_decode (3): prefill tells which experts decode will use. Correlation over experts (normalised
-  activation pooled over the domains, each expert of each layer a point), and over requests: rho, the rank
+  how many of the layer's experts the domain uses more than any other domain; `own_excess`: how far its use of
+  these experts exceeds the mean.
+- prefill_decode (3): prefill shows which experts decode will use. Correlation over experts (normalised
+  activation pooled over the domains; each expert of each layer is a point), and over requests: rho, the rank
   correlation of pairwise distances (the paper's Eq. 1).
-- same_domain (4): batches of one domain activate fewer experts than mixed ones. They are drawn at random,
+- same_domain (4): batches of one domain activate fewer experts than mixed ones. Batches are drawn at random,
   each request at a random decode step of its real routes. A domain counts as often as it occurs; domains
   with too few requests for a batch are left out of that batch size.
-- signature_quality (7, 8): rho of each transform of the counts with all layers, and with those that greedy
-  selection keeps; the curve over the number of layers is in `layer_mask.json`. Layers are selected and
+- signature_quality (7, 8): rho of each transform of the counts with all layers, and with the layers that
+  greedy selection keeps; `layer_mask.json` has the curve over the number of layers. Layers are selected and
   measured on the same requests, as in the paper; held-out rho is in `prefill_decode`.
 - signature_space (9): signatures on their first two principal components with the balanced centroids.
-  `purity` is the share of requests in a cluster that are of its main domain.
+  `purity` is the share of requests in a cluster that belong to its main domain.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from offline.simulation.requests import expert_bits
 
 LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
 WORKLOADS = ("task", "language")
-SIZES = (4, 8, 16, 32, 64, 128)  # of batches
-DRAWS = 1000  # batches of each size and kind
-CLUSTERS = 8  # one a decode worker
+SIZES = (4, 8, 16, 32, 64, 128)  # batch sizes
+DRAWS = 1000  # batches drawn for each size and kind
+CLUSTERS = 8  # one per decode worker
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one measurement found: a table, its picture, and what its file says of them."""
+    """Result of one measurement: a table, a plot, and the notes for its file."""
 
     rows: Rows
-    draw: Callable[[Path], None]  # given the PNG's path
+    draw: Callable[[Path], None]  # draws the plot at a PNG's path
     notes: str
     inputs: dict[str, Any] = field(default_factory=dict)
-    suffix: str = ""  # of the file, where a measurement has several
-    name: str = ""  # of the committed result, if not the command's
+    suffix: str = ""  # of the file name, where a measurement has several results
+    name: str = ""  # name of the committed result; empty: the command's name
 
 
 def _command(measure: Callable[[Captured, int], list[Result]]) -> Callable[..., None]:
@@ -119,7 +119,7 @@ def _activation_by_domain(data: Captured, seed: int) -> list[Result]:
 
 
 def _activation(counts: NDArray[Any]) -> NDArray[np.float64]:
-    """float[L, E] share of a layer's choices, mean over requests."""
+    """Return float[L, E]: the share of each expert in a layer's choices, mean over requests."""
     share = counts / np.maximum(counts.sum(axis=2, keepdims=True), 1)
     return np.asarray(share.mean(axis=0))
 
@@ -153,7 +153,7 @@ def _prefill_decode(data: Captured, seed: int) -> list[Result]:
 
 
 def _same_domain(data: Captured, seed: int) -> list[Result]:
-    """Count active experts of same-domain and of mixed batches."""
+    """Count active experts of same-domain and mixed batches."""
     num_layers, num_experts = data.trace.prefill_counts.shape[1:]
     rng = np.random.default_rng(seed)
     domains = np.array(data.trace.domains)
@@ -195,7 +195,7 @@ def _same_domain(data: Captured, seed: int) -> list[Result]:
 
 
 def _signature_quality(data: Captured, seed: int) -> list[Result]:
-    """Measure rho by transform and by layers kept."""
+    """Measure rho by transform and by number of layers."""
     rows: Rows = []
     curve: Rows = []
     for workload in WORKLOADS:

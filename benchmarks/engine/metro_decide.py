@@ -1,11 +1,10 @@
-"""Time of METRO's decision: which replica serves each expert of a batch, by form, experts and ranks.
+"""Time METRO's decision (which replica serves each expert of a batch) by implementation, experts and ranks.
 
     python -m benchmarks.engine.metro_decide
 
-numpy and torch on one CPU core, one layer at a time as an engine needs it, and 48 layers at once as a
-simulation does; where there is a CUDA device, the Triton kernel in a CUDA graph of 48 layers, one after the
-other, whose replays are timed by events. Placements are EPLB's of skewed loads; 60 % of the experts have
-tokens.
+numpy and torch run on one CPU core, one layer at a time as in an engine, and 48 layers at once as in a
+simulation. On a CUDA device, the Triton kernel runs in a CUDA graph of 48 consecutive layers, whose replays
+are timed by events. Placements are EPLB's for skewed loads; 60 % of the experts have tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def metro_decide(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Time METRO's decision in each form that this machine can run."""
+    """Time METRO's decision in each implementation that this machine can run."""
     torch.set_num_threads(1)
     rng = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
@@ -61,7 +60,7 @@ def metro_decide(
 
 
 def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int, Timed]]:
-    """(name, layers at once, times of some decisions) of each form."""
+    """Return (name, layers at once, function that times some decisions) of each implementation."""
     found: list[tuple[str, int, Timed]] = []
     for layers in (1, LAYERS):
         plan = MetroPlan.of(hosts[:layers])
@@ -79,7 +78,7 @@ def _by_clock(route: Callable[[Any], object], batches: list[Any], calls: int) ->
 
 
 def _by_events(hosts: np.ndarray, batches: list[np.ndarray], calls: int) -> list[float]:
-    """Replays of a graph that decides for one layer after the other, as in a model's step."""
+    """Time replays of a graph that decides layer by layer, as in a model's step."""
     from benchmarks.lib.cuda_graph import TimedGraph
     from eldr_serve.experts.metro_triton import TritonMetro
 
@@ -99,7 +98,7 @@ def _by_events(hosts: np.ndarray, batches: list[np.ndarray], calls: int) -> list
     chosen = torch.cat([layer.chosen for layer in layers]).cpu().numpy()
     expected = MetroPlan.of(hosts).route(batches[(calls - 1) % len(batches)])
     if not np.array_equal(chosen, expected):
-        raise RuntimeError("the kernel in a CUDA graph chose otherwise than MetroPlan")
+        raise RuntimeError("the kernel in a CUDA graph chose other replicas than MetroPlan")
     return seconds
 
 

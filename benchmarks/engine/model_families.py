@@ -1,14 +1,14 @@
-"""Which MoE families start with vLLM's defaults and are counted exactly, under both of its model runners.
+"""Check which MoE families start with vLLM's defaults and are counted exactly, under both model runners.
 
     python -m benchmarks.engine.model_families
 
-Checkpoints are tiny and random, made by transformers on the spot. An engine of each serves prompts with
-shared prefixes twice over few KV blocks. Read prompts_exact and decodes_exact against requests: what the
-connector counted against what the engine's routers were seen to choose, token by token. differ_from_hf
-are the choices that are not those that enter the experts of Hugging Face's model for the same tokens, and
-tokens_near_ties were seen with several choices, as batches round differently. differ_replayed are those that
-remain where Hugging Face's experts are made the engine's, so that no difference leads to others, and
-widest_gap is how far the furthest of them is from a tie, as a share of the range of the router's scores.
+transformers makes tiny random checkpoints on the spot. An engine of each serves prompts with shared prefixes
+twice over few KV blocks. Compare prompts_exact and decodes_exact with requests: the connector's counts
+against the choices observed at the engine's routers, token by token. differ_from_hf: choices that differ
+from the experts that Hugging Face's model uses for the same tokens. tokens_near_ties counts tokens observed
+with several choices, since batches round differently. differ_replayed counts the differences that remain when
+Hugging Face's model is forced to the engine's experts, so that no difference causes others; widest_gap is the
+largest distance of these from a tie, as a share of the range of the router's scores.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RUNNERS = ("V1", "V2")
 
 
 def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, dict[str, Any]]:
-    """Family -> report of its engine (see family_engine), or {"error": the reason} where none started."""
+    """Return each family's report (see family_engine), or {"error": the reason} where no engine started."""
     reports: dict[str, dict[str, Any]] = {}
     for torchvision in (False, True):
         names = [name for name in checkpoints if FAMILIES[name].torchvision == torchvision]
@@ -52,7 +52,7 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
             continue
         folders = [*([_TORCHVISION] if torchvision else []), *([_TRITON_CPU] if runner == "V2" else [])]
         environment = {"PYTHONPATH": python_path(*folders)}
-        if runner == "V2":  # its kernels are Triton's, which runs them without a GPU in Python
+        if runner == "V2":  # it uses Triton kernels, which run in Python without a GPU
             environment["TRITON_INTERPRET"] = "1"
         folder = work / f"{runner}{'_torchvision' * torchvision}"
         folder.mkdir()
@@ -73,15 +73,15 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
 
 
 def report(path: Path, ended: int) -> dict[str, Any]:
-    """What an engine wrote; of one whose process could not write, how that ended: the others stand."""
+    """Read an engine's report; without one, report the exit status, so that other families still count."""
     if not path.exists():
-        return {"error": f"the process of the engines ended with {ended} before this one"}
+        return {"error": f"the engines' process ended with status {ended} before this one"}
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
 def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """A line of the table."""
+    """Return the table row of a family under a runner."""
     found = {"family": family, "runner": runner, "starts": "error" not in report}
     if "error" in report:
         return found | {"note": shorten(report["error"], 240)}
@@ -109,7 +109,7 @@ def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> d
 
 
 def _prompt_exact(record: dict[str, Any]) -> bool:
-    """Whether some choice for each token that was seen with several gives the counts."""
+    """Return whether the counts follow from one of the observed choices of each token."""
     counts = unpack_counts(record["eldr_prefill"]).astype(np.int64)
     seen = record["seen"][: len(record["prompt"])]
     rest = counts - _histogram([known[0] for known in seen if len(known) == 1], counts.shape)
@@ -134,7 +134,7 @@ def _decode_exact(record: dict[str, Any]) -> bool:
 
 
 def _histogram(chosen: Sequence[list[list[int]]], shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """[L,E] from [T,L,k]."""
+    """Return int[L,E] counts of choices [T,L,k]."""
     counts = np.zeros(shape, np.int64)
     np.add.at(counts, (np.arange(shape[0])[None, :, None], np.array(chosen)), 1)
     return counts
@@ -146,20 +146,20 @@ def _fed(record: dict[str, Any]) -> list[int]:
 
 
 def _first(record: dict[str, Any]) -> NDArray[np.int64]:
-    """[T,L,k], the choice that each token was first seen with."""
+    """Return [T,L,k]: the first observed choice of each token."""
     return np.array([known[0] for known in record["seen"]])
 
 
 def _others(mine: NDArray[np.int64], theirs: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[T,L,k], choices that are not among theirs, [T,L,k], of the same token and layer."""
+    """Return bool[T,L,k]: choices that are not among `theirs`, [T,L,k], of the same token and layer."""
     other: NDArray[np.bool_] = (mine[..., None] != theirs[..., None, :]).all(-1)
     return other
 
 
 def _replayed(records: list[dict[str, Any]], reference: Reference) -> dict[str, Any]:
-    """Where Hugging Face's model, whose experts are made the engine's, would have chosen others.
+    """Compare with Hugging Face's model while the engine's experts are forced on it.
 
-    A choice that is another leads later layers and tokens to others; here each stands alone.
+    A different choice causes others in later layers and tokens; forced, each difference stands alone.
     """
     differ, widest = 0, 0.0
     for record in records:
@@ -178,14 +178,15 @@ def gap(
     score: NDArray[np.float32],
     groups: tuple[int, int] = (1, 1),
 ) -> float:
-    """How far from a tie two choices [k] of a token are: what theirs scores above mine, where they differ.
+    """Return how far two choices [k] of a token are from a tie: what `theirs` score more where they differ.
 
     Args:
-        score: float[E], what a router chooses by.
-        groups: it first chooses the second number of so many groups, by the sum of each one's two best.
+        score: float[E], the router's scores.
+        groups: (number of groups, number of groups that the router chooses first, by the sum of each
+            group's two best scores).
 
     Returns:
-        A share of the range of the experts' scores or, where mine has another group, of the groups'.
+        A share of the range of the experts' scores or, if `mine` has another group, of the groups' scores.
     """
     many, taken = groups
     if many > 1:
@@ -199,7 +200,7 @@ def gap(
 
 
 def rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[dict[str, Any]]:
-    """Lines of these families under these runners."""
+    """Return the rows of these families under these runners."""
     checkpoints = {name: FAMILIES[name].make(work / name) for name in families}
     with ThreadPoolExecutor() as together:
         served = [together.submit(serve, checkpoints, runner, work) for runner in runners]
@@ -213,16 +214,16 @@ def rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[di
 
 def model_families(
     anew: Annotated[
-        str, typer.Option(help="Families, with commas: the rows of others stay as published; default all.")
+        str, typer.Option(help="Families to measure, with commas; other rows stay as published; default all.")
     ] = "",
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Serve every family under both runners, and compare."""
+    """Serve every family under both runners, and compare the counts."""
     names = anew.split(",") if anew else list(FAMILIES)
     unknown = [name for name in names if name not in FAMILIES]
     if unknown:
-        raise BadInput(f"there is no family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
+        raise BadInput(f"there is no family {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
     with tempfile.TemporaryDirectory() as work:
         found = rows(names, RUNNERS, Path(work))
     inputs: dict[str, Any] = {"chunk_tokens": CHUNK}

@@ -1,11 +1,11 @@
-"""A MoE layer's time follows its active experts, not its batch (counterpart of the paper's Figure 2).
+"""Show that a MoE layer's time follows its active experts, not its batch size (the paper's Figure 2).
 
     python -m benchmarks.engine.moe_layer_latency --shape qwen3-30b-a3b
     python -m benchmarks.engine.moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b --device cuda
 
-One layer of random bf16 weights at a model's shape, through the kernel that vLLM serves with: its CPU
-fused-MoE kernel, or its Triton kernel in a CUDA graph, timed by events. Each call takes other experts
-than the one before, so that weights come from memory as they do when other layers ran in between.
+One layer with random bf16 weights at a model's shape runs through the kernel that vLLM uses: its CPU
+fused-MoE kernel, or its Triton kernel in a CUDA graph, timed by events. Each call uses other experts
+than the previous one, so that weights come from memory, as they do when other layers run in between.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _fitted(rows: list[dict[str, Any]], shape: str) -> str:
 def _rows(
     shape: str, device: str, sizes: list[int], actives: list[int], rounds: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Rows of one shape, of each batch size and number of active experts that it can activate."""
+    """Return one shape's rows: each batch size with each number of active experts that it can activate."""
     hidden, intermediate, experts, top_k = SHAPES[shape]
     layer = _Layer(device, hidden, intermediate, experts, seed)
     rng = np.random.default_rng(seed)
@@ -104,13 +104,13 @@ def _rows(
 
 
 def routes(batch: int, active: int, experts: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
-    """int[batch, top_k]: distinct experts a token, exactly `active` in all."""
+    """Return int[batch, top_k]: distinct experts for each token, exactly `active` in all."""
     chosen = rng.permutation(experts)[:active]
     dealt = np.concatenate([rng.permutation(chosen) for _ in range(-(-batch * top_k // active) + 1)])
     ids = np.empty((batch, top_k), np.int64)
     for token in range(batch):
         hand, rest = dealt[:top_k], dealt[top_k:]
-        while len(set(hand)) < top_k:  # a deal that crosses two rounds may repeat an expert
+        while len(set(hand)) < top_k:  # a hand that crosses two shuffles may repeat an expert
             missing = rng.choice(np.setdiff1d(chosen, hand), top_k - len(set(hand)), replace=False)
             hand = np.concatenate([np.unique(hand), missing])
         ids[token], dealt = hand, rest
@@ -118,7 +118,7 @@ def routes(batch: int, active: int, experts: int, top_k: int, rng: np.random.Gen
 
 
 class _Layer:
-    """One MoE layer's experts on a device."""
+    """The experts of one MoE layer on a device."""
 
     def __init__(self, device: str, hidden: int, intermediate: int, experts: int, seed: int) -> None:
         import torch
@@ -135,7 +135,7 @@ class _Layer:
         self._graphs: dict[int, tuple[Any, Any]] = {}  # batch size -> chosen experts, graph
 
     def seconds(self, ids: np.ndarray) -> float:
-        """Time of one call with these experts, s: by the clock, or of a graph's replay by events."""
+        """Return the time of one call with these experts, s: wall clock, or a graph's replay by events."""
         import torch
 
         chosen = torch.as_tensor(ids, dtype=torch.int32)
@@ -157,7 +157,7 @@ class _Layer:
         return chosen, TimedGraph(lambda: self._experts(*inputs))
 
     def _inputs(self, chosen: Any) -> tuple[Any, Any, Any]:
-        """bf16[T,H] and equal weights float32[T,k], beside the experts int32[T,k]."""
+        """Return bf16[T,H], equal weights float32[T,k] and the experts int32[T,k]."""
         import torch
 
         x = torch.randn(len(chosen), self._hidden, dtype=torch.bfloat16, device=self._device)

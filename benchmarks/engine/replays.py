@@ -1,10 +1,10 @@
-"""TPOT on K workers without contention, each worker's schedule replayed alone on a real engine.
+"""Measure TPOT on K workers without contention: replay each worker's schedule alone on a real engine.
 
     python -m benchmarks.engine.replays NAME --prompts DIR
 
-What is measured and what is simulated: see benchmarks/lib/replay.py. There is no prefill in it, so
-`first_token` is the time from the hand-over to the end of the first decode step. `marginal-cost, true decode`
-is told the decode activations that the request will really have: what a perfect prediction would gain.
+benchmarks/lib/replay.py says what is measured and what is simulated. There is no prefill, so `first_token` is
+the time from the hand-over to the end of the first decode step. `marginal-cost, true decode` gets the decode
+activations that the request will really have: the gain of a perfect prediction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _band(label: str, band: float = 0.1, *, balanced: bool = True, transform: st
 
 
 def _share(rows: Rows) -> str:
-    """How much of the gain of perfect prediction the prefill signature gives."""
+    """Describe how much of the gain of perfect prediction the prefill signature achieves."""
     found = {(r["workload"], r["workers"], r["arm"]): r["p50_change_pct"] for r in rows}
     shares = [
         f"{group} K={k}: {100 * found[group, k, 'marginal-cost'] / gain:.0f} %"
@@ -41,7 +41,7 @@ def _share(rows: Rows) -> str:
 
 
 def _with_active_experts(run: Replayed) -> None:
-    """The policies against the load balancers, and active experts by batch size (Figure 13)."""
+    """Report the policies against the load balancers, and active experts by batch size (Figure 13)."""
     against(BASELINES, _share)(run)
     shown = [
         label
@@ -61,7 +61,7 @@ def _by_rate(rows: Rows, path: Path) -> None:
     lines(rows, "rate_per_s", ["tpot_p50_ms"], path, by="arm", xlabel="requests/s")
 
 
-# The counterparts of the paper's Figures 11 to 13; 11 and 12 by rate; 16, 15, 14; Table 2.
+# As the paper's Figures 11 to 13; 11 and 12 by rate; 16, 15, 14; Table 2.
 decode_replay = replay_command(
     "decode_replay",
     [
@@ -73,7 +73,7 @@ decode_replay = replay_command(
     default_workers="8,16",
     default_groups="all,language,task",
     default_per_worker=48,
-    default_intermediate=1536,  # as live has it
+    default_intermediate=1536,  # as in the live benchmark
 )
 rates = replay_command("rates", POLICIES, against(BASELINES, draw=_by_rate), default_batch="4,8,16,24")
 band_width = replay_command(

@@ -1,11 +1,12 @@
-"""Size of a prompt's expert counts on the wire, as `kv_transfer_params` carry them.
+"""Measure the size of a prompt's expert counts on the wire, in `kv_transfer_params`.
 
     python -m benchmarks.engine.signature_bytes --gptoss RECORDS
 
-Shape of Qwen3-30B-A3B: 48 layers, 128 experts, 8 a token. `even` chooses experts evenly at random; `tastes`
-has each prompt prefer some in each layer (scores of normal noise, twice as strong as the tokens' own).
-`GPT-OSS-20B` are its published routes: eight prompts' counts [24, 32] side by side, so that 16 of 128 experts
-are a token's. Read packed_p50_bytes, of the text, against cells_bytes, of the counts before compression.
+The shape is Qwen3-30B-A3B's: 48 layers, 128 experts, 8 a token. `even` chooses experts uniformly at random;
+with `tastes`, each prompt prefers some experts in each layer (normal noise in the scores, twice as strong as
+the tokens' own). `GPT-OSS-20B` uses its published routes: eight prompts' counts [24, 32] side by side, which
+gives 16 of 128 experts a token.
+Compare packed_p50_bytes (the text) with cells_bytes (the counts before compression).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from eldr_serve.experts.signature import pack_counts
 from loadgen.results import publish
 from offline.gptoss import read_gptoss
 
-_LENGTHS = (64, 512, 2048)  # tokens; GPT-OSS-20B's records hold enough steps for the first of them
+_LENGTHS = (64, 512, 2048)  # tokens; GPT-OSS-20B's records have enough steps only for the first
 
 
 def drawn(tokens: int, taste: float, rng: np.random.Generator) -> NDArray[np.int64]:
-    """int64[L,E] of a prompt whose scores are noise, and `taste` times what the prompt prefers in a layer."""
+    """Return int64[L,E] of a prompt whose scores are noise plus `taste` times the prompt's preferences."""
     scores = rng.gumbel(size=(L, tokens, E)) + taste * rng.normal(size=(L, 1, E))
     chosen = np.argpartition(-scores, TOP_K, axis=-1)[..., :TOP_K]
     counts = np.zeros((L, E), np.int64)
@@ -37,7 +38,7 @@ def drawn(tokens: int, taste: float, rng: np.random.Generator) -> NDArray[np.int
 
 
 def row(routing: str, tokens: int, prompts: list[NDArray[Any]]) -> dict[str, Any]:
-    """A line of the table, from each prompt's counts."""
+    """Return a table row from each prompt's counts."""
     packed = np.array([len(pack_counts(counts)) for counts in prompts])
     used = np.mean([(counts > 0).mean() for counts in prompts])
     return {
@@ -55,12 +56,12 @@ def signature_bytes(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind and length.")] = 20,
     gptoss: Annotated[
         Path | None,
-        typer.Option(exists=True, help="GPT-OSS-20B records, JSON lines; none are measured else."),
+        typer.Option(exists=True, help="GPT-OSS-20B records, JSON lines; default: not measured."),
     ] = None,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Pack the counts of prompts of several lengths and kinds of routing."""
+    """Measure the packed counts of prompts by length and kind of routing."""
     rng = np.random.default_rng(seed)
     rows = [
         row(name, tokens, [drawn(tokens, taste, rng) for _ in range(prompts)])

@@ -2,15 +2,14 @@
 
     python -m benchmarks.engine.step_cost --device cuda
 
-A decode engine of ours with made-up weights serves batches that are composed: each step's tokens go to
-experts that are given, so many of each layer as wanted, in the same CUDA graphs as any other step. The
-router runs as it does anyway, then its choices are replaced (one copy a layer). All requests have about
-`--context` tokens in the KV cache.
-`forward` is the time that our connector reports of the forward pass, by CUDA events; `step` is the wall time
-of the whole step, with scheduling and sampling, and without asynchronous scheduling. The rows of level `fit`
-are time = fixed + per request * batch + per expert * active experts, summed over layers. Those of level
-`package` are of aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24): a MoE layer's
-time by active experts, and whole steps with 1,024 tokens of context and its own routing.
+The steps of a decode engine with random weights are composed: each step's tokens go to prescribed experts, a
+chosen number in each layer, in the same CUDA graphs as any other step. The router runs as usual, then its
+choices are replaced (one copy a layer). All requests have about `--context` tokens in the KV cache.
+`forward` is the time of the forward pass that our connector reports, by CUDA events; `step` is the wall time
+of the whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are
+time = fixed + per request * batch + per expert * active experts, summed over layers. Rows of level
+`package` come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24): a MoE
+layer's time by active experts, and whole steps with 1,024 tokens of context and the package's own routing.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class ComposedEngine(ReplayEngine):
     """A decode engine whose tokens go to the experts of a table, int32[step_tokens, k], in every layer.
 
     Args:
-        step_tokens: tokens of a step, at most.
+        step_tokens: maximum number of tokens of a step.
     """
 
     def __init__(self, model: str, *, device: str, step_tokens: int, **arguments: Any) -> None:
@@ -86,12 +85,12 @@ class ComposedEngine(ReplayEngine):
 
             return replaced
 
-        for name in ("_keep", "_hold"):  # captured in the graphs, like all that a hook does
+        for name in ("_keep", "_hold"):  # captured in the graphs, like everything that a hook does
             setattr(ExpertCapture, name, replacing(getattr(ExpertCapture, name)))
         super().__init__(model, device=device, max_num_batched_tokens=step_tokens, **arguments)
 
     def start(self, prompts: list[list[int]], tokens: int) -> None:
-        """Begin decoding `tokens` tokens of each prompt; the first steps, which may compute prompts, run."""
+        """Start decoding `tokens` tokens of each prompt; run the first steps, which may compute prompts."""
         from vllm import SamplingParams
 
         self.warm(prompts)
@@ -100,10 +99,10 @@ class ComposedEngine(ReplayEngine):
             self._engine.add_request(f"request{number}", {"prompt_token_ids": prompt}, params)
 
     def timed(self, routed: NDArray[np.int64]) -> list[dict[str, Any]]:
-        """One step whose token n goes to the experts int64[T, k] of row n; the records known now."""
+        """Run a step whose token n goes to the experts int64[T, k] of row n; return the available records."""
         import torch
 
-        full = np.resize(routed, self._table.shape)  # padding goes where the batch goes
+        full = np.resize(routed, self._table.shape)  # padding repeats the batch's experts
         self._table.copy_(torch.as_tensor(full, dtype=torch.int32))
         return self.step()[2]
 
@@ -116,12 +115,12 @@ class ComposedEngine(ReplayEngine):
 def composed_steps(
     engine: ComposedEngine, prompts: list[list[int]], active: list[int], rounds: int, rng: np.random.Generator
 ) -> list[Step]:
-    """`rounds` steps of each number of active experts a layer, in random order, all prompts in the batch."""
+    """Run `rounds` steps of each number of active experts a layer, in random order, with all prompts."""
     order = [a for _ in range(rounds) for a in rng.permutation(active).tolist()]
     wanted = [active[-1]] * _WARM_UP + order
     engine.start(prompts, len(wanted) + 2)
     batch, records = len(prompts), []
-    for number in [*wanted, active[0]]:  # the last step tells what the one before took
+    for number in [*wanted, active[0]]:  # a step's time is known after the next step
         records += engine.timed(routes(batch, number, E, TOP_K, rng))
     engine.drain()
     whole = [record for record in records if record["requests"] == batch]
@@ -131,13 +130,15 @@ def composed_steps(
     for record in found:
         each = wanted[record["step"] - first]
         if record["active_by_layer"] != [each] * layers:
-            told = record["active_by_layer"]
-            raise RuntimeError(f"a step was to activate {each} experts in each layer and activated {told}")
+            activated = record["active_by_layer"]
+            raise RuntimeError(
+                f"a step should activate {each} experts in each layer, but activated {activated}"
+            )
     return [Step(batch, sum(r["active_by_layer"]), r["seconds"], r["took"]) for r in found]
 
 
 def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
-    """One row a batch and number of active experts: medians with intervals, ms."""
+    """Return one row for each batch and number of active experts: medians with intervals, ms."""
     rows = []
     for batch, experts in sorted({(step.requests, step.experts) for step in steps}):
         mine = [step for step in steps if (step.requests, step.experts) == (batch, experts)]
@@ -152,9 +153,9 @@ def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
 
 
 def fit_rows(steps: list[Step]) -> list[dict[str, Any]]:
-    """The cost of forward and of step, as routing fits it to an engine's steps, without KV tokens.
+    """Return rows with the cost that the router fits to the steps of an engine, without KV tokens.
 
-    A row has no cost where there are too few steps, or their time does not grow with active experts.
+    A row has no cost if there are too few steps, or if their time does not grow with active experts.
     """
     rows: list[dict[str, Any]] = []
     requests, experts = ([getattr(step, name) for step in steps] for name in ("requests", "experts"))
@@ -178,7 +179,7 @@ def fit_rows(steps: list[Step]) -> list[dict[str, Any]]:
 
 
 def package_rows(batches: list[int]) -> list[dict[str, Any]]:
-    """The package's figures: of a MoE layer, and of whole steps of these batches."""
+    """Return the package's figures for a MoE layer and for whole steps of these batches."""
     rows: list[dict[str, Any]] = []
     for card, (fixed_us, per_expert_us, step_ms) in PACKAGE.items():
         layer = {"level": "package", "of": f"{card}, MoE layers", "fixed_ms": L * fixed_us / 1e3}
@@ -194,7 +195,7 @@ def package_rows(batches: list[int]) -> list[dict[str, Any]]:
 def step_cost(
     batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "8,16,32,64",
     active: Annotated[
-        str, typer.Option(help="Active experts of a layer, with commas; those that a batch can activate.")
+        str, typer.Option(help="Active experts of a layer, with commas; impossible ones are skipped.")
     ] = "8,16,32,48,64,96,128",
     rounds: Annotated[int, typer.Option(min=3, help="Timed steps for each point.")] = 15,
     context: Annotated[int, typer.Option(min=32, help="Tokens of each request's prompt.")] = 1024,
@@ -206,7 +207,7 @@ def step_cost(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Time decode steps of composed batches, and fit what a request and an active expert cost."""
+    """Time decode steps of composed batches, and fit the cost of a request and of an active expert."""
     check_device(device)
     given = (("--batches", batches), ("--active", active))
     sizes, wanted = (sorted(set(options.numbers(*option))) for option in given)
@@ -214,7 +215,7 @@ def step_cost(
     if impossible := [b for b, possible in points.items() if not possible]:
         raise BadInput(
             f"a batch of {impossible[0]} activates {TOP_K} to {min(E, impossible[0] * TOP_K)} experts of a "
-            f"layer, and --active has none of these"
+            f"layer; give --active a number in this range"
         )
     rng = np.random.default_rng(seed)
     prompts = [aligned(rng.integers(1, 1024, context).tolist()) for _ in range(sizes[-1])]

@@ -1,1 +1,1 @@
-"""What several benchmarks share: a local Ray, real and fake engines, an HTTP client that times streams."""
+"""Shared parts of the benchmarks: a local Ray, real and fake engines, an HTTP client that times streams."""

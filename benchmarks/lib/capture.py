@@ -1,9 +1,9 @@
-"""Which experts the demo model really used for real prompts: the input of most benchmarks.
+"""Capture which experts the demo model uses for real prompts: the input of most benchmarks.
 
     python -m benchmarks.lib.capture --prompts DIR
 
-Runs the prompts on one real engine, once, and keeps the result in the work folder. Prompts are filled
-up to whole KV blocks and one token (see replay_engine), so that a replay meets the same tokens.
+Runs the prompts once on one real engine, and stores the result in the work folder. Prompts are filled
+up to whole KV blocks and one token (see replay_engine), so that a replay uses the same tokens.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from offline.calibrate import build_trace, prompt_tokens, trace_tokens
 
 TASKS = ("code", "math", "medical", "legal")
 GROUPS = ("all", "language", "task")
-_TOP_K = 4  # of the demo model
-_TOGETHER = 32  # requests that the capture has in flight
+_TOP_K = 4  # top-k of the demo model
+_TOGETHER = 32  # requests in flight during the capture
 
 
 def groups_of(names: str) -> list[str]:
-    """The workloads named, with commas; BadInput if one is unknown."""
+    """Return the workloads of a list with commas; raise BadInput if one is unknown."""
     chosen = names.split(",")
     if unknown := [name for name in chosen if name not in GROUPS]:
-        raise BadInput(f"unknown workload {unknown[0]!r}; there are {', '.join(GROUPS)}")
+        raise BadInput(f"unknown workload {unknown[0]!r}; choose from {', '.join(GROUPS)}")
     return chosen
 
 
@@ -56,18 +56,18 @@ class Captured:
     tokens: list[list[int]]
 
     def group(self, name: str) -> NDArray[np.int64]:
-        """Indices of the requests of a workload: task domains, languages, or all."""
+        """Return the indices of a workload's requests: task domains, languages, or all."""
         task = np.isin(self.trace.domains, TASKS)
         return np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[name])
 
     def split(self, name: str, fit: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """A workload's requests in two: to fit on, and to measure with."""
+        """Split a workload's requests at random: one part to fit on, one to measure with."""
         found = np.random.default_rng(seed).permutation(self.group(name))
         cut = round(fit * len(found))
         return found[:cut], found[cut:]
 
     def routes(self, request: int) -> NDArray[np.unsignedinteger]:
-        """[T, L, k] experts of one request's decode steps."""
+        """Return [T, L, k]: the experts of one request's decode steps."""
         assert self.trace.routes is not None
         assert self.trace.route_offsets is not None
         start, end = (int(x) for x in self.trace.route_offsets[request : request + 2])
@@ -77,9 +77,9 @@ class Captured:
 def captured(
     prompts: Path, work: Path, *, requests: int, output_tokens: int = 64, seed: int = 0, device: str = "cpu"
 ) -> Captured:
-    """Load the capture of these settings, running it first if it is not there.
+    """Load the capture with these settings; run it first if it does not exist.
 
-    Another device samples other texts.
+    Another device generates other texts.
     """
     settings = [str(prompts.resolve()), requests, output_tokens, seed, weights_name()]
     settings += [device] if device != "cpu" else []
@@ -104,7 +104,9 @@ def capture(
     tokens: Annotated[Path, typer.Option(help="JSON of token ids to write.")],
     requests: Annotated[int, typer.Option(min=8, help="Prompts, half tasks and half languages.")] = 1600,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated a prompt.")] = 64,
-    max_prompt_tokens: Annotated[int, typer.Option(min=32, help="Longer prompts lose their head.")] = 1024,
+    max_prompt_tokens: Annotated[
+        int, typer.Option(min=32, help="Longer prompts are cut at the beginning.")
+    ] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
     device: options.Device = "cpu",
 ) -> None:
@@ -138,7 +140,7 @@ def capture(
     records = []
     for start in track(range(0, len(chosen), _TOGETHER), description="capturing routes"):
         part = slice(start, start + _TOGETHER)
-        # One token more than wanted: the last one sampled never passes the gates.
+        # One extra token: the last sampled token never reaches the gates.
         sampling = [
             Sampling(output_tokens + 1, TEMPERATURE, ignore_eos=True, seed=of_prompt, routes=True)
             for of_prompt in range(start, start + len(ids[part]))

@@ -1,4 +1,4 @@
-"""An HTTP client that holds thousands of OpenAI streams at once and times each."""
+"""HTTP client that holds thousands of OpenAI streams at once and times each of them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Answer:
 
 
 def allow_open_files(wanted: int) -> None:
-    """Raise this process's limit of open files, as far as the system lets it."""
+    """Raise this process's limit of open files, as far as the system permits."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def session(timeout_s: float | None = None) -> aiohttp.ClientSession:
-    """A client session without a limit on connections; a request that takes longer is a failure."""
+    """Return a client session without a limit on connections; slower requests than the timeout fail."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=timeout_s)
     )
@@ -43,7 +43,7 @@ def session(timeout_s: float | None = None) -> aiohttp.ClientSession:
 async def complete(
     http: aiohttp.ClientSession, url: str, body: dict[str, Any], start: float | None = None
 ) -> Answer:
-    """Send one streaming completion, timed from `start` or now; failures of any kind are in `error`."""
+    """Send one streaming completion, timed from `start` or now; store any failure in `error`."""
     answer = Answer(time.perf_counter() if start is None else start)
     try:
         async with http.post(f"{url}/v1/completions", json=body | {"stream": True}) as response:
@@ -64,7 +64,7 @@ async def complete(
 async def closed_loop(
     send: Callable[[int], Awaitable[Answer]], *, requests: int, in_flight: int
 ) -> list[Answer]:
-    """Send requests 0 ... requests-1, the next one as soon as one of `in_flight` has ended."""
+    """Send requests 0 ... requests-1; start the next as soon as one of `in_flight` ends."""
     numbers = iter(range(requests))
     answers: list[Answer] = []
 
@@ -77,16 +77,16 @@ async def closed_loop(
 
 
 def most_open(answers: list[Answer]) -> int:
-    """Answers that were under way together, at most."""
+    """Return the maximum number of answers in progress at the same time."""
     changes = sorted([(a.start, 1) for a in answers] + [(a.end, -1) for a in answers])
     return int(np.cumsum([change for _, change in changes]).max(initial=0))
 
 
 def summary(answers: list[Answer], since: float | None = None) -> dict[str, Any]:
-    """Failures; TTFT, TPOT and the whole answer's latency in ms; requests/s and tokens/s.
+    """Return failures; TTFT, TPOT and total latency in ms; requests/s and tokens/s.
 
     Args:
-        since: when the stretch of load began; None: with the first of the answers.
+        since: start of the load; None: the start of the first answer.
     """
     good = [a.timing for a in answers if a.error is None]
     latencies = [1000 * (a.end - a.start) for a in answers if a.error is None]
@@ -103,5 +103,5 @@ def summary(answers: list[Answer], since: float | None = None) -> dict[str, Any]
 
 
 def errors(answers: list[Answer]) -> dict[str, int]:
-    """How often each failure came."""
+    """Count each kind of failure."""
     return dict(Counter(a.error for a in answers if a.error is not None).most_common(5))

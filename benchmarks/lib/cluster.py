@@ -1,4 +1,4 @@
-"""A Ray of the benchmark's own, on this machine, with nothing of it left afterwards."""
+"""Start a separate Ray on this machine, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def unwind_on_sigterm() -> None:
-    """Let SIGTERM end this process as an interrupt does: what it started is stopped first."""
+    """Make SIGTERM end this process like an interrupt, so that it stops its children first."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -27,7 +27,7 @@ def unwind_on_sigterm() -> None:
 
 
 def python_path(*folders: Path) -> str:
-    """Return PYTHONPATH for processes that import this checkout and `folders`, then what it has now."""
+    """Return PYTHONPATH for processes that import this checkout and `folders`, then its present value."""
     return os.pathsep.join(filter(None, [*map(str, (ROOT, *folders)), os.environ.get("PYTHONPATH")]))
 
 
@@ -38,10 +38,10 @@ def local_ray(
     """Start Ray, and Serve if a port is given; stop both at the end, also when interrupted.
 
     Args:
-        environment: of Ray's processes.
+        environment: environment variables of Ray's processes.
     """
-    # Before ray is imported: a cluster that needs no token and reports to nobody. Ray runs its workers at
-    # niceness 15; beside a load generator at 0, on few cores, that would be most of what is measured.
+    # Set before ray is imported: no token, no usage reports. By default Ray runs its workers at niceness 15;
+    # beside a load generator at 0, on few cores, the measurement would mostly show that.
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     before = dict(os.environ)
     os.environ |= environment
@@ -72,10 +72,10 @@ def local_ray(
 
 
 def wait_ready(url: str, seconds: float = 60.0) -> None:
-    """Until our application there has every pair of engines warm; BadInput after `seconds`."""
+    """Wait until our application has every pair of engines warm; raise BadInput after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        with suppress(httpx.TransportError):  # it does not listen yet
+        with suppress(httpx.TransportError):  # not listening yet
             status = httpx.get(f"{url}/eldr/status", timeout=30)
             if status.status_code == 200 and status.json()["ingress"]["ready"]:
                 return

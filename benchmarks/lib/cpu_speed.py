@@ -1,12 +1,12 @@
-"""How fast the cores compute.
+"""Measure the present computing speed of CPU cores.
 
-Cores of shared machines are slower by up to a third for seconds or minutes: by their frequency, by their
-neighbours, by what the hypervisor takes away. Where that is as large as what is measured, times are
+Cores of shared machines are slower by up to a third for seconds or minutes, because of their frequency, their
+neighbours, or time stolen by the hypervisor. Where that is as large as the measured effect, times are
 normalised for it (benchmarks/lib/normalised_time.py).
 
     python -m benchmarks.lib.cpu_speed CORE FILE
 
-notes the speed of a core until its parent is gone (`probed`).
+records the speed of a core until the parent process ends (`probed`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy as np
 
 from benchmarks.lib.engines import process
 
-_EVERY_S = 0.25  # a note
+_EVERY_S = 0.25  # interval of records
 
 
 class CpuSpeed:
-    """How fast this core computes now, by a matrix product that stays in its cache."""
+    """Probe of this core's speed: the time of a matrix product that fits its cache."""
 
     def __init__(self) -> None:
         import torch
@@ -39,7 +39,7 @@ class CpuSpeed:
         self._last: deque[float] = deque(maxlen=3)
 
     def once(self) -> float:
-        """CPU time of the product, s."""
+        """Return the CPU time of the product, s."""
         self._multiply()  # brings it into the cache
         start = time.thread_time()
         for _ in range(4):
@@ -47,20 +47,20 @@ class CpuSpeed:
         return time.thread_time() - start
 
     def seconds(self) -> float:
-        """CPU time of the product, s, mean of the last three times that it was asked for."""
+        """Return the mean CPU time of the product over the last three calls, s."""
         self._last.append(self.once())
         return sum(self._last) / len(self._last)
 
     def typical(self) -> float:
-        """Median over about a third of a second."""
+        """Return the median over about a third of a second."""
         return float(np.median([self.seconds() for _ in range(300)]))
 
 
 @contextmanager
 def probed(folder: Path) -> Iterator[None]:
-    """Note the speed of every core of this process, some times a second, into `folder`/cpu_speed_CORE.jsonl.
+    """Record the speed of this process's cores several times a second, in `folder`/cpu_speed_CORE.jsonl.
 
-    A line is [Unix time, s, CPU time of the product, s, ticks so far that were stolen, all ticks so far].
+    A line is [Unix time, s; CPU time of the product, s; stolen ticks so far; all ticks so far].
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as probes:
@@ -72,7 +72,7 @@ def probed(folder: Path) -> Iterator[None]:
 
 
 def _ticks(core: int) -> tuple[int, int]:
-    """Ticks of the core that the hypervisor took, and all."""
+    """Return the ticks of the core that the hypervisor stole, and all ticks."""
     with open("/proc/stat") as lines:
         found = next(line for line in lines if line.startswith(f"cpu{core} "))
     ticks = [int(part) for part in found.split()[1:9]]

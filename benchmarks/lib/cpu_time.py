@@ -1,4 +1,4 @@
-"""CPU time of what serves, by what it is."""
+"""CPU time of serving processes, by part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 
-# By marks in a process's title or command, the first that is found; a haproxy is a proxy, the rest Ray's.
+# Marks in a process's title or command, first match; haproxy counts as a proxy, all others as Ray.
 PARTS: Mapping[str, str] = {
     "EngineCore": "engines",
     "Fake": "engines",
@@ -23,7 +23,7 @@ PARTS: Mapping[str, str] = {
 
 
 def cpu_s() -> Counter[str]:
-    """CPU time so far of all processes that this one has started and that live, by part, s."""
+    """Return the CPU time so far of all live descendants of this process, by part, s."""
     spent: Counter[str] = Counter()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Work captured in a CUDA graph and timed by events: no time of the host is in it."""
+"""Time work in a CUDA graph by events, so that no host time is included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TimedGraph:
     """Calls captured once, replayed with other inputs in the same tensors.
 
     Args:
-        work: what to capture; it reads and writes tensors that stay where they are. It runs before, too,
+        work: function to capture; it reads and writes tensors at fixed addresses. It also runs once before,
             which compiles its kernels.
     """
 
@@ -27,11 +27,11 @@ class TimedGraph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._kept = work()
-        # Reading it keeps the GPU busy until the replay is queued, and leaves nothing of ours in its cache.
+        # Reading it keeps the GPU busy until the replay is queued, and evicts our data from its cache.
         self._flushed = torch.ones(1 << 26, dtype=torch.float32, device="cuda")
 
     def seconds(self) -> float:
-        """Time of one replay on the GPU, whose L2 cache holds none of its inputs, s."""
+        """Return the GPU time of one replay with no inputs in the L2 cache, s."""
         start, end = (self._event() for _ in range(2))
         self._flushed.sum()
         start.record()

@@ -1,4 +1,4 @@
-"""Replay engines side by side, each in a process of its own on one core; or one on a GPU."""
+"""Replay engines side by side, each in its own process on one core; or one on a GPU."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Served = tuple[dict[str, np.ndarray], Steps]
 
 
 class Replays(Protocol):
-    """What serves arrivals: EnginePool, or a stand-in without engines."""
+    """Interface to serve arrivals: EnginePool, or a stand-in without engines."""
 
     def probe_s(self) -> float:
-        """What CpuSpeed takes now, s."""
+        """Return the present time of CpuSpeed's product, s."""
 
     def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
-        """Token times, s, by request, and the steps; in the order asked for."""
+        """Serve arrivals; return token times, s, by request, and the steps."""
 
 
 class EnginePool:
-    """A context with `engines` replay engines of one model, each on a core of its own, or one on a GPU.
+    """Context with `engines` replay engines of one model, each on its own core, or one on a GPU.
 
     Raises:
-        BadInput: fewer cores than engines, or several for a GPU; or, on leaving, that an engine's process has
-            died.
+        BadInput: fewer cores than engines, or several engines on a GPU; on exit: an engine's process
+            has died.
     """
 
     def __init__(self, model: Path, engines: int, device: str = "cpu") -> None:
         cores = sorted(os.sched_getaffinity(0))
         if device != "cpu" and engines > 1:
-            raise BadInput(f"--engines is {engines}, but engines on a GPU slow each other: leave it at 1")
+            raise BadInput(f"--engines is {engines}, but engines on one GPU slow each other: leave it at 1")
         if engines > len(cores):
             raise BadInput(f"--engines is {engines}, but there are {len(cores)} cores")
         context = get_context("spawn")
@@ -52,11 +52,11 @@ class EnginePool:
         )
 
     def probe_s(self) -> float:
-        """What CpuSpeed takes on a core of the engines, s."""
+        """Return the time of CpuSpeed's product on a core of the engines, s."""
         return self._pool.submit(_probe).result()
 
     def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
-        """Serve the arrivals on the next engine that is free, by the clock of ReplayEngine.run."""
+        """Serve the arrivals on the next free engine, by the clock of ReplayEngine.run."""
         return self._pool.submit(_replay, arrivals, probe_s)
 
     def __enter__(self) -> EnginePool:
@@ -68,7 +68,7 @@ class EnginePool:
         self._pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
             raise BadInput(
-                "a replay engine died (out of memory?); what was measured is kept, start again to go on"
+                "a replay engine died (out of memory?); results are kept; run the command again to continue"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Real CPU engines with the demo model, as our application, as Ray's, and as plain vLLM servers."""
+"""Real CPU engines with the demo model: as our application, as Ray's, and as plain vLLM servers."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from examples.demo_model import WEIGHTS
 
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # spinning threads made a request 20 times slower
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinned, spinning threads made requests 20 times slower
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request waits for a compiler
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
 
 def check_device(device: str) -> None:
-    """Raise BadInput where a GPU is wanted and there is none."""
+    """Raise BadInput if a GPU is requested and there is none."""
     import torch
 
     if device != "cpu" and not torch.cuda.is_available():
-        raise BadInput(f"--device is {device}, but PyTorch sees no CUDA device here: name cpu")
+        raise BadInput(f"--device is {device}, but PyTorch sees no CUDA device here: use cpu")
 
 
 def device_kwargs(device: str, batches: Sequence[int] = ()) -> dict[str, Any]:
-    """Arguments of `engine_kwargs` for a benchmark's engine on "cpu", "cuda" or "cuda-eager".
+    """Return `engine_kwargs` for a benchmark's engine on "cpu", "cuda" or "cuda-eager".
 
-    On "cuda", steps of `batches` decoding requests run in CUDA graphs, others padded to the next larger one;
-    without any, and on "cuda-eager", there are no graphs. Prompts are computed outside of them, and nothing
-    is compiled by inductor, so that an engine starts in seconds.
+    On "cuda", steps of `batches` decoding requests run in CUDA graphs; other batches are padded to the next
+    larger size. Without `batches`, and on "cuda-eager", there are no graphs. Prompts are computed outside of
+    graphs, and inductor compiles nothing, so that an engine starts in seconds.
     """
     if device == "cpu":
         return {"device": "cpu"}
@@ -59,17 +59,17 @@ def device_kwargs(device: str, batches: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def weights_name() -> str:
-    """Names the demo model's weights, for what is made from them."""
+    """Return a name of the demo model's weights, for files derived from them."""
     return hashlib.sha256((WEIGHTS / "SHA256SUMS").read_bytes()).hexdigest()[:8]
 
 
 def engine_roles(arguments: dict[str, Any]) -> list[str]:
-    """Keys of the engines' settings in a deployment's `args`; whole engines have but one."""
+    """Return the keys of the engines' settings in a deployment's `args`; whole engines have only one."""
     return [role for role in ("prefill_config", "decode_config") if role in arguments]
 
 
 def our_arguments(deployment: Path, model: Path, decode_replicas: int | None = None) -> dict[str, Any]:
-    """`args` of a deployment YAML, with the model that is given."""
+    """Return the `args` of a deployment YAML, with the given model."""
     arguments: dict[str, Any] = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     for role in engine_roles(arguments):
         arguments[role] = copy.deepcopy(arguments[role])
@@ -80,12 +80,12 @@ def our_arguments(deployment: Path, model: Path, decode_replicas: int | None = N
 
 
 def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Ray Serve LLM's own prefill/decode application on equal engines: NixlConnector, its scheduler."""
+    """Return the arguments of Ray Serve LLM's own prefill/decode application on equal engines."""
     found: dict[str, Any] = {"ingress_deployment_config": arguments["ingress_deployment_config"]}
     for role in ("prefill", "decode"):
         config = copy.deepcopy(arguments[f"{role}_config"])
         config["engine_kwargs"] = plain_engine_kwargs(role, config["engine_kwargs"])
-        config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # as ours
+        config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # as in our application
         found[f"{role}_config"] = config
     found["ingress_deployment_config"] = found["ingress_deployment_config"] | {
         "autoscaling_config": None,
@@ -95,7 +95,7 @@ def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_engine_kwargs(role: Any, given: dict[str, Any], *, our_connector: bool = False) -> dict[str, Any]:
-    """Engine arguments equal to ours, without what is ours; or with our connector module alone."""
+    """Return engine arguments equal to ours without our extension, or with our connector module only."""
     kwargs = engine_kwargs(role, device="cpu", **given)
     for name in ("scheduler_cls", "worker_extension_cls"):
         kwargs.pop(name)
@@ -109,10 +109,10 @@ def plain_engine_kwargs(role: Any, given: dict[str, Any], *, our_connector: bool
 
 @contextmanager
 def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command with children; all of them are ended at the end.
+    """Run a command; at the end, stop it and all its children.
 
-    It stays in the session, which on Linux is a group of the scheduler (`sched_autogroup_enabled`): in one of
-    its own it would get as much of the cores as our whole application, engines and all.
+    The command stays in the session, which Linux schedules as one group (`sched_autogroup_enabled`): in
+    its own session it would get as much CPU time as our whole application, including its engines.
     """
     with log.open("wb") as file:
         started = subprocess.Popen(
@@ -131,7 +131,7 @@ def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[s
 
 
 def wait_http(url: str, what: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:
-    """Until `url` answers 200; BadInput with the log's end if the process ends or time runs out."""
+    """Wait until `url` answers 200; raise BadInput with the end of the log on process exit or timeout."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and what.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
@@ -146,9 +146,10 @@ def wait_http(url: str, what: subprocess.Popen[bytes], log: Path, seconds: float
 def vllm_servers(
     arguments: dict[str, Any], *, port: int, logs: Path, our_connector: bool = False
 ) -> Iterator[dict[str, list[str]]]:
-    """Plain vLLM OpenAI servers, equal engines, one process group each: {"prefill": urls, "decode": urls}.
+    """Start equal engines as plain vLLM OpenAI servers, one process group each.
 
-    Whole ones are all under "decode", as in a deployment.
+    Yields:
+        {"prefill": urls, "decode": urls}; whole engines are all under "decode", as in a deployment.
     """
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     with contextlib.ExitStack() as stack:
@@ -163,7 +164,7 @@ def vllm_servers(
                 number = len(started)
                 command = _server_command(config, kwargs, port + number)
                 env = ENGINE_ENV | config["runtime_env"]["env_vars"] | {
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, as ours
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, as in our application
                     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 100 + number),
                     "PYTHONPATH": str(ROOT),

@@ -1,4 +1,4 @@
-"""One real engine of several ranks with expert parallelism, in a process of its own, step by step."""
+"""One real engine with several expert-parallel ranks, in its own process, driven step by step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Decoded:
 
     Attributes:
         answers: int64[requests, tokens].
-        seconds: float64[N] of each step, wall clock, without moves.
-        move_s: of the slices of a migration between them; in all.
-        experts_moved: by them, in all layers.
-        slices, slices_left: of the migration, and how many of them the batch ended before.
-        log: int64[G, N, L, 5], what each rank did (`eldr_serve.engine.vllm.ep.layer.LOGGED`).
-        routed: int64[L, E], tokens of each expert, prefill too.
-        placement: int64[L, P] at the end: a migration may not have come to its own. -1: an empty slot.
+        seconds: float64[N], wall-clock time of each step, without moves.
+        move_s: total time of the migration slices between steps.
+        experts_moved: number of experts moved by these slices, in all layers.
+        slices, slices_left: slices of the migration, and those left when the batch ended.
+        log: int64[G, N, L, 5], work of each rank (`eldr_serve.engine.vllm.ep.layer.LOGGED`).
+        routed: int64[L, E], tokens of each expert, including prefill.
+        placement: int64[L, P] at the end; a migration may be incomplete. -1: an empty slot.
     """
 
     answers: Ints
@@ -49,17 +49,17 @@ class Decoded:
 
 
 class EpEngine:
-    """A context with one engine.
+    """Context with one engine.
 
     Args:
-        model: directory, with heads that the ranks divide.
-        ranks: of tensor and expert parallelism, G.
-        redundant: slots of a layer beyond one an expert.
-        moves_a_slice: experts that move between two steps, at most.
-        max_batch: requests at once.
+        model: directory; the ranks must divide the number of heads.
+        ranks: number of ranks of tensor and expert parallelism, G.
+        redundant: slots of a layer beyond one per expert.
+        moves_a_slice: maximum number of experts that move between two steps.
+        max_batch: maximum number of concurrent requests.
 
     Raises:
-        BadInput: on leaving, that the engine's process has died.
+        BadInput: on exit, the engine's process has died.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class EpEngine:
         )  # fmt: skip
 
     def place(self, placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
-        """Bring the experts to int[L, P] at once (-1: an empty slot), and choose replicas by the rule.
+        """Apply the placement int[L, P] at once (-1: an empty slot), and choose replicas by the rule.
 
         Args:
-            load: float[L, E], tokens that each expert is expected to get.
+            load: float[L, E], expected tokens of each expert.
         """
         self._pool.submit(_place, placement, rule, load).result()
 
@@ -87,12 +87,12 @@ class EpEngine:
         migrate_to: Ints | None = None,
         load: NDArray[np.float64] | None = None,
     ) -> Decoded:
-        """Decode greedily so many tokens of each prompt, all at once.
+        """Decode `tokens` tokens of each prompt greedily, all prompts at once.
 
         Args:
-            name: of these prompts, whose KV blocks are in the prefix cache when they are measured.
-            migrate_to: int[L, P]; from the first decode step on, a slice between two steps.
-            load: float[L, E] that goes with it; None: as before.
+            name: name of these prompts, whose KV blocks are in the prefix cache when they are measured.
+            migrate_to: int[L, P], reached from the first decode step on, one slice between two steps.
+            load: float[L, E] expected with it; None: as before.
         """
         return self._pool.submit(_decode, prompts, tokens, name, migrate_to, load).result()
 
@@ -107,14 +107,14 @@ class EpEngine:
         self._pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
             raise BadInput(
-                "the engine died (out of memory?); what was measured is kept, start again to go on"
+                "the engine died (out of memory?); results are kept; run the command again to continue"
             ) from error
 
 
 _engine: Any
 _ranks: int
 _sent = 0
-_known: set[str] = set()  # names of prompts that were computed
+_known: set[str] = set()  # names of prompts in the prefix cache
 
 
 def _start(model: str, ranks: int, redundant: int, moves_a_slice: int, max_batch: int) -> None:
@@ -122,7 +122,7 @@ def _start(model: str, ranks: int, redundant: int, moves_a_slice: int, max_batch
     from eldr_serve.engine.vllm.ep.plugin import SWITCH, register
 
     os.environ |= ENGINE_ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", SWITCH: "1"}
-    register()  # the plug-in does so in each process where the package is installed
+    register()  # the plug-in does this in every process if the package is installed
     from vllm import EngineArgs, LLMEngine
 
     _ranks = ranks
@@ -141,7 +141,7 @@ def _start(model: str, ranks: int, redundant: int, moves_a_slice: int, max_batch
 
 
 def _stop() -> None:
-    """The ranks before the process that they are children of."""
+    """Stop the ranks before their parent process."""
     _engine.engine_core.shutdown()
 
 
@@ -199,7 +199,7 @@ def _decode(
     if left:
         _ask("stop")
     log = np.array([rows for _, rows in _ask("batches", begun)])
-    pure = log[0, :, 0, 0] == len(prompts)  # tokens of the step
+    pure = log[0, :, 0, 0] == len(prompts)  # number of tokens of the step
     after = _ask("status")[0]
     routed = np.array(_ask("routed")[0]) - before
     return Decoded(

@@ -1,4 +1,4 @@
-"""EP ranks as processes of this machine: one core and gloo each, or one GPU and nccl each."""
+"""EP ranks as processes on this machine: one core and gloo each, or one GPU and nccl each."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 def on_ranks(ranks: int, work: Callable[..., T], *arguments: Any, timeout_s: float = 120.0) -> list[T]:
-    """work(rank, *arguments) in `ranks` fresh processes with a process group; what each returned.
+    """Run work(rank, *arguments) in `ranks` new processes with a process group; return their results.
 
-    A process has one thread of compute and, on a CPU, one of the cores that this process may use: the last
-    for rank 0, and so on.
+    A process has one compute thread and, on a CPU, one of this process's cores: rank 0 has the last core, and
+    so on.
 
     Raises:
-        Whatever a rank raised; the others then end too, as their collectives fail.
+        Any exception of a rank; the other ranks then end too, since their collectives fail.
     """
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{folder}/rendezvous"
@@ -39,19 +39,19 @@ def on_ranks(ranks: int, work: Callable[..., T], *arguments: Any, timeout_s: flo
 
 
 def device() -> str:
-    """Where this process's rank computes."""
+    """Return the compute device of this process's rank."""
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 
 def read_gate(model: Path, layer: int) -> Tensor:
-    """[E, H] of a Qwen3-MoE directory."""
+    """Read the gate of a layer, [E, H], from a Qwen3-MoE directory."""
     with safe_open(model / "model.safetensors", "pt") as file:
         weight: Tensor = file.get_tensor(f"model.layers.{layer}.mlp.gate.weight")
     return weight
 
 
 def read_experts(model: Path, layer: int, experts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """w13 [S, 2I, H] and w2 [S, H, I] of S slots with these experts."""
+    """Read w13 [S, 2I, H] and w2 [S, H, I] of S slots with these experts."""
     with safe_open(model / "model.safetensors", "pt") as file:
 
         def part(expert: int, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What EP ranks do while they are timed: whole layers together, shares alone, messages."""
+"""Timed work of EP ranks: whole layers together, each rank's share alone, and messages."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Arm = tuple[float, str, str]  # replication (slots / experts), routing, dispatch
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank is told: the model, placements by replication, and batches of routes.
+    """Common input of all ranks: the model, placements by replication, and batches of routes.
 
     Attributes:
         placements: {ratio: int[L, P]}.
         routes: int[B, L, T, k], B batches.
-        arms: what is compared.
+        arms: arms to compare.
         rounds: calls of each batch, layer and arm.
     """
 
@@ -54,7 +54,7 @@ class Plan:
     seed: int
 
     def routing(self, arm: Arm, layer: int) -> Routing:
-        """The arm's choice of replicas."""
+        """Return the arm's choice of replicas in a layer."""
         hosts = hosts_of(self.placements[arm[0]][layer : layer + 1], self.num_experts, self.ranks)[0]
         return (
             one_replica(MetroPlan.of(hosts).route, len(hosts)) if arm[1] == "metro" else all_replicas(hosts)
@@ -62,11 +62,11 @@ class Plan:
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Return E."""
         return int(self.placements[1.0].max()) + 1
 
     def served(self, arm: Arm) -> NDArray[np.int64]:
-        """int[B, L, E, G] tokens of each expert on each rank."""
+        """Return int[B, L, E, G]: tokens of each expert on each rank."""
         batches, layers = self.routes.shape[:2]
         served = np.zeros((batches, layers, self.num_experts, self.ranks), np.int64)
         for layer in range(layers):
@@ -81,7 +81,7 @@ class Plan:
 
 
 class _Experts:
-    """All layers' experts in this process's memory; a placement's slots point at them."""
+    """All layers' experts in this process's memory; the slots of a placement point to them."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -96,29 +96,29 @@ class _Experts:
         self.top_k = plan.routes.shape[3]
 
     def products(self, layer: int, experts: NDArray[np.int64]) -> Products:
-        """Of slots that hold these experts."""
+        """Return the products of slots that hold these experts."""
         held = torch.as_tensor(experts, device=device())
         return lambda rows, slot: self._products[layer](rows, held[slot])
 
     def gate(self, layer: int, recorded: NDArray[np.int64]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """The model's gate, made to choose what it chose for the real tokens; int[T, k]."""
+        """Return the model's gate, forced to the recorded choices int[T, k]."""
         gate, experts = top_k_gate(self._gates[layer], self.top_k), torch.as_tensor(recorded, device=device())
         return lambda tokens: (gate(tokens)[0], experts)
 
     def seconds(self, layer: int, rows: Tensor, slot: Tensor) -> float:
-        """Time of these rows' experts, all of which are here, s."""
+        """Return the time of these rows' experts, all of which are local, s."""
         products = self.products(layer, np.arange(self._plan.num_experts))
         start = _now()
         products(rows, slot)
         return _now() - start
 
     def tokens(self, number: int) -> Tensor:
-        """Hidden states; their values do not change what a layer costs."""
+        """Return hidden states; their values do not affect a layer's time."""
         return torch.randn(number, self.hidden, device=device()).bfloat16()
 
 
 def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
-    """s of each stage: [B, L, rounds, stage], by arm; the ranks start a layer together."""
+    """Time each stage while the ranks start every layer together: [B, L, rounds, stage] s, by arm."""
     mine = _Experts(plan)
     batches, layers, tokens, _ = plan.routes.shape
     own = tokens // plan.ranks
@@ -145,7 +145,7 @@ def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
 
 
 def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
-    """s of each rank's experts: [B, L, rounds, G], by arm, nothing else running."""
+    """Time each rank's experts with nothing else running: [B, L, rounds, G] s, by arm."""
     mine = _Experts(plan)
     batches, layers, tokens, _ = plan.routes.shape
     found = {arm: np.zeros((batches, layers, plan.rounds, plan.ranks)) for arm in plan.arms}
@@ -162,7 +162,7 @@ def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
 
 
 def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
-    """A rank's median time by activated experts and pairs; other experts in each call."""
+    """Return a rank's median time by activated experts and pairs; each call uses other experts."""
     mine = _Experts(plan)
     rng = np.random.default_rng(plan.seed)
     points = [(a, a * n) for a in ACTIVATED for n in TOKENS_PER_EXPERT if a <= plan.num_experts]
@@ -179,7 +179,7 @@ def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
 
 
 def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
-    """Medians of both ways to move tokens, there and back, by bytes that reach a rank one way."""
+    """Return medians of both ways to move tokens there and back, by bytes that reach a rank one way."""
     found = []
     for size in MESSAGE_BYTES:
         mine = torch.zeros(size, dtype=torch.uint8, device=device())
@@ -214,13 +214,13 @@ def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
 
 
 class _Clock:
-    """Seconds of each stage since the one before."""
+    """Records the seconds of each stage since the previous one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def start(self) -> None:
-        """The first stage begins."""
+        """Start the first stage."""
         self._since = _now()
 
     def __call__(self, stage: str) -> None:
@@ -236,7 +236,7 @@ def _now() -> float:
 
 
 def _schedule(plan: Plan) -> list[tuple[int, int, int, Arm]]:
-    """(batch, layer, round, arm) in an order that is random and the same on every rank."""
+    """Return (batch, layer, round, arm) in a random order that is the same on every rank."""
     batches, layers = plan.routes.shape[:2]
     cases = [
         (b, layer, turn, arm)

@@ -1,6 +1,6 @@
-"""What the benchmarks of EP engines share: arms take turns on one engine, and nothing is measured twice.
+"""Shared parts of the benchmarks of EP engines: arms take turns on one engine; a journal keeps results.
 
-The model is the demo model with wide experts and a head more, in 32 bits, so that all arms must answer alike.
+The model is the demo model with wide experts and an extra head, in 32 bits, so that all arms answer alike.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from loadgen.journal import Journal
 
 Ints = NDArray[np.int64]
 Key = TypeVar("Key", bound=tuple[Hashable, ...])
-HEADS = 4  # of the model, which 2 and 4 ranks divide
-PROMPT = 65  # tokens of a prompt, at most: what is measured is decode
-SKIPPED = 2  # decode steps after the prefill, in no figure
+HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them
+PROMPT = 65  # maximum tokens of a prompt, since only decode is measured
+SKIPPED = 2  # decode steps after the prefill that no figure includes
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated a request.")]
 Rounds = Annotated[
     int,
-    typer.Option(min=2, help="Times that every arm decodes, each with other prompts; fewer end a run early."),
+    typer.Option(min=2, help="Rounds of all arms, each with other prompts."),
 ]
 Minutes = Annotated[
-    float | None, typer.Option(min=0.1, help="Stop after so long; the same command again goes on.")
+    float | None, typer.Option(min=0.1, help="Time limit; run the same command again to continue.")
 ]
 
 
@@ -41,12 +41,12 @@ def in_turns(
     measure: Callable[[EpEngine, Key], Any],
     minutes: float | None,
 ) -> dict[Key, Any]:
-    """What is measured of each key, in this order; what the journal has is not measured again.
+    """Return the measurement of each key, in this order; measure only those that the journal lacks.
 
     Args:
-        engine: started if anything is left to measure.
-        measure: its answer is JSON-able.
-        minutes: after which nothing more is begun; None: all is measured.
+        engine: called if anything is left to measure.
+        measure: function that returns a JSON-serialisable result.
+        minutes: time limit after which nothing more is started; None: no limit.
 
     Raises:
         BadInput: the time is up.
@@ -57,7 +57,7 @@ def in_turns(
         with engine() as running:
             for key in left:
                 if minutes is not None and monotonic() - began > 60 * minutes:
-                    raise BadInput("the time is up; what was measured is kept, start again to go on")
+                    raise BadInput("the time is up; results are kept; run the command again to continue")
                 journal.put(_name(key), measure(running, key))
     return {key: journal.get(_name(key)) for key in keys}
 
@@ -67,7 +67,7 @@ def _name(key: tuple[Hashable, ...]) -> str:
 
 
 def disjoint(among: Ints, size: int, number: int, rng: np.random.Generator) -> list[Ints]:
-    """So many batches of `size`; none has a request of an earlier one while there are others."""
+    """Return `number` batches of `size`, which share no request while enough requests are left."""
     drawn: list[Ints] = []
     left = among[:0]
     for _ in range(number):
@@ -79,7 +79,7 @@ def disjoint(among: Ints, size: int, number: int, rng: np.random.Generator) -> l
 
 
 def summary(decoded: Decoded) -> dict[str, Any]:
-    """A batch's figures: medians over steps for times, means over steps and layers else."""
+    """Return a batch's figures: medians over steps for times, otherwise means over steps and layers."""
     tokens, activated, pairs, home, guests = np.moveaxis(decoded.log[:, SKIPPED:], -1, 0)
     return {
         "step_ms": 1e3 * float(np.median(decoded.seconds[SKIPPED:])),

@@ -23,7 +23,7 @@ Choices = Callable[[list[int]], NDArray[np.int64]]
 def reference(model: Path) -> Choices:
     """Return a function from tokens to int[T,L,k], the choices of Hugging Face's model on the CPU.
 
-    It computes in float32, cold, with no cache of keys and values.
+    It computes in float32, without a KV cache.
     """
     from transformers import Qwen3MoeForCausalLM
 
@@ -48,14 +48,14 @@ class Cells:
         self.differ: dict[str, int] = {}
 
     def add(self, kind: str, mine: ArrayLike, theirs: ArrayLike) -> None:
-        """Compare two arrays; where their shapes differ, all cells do."""
+        """Compare two arrays; if their shapes differ, all cells count as different."""
         a, b = np.asarray(mine), np.asarray(theirs)
         differ = int((a != b).sum()) if a.shape == b.shape else max(a.size, b.size, 1)
         self.compared[kind] = self.compared.get(kind, 0) + b.size
         self.differ[kind] = self.differ.get(kind, 0) + differ
 
     def row(self) -> dict[str, int]:
-        """Columns of a table: of each kind `KIND_cells` and `KIND_differ`."""
+        """Return the columns of a table: `KIND_cells` and `KIND_differ` of each kind."""
         return {
             column: value
             for kind, cells in self.compared.items()
@@ -64,12 +64,12 @@ class Cells:
 
 
 def against_reference(report: dict[str, Any], choices: Choices) -> list[Cells]:
-    """Compare each batch's signatures, decode counts, routes and step records with cold recomputations."""
+    """Compare each batch's signatures, decode counts, routes and step records with uncached results."""
     found = [Cells() for _ in report["batches"]]
     for record in report["records"]:
         number, prompt = _batch(record["request"]), len(record["prompt"])
         chosen = choices(record["prompt"] + record["output"])
-        decoded = chosen[prompt:-1]  # the last token never passes the gates
+        decoded = chosen[prompt:-1]  # the last token never reaches the gates
         counts = unpack_counts(record["eldr_prefill"])
         cells, tokens = found[number], report["batches"][number][2]
         cells.add("signature", counts, _histogram(chosen[:prompt], counts.shape))
@@ -113,7 +113,7 @@ def _batch(request: str) -> int:
 
 
 def _histogram(chosen: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """int[L,E] of int[T,L,k]."""
+    """Count choices int[T,L,k] as int[L,E]."""
     counts = np.zeros(shape, np.int64)
     np.add.at(counts, (np.arange(shape[0])[None, :, None], chosen), 1)
     return counts

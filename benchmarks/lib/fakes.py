@@ -1,4 +1,4 @@
-"""An application over engines that compute nothing: what is left is the serving layer."""
+"""An application over engines that compute nothing, to measure the serving layer alone."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def fake_application(
     engine_options: Mapping[str, Any] = {},
     ingress_options: Mapping[str, Any] = {},
 ) -> Application:
-    """Our ingress, router actor and channels over engines that compute nothing.
+    """Return our ingress, router actor and channels over engines that compute nothing.
 
     Args:
         own_port: see IngressOptions.port.
-        engine_options, ingress_options: deployment options of Serve beside these.
+        engine_options, ingress_options: additional deployment options of Serve.
     """
     name, options = APPLICATION, PathOptions()
     prompts = prompt_counts(32, np.random.default_rng(seed))

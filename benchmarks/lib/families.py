@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of MoE families, and the experts that Hugging Face's models choose for tokens."""
+"""Tiny random checkpoints of MoE families, and the expert choices of Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MLA = {
     "num_experts_per_tok": 4,
     "n_shared_experts": 1,
     "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",  # transformers' V3 has no other; vLLM reads it from the checkpoint
+    "scoring_func": "sigmoid",  # the only one in transformers' V3; vLLM reads it from the checkpoint
 }
 _GDN = {
     "num_key_value_heads": 2,
@@ -93,7 +93,7 @@ class Family:
         config = getattr(transformers, self.config_class or f"{self.model}Config")(**self.settings)
         model = getattr(transformers, f"{self.model}ForCausalLM")(config)
         for name, parameter in model.named_parameters():
-            if _is_gate(name):  # far from ties, so that rounding moves no choice
+            if _is_gate(name):  # far from ties, so that rounding changes no choice
                 torch.nn.init.normal_(parameter, std=1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -118,14 +118,14 @@ _LOCAL_8 = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _MLA_ENGINE = _engine(17, attention_backend="CPU_MLA")
 _RECURRENT = _engine(
     24, dtype="bfloat16", max_model_len=1536
-)  # vLLM's CPU kernel of GDN takes bfloat16 alone
+)  # vLLM's CPU kernel of GDN supports only bfloat16
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 
 FAMILIES = {
     "Qwen2-MoE": Family(
         "Qwen2Moe",
         _EXPERTS_16 | {"shared_expert_intermediate_size": 32},
-        engine=_engine(6, block_size=288, max_model_len=1440),  # more tokens a block than a byte counts
+        engine=_engine(6, block_size=288, max_model_len=1440),  # more tokens in a block than a byte can count
     ),
     "Qwen3-MoE": Family("Qwen3Moe", _EXPERTS_16 | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "Mixtral": Family("Mixtral", _LOCAL_8),
@@ -144,7 +144,7 @@ FAMILIES = {
     ),
     "Phi-3.5-MoE": Family(
         "Phimoe",
-        _LOCAL_8 | {"attention_bias": True, "lm_head_bias": True},  # which vLLM takes for granted
+        _LOCAL_8 | {"attention_bias": True, "lm_head_bias": True},  # vLLM assumes both
         architecture="PhiMoEForCausalLM",
     ),
     "Dots1": Family(
@@ -214,17 +214,17 @@ FAMILIES = {
 
 
 def choices(folder: Path) -> Callable[[list[int]], NDArray[np.int64]]:
-    """tokens -> int[T,L,k]: the ids that enter the experts of Hugging Face's model, with no cache."""
+    """Return a function from tokens to int[T,L,k], the experts of Hugging Face's model without a KV cache."""
     reference = Reference(folder)
     return lambda tokens: reference.route(tokens)
 
 
 class Reference:
-    """Hugging Face's model of a checkpoint, in float32 and with no cache.
+    """Hugging Face's model of a checkpoint, in float32 without a KV cache.
 
     Attributes:
-        scores: float[T,L,E] of the last `route`: what each of its routers chose by, where they show it.
-        groups: of how many groups of experts a router first chooses how many; (1, 1) where it does not.
+        scores: float[T,L,E], the routers' scores in the last `route`, if the routers expose them.
+        groups: (groups of experts, number of groups that a router chooses first); (1, 1) without groups.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -260,7 +260,7 @@ class Reference:
         if self._forced is None:
             return None
         forced = torch.from_numpy(self._forced[:, len(self._seen) - 1]).to(ids)
-        # An expert that is chosen instead of another gets the other's weight: they are near a tie.
+        # A forced expert gets the weight of the expert that it replaces: they are near a tie.
         new = ~(forced[:, :, None] == ids[:, None]).any(-1)
         gone = ~(ids[:, :, None] == forced[:, None]).any(-1)
         ids = ids.clone()
@@ -269,11 +269,11 @@ class Reference:
 
     @torch.no_grad()
     def route(self, tokens: list[int], forced: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        """int[T,L,k]: the ids that its routers choose.
+        """Return int[T,L,k]: the ids that the routers choose.
 
         Args:
-            forced: int[T,L,k], the experts that compute in their place, so that the choices of each layer
-                follow those and no difference leads to others.
+            forced: int[T,L,k], experts that compute instead of the chosen ones, so that the choices of each
+                layer follow them and no difference causes others.
         """
         self._seen.clear()
         self._scores.clear()

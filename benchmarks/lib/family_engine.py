@@ -1,8 +1,8 @@
-"""In-process engines of several families, one after the other, each in a fork of a process that has vLLM.
+"""Run in-process engines of several families one after the other, each in a fork of a process with vLLM.
 
-Serves prompts with shared prefixes twice over few blocks, so that prefill is chunked, prefixes are found in
-the cache, blocks are evicted and requests preempted. Writes what the connector counted and, for comparison,
-what the routers were seen to choose for every token.
+An engine serves prompts with shared prefixes twice over few blocks, so that prefill is chunked, prefixes are
+found in the cache, blocks are evicted and requests preempted. The report has the connector's counts and, for
+comparison, the routers' observed choices for every token.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 from benchmarks.lib.replay_engine import free_port
 from eldr_serve.engine.vllm.config import ENVIRONMENT, engine_kwargs
 
-CHUNK = 48  # tokens a step, where blocks are not longer
-OUTPUT = 12  # tokens generated a prompt
+CHUNK = 48  # tokens a step, unless blocks are longer
+OUTPUT = 12  # tokens generated for each prompt
 
 
 def prompts(block: int) -> list[list[int]]:
-    """Token ids: stems of whole and of broken blocks, each alone and continued in several ways."""
+    """Return token ids: stems of whole and partial blocks, each alone and with several continuations."""
     rng = np.random.default_rng(0)
     stems = [rng.integers(1, 257, n).tolist() for n in (2 * block, 3 * block // 2)]
     found = [stem + rng.integers(1, 257, n).tolist() for n in (0, 7, block, block + 3) for stem in stems]
@@ -35,12 +35,12 @@ def prompts(block: int) -> list[list[int]]:
 
 
 class Seen:
-    """What an engine's routers chose, by the tokens up to and with the one that they chose for.
+    """The choices of an engine's routers, by the tokens up to and including the routed one.
 
-    A token that was computed again, in another batch, may have several choices: rounding near ties.
+    A token that was computed again in another batch may have several choices, by rounding near ties.
 
     Args:
-        core: an engine core in this process.
+        core: engine core in this process.
     """
 
     def __init__(self, core: Any) -> None:
@@ -61,7 +61,7 @@ class Seen:
     def _executed(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         output = self._execute(scheduled, *args, **kwargs)
         if scheduled.total_num_scheduled_tokens:
-            state = getattr(self._runner, "execute_model_state", None)  # V2's has the batch's order
+            state = getattr(self._runner, "execute_model_state", None)  # V2 has the batch's order here
             batch = getattr(state, "input_batch", None) or self._runner.input_batch
             self._attribute(batch.req_ids, scheduled.num_scheduled_tokens)
         return output
@@ -78,12 +78,12 @@ class Seen:
                 row += 1
 
     def of(self, tokens: list[int]) -> list[list[list[list[int]]]]:
-        """[T][choices][L][k], experts sorted."""
+        """Return [T][choices][L][k], experts sorted."""
         return [self._choices[tuple(tokens[: position + 1])] for position in range(len(tokens))]
 
 
 def serve(arguments: dict[str, Any]) -> dict[str, Any]:
-    """One engine with these arguments; returns its report."""
+    """Run one engine with these arguments; return its report."""
     from prometheus_client import REGISTRY
     from vllm import LLM, SamplingParams
 
@@ -141,13 +141,12 @@ def _serve(job: dict[str, Any], report: Path) -> None:
 
 
 def main(jobs: Path) -> None:
-    """Run the jobs of a JSON file, by name; each report is NAME.json in the folder of the file.
+    """Run the jobs of a JSON file, by name; write each report to NAME.json in the file's folder.
 
     A job is {"arguments": engine arguments, "mla_for_amx": see Family}.
-
     If an engine does not start, the report is {"error": the reason}.
     """
-    from vllm import LLM  # noqa: F401 - once, not in every fork
+    from vllm import LLM  # noqa: F401 - imported once, not in every fork
 
     for name, job in json.loads(jobs.read_text()).items():
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
@@ -156,7 +155,9 @@ def main(jobs: Path) -> None:
         process.start()
         process.join()
         if not report.exists():
-            report.write_text(json.dumps({"error": f"the engine's process ended with {process.exitcode}"}))
+            report.write_text(
+                json.dumps({"error": f"the engine's process ended with status {process.exitcode}"})
+            )
 
 
 if __name__ == "__main__":

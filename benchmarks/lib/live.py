@@ -1,7 +1,7 @@
-"""Policies compared live: the application serves, tables are swapped in, loadgen.compare drives the load.
+"""Compare policies live: the application serves, tables are swapped in, loadgen.compare drives the load.
 
-Shared machines are faster in one trial than in the next. So there are two rows of each policy: `clock` wall,
-and even, whose times are normalised for CPU speed (benchmarks/lib/normalised_time.py).
+Shared machines are faster in one trial than in the next. So each policy has two rows: `clock` wall, and even,
+with times normalised for CPU speed (benchmarks/lib/normalised_time.py).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from loadgen.trial import read_trials
 from loadgen.workload import Prompt, read_prompts
 
 KEY = "live"
-_KV_BYTES = 2**28  # an engine; wide experts take the rest of the memory
+_KV_BYTES = 2**28  # for each engine; wide experts take the rest of the memory
 
 
 def lengths(mean: int) -> dict[str, int]:
-    """Options of loadgen.compare. Answers of one length keep a closed loop in waves: all start, all end."""
+    """Return options of loadgen.compare. Equal lengths would keep a closed loop in waves of starts."""
     return {"min-tokens": mean // 2, "max-tokens": mean + mean // 2}
 
 
 def workers_of(arguments: dict[str, Any]) -> int:
-    """Decode workers of a deployment's `args`."""
+    """Return the number of decode workers in a deployment's `args`."""
     return int(arguments["decode_config"]["deployment_config"]["num_replicas"])
 
 
 def wide_arguments(
     deployment: Path, model: Path, stream_interval: int, decode_replicas: int | None = None
 ) -> dict[str, Any]:
-    """`args` of a deployment for a widened model, whose engines spend their time on experts."""
+    """Return a deployment's `args` for a widened model, whose engines spend their time on experts."""
     arguments = our_arguments(deployment, model, decode_replicas)
     for role in engine_roles(arguments):
         arguments[role]["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
@@ -60,16 +60,16 @@ def wide_arguments(
 
 
 def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]:
-    """Those of the ids, without the longer ones."""
+    """Return the prompts with these ids, except those that are too long."""
     wanted = set(ids)
     return no_longer_than((p for p in read_prompts([prompts]) if p.id in wanted), most_tokens, chat=True)
 
 
 @contextmanager
 def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
-    """The application with these `args`, ready at `port`; Serve's proxy is at the next one."""
+    """Run the application with these `args`, ready at `port`; Serve's proxy listens on the next port."""
     arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": KEY, "ingress": {"port": port}}
-    arguments.setdefault("signatures", {"actors": 0})  # benchmarks swap their own tables in
+    arguments.setdefault("signatures", {"actors": 0})  # benchmarks swap in their own tables
     with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
 
@@ -81,13 +81,13 @@ def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
 
 
 class Comparison:
-    """A comparison in a folder, which until `finish` is for nothing but what was asked first.
+    """A comparison in a folder, bound to its first inputs until `finish`.
 
     Args:
-        asked: everything that its figures depend on.
+        asked: all inputs that affect the figures.
 
     Raises:
-        BadInput: the folder holds a comparison of something else.
+        BadInput: the folder holds a comparison with other inputs.
     """
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
@@ -96,12 +96,12 @@ class Comparison:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What loadgen.compare said; None if it has not ended."""
+        """Return the report of loadgen.compare; None if it has not finished."""
         result: dict[str, Any] | None = self._journal.get("result")
         return result
 
     def measure(self, table: RoutingTable, load: dict[str, Any], *, port: int) -> None:
-        """Swap the table into what serves there, and run loadgen.compare; one that was stopped goes on."""
+        """Swap the table into the application at `port`, and run loadgen.compare, or resume it."""
         self._journal.put("begun", True)
         url = f"http://127.0.0.1:{port}"
         out = self.folder / "comparison"
@@ -119,7 +119,7 @@ class Comparison:
         self._journal.put("result", json.loads((out / "compare.json").read_text()))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Its rows, of time as it was (`clock` wall) and normalised for CPU speed (`clock` even)."""
+        """Return its rows, in wall-clock time (`clock` wall) and normalised for CPU speed (`clock` even)."""
         assert self.result is not None
         asked, trials = self.result["inputs"], read_trials(self.folder / "comparison")
         notes = NormalisedTime.read(self.folder / "cpu_speed")
@@ -138,7 +138,7 @@ class Comparison:
         ]
 
     def finish(self) -> None:
-        """Its figures are published: the next run is another. Its report stays."""
+        """Mark the figures as published: the next run starts a new comparison. The report stays."""
         for name in ("cpu_speed", "published"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         (self.folder / "comparison").rename(self.folder / "published")

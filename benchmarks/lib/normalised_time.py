@@ -1,4 +1,4 @@
-"""Times normalised for CPU speed, and what loadgen measured in them."""
+"""Times normalised for CPU speed, and loadgen's measurements in them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 from eldr_serve.command_errors import BadInput
 from loadgen.trial import Trial
 
-_WINDOW_S = 5.0  # speed is taken as even within
+_WINDOW_S = 5.0  # window in which speed is assumed constant
 _SPARE_TRIALS = 4  # beyond one a group, to fit a slope
 
 
 class NormalisedTime:
-    """Tells time by the work that the cores could do in it.
+    """Clock that measures time by the work that the cores could do in it.
+
+    One of its seconds is a second at the mean speed of the records.
 
     Args:
-        notes: of each core a float64[n, 4] of Unix time, s, CPU time of the product, s, and ticks so far
-            that were stolen and all.
-        felt: work whose product takes x times as long takes x**felt times (see `felt`).
-
-    A second of it is a second at the mean speed of the notes.
+        notes: for each core, float64[n, 4]: Unix time, s; CPU time of the probe's product, s; stolen ticks so
+            far; all ticks so far.
+        felt: sensitivity (see `felt`): where the product takes x times as long, the work takes x**felt times.
     """
 
     def __init__(self, notes: Sequence[np.ndarray], felt: float = 1.0) -> None:
@@ -39,38 +39,38 @@ class NormalisedTime:
 
     @classmethod
     def read(cls, folder: Path) -> NormalisedTime:
-        """From what `probed` noted.
+        """Read the records of `probed`.
 
         Raises:
-            BadInput: nothing was.
+            BadInput: the folder has none.
         """
         files = sorted(folder.glob("cpu_speed_*.jsonl"))
         notes = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         if not any(notes):
-            raise BadInput(f"{folder} holds no notes of the cores' speed")
+            raise BadInput(f"{folder} has no records of the cores' speed")
         return cls([np.array(of_core, float) for of_core in notes if of_core])
 
     def as_felt(self, felt: float) -> NormalisedTime:
-        """Of the same notes, for work that feels so much of the probe."""
+        """Return a clock from the same records, for work with this sensitivity to the probe."""
         return NormalisedTime(self._notes, felt)
 
     def seconds(self, start: float, end: float) -> float:
-        """Normalised time from one Unix time to another."""
+        """Return the normalised time from one Unix time to another."""
         if start < self._edges[0] - _WINDOW_S or end > self._edges[-1] + _WINDOW_S:
-            raise BadInput("the cores' speed was not noted all the time")
+            raise BadInput("the records of the cores' speed have gaps")
         return float(np.interp(end, self._edges, self._done) - np.interp(start, self._edges, self._done))
 
     def slowdown(self, start: float, end: float) -> float:
-        """How much more CPU time than at the mean speed the same work took between two Unix times."""
+        """Return how much more CPU time than at the mean speed the same work took between two Unix times."""
         inside = (self._edges[1:] > start) & (self._edges[:-1] < end)
         return float(np.mean(self._slowdown[inside]))
 
 
 def felt_by_engines(trials: Sequence[Trial], clock: NormalisedTime, alike: Collection[str]) -> float:
-    """`felt`, of engine time a token; the policies `alike` count as one.
+    """Return `felt` for engine time per token; the policies `alike` count as one.
 
     Args:
-        clock: of `felt` 1.
+        clock: clock with `felt` 1.
     """
     groups, slowdowns, seconds = [], [], []
     for trial in trials:
@@ -82,13 +82,14 @@ def felt_by_engines(trials: Sequence[Trial], clock: NormalisedTime, alike: Colle
 
 
 def felt(groups: Sequence[str], slowdowns: Sequence[float], seconds: Sequence[float]) -> float:
-    """How much of the product's slowdown some work feels: 0 nothing, 1 as much, 2 its square.
+    """Return how sensitive some work is to the product's slowdown: 0 not at all, 1 equally, 2 its square.
 
-    The slope, by least squares, of the logarithm of its seconds over that of the slowdown, from trial to
-    trial of a group, whose work is the same. Too few trials to tell: 1.
+    This is the slope, by least squares, of the logarithm of its seconds over that of the slowdown, from trial
+    to trial of a group, whose work is the same. With too few trials, return 1.
 
     Args:
-        groups: of each trial; `slowdowns` by a clock of `felt` 1.
+        groups: group of each trial.
+        slowdowns: slowdown of each trial, by a clock with `felt` 1.
     """
     if len(groups) - len(set(groups)) < _SPARE_TRIALS:
         return 1.0
@@ -103,9 +104,9 @@ def felt(groups: Sequence[str], slowdowns: Sequence[float], seconds: Sequence[fl
 
 
 def normalised(trial: Trial, clock: NormalisedTime) -> Trial:
-    """The trial with all times by the clock; each request still ends when it did.
+    """Return the trial with all times by the clock; each request still ends at the same time.
 
-    The gaps between tokens and the hand-over, whose own begin is not known, go with the whole request.
+    Token gaps and the hand-over, whose own start is unknown, are scaled like the whole request.
     """
     requests = [_normalised(record, clock) for record in trial.requests]
     engines = trial.engines
@@ -116,7 +117,7 @@ def normalised(trial: Trial, clock: NormalisedTime) -> Trial:
 
 
 def _span(trial: Trial) -> tuple[float, float]:
-    """Unix times of the first request's sending and the last one's end."""
+    """Return the Unix times at which the first request was sent and the last one ended."""
     ends = [r["sent_unix_s"] + (r.get("end_s") or 0.0) for r in trial.requests]
     return min(r["sent_unix_s"] for r in trial.requests), max(ends)
 
@@ -141,9 +142,9 @@ def _normalised(record: dict[str, Any], clock: NormalisedTime) -> dict[str, Any]
 
 
 def _speed(notes: np.ndarray, edges: np.ndarray, felt: float) -> tuple[np.ndarray, np.ndarray]:
-    """A core's speed in each window, s**-felt, and the share of it that was not stolen."""
+    """Return a core's speed in each window, s**-felt, and the share of it that was not stolen."""
     windows = len(edges) - 1
-    # A note that was interrupted can be many times as long, or 0: hence the median of the others.
+    # An interrupted record can be many times as long, or 0: hence the median of the others.
     timed = notes[notes[:, 1] > 0]
     window = np.clip(np.searchsorted(edges, timed[:, 0], side="right") - 1, 0, windows - 1)
     known = np.unique(window)

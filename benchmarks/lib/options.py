@@ -11,22 +11,22 @@ from eldr_serve.command_errors import BadInput
 
 Prompts = Annotated[Path, typer.Option(envvar="ELDR_PROMPTS", help="Folder of JSONL prompts with domains.")]
 PROMPTS = Path("examples/demo_model/prompts")
-PerWorker = Annotated[int, typer.Option(min=4, help="Requests a worker.")]
-Batch = Annotated[str, typer.Option(help="Batch sizes that arrival rates aim at, with commas.")]
-Output = Annotated[int, typer.Option(min=2, help="Tokens generated a request.")]
-Intermediate = Annotated[int, typer.Option(min=32, help="Neurons an expert; 1024 are 0.98 MB.")]
+PerWorker = Annotated[int, typer.Option(min=4, help="Requests per worker.")]
+Batch = Annotated[str, typer.Option(help="Target batch sizes of the arrival rates, with commas.")]
+Output = Annotated[int, typer.Option(min=2, help="Tokens generated per request.")]
+Intermediate = Annotated[int, typer.Option(min=32, help="Neurons per expert; 1024 are 0.98 MB.")]
 MeanOutput = Annotated[
-    int, typer.Option(min=2, help="Mean tokens generated a request, drawn from half to three halves of it.")
+    int, typer.Option(min=2, help="Mean tokens generated per request, drawn from 0.5 to 1.5 times it.")
 ]
 Captured = Annotated[int, typer.Option(min=16, help="Prompts captured, half tasks, half languages.")]
 Workers = Annotated[str, typer.Option(help="Numbers of decode workers, with commas.")]
 Groups = Annotated[str, typer.Option(help="Workloads with commas, of: all, language, task.")]
 Work = Annotated[Path, typer.Option(help="Folder for the capture and the widened model.")]
 Repeats = Annotated[
-    int, typer.Option(min=1, help="Replays of each schedule; a request's time is the median of them.")
+    int, typer.Option(min=1, help="Replays of each schedule; a request's time is their median.")
 ]
 Engines = Annotated[
-    int, typer.Option(min=1, help="Replays side by side, each engine on a core of its own; 2 GiB each.")
+    int, typer.Option(min=1, help="Replays side by side, each engine on its own core; 2 GiB each.")
 ]
 Device = Annotated[
     Literal["cpu", "cuda", "cuda-eager"],
@@ -39,7 +39,7 @@ WORK = Path("out/bench")
 StepsOut = Annotated[
     Path | None,
     typer.Option(
-        help="Write the engine's steps that the cost was fitted to, for offline.simulate --calibrate-from."
+        help="Write the engine's steps behind the fitted cost, for offline.simulate --calibrate-from."
     ),
 ]
 RouterVenv = Annotated[
@@ -48,9 +48,9 @@ RouterVenv = Annotated[
 Record = Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")]
 InFlight = Annotated[int, typer.Option(min=1, help="Requests in flight, closed loop.")]
 Deployment = Annotated[Path, typer.Option(help="Deployment YAML.")]
-Interval = Annotated[int, typer.Option(min=1, help="Tokens a chunk of an answer.")]
-BurnIn = Annotated[int, typer.Option(min=0, help="Load on engines that have just started, in no figure, s.")]
-Longest = Annotated[int, typer.Option(min=1, help="Longer prompts are left out, tokens.")]
+Interval = Annotated[int, typer.Option(min=1, help="Tokens per chunk of an answer.")]
+BurnIn = Annotated[int, typer.Option(min=0, help="Load on newly started engines, s; no figure includes it.")]
+Longest = Annotated[int, typer.Option(min=1, help="Maximum tokens of a prompt; longer ones are left out.")]
 
 
 def two_policies(value: str) -> tuple[str, str]:
@@ -62,8 +62,8 @@ def two_policies(value: str) -> tuple[str, str]:
 
 
 def numbers(option: str, value: str) -> list[int]:
-    """Return an option's positive numbers, which commas separate; raise BadInput if it has anything else."""
+    """Return an option's positive numbers, separated by commas; raise BadInput on anything else."""
     parts = value.split(",")
     if not all(part.isdigit() and int(part) for part in parts):
-        raise BadInput(f"{option} is {value!r}, it must be numbers with commas")
+        raise BadInput(f"{option} is {value!r}, it must be positive numbers with commas")
     return [int(part) for part in parts]

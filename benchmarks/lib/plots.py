@@ -1,8 +1,8 @@
-"""The plots of README.md and of the pages in docs, drawn from benchmarks/results.
+"""Draw the plots of README.md and of the pages in docs, from benchmarks/results.
 
     python -m benchmarks.lib.plots
 
-A plot carries one sentence, its title; p50 stands beside p99. A policy keeps its colour: ours in colour, load
+The title of a plot is its one message; p50 stands beside p99. A policy keeps its colour: ours in colour, load
 balancers in grey, the paper's figure dashed.
 """
 
@@ -19,21 +19,21 @@ from loadgen.results import read_rows
 
 PLOTS = ROOT / "docs/plots"
 _GREY = "0.65"
-_SHADES = ("C9", "C0", "C2", "C4")  # of batches, small to large
+_SHADES = ("C9", "C0", "C2", "C4")  # for batches, small to large
 _WORKLOADS = ("all", "language", "task")
 _BASELINE = "TPOT {} against the best balancer, %"
 _PAPER = {"language": (-5.9, -10.0), "task": (-7.0, -13.9)}  # locality-band's medians, Figures 11 and 12
 
 
 def two(title: str) -> tuple[Figure, Any]:
-    """A figure of two panels under one sentence."""
+    """Return a figure with two panels under one title."""
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     figure.suptitle(title, fontsize=11)
     return figure, figure.subplots(1, 2)
 
 
 def tpot() -> None:
-    """Both percentiles, live beside replayed."""
+    """Draw both percentiles, live beside replayed."""
     title = "marginal-cost: median TPOT falls live and replayed; p99 rises live, falls replayed but on tasks"
     figure, panels = two(title)
     live = [row for row in read_rows("live") if row["clock"] == "even"]
@@ -64,7 +64,7 @@ def tpot() -> None:
 
 
 def curves(name: str, title: str, rows: Rows, axis: tuple[str, str], forms: tuple[str, str], by: str) -> None:
-    """TPOT p50 and p99 by `axis` (column, label), a line a policy."""
+    """Draw TPOT p50 and p99 by `axis` (column, label), one line per policy."""
     figure, panels = two(title)
     x, xlabel = axis
     column, ylabel = forms
@@ -82,12 +82,12 @@ def curves(name: str, title: str, rows: Rows, axis: tuple[str, str], forms: tupl
 
 
 def overload() -> None:
-    """Throughput against TPOT above saturation."""
+    """Draw throughput against TPOT above saturation."""
     title = "At 120 % of slot capacity marginal-cost serves most without a step barrier, balance-band with it"
     figure, panels = two(title)
     for row in read_rows("together_policies"):
         load, barrier = row["workload"].split(", ")
-        if load != "load 1.2" or row["policy"] == "locality-balance":  # which is no more
+        if load != "load 1.2" or row["policy"] == "locality-balance":  # a removed policy
             continue
         label = row["policy"] if row["policy"] in POLICY_COLOURS else "load and KV balancers"
         for axes, percentile in zip(panels, ("p50", "p99"), strict=True):
@@ -99,7 +99,7 @@ def overload() -> None:
 
 
 def experts() -> None:
-    """Why it works: active experts of a batch, and a layer's time by them."""
+    """Draw the active experts of a batch, and a layer's time by active experts."""
     figure, (batches, layer) = two(
         "A batch of one language activates a third fewer experts, and a layer's time follows active experts"
     )
@@ -120,7 +120,7 @@ def experts() -> None:
 
 
 def step_cost() -> None:
-    """A step of Qwen3-30B-A3B on a GPU by active experts, and NVIDIA's tables beside it."""
+    """Draw a step of Qwen3-30B-A3B on a GPU by active experts, beside NVIDIA's tables."""
     rows = read_rows("gpu_step_cost")
     figure = Figure(figsize=(6, 3.9), layout="constrained")
     figure.suptitle("On a GPU, too, a decode step's time follows its active experts", fontsize=11)
@@ -140,7 +140,7 @@ def step_cost() -> None:
 
 
 def _save(figure: Figure, name: str) -> None:
-    """With the lines of all panels, each name once, below them."""
+    """Save the figure with one legend for all panels, each name once."""
     found = [axes.get_legend_handles_labels() for axes in figure.axes]
     lines = {name: handle for handles, names in found for handle, name in zip(handles, names, strict=True)}
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=7, fontsize=8)
@@ -148,7 +148,7 @@ def _save(figure: Figure, name: str) -> None:
 
 
 def main() -> None:
-    """Draw them all."""
+    """Draw all plots."""
     tpot()
     experts()
     overload()

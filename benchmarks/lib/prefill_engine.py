@@ -1,9 +1,9 @@
-"""One prefill engine in a process of its own, driven by lines on standard input.
+"""One prefill engine in its own process, driven by lines on standard input.
 
-Started with {"model", "device" ("cpu" or "cuda"), "block_size", "max_tokens"} and perhaps more "arguments" of
-the engine. On a GPU it is eager: hooks that a CUDA graph has captured could not be switched off, and a prompt
-is computed outside of graphs anyway.
-Each line is [whether to capture, prompt (token ids)]; the answer is one line with its latency and the
+The command's argument is {"model", "device" ("cpu" or "cuda"), "block_size", "max_tokens"} and optionally
+further engine "arguments". On a GPU the engine is eager, since hooks captured in a CUDA graph could not be
+switched off; prompts are computed outside of graphs anyway.
+Each line is [whether to capture, prompt (token ids)]; the answer is one line with the latency and the
 counting time that the engine reports, s.
 """
 
@@ -19,12 +19,12 @@ from prometheus_client import generate_latest
 
 from benchmarks.lib.prometheus import total
 
-# How long a prompt that nobody reads keeps its blocks: on a GPU dozens of prompts end in a second.
+# Retention of the blocks of an unread prompt: on a GPU dozens of prompts end in a second.
 _LEASE_S = {"cpu": 5.0, "cuda": 1.0}
 
 
 def main(job: dict[str, Any], answer: Any) -> None:
-    """Serve prompts until standard input ends."""
+    """Serve prompts until standard input closes."""
     from vllm import LLM, SamplingParams
 
     from benchmarks.lib.engines import device_kwargs
@@ -60,13 +60,13 @@ def main(job: dict[str, Any], answer: Any) -> None:
         seconds = time.perf_counter() - start
         signature = "eldr_signature" in (output.kv_transfer_params or {})
         if signature != capture:
-            raise RuntimeError(f"capture is {capture}, but a signature came: {signature}")
+            raise RuntimeError(f"capture is {capture}, but the engine returned signature {signature}")
         before, counted = counted, total(generate_latest().decode(), "eldr_capture_seconds_sum")
         print(json.dumps([seconds, counted - before]), file=answer, flush=True)
 
 
 if __name__ == "__main__":
-    # What vLLM prints must not be among the answers.
+    # Keep vLLM's output out of the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}

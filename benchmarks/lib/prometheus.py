@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def total(text: str, name: str) -> float:
-    """Return the sum of all samples of that name (with its suffix, as `_sum`) over all labels."""
+    """Return the sum of all samples with this name (including its suffix, such as `_sum`) over all labels."""
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)

@@ -15,7 +15,7 @@ MODEL = "eldr-demo"
 
 
 def no_longer_than(prompts: Iterable[Prompt], tokens: int, *, chat: bool) -> list[Prompt]:
-    """Those of so many tokens or fewer; with `chat` those of the template count too."""
+    """Return the prompts of at most `tokens` tokens; with `chat`, including those of the chat template."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
@@ -31,10 +31,10 @@ def bodies(
     min_tokens: int | None = None,
     most_prompt_tokens: int | None = None,
 ) -> list[dict[str, Any]]:
-    """`count` greedy completion requests; prompts repeat if they must.
+    """Return `count` greedy completion requests; prompts repeat if there are too few.
 
-    Longer prompts than `most_prompt_tokens` are left out. Answers have exactly `max_tokens` tokens, or as
-    many as are drawn from `min_tokens` to that.
+    Prompts longer than `most_prompt_tokens` are left out. Answers have exactly `max_tokens` tokens, or a
+    random number from `min_tokens` to that.
     """
     prompts = read_prompts([folder])
     if most_prompt_tokens is not None:

@@ -1,8 +1,8 @@
 """One real vLLM engine in this process, driven step by step in virtual time, on a CPU core or a GPU.
 
-A decode worker of a disaggregated deployment receives its prompts' KV blocks; here they lie in the
-engine's prefix cache. Prompts are 1 token longer than whole KV blocks, so that admitting one
-computes that single token, as the first decode step after a transfer does.
+A decode worker of a disaggregated deployment receives its prompts' KV blocks; here the blocks are in the
+engine's prefix cache. Prompts are 1 token longer than whole KV blocks, so that admission computes that single
+token, like the first decode step after a transfer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from benchmarks.lib.cpu_speed import CpuSpeed
 from benchmarks.lib.engines import device_kwargs
 
 ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
-TEMPERATURE = 0.8  # of sampling, in captures and replays
-STEP_TOKENS = 4096  # of a step, at most
-BLOCK = 32  # tokens a KV block; the least that vLLM's CPU attention takes
+TEMPERATURE = 0.8  # sampling temperature of captures and replays
+STEP_TOKENS = 4096  # maximum tokens of a step
+BLOCK = 32  # tokens per KV block; the minimum of vLLM's CPU attention
 # Where the product of CpuSpeed takes x times as long, a step takes about x**_FELT times: measured, means of
 # 100 steps, 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
 _FELT = 0.75
-# Decode batches with a CUDA graph of their own: up to 40 of every size, since a padded token may activate
-# experts that nobody asked for.
+# Decode batches with their own CUDA graph: up to 40 all sizes, since a padded token may activate
+# further experts.
 _GRAPHS = (*range(1, 41), *range(48, 129, 8))
-# On a GPU: the KV cache, which on a CPU ENGINE_ENV has, and a step's tokens: prompts are hardly computed.
+# On a GPU: the KV cache (on a CPU, ENGINE_ENV sets it) and a step's tokens: few prompts are computed.
 ROOM = {"kv_cache_memory_bytes": 2 << 30, "max_num_batched_tokens": 512}
 
 
@@ -44,35 +44,37 @@ class Arrival:
     arrival_s: float
     tokens: list[int]
     output_tokens: int
-    seed: int  # of its sampling: its place in the capture, so that the captured text comes again
+    seed: int  # sampling seed: its index in the capture, so that it generates the captured text again
 
 
 @dataclass
 class Steps:
-    """One entry a decode step: its time, and what it touched."""
+    """Times and work of decode steps, one entry per step."""
 
     seconds: list[float] = field(default_factory=list)
     requests: list[int] = field(default_factory=list)
     kv_tokens: list[int] = field(default_factory=list)
     experts: list[int] = field(default_factory=list)  # summed over MoE layers
-    slowdown: list[float] = field(default_factory=list)  # by the core, which `seconds` are divided by
+    slowdown: list[float] = field(
+        default_factory=list
+    )  # slowdown of the core, by which `seconds` are divided
 
     def extend(self, other: Steps) -> None:
-        """Take another run's steps too."""
+        """Append another run's steps."""
         for name in vars(self):
             getattr(self, name).extend(getattr(other, name))
 
 
 def aligned(tokens: list[int]) -> list[int]:
-    """The prompt filled up on its left with its own text to 1 token more than whole blocks."""
+    """Extend the prompt on its left with its own text to 1 token more than whole blocks."""
     length = BLOCK * max(1, -(-(len(tokens) - 1) // BLOCK)) + 1
     return (tokens * -(-length // len(tokens)))[-length:]
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, below those that Linux and macOS give to whoever asks for any.
+    """Return an unused TCP port below the ephemeral ports of Linux and macOS.
 
-    An engine opens many of those while it starts, and comes to its side channel's last.
+    A starting engine opens many ephemeral ports, and its side channel's port last.
     """
     for port in random.sample(range(28000, 32768), 64):
         with socket.socket() as probe, suppress(OSError):
@@ -82,7 +84,7 @@ def free_port() -> int:
 
 
 class ReplayEngine:
-    """A decode engine of ours; one at a time in a process.
+    """A decode engine of this package; one at a time in a process.
 
     Args:
         model: folder of the model.
@@ -124,7 +126,7 @@ class ReplayEngine:
         kwargs |= ROOM if self._cuda else {"max_num_batched_tokens": STEP_TOKENS}
         made = EngineArgs(model=model, **engine_kwargs("decode", **kwargs | arguments))
         self._engine = LLMEngine.from_engine_args(made, stat_loggers=[Recorder])
-        # Where torch was imported before, the environment came too late; a second thread would spin
+        # If torch was imported before, the environment came too late; a second thread would spin
         # beside the steps and share their work.
         torch.set_num_threads(1)
         self._cpu_speed = CpuSpeed()
@@ -136,16 +138,16 @@ class ReplayEngine:
         return 1.0 if self._cuda else self._cpu_speed.typical()
 
     def slowdown(self, probe_s: float) -> float:
-        """How many times longer a step takes now than where CpuSpeed takes `probe_s`."""
+        """Return how many times longer a step takes now than at a probe time of `probe_s`."""
         return 1.0 if self._cuda else float((self._cpu_speed.seconds() / probe_s) ** _FELT)
 
     def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
-        """One step of the engine.
+        """Run one step of the engine.
 
         Returns:
-            Its outputs, its time by the engine's clock, s, and the records that have come to be known: on a
-            GPU of the step before, too. A record has its step's number in "step", and that step's time, s, in
-            "took".
+            The engine's outputs, the step's time by the engine's clock, s, and the newly complete records: on
+            a GPU those of the previous step, too. A record has the number of its step in "step", and that
+            step's time, s, in "took".
         """
         self._records.clear()
         start = self._clock()
@@ -156,7 +158,7 @@ class ReplayEngine:
         return outputs, self._took[-1], known
 
     def _number_steps(self) -> None:
-        """Give each record the number of the step that it is of."""
+        """Store in each record the number of its step."""
         from eldr_serve.engine.vllm.capture import StepTimer
 
         finish = StepTimer.finish
@@ -167,7 +169,7 @@ class ReplayEngine:
         StepTimer.finish = numbered  # type: ignore[method-assign, assignment]
 
     def warm(self, prompts: Sequence[list[int]]) -> None:
-        """Bring the prompts' KV blocks into the prefix cache."""
+        """Load the prompts' KV blocks into the prefix cache."""
         from vllm import SamplingParams
 
         for number, tokens in enumerate(prompts):
@@ -178,12 +180,12 @@ class ReplayEngine:
             self.step()
 
     def run(self, arrivals: Sequence[Arrival], probe_s: float) -> tuple[dict[str, np.ndarray], Steps]:
-        """Serve the arrivals; idle time passes at once. Returns token times, s, by request, and the steps.
+        """Serve the arrivals without idle time; return token times, s, by request, and the steps.
 
-        On a CPU the clock is the sum of the steps' CPU times, as they would be where CpuSpeed takes
-        `probe_s`. An engine here is one thread that never sleeps, so that is what a step takes on a core of
-        its own; neither that others ran on the core is in it, nor that the core was slow for a while. On a
-        GPU it is the sum of wall times, until the device has ended the step.
+        On a CPU the clock is the sum of the steps' CPU times, scaled to a probe time of `probe_s`. An engine
+        here is one thread that never sleeps, so this is a step's time on its own core, without the effect of
+        other processes on the core or of a slower core. On a GPU the clock is the sum of wall times until the
+        device has finished the step.
 
         Raises:
             RuntimeError: another thread of the process shared the work, so that the clock is wrong.
@@ -221,5 +223,5 @@ class ReplayEngine:
                 steps.slowdown.append(slowdown)
         process, thread = process_time() - process, thread_time() - thread
         if not self._cuda and process > 1.2 * thread + 0.1:
-            raise RuntimeError(f"other threads computed {process - thread:.1f} s beside the engine's own")
+            raise RuntimeError(f"other threads used {process - thread:.1f} s beside the engine's own")
         return {name: np.array(t) for name, t in times.items()}, steps

@@ -1,4 +1,4 @@
-"""Our connector and scheduler in one engine with vLLM's own, by a switch: what capture adds, and no more."""
+"""Switch one engine between our connector and scheduler and vLLM's own, to measure what capture adds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from eldr_serve.engine.vllm.compat.nixl import NixlPullConnector
 from eldr_serve.engine.vllm.connector import EldrConnector
 from eldr_serve.engine.vllm.scheduler import EldrScheduler
 
-# Stats are ours in both, some microseconds a step: an engine's metrics are of one kind.
+# Stats are ours in both (some microseconds a step): an engine has one kind of metrics.
 _BOTH = ("__init__", "get_kv_connector_stats")
 
 
 class Switch:
-    """Whether the engine of this process captures. Between requests it may be turned."""
+    """Whether the engine of this process captures; changes are allowed between requests."""
 
     on = True
     _hooks: ClassVar[dict[int, Callable[..., None]]] = {}
 
     @classmethod
     def turn(cls, on: bool, vllm_config: Any) -> None:
-        """On or off; off, no router has a hook either."""
+        """Turn capture on or off; when off, no router has a hook."""
         for index, router in moe_routers(vllm_config):
             cls._hooks.setdefault(index, router.capture_fn)
             router.set_capture_fn(cls._hooks[index] if on else None)
@@ -33,7 +33,7 @@ class Switch:
 
 
 def _switched(ours: type, theirs: type) -> Callable[[type], type]:
-    """Give a subclass of ours their method wherever ours overrides one, while the switch is off."""
+    """Decorate a subclass of `ours`: while the switch is off, overridden methods call `theirs`."""
 
     def either(mine: Any, plain: Any) -> Any:
         return lambda *args, **kwargs: (mine if Switch.on else plain)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The shape of Qwen3-30B-A3B: a config without weights, and expert counts and tables of random prompts."""
+"""Synthetic data of Qwen3-30B-A3B's shape: a config without weights, expert counts, tables of prompts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from eldr_serve.experts.signature import SignatureSpec
 
 L, E, TOP_K = 48, 128, 8
 VOCABULARY, HIDDEN, INTERMEDIATE = 151_936, 2048, 768
-KV_BYTES = 2 * 4 * 128 * 2  # of a token in a layer: keys and values of 4 heads of 128, bf16
-# Arguments of an engine whose weights vLLM makes up, and whose prompts are token ids.
+KV_BYTES = 2 * 4 * 128 * 2  # per token and layer: keys and values of 4 heads of 128, bf16
+# Arguments of an engine with vLLM's dummy weights, whose prompts are token ids.
 DUMMY = {"dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True}
 _PROMPT_TOKENS = 300
 
 
 def prompt_counts(number: int, rng: np.random.Generator) -> NDArray[np.uint32]:
-    """uint32[number, L, E] of prompts, each with tastes of its own."""
+    """Return uint32[number, L, E] counts of prompts, each with its own expert preferences."""
     return np.stack(
         [
             rng.multinomial(_PROMPT_TOKENS * TOP_K, rng.dirichlet(np.full(E, 0.1)), size=L).astype(np.uint32)
@@ -30,10 +30,10 @@ def prompt_counts(number: int, rng: np.random.Generator) -> NDArray[np.uint32]:
 
 
 def write_config(folder: Path, *, layers: int, vocabulary: int, hidden: int, intermediate: int) -> Path:
-    """Write the model's config alone, as it is but for what is given; returns the folder."""
+    """Write the model's config without weights, changed only by the arguments; return the folder."""
     from transformers import Qwen3MoeConfig
 
-    head: dict[str, Any] = {"head_dim": 128}  # no parameter that is declared
+    head: dict[str, Any] = {"head_dim": 128}  # not a declared parameter
     Qwen3MoeConfig(
         vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=32,
         num_key_value_heads=4, **head, num_experts=E, num_experts_per_tok=TOP_K, norm_topk_prob=True,
@@ -44,7 +44,7 @@ def write_config(folder: Path, *, layers: int, vocabulary: int, hidden: int, int
 
 
 def random_spec(rng: np.random.Generator) -> SignatureSpec:
-    """Random weights of experts, all layers."""
+    """Return a spec with random expert weights and all layers."""
     return SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
 
 
@@ -56,7 +56,7 @@ def table_near(
     spec: SignatureSpec,
     noise: int = 3,
 ) -> RoutingTable:
-    """A table whose centroids are those prompts in turn, each count raised by less than `noise`."""
+    """Return a table whose centroids are these prompts in turn, each count raised by less than `noise`."""
     near = prompts[np.arange(workers) % len(prompts)] + rng.integers(
         0, noise, (workers, L, E), dtype=np.uint32
     )

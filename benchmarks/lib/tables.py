@@ -1,12 +1,12 @@
-"""The tables of README.md and of docs, made from benchmarks/results and from what policies declare.
+"""Generate the tables of README.md and docs, from benchmarks/results and the policies' parameters.
 
     python -m benchmarks.lib.tables
 
-A table stands between `<!-- table NAME column, column ... -->` and `<!-- end -->`, and is
-filled in from NAME.json; a result of a GPU (gpu_*) that is not there leaves it empty.
-Between `<!-- claims NAME -->` and `<!-- end -->` stands that list of claims.yaml, and
-between `<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->` those of a policy; `beyond` leaves out
-what OTHER has too, with the same default.
+A table stands between `<!-- table NAME column, column ... -->` and `<!-- end -->`, and is filled from
+NAME.json; if the result of a GPU (gpu_*) is missing, the table stays empty.
+Between `<!-- claims NAME -->` and `<!-- end -->` is that list of claims.yaml, and between
+`<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->` the parameters of a policy; `beyond` leaves out
+those that OTHER has with the same default.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rows = list[dict[str, Any]]
 
 
 def filled(page: str) -> str:
-    """The page with every table made anew."""
+    """Return the page with every table regenerated."""
 
     def block(match: re.Match[str]) -> str:
         opening, kind, arguments, _, closing = match.groups()
@@ -58,7 +58,7 @@ def there(name: str) -> bool:
 
 
 def _claims(name: str) -> str:
-    """A line a claim; a cell with fields repeats for each row of the result that the claim is about."""
+    """Return one line per claim; a cell with fields repeats for each row of the claim's result."""
     lines = []
     for claim in CLAIMS[name]["lines"]:
         rows = read_rows(claim["result"])
@@ -74,7 +74,7 @@ def _cell(cell: str | dict[str, Any], rows: Rows) -> str:
 
 
 def selected(row: dict[str, Any], claim: dict[str, Any]) -> bool:
-    """Whether the row has the values that the claim names, or one of each list."""
+    """Return whether the row has the values that the claim names, or one of each list."""
     return all(
         row[key] in (value if isinstance(value, list) else [value]) for key, value in claim["where"].items()
     )
@@ -93,7 +93,7 @@ def _number(value: Any) -> str:
 
 
 def _parameters(arguments: str) -> str:
-    """A line for each parameter of the policy, without those that it shares with another."""
+    """Return one line per parameter of the policy, without those that it shares with another policy."""
     name, _, beyond = arguments.partition(" beyond ")
     known = policy_class(beyond).Parameters.model_fields if beyond else {}
     lines = []

@@ -1,4 +1,4 @@
-"""Our decode server, with the time from a call's arrival at the replica to its first chunk, in parts."""
+"""Our decode server, which times a call from arrival at the replica to its first chunk, in parts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _called_at: ContextVar[float] = ContextVar("called_at")
 
 
 class TimedDecodeServer(LLMDecodeServer):
-    """Holds these stages of each request; vLLM's own stamps are of the same clock.
+    """Records these stages of each request, with vLLM's own clock.
 
-    `engine`: the whole; of it `admit`: until the engine core has the request; `wait`: until its first step
-    is scheduled, which the KV pull is in; `step`: until its first token. `pull`: NIXL's own time of a pull,
+    `engine`: the total, divided into `admit`: until the engine core has the request; `wait`: until its first
+    step is scheduled, including the KV pull; `step`: until its first token. `pull`: NIXL's time of a pull,
     from its start until the engine has noticed its end.
     """
 
@@ -34,19 +34,19 @@ class TimedDecodeServer(LLMDecodeServer):
         client.logger_manager.record = self._recorded
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """As DecodeServer.answer."""
+        """Answer as DecodeServer.answer."""
         _called_at.set(time.monotonic())
         timed: Any = _Timed(answer, self._stages)
         await super().answer(method, header, body, timed)
 
     async def stages(self) -> dict[str, dict[str, float]]:
-        """See Stages.summary."""
+        """Return Stages.summary."""
         return self._stages.summary()
 
     def _recorded(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
-        """In place of vLLM's logging of a step's stats."""
-        told = getattr(scheduler_stats, "kv_connector_stats", None) or {}
-        for seconds in (told.get("nixl") or {}).get("transfer_duration", ()):
+        """Record stats in place of vLLM's logging of a step's stats."""
+        stats = getattr(scheduler_stats, "kv_connector_stats", None) or {}
+        for seconds in (stats.get("nixl") or {}).get("transfer_duration", ()):
             self._stages.record(pull=seconds)
         self._record(scheduler_stats, *args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Three workloads for whole replicas, each as chains of requests: a chain's next follows its last answer.
+"""Three workloads for whole replicas, as chains of requests: each request follows the previous answer.
 
-`many domains`     prompts of all domains, none of which begins as another; a chain is one prompt
-`sessions`         conversations of several turns: a Mooncake trace's lengths and prefix blocks, shrunk
+`many domains`     prompts of all domains without common prefixes; a chain is one prompt
+`sessions`         conversations of several turns: lengths and prefix blocks of a Mooncake trace, shrunk
 `system prompts`   applications, a few of them popular, each with a long prompt before its users' own
 """
 
@@ -18,11 +18,11 @@ from loadgen.workload import Prompt
 
 Chains = list[list[dict[str, Any]]]  # bodies of /v1/completions
 
-SHRINK = 32  # of a trace's prompts: one of its blocks is half of an engine's
+SHRINK = 32  # divisor of a trace's prompts: one of its blocks is half of an engine's
 SHRINK_ANSWERS = 8
-TURNS = range(3, 13)  # of a session that is played
-SESSION_BLOCKS = 32  # of the trace, at most: 512 tokens here
-CHARS_PER_TOKEN = 2.5  # of the demo model's tokenizer
+TURNS = range(3, 13)  # number of turns of a session
+SESSION_BLOCKS = 32  # maximum blocks of the trace: 512 tokens here
+CHARS_PER_TOKEN = 2.5  # for the demo model's tokenizer
 APPLICATIONS = 24
 SYSTEM_CHARS = 640  # 256 tokens, eight of an engine's blocks
 
@@ -30,7 +30,7 @@ SYSTEM_CHARS = 640  # 256 tokens, eight of an engine's blocks
 def many_domains(
     prompts: Sequence[Prompt], answers: range, rng: random.Random, *, tag: str, count: int
 ) -> Chains:
-    """`count` chains of one prompt each, domains as often as they are in `prompts`."""
+    """Return `count` chains of one prompt each; domains are as frequent as in `prompts`."""
     order = rng.sample(list(prompts), len(prompts))
     return [[_body(f"{tag} {order[n % len(order)].text}", rng.choice(answers))] for n in range(count)]
 
@@ -44,9 +44,9 @@ def sessions(
     tag: str,
     count: int,
 ) -> Chains:
-    """`count` conversations of the trace, each a chain of its turns with the trace's prefix blocks.
+    """Return `count` conversations of the trace; each chain has its turns with the trace's prefix blocks.
 
-    A session is known by its second block, since the first is that of all.
+    The second block identifies a session, since all sessions share the first.
     """
     turns: dict[tuple[int, ...], list[TraceRequest]] = {}
     for record in records:
@@ -58,7 +58,7 @@ def sessions(
     ]
     chosen = rng.sample(known, min(count, len(known)))
     flat = [turn for own in chosen for turn in own]
-    whole = replace(flat[0], prompt_tokens=SESSION_BLOCKS * BLOCK_TOKENS)  # sets the scale, is not sent
+    whole = replace(flat[0], prompt_tokens=SESSION_BLOCKS * BLOCK_TOKENS)  # sets the scale and is not sent
     arrivals = list(
         replay(
             [*flat, whole], list(prompts), max_prompt_tokens=whole.prompt_tokens // SHRINK,
@@ -82,7 +82,7 @@ def sessions(
 def system_prompts(
     prompts: Sequence[Prompt], answers: range, rng: random.Random, *, tag: str, count: int
 ) -> Chains:
-    """`count` chains of one prompt each: an application's own text, then a prompt of its domain."""
+    """Return `count` chains of one prompt each: an application's own text, then a prompt of its domain."""
     by_domain: dict[str, list[str]] = {}
     for prompt in prompts:
         by_domain.setdefault(prompt.domain, []).append(prompt.text)
@@ -109,7 +109,7 @@ def _text(parts: Sequence[str], chars: int, rng: random.Random) -> str:
 
 
 def _body(prompt: str, tokens: int, *, key: str | None = None) -> dict[str, Any]:
-    """A greedy request; the key is what balancers by session go by."""
+    """Return a greedy request; balancers by session use the key."""
     body = {
         "model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0,
     }  # fmt: skip

@@ -1,11 +1,11 @@
-"""Time of one dispatch of BalanceRoute in process, the projection of the loads included.
+"""Time one dispatch of BalanceRoute in process, including the projection of the loads.
 
     python -m benchmarks.papers.balance_dispatch
 
-Read p50_us: it is what the router adds when a request comes or leaves a worker, however many it then
-places. `one slot` is a worker that has just let go of a request, `scarce` is one free slot a worker
-(stage 2 alone), `abundant` twice as many (both stages). `progress` is one report of tokens from every
-running request, with the predictions that fall due, and happens between dispatches.
+Read p50_us: the time that the router adds when a request arrives at or leaves a worker, for any number of
+placements. `one slot`: a worker has just released a request; `scarce`: one free slot per worker (stage 2
+alone); `abundant`: two (both stages). `progress`: one token report from every running request, with the
+predictions that fall due, between dispatches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from functools import partial
 from typing import Annotated, Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # like a Ray actor
 
 import numpy as np
 import typer
@@ -28,13 +28,13 @@ OUTPUT_TOKENS = 250  # mean, geometric
 
 
 def balance_dispatch(
-    calls: Annotated[int, typer.Option(min=20, help="Dispatches timed a row.")] = 1000,
-    slots: Annotated[int, typer.Option(min=1, help="Requests that a worker runs at once.")] = 64,
-    pool: Annotated[int, typer.Option(min=1, help="Requests that wait.")] = 64,
+    calls: Annotated[int, typer.Option(min=20, help="Timed dispatches per row.")] = 1000,
+    slots: Annotated[int, typer.Option(min=1, help="Concurrent requests of a worker.")] = 64,
+    pool: Annotated[int, typer.Option(min=1, help="Waiting requests.")] = 64,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Time dispatches of balance-route and balance-route-horizon for 8 ... 144 workers, all but full."""
+    """Time dispatches of balance-route and balance-route-horizon for 8 ... 144 nearly full workers."""
     rng = np.random.default_rng(seed)
     waiting = [
         PlacementRequest(f"waiting{n}", None, int(tokens), 4096)
@@ -77,7 +77,7 @@ def _report(policy: QueuedPolicy, ages: dict[str, int], step: int) -> None:
 
 
 def _fill(policy: QueuedPolicy, workers: int, each: int, rng: np.random.Generator) -> dict[str, int]:
-    """Let the policy see past and running requests; ages of the running ones."""
+    """Feed past and running requests to the policy; return the ages of the running ones."""
     for n, tokens in enumerate(rng.geometric(1 / OUTPUT_TOKENS, 1000).tolist()):
         policy.on_assigned(PlacementRequest(f"ended{n}", None, 500, 4096), 0)
         policy.on_progress({f"ended{n}": tokens})

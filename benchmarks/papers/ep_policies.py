@@ -1,11 +1,11 @@
-"""ELDR over decode engines with expert parallelism (the paper's Figure 18): policies and own placements.
+"""Compare ELDR's policies over decode engines with expert parallelism (the paper's Figure 18).
 
     python -m benchmarks.papers.ep_policies --prompts DIR
 
-The policies that serve place requests on K decode workers, each an engine of some ranks: first one half of
+The serving policies place requests on K decode workers, each an engine of several ranks: first one half of
 the captured requests, in a closed loop, then as many of the other half as all workers together hold. A
-worker's own placement is made of what the first half gave it. Each worker's batch then decodes by itself on
-one engine, worker after worker and arm after arm, so nothing of it is simulated but that workers run at once.
+worker's own placement is fitted to its requests of the first half. Each worker's batch then decodes on one
+engine, worker after worker and arm after arm, so only the concurrency of the workers is simulated.
 Caveats: benchmarks/engine/ep_engine.py.
 """
 
@@ -56,7 +56,7 @@ PAPER = {("locality-band", "own"): {"paper_p50_pct": "-2.7..-4.3", "paper_p99_pc
 def ep_policies(
     prompts: options.Prompts = options.PROMPTS,
     workers: Annotated[int, typer.Option(min=2, help="Decode engines.")] = 4,
-    batch: Annotated[int, typer.Option(min=2, help="Requests in flight a worker, in the mean.")] = 16,
+    batch: Annotated[int, typer.Option(min=2, help="Mean requests in flight per worker.")] = 16,
     groups: options.Groups = "all,language",
     ranks: Ranks = 2,
     tokens: Tokens = 24,
@@ -68,7 +68,7 @@ def ep_policies(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Compare policies over expert-parallel decode engines, with and without placements of their own."""
+    """Compare policies over expert-parallel decode engines, with and without per-worker placements."""
     data = captured(prompts, work, requests=requests, seed=seed)
     model = widened(intermediate, work, heads=HEADS)
     settings = {
@@ -116,7 +116,7 @@ def ep_policies(
 
 
 class Case:
-    """A workload: who is placed where by each policy, and placements made of the other half."""
+    """A workload: each policy's assignment of requests, and placements fitted to the other half."""
 
     def __init__(
         self, data: Captured, group: str, workers: int, batch: int, rounds: int, ranks: int, seed: int
@@ -124,12 +124,14 @@ class Case:
         self._data, self._workers, self._batch, self._ranks, self._seed = data, workers, batch, ranks, seed
         self._fit, rest = data.split(group, 0.5, seed)
         if len(rest) < workers * batch:
-            raise BadInput(f"{workers} x {batch} requests of {group!r} are wanted, and {len(rest)} held out")
+            raise BadInput(
+                f"{workers} x {batch} requests of {group!r} are needed, but only {len(rest)} are held out"
+            )
         self._rounds = disjoint(rest, workers * batch, rounds, np.random.default_rng([seed, 2]))
         self._table, _ = fit_table(data.trace.subset(self._fit), workers, seed=seed)
 
     def batches(self, arm: tuple[str, str], turn: int) -> list[tuple[Ints, Ints]]:
-        """(requests, placement int[L, E]) of each worker that has any."""
+        """Return (requests, placement int[L, E]) for each worker with requests."""
         policy, placement = arm
         before, now = placed(
             self._data, self._table, policy, self._workers, self._batch, self._fit, self._rounds[turn],
@@ -144,7 +146,7 @@ class Case:
         ]
 
     def _placement(self, history: Ints) -> Ints:
-        """For steps of batches of requests like these: what counts is whether a step activates an expert."""
+        """Return a placement for steps of batches of such requests, by whether a step activates an expert."""
         if not len(history):
             history = self._fit
         probability = self._data.trace.decode_probability[history].mean(axis=0)
@@ -155,7 +157,7 @@ def placed(
     data: Captured, table: RoutingTable, policy: str, workers: int, batch: int, before: Ints, now: Ints, *,
     seed: int,
 ) -> tuple[list[Ints], list[Ints]]:  # fmt: skip
-    """Requests of each worker: of a closed loop over `before`, and of `now` after that, which all run."""
+    """Return each worker's requests: in a closed loop over `before`, and of `now`, which all run then."""
     chosen = make_policy(policy).with_table(table)
     chosen.update_cost_model(StepCost())
     placer = Placer(chosen, failed=_fail, seed=seed)
@@ -184,15 +186,15 @@ def placed(
 def policy_rows(
     measured: dict[tuple[str, str], list[list[dict[str, Any]]]], group: str, seed: int
 ) -> list[dict[str, Any]]:
-    """A row an arm, of what each worker's batch measured in each round."""
-    told = {arm: by_request(turns) for arm, turns in measured.items()}
-    base = told[BASE]
+    """Return a row per arm, from the measurements of each worker's batch in each round."""
+    by_arm = {arm: by_request(turns) for arm, turns in measured.items()}
+    base = by_arm[BASE]
     rows = []
     for arm, turns in measured.items():
         workers = [one for turn in turns for one in turn]
         held = np.array([len(one["answers"]) for one in workers])
         row: dict[str, Any] = {"workload": group, "policy": arm[0], "placement": arm[1]}
-        mine, its = (np.array([of[request][0] for request in base]) for of in (told[arm], base))
+        mine, its = (np.array([of[request][0] for request in base]) for of in (by_arm[arm], base))
         for q in (50, 99):
             of_q = partial(np.percentile, q=q)
             row[f"tpot_p{q}_ms"] = float(of_q(mine))
@@ -200,7 +202,7 @@ def policy_rows(
             row |= zip((f"p{q}_pct", f"p{q}_low_pct", f"p{q}_high_pct"), change, strict=True)
         for key in ("worst_rank_experts", "experts_all_ranks"):
             row[key] = float(np.average([one[key] for one in workers], weights=held))
-        equal = [told[arm][request][1] == answer for request, (_, answer) in base.items()]
+        equal = [by_arm[arm][request][1] == answer for request, (_, answer) in base.items()]
         row["requests_equal_pct"] = 100 * float(np.mean(equal))
         row |= {"largest_batch": int(held.max()), "paper_p50_pct": None, "paper_p99_pct": None}
         rows.append(row | (PAPER.get(arm, {}) if group == "language" else {}))
@@ -208,7 +210,7 @@ def policy_rows(
 
 
 def by_request(turns: list[list[dict[str, Any]]]) -> dict[tuple[int, int], tuple[float, str]]:
-    """{(round, request): (ms of its worker's median step, its answer)}."""
+    """Return {(round, request): (its worker's median step, ms; its answer)}."""
     return {
         (turn, number): (one["step_ms"], answer)
         for turn, workers in enumerate(turns)

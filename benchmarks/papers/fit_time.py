@@ -1,8 +1,8 @@
-"""Time to fit a table: IDF, greedy layer mask, balanced K-means.
+"""Time the fit of a routing table: IDF, greedy layer mask, balanced K-means.
 
     python -m benchmarks.papers.fit_time
 
-A refit follows every change of the number of decode workers, so it must be a matter of seconds.
+A refit follows every change of the number of decode workers, so it must take only seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _trace(n: int, rng: np.random.Generator) -> CalibrationTrace:
 
 
 def fit_time(
-    rounds: Annotated[int, typer.Option(min=1, help="Fits timed for each size.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed fits for each size.")] = 3,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:

@@ -1,8 +1,8 @@
-"""From one placement to the next while the engine runs (DIRECTOR, section V-B).
+"""Migration from one placement to the next while the engine runs (DIRECTOR, section V-B).
 
-Weights travel only in compute windows, when no all-to-all uses the links, so transfers are scheduled on a
-clock that stands still outside of them ("idle time"). A rank sends one expert at a time and receives one at a
-time. An expert goes straight into its slot, or, where that is still to be read, into a staging buffer.
+Weights travel only in compute windows, when no all-to-all uses the links, so transfers are scheduled in "idle
+time", a clock that stops outside of the windows. A rank sends one expert at a time and receives one.
+An expert is sent directly to its slot or, while that slot is still to be read, to a staging buffer.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ Floats = NDArray[np.float64]
 
 
 class Links(BaseModel):
-    """What it takes to move an expert."""
+    """Costs of moving an expert."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     expert_bytes: float = Field(gt=0, description="weights of an expert in one layer")
     near_byte_s: Seconds = Field(description="each byte between ranks of a node, s")
     far_byte_s: Seconds = Field(description="each byte between nodes, s")
-    commit_s: Seconds = Field(default=0.0, description="on the critical path, to put an expert in use, s")
+    commit_s: Seconds = Field(default=0.0, description="time on the critical path to activate an expert, s")
 
 
 @dataclass(frozen=True)
 class Move:
-    """An expert that goes from one slot to another; slots are those of the placement, 0 to P - 1.
+    """A move of an expert between two slots of the placement (0 to P - 1).
 
     Attributes:
-        start_s, end_s: of the transfer, idle time.
-        ready_s: when its slot holds it; after `end_s` if it waits in the staging buffer.
+        start_s, end_s: start and end of the transfer, idle time.
+        ready_s: when the slot holds the expert; after `end_s` if it waits in the staging buffer.
     """
 
     layer: int
@@ -53,14 +53,14 @@ class Move:
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """What moves when.
+    """A schedule of moves.
 
     Attributes:
-        placement: int[L, P] after the plan; layers that would not pay for their moves are as before.
-        moves: in the order of their start, layer by layer.
-        ready_s: [L] idle time from which a layer runs as placed; 0 where nothing moves.
-        windows_s: [W] the compute windows of a step, which repeat.
-        cost_s: on the critical path, all layers.
+        placement: int[L, P] after the plan; layers whose moves would not pay are unchanged.
+        moves: moves by start time, layer by layer.
+        ready_s: [L] idle time from which a layer runs with its new placement; 0 if nothing moves.
+        windows_s: [W] compute windows of a step, which repeat.
+        cost_s: time on the critical path, all layers.
     """
 
     placement: Ints
@@ -71,7 +71,7 @@ class MigrationPlan:
 
     @property
     def ready_steps(self) -> Ints:
-        """int[L], the first step in which each layer runs as placed."""
+        """Return int[L]: the first step in which each layer runs with its new placement."""
         return _steps(self.ready_s, self.windows_s)
 
 
@@ -85,16 +85,16 @@ def plan_migration(
     gain_s: ArrayLike | None = None,
     steps: int | None = None,
 ) -> MigrationPlan:
-    """Schedule the moves; layers that gain most for the bytes go first, those that would not pay stay.
+    """Schedule the moves: layers with the largest gain per byte first; layers that would not pay stay.
 
     Args:
         old, new: int[L, P], aligned.
         windows_s: [W] compute windows of one step, s.
-        gain_s: [L] what the new placement saves a step; None: everything moves, whatever it saves.
-        steps: that the batch is expected to run; with `gain_s`.
+        gain_s: [L] saving of the new placement per step, s; None: move everything, whatever it saves.
+        steps: expected number of steps of the batch; required with `gain_s`.
 
     Raises:
-        ValueError: shapes that do not agree, no window, or an expert that no rank holds.
+        ValueError: shapes do not agree, there is no window, or no rank holds an expert.
     """
     before, after = pair(old, new, topology.ranks)
     windows = np.asarray(windows_s, np.float64)
@@ -106,7 +106,7 @@ def plan_migration(
     moved = (before != after).sum(axis=1)
     gain = np.full(layers, np.inf) if gain_s is None else np.asarray(gain_s, np.float64)
     if gain.shape != (layers,) or (gain_s is None) != (steps is None):
-        raise ValueError(f"gains a step must be {layers} numbers, and come with the number of steps")
+        raise ValueError(f"gain_s must have {layers} numbers, and steps must be given with it")
     timetable = _Timetable(topology, links)
     placement, ready, moves = before.copy(), np.zeros(layers), []
     for layer in np.argsort(-gain / np.maximum(moved, 1), kind="stable"):
@@ -127,11 +127,11 @@ def plan_migration(
 
 
 class _Timetable:
-    """When each rank's links and staging buffer are free, idle time."""
+    """When each rank's links and staging buffer become free, idle time."""
 
     def __init__(self, topology: Topology, links: Links) -> None:
         self._node, self._links = topology.node_of, links
-        self._free = np.zeros((3, topology.ranks))  # to send, to receive, to stage
+        self._free = np.zeros((3, topology.ranks))  # sending, receiving, staging
 
     def copy(self) -> _Timetable:
         other = copy(self)
@@ -139,10 +139,10 @@ class _Timetable:
         return other
 
     def layer_moves(self, layer: int, old: Ints, new: Ints) -> list[Move]:
-        """The moves of a layer: who reads a slot goes before who writes it, but for one move a cycle."""
+        """Return a layer's moves: a slot is read before it is written, except for one move per cycle."""
         size = len(old) // len(self._node)
         sources = self._sources(layer, old, new, size)
-        readers: dict[int, list[int]] = {slot: [] for slot in sources}  # moves are named by their slots
+        readers: dict[int, list[int]] = {slot: [] for slot in sources}  # moves are identified by their slots
         for slot, source in sources.items():
             if source in readers and source != slot:
                 readers[source].append(slot)
@@ -151,7 +151,7 @@ class _Timetable:
         times: dict[int, tuple[float, float]] = {}
         staged: int | None = None
         while len(times) < len(sources):
-            if not free:  # all that is left is cycles: open one
+            if not free:  # only cycles are left: open one
                 staged = next(slot for slot in sources if slot not in times)
                 free.append(staged)
             slot = free.pop()
@@ -179,7 +179,7 @@ class _Timetable:
         return sorted(moves, key=lambda move: move.start_s)
 
     def _sources(self, layer: int, old: Ints, new: Ints, size: int) -> dict[int, int]:
-        """The slot that each slot to be written is read from: the same rank, the same node, the idlest."""
+        """Return the source of each slot to be written: same rank, else same node, else the idlest rank."""
         found: dict[int, int] = {}
         sends = self._free[0].copy()
         for slot in np.flatnonzero(old != new).tolist():
@@ -194,7 +194,7 @@ class _Timetable:
         return found
 
     def _transfer(self, sender: int, rank: int, after: float) -> tuple[float, float]:
-        """(start, end); a copy within a rank takes no link."""
+        """Reserve a transfer and return (start, end); a copy within a rank uses no link."""
         if sender == rank:
             return after, after
         start = float(max(after, self._free[0, sender], self._free[1, rank]))

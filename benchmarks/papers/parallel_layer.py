@@ -1,10 +1,10 @@
 """A MoE layer under expert parallelism (EP) on torch.distributed: gloo on CPUs, nccl on GPUs.
 
-A rank holds its own slots of a placement and is home to its own tokens. They reach their experts in one
-of two ways. All-gather dispatch brings every token to every rank before the gate, so that the choice of
-replicas knows the whole batch (METRO, section IV-C). All-to-all dispatch sends a token only to ranks that
-serve it; each rank chooses replicas for its own tokens. Outputs are those of one process within rounding,
-whatever the placement, the choice and the dispatch. Needs torch, so the package does not import it.
+A rank holds its own slots of a placement, and is the home of its own tokens. Tokens reach their experts in
+one of two ways. All-gather dispatch sends every token to every rank before the gate, so that the choice of
+replicas can use the whole batch (METRO, section IV-C). All-to-all dispatch sends a token only to ranks that
+serve it; each rank chooses replicas for its own tokens. Outputs equal those of one process within rounding,
+for any placement, choice and dispatch. This module needs torch, so the package does not import it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Routing = Callable[[Ints, Ints], Ints]  # experts int[T, k], home rank int[T] ->
 
 
 class ParallelLayer:
-    """One rank's part of the layer; every rank of the group makes one, with equal arguments but products.
+    """One rank's part of the layer; every rank of the group makes one with equal arguments except products.
 
     Args:
         gate: top-k of tokens; rows are independent.
-        products: of this rank's slots.
+        products: computes this rank's slots.
         placement: int[P], the logical expert of each slot of all ranks, rank-major.
         num_experts: E.
-        route: which rank serves each pair of a token and an expert; the same function on every rank.
-        group: None: the default process group.
+        route: the serving rank of each (token, expert) pair; the same function on every rank.
+        group: process group; None: the default group.
 
     Raises:
-        ValueError: slots that do not divide by the ranks.
+        ValueError: the ranks do not divide the number of slots.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class ParallelLayer:
     def gathered(
         self, x: Tensor, sizes: Sequence[int], on_stage: Callable[[str], None] = lambda stage: None
     ) -> Tensor:
-        """The layer by all-gather dispatch and reduce-scatter.
+        """Compute the layer by all-gather dispatch and reduce-scatter.
 
         Args:
             x: [T, H], this rank's tokens; T may be 0.
-            sizes: tokens of every rank, which the engine's scheduler knows.
-            on_stage: told the name of each stage at its end: dispatch, gate, route, experts, combine.
+            sizes: number of tokens of every rank, from the engine's scheduler.
+            on_stage: called with the name of each stage at its end: dispatch, gate, route, experts, combine.
 
         Returns:
             [T, H].
@@ -93,7 +93,7 @@ class ParallelLayer:
         return out[: len(x)]
 
     def exchanged(self, x: Tensor, on_stage: Callable[[str], None] = lambda stage: None) -> Tensor:
-        """The layer by all-to-all dispatch and combine; a token visits a rank once, for all its experts.
+        """Compute the layer by all-to-all dispatch and combine; a token is sent to a rank at most once.
 
         Args and returns: as `gathered`; the stages are gate, route, dispatch, experts, combine.
         """
@@ -123,7 +123,7 @@ class ParallelLayer:
         return out.to(x.dtype)
 
     def _served(self, tokens: Tensor, weights: Tensor, wanted: Ints) -> Tensor:
-        """[T, H] weighted sums over this rank's experts alone; wanted int[T, k], -1 where another serves."""
+        """Return [T, H] weighted sums over this rank's experts; wanted int[T, k], -1: served elsewhere."""
         token, choice = np.nonzero(wanted >= 0)
         slot = self._slot[wanted[token, choice]]
         if len(slot) and slot.min() < 0:
@@ -142,14 +142,14 @@ class ParallelLayer:
 
 
 def slots_of(placement: ArrayLike, num_experts: int, ranks: int) -> Ints:
-    """int[G, E]: the slot on the rank that serves the expert, -1 where none does.
+    """Return int[G, E]: the slot on the rank that serves the expert, -1 if there is none.
 
     Raises:
-        ValueError: slots that do not divide by the ranks.
+        ValueError: the ranks do not divide the number of slots.
     """
     placed = np.asarray(placement)
     if placed.ndim != 1 or len(placed) % ranks:
-        raise ValueError(f"a layer's placement of shape {placed.shape} does not divide by {ranks} ranks")
+        raise ValueError(f"a layer's placement of shape {placed.shape} cannot be divided among {ranks} ranks")
     slot = np.full((ranks, num_experts), -1)
     for rank, experts in enumerate(placed.reshape(ranks, -1)):
         slot[rank, experts] = np.arange(len(experts))
@@ -157,10 +157,10 @@ def slots_of(placement: ArrayLike, num_experts: int, ranks: int) -> Ints:
 
 
 def one_replica(choose: Callable[[Ints], Ints], num_experts: int) -> Routing:
-    """All tokens of an expert to one replica, by the batch.
+    """Route all tokens of an expert to one replica, by the batch.
 
     Args:
-        choose: tokens int[E] -> rank int[E]; `MetroPlan.of(hosts).route`.
+        choose: maps tokens int[E] to rank int[E]; `MetroPlan.of(hosts).route`.
     """
 
     def route(experts: Ints, home: Ints) -> Ints:
@@ -170,7 +170,7 @@ def one_replica(choose: Callable[[Ints], Ints], num_experts: int) -> Routing:
 
 
 def all_replicas(hosts: NDArray[np.bool_]) -> Routing:
-    """An expert's tokens spread evenly over its replicas, as by `route_even`, first tokens to the first."""
+    """Spread an expert's tokens evenly over its replicas like `route_even`, first tokens to the first."""
 
     def route(experts: Ints, home: Ints) -> Ints:
         pairs = experts.reshape(-1)
@@ -185,12 +185,12 @@ def all_replicas(hosts: NDArray[np.bool_]) -> Routing:
 
 
 def by_home(ranks: Ints) -> Routing:
-    """A static choice: tokens at home on rank g take expert e from rank ranks[g, e], int[G, E]."""
+    """Return a static choice: tokens of home rank g use expert e on rank ranks[g, e], int[G, E]."""
     return lambda experts, home: ranks[home[:, None], experts]
 
 
 def top_k_gate(weight: Tensor, top_k: int) -> Gate:
-    """Softmax over experts, the k largest, their weights normalised to 1; weight [E, H]."""
+    """Return a gate: softmax over experts, the k largest, weights normalised to 1; weight [E, H]."""
 
     def gate(tokens: Tensor) -> tuple[Tensor, Tensor]:
         scores, experts = torch.softmax((tokens @ weight.T).float(), -1).topk(top_k, -1)
@@ -200,7 +200,7 @@ def top_k_gate(weight: Tensor, top_k: int) -> Gate:
 
 
 def torch_products(w13: Tensor, w2: Tensor) -> Products:
-    """Experts by plain torch, one after the other; w13 [S, 2I, H] (gate over up), w2 [S, H, I]."""
+    """Compute experts one after the other with plain torch; w13 [S, 2I, H] (gate over up), w2 [S, H, I]."""
 
     def products(rows: Tensor, slot: Tensor) -> Tensor:
         out = torch.empty_like(rows)
@@ -214,11 +214,11 @@ def torch_products(w13: Tensor, w2: Tensor) -> Products:
 
 
 def vllm_products(w13: Tensor, w2: Tensor) -> Products:
-    """Experts by the fused kernel that vLLM serves with, bf16: its CPU kernel, or Triton's on CUDA.
+    """Compute experts with vLLM's fused kernel in bf16: its CPU kernel, or Triton's on CUDA.
 
-    A pair of a token and an expert is a row with one expert: a rank then computes its own pairs alone.
+    Each (token, expert) pair is a row with one expert, so that a rank computes only its own pairs.
     """
-    from eldr_serve.engine.vllm.compat.moe import fused_moe  # vLLM is there where this is asked for
+    from eldr_serve.engine.vllm.compat.moe import fused_moe  # needed only here
 
     fused = fused_moe(w13, w2)
 

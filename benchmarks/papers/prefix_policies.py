@@ -1,4 +1,4 @@
-"""Balancers that send a prompt where its prefix is, unless that worker is too loaded: what others do."""
+"""Baselines that send a prompt to the worker with its prefix, unless that worker is overloaded."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from eldr_serve.scheduling.prefill import choose_prefill
 
 
 class SessionHash(Policy):
-    """A session's worker by rendezvous hash of its key; where that has too many requests, the least loaded.
+    """Choose a session's worker by rendezvous hash of its key; if it is overloaded, the least loaded.
 
-    Without a key the least loaded.
+    Requests without a key go to the least loaded worker.
     """
 
     name = "session-hash"
@@ -36,7 +36,7 @@ class SessionHash(Policy):
 
 
 class LongestPrefix(Policy):
-    """Of the workers that are not too loaded, the one with most of the prompt; of equals the least loaded."""
+    """Choose the worker with most of the prompt among those not overloaded; break ties by load."""
 
     name = "longest-prefix"
 

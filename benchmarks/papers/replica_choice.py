@@ -1,6 +1,6 @@
-"""Other choices of the replica that serves an expert's tokens, which METRO's greedy is held against.
+"""Baselines for METRO's greedy choice of the replica that serves an expert's tokens.
 
-Arguments and errors as those of `eldr_serve.experts.metro.route_metro`.
+Arguments and errors are those of `eldr_serve.experts.metro.route_metro`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Ints = NDArray[np.int64]
 
 
 def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
-    """The fewest activated experts on the worst rank: bipartite flow under binary search of the bound.
+    """Minimise the activated experts on the worst rank: bipartite flow, binary search of the bound.
 
-    Returns and raises as `route_metro`; the yardstick, too slow to serve with.
+    Returns and raises as `route_metro`; an optimum for comparison, too slow for serving.
     """
     count, held = checked(tokens, hosts)
     rank = np.full(count.shape, -1, np.int64)
@@ -30,10 +30,10 @@ def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
 
 
 def route_even(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
-    """EPLB's: an expert's tokens spread evenly over all its replicas.
+    """Spread an expert's tokens evenly over all its replicas, like EPLB.
 
     Returns:
-        int[..., E, G] tokens by rank; a remainder goes to the first hosts, one each.
+        int[..., E, G] tokens by rank; the first hosts get one token each of a remainder.
     """
     count, held = checked(tokens, hosts)
     replicas = held.sum(axis=2)
@@ -44,7 +44,7 @@ def route_even(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
 
 
 def _flow(held: NDArray[np.bool_]) -> Ints:
-    """int[n] rank of each expert of held[n, G], with the least maximum."""
+    """Return int[n], the rank of each expert of held[n, G], with the least maximum."""
     n, ranks = held.shape
     low, high = -(-n // ranks), n
     best: Ints | None = None
@@ -59,7 +59,7 @@ def _flow(held: NDArray[np.bool_]) -> Ints:
 
 
 def _within(held: NDArray[np.bool_], bound: int) -> Ints | None:
-    """An assignment with at most `bound` experts a rank; None if there is none."""
+    """Return an assignment with at most `bound` experts per rank; None if there is none."""
     n, ranks = held.shape
     source, sink = n + ranks, n + ranks + 1
     expert, rank = np.nonzero(held)

@@ -1,7 +1,7 @@
-"""Figures and tables of the papers, in simulation, with the paper's figures beside ours.
+"""Reproduce the papers' figures and tables in simulation, beside the paper's numbers.
 
-python -m offline.reproduce                                    lists the papers and their figures
-python -m offline.reproduce eldr rates --trace trace.safetensors
+python -m benchmarks.papers.reproduce                                    lists the papers and their figures
+python -m benchmarks.papers.reproduce eldr rates --trace trace.safetensors
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ PAPERS = {
 
 
 def reproduce(
-    paper: Annotated[str | None, typer.Argument(help="Which paper; none lists them.")] = None,
-    figure: Annotated[str | None, typer.Argument(help="Which figure; none lists the paper's.")] = None,
+    paper: Annotated[str | None, typer.Argument(help="Paper; default: list the papers.")] = None,
+    figure: Annotated[str | None, typer.Argument(help="Figure; default: list the paper's.")] = None,
     trace: Annotated[
         list[Path] | None,
         typer.Option(
@@ -54,18 +54,18 @@ def reproduce(
         Path | None, typer.Option(help="Step cost (JSON, by offline.simulate --calibrate-from).")
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=10, help="Requests a run; default: the figure's.")
+        int | None, typer.Option(min=10, help="Requests per run; default: the figure's.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other seeds.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON to write; default out/PAPER_FIGURE.json.")] = None,
 ) -> None:
-    """Run one figure's simulations; prints a table and writes JSON and a plot."""
+    """Run one figure's simulations; print a table, and write JSON and a plot."""
     if paper is None or figure is None:
         _list(paper)
         return
     found = _figures(paper).get(figure)
     if found is None:
-        raise BadInput(f"{paper} has no figure {figure!r}; there are {', '.join(_figures(paper))}")
+        raise BadInput(f"{paper} has no figure {figure!r}; choose from {', '.join(_figures(paper))}")
     path = out or Path("out") / f"{paper}_{figure}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     fitted = FittedCost.load(cost).cost if cost is not None else None
@@ -86,7 +86,7 @@ def reproduce(
 
 def _figures(paper: str) -> dict[str, Figure]:
     if paper not in PAPERS:
-        raise BadInput(f"unknown paper {paper!r}; there are {', '.join(PAPERS)}")
+        raise BadInput(f"unknown paper {paper!r}; choose from {', '.join(PAPERS)}")
     return PAPERS[paper]
 
 

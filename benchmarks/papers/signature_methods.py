@@ -1,4 +1,4 @@
-"""Ways to foretell a prompt's experts without its prefill, of which eldr_serve serves one."""
+"""Methods to predict a prompt's experts without its prefill; eldr_serve serves one of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Prompts:
-    """What methods see of N prompts: tokens, and the expert frequencies of prefill, float64[N, L*E]."""
+    """Input of the methods for N prompts: tokens, and expert frequencies of prefill, float64[N, L*E]."""
 
     trace: CalibrationTrace
     shares: csr_array
@@ -34,18 +34,18 @@ class Prompts:
 
     @classmethod
     def of(cls, trace: CalibrationTrace) -> Prompts:
-        """ValueError where the trace has no token ids."""
+        """Read the prompts of a trace; raise ValueError if it has no token ids."""
         return cls(trace, token_shares(trace.prompts, trace.vocabulary), expert_frequencies(trace))
 
     def __getitem__(self, index: NDArray[np.int64]) -> Prompts:
         return Prompts(self.trace.subset(index), self.shares[index], self.frequencies[index])
 
 
-Method = Callable[[Prompts, Prompts], Floats]  # fitted to the first, float64[n, L*E] of the second
+Method = Callable[[Prompts, Prompts], Floats]  # fits the first, returns float64[n, L*E] of the second
 
 
 def served(rank: int = 64) -> Method:
-    """The predictor that eldr_serve has."""
+    """Return the predictor of eldr_serve."""
 
     def predicted(fit: Prompts, test: Prompts) -> Floats:
         predictor, _ = fit_signature_predictor(fit.trace, rank=rank)
@@ -57,7 +57,7 @@ def served(rank: int = 64) -> Method:
 
 
 def ridge(fit: Prompts, test: Prompts, features: Callable[[csr_array], Any]) -> Floats:
-    """Ridge regression of full rank from features of the token shares."""
+    """Predict by ridge regression of full rank from features of the token shares."""
     x, new = features(fit.shares), features(test.shares)
     kernel, across = (_dense(a @ x.T) for a in (x, new))
     mean = fit.frequencies.mean(axis=0)
@@ -68,18 +68,18 @@ def ridge(fit: Prompts, test: Prompts, features: Callable[[csr_array], Any]) -> 
 
 
 def histogram_ridge(fit: Prompts, test: Prompts) -> Floats:
-    """From the plain histogram, every token weighted alike."""
+    """Predict from the plain histogram, all tokens with equal weight."""
     return ridge(fit, test, lambda shares: shares)
 
 
 def chi_square_ridge(fit: Prompts, test: Prompts) -> Floats:
-    """From the histogram weighted as the served predictor weights it, at full rank."""
+    """Predict from the histogram with the served predictor's weights, at full rank."""
     weights = token_weights(fit.shares)
     return ridge(fit, test, lambda shares: shares * weights[None, :])
 
 
 def decode_ridge(fit: Prompts, test: Prompts) -> Floats:
-    """The same, fitted to what decode used after those prompts; deviations from the mean prefill."""
+    """Predict likewise, fitted to the experts of decode; deviations from the mean prefill."""
     decode = fit.trace.decode_probability.reshape(fit.frequencies.shape).astype(np.float64)
     predicted = chi_square_ridge(replace(fit, frequencies=decode), test)
     found: Floats = predicted - decode.mean(axis=0) + fit.frequencies.mean(axis=0)
@@ -87,7 +87,7 @@ def decode_ridge(fit: Prompts, test: Prompts) -> Floats:
 
 
 def presence_ridge(fit: Prompts, test: Prompts) -> Floats:
-    """From which tokens occur, however often."""
+    """Predict from the set of tokens, ignoring their frequencies."""
 
     def features(shares: csr_array) -> csr_array:
         occurs = shares.copy()
@@ -98,7 +98,7 @@ def presence_ridge(fit: Prompts, test: Prompts) -> Floats:
 
 
 def embedding_ridge(fit: Prompts, test: Prompts) -> Floats:
-    """From the mean of the tokens' embeddings in the model, and the weighted histogram beside it."""
+    """Predict from the mean of the tokens' embeddings in the model and the weighted histogram."""
     embeddings, weights = token_embeddings(), token_weights(fit.shares)
 
     def features(shares: csr_array) -> Floats:
@@ -113,13 +113,13 @@ def embedding_ridge(fit: Prompts, test: Prompts) -> Floats:
 
 
 def count_table(fit: Prompts, test: Prompts) -> Floats:
-    """A token's row is the mean prompt in which it occurs, by its shares there; from counts alone."""
+    """Predict from a token table built from counts: the mean prompt with the token, by the token's share."""
     mean = fit.frequencies.mean(axis=0)
     return _table(fit.shares.T @ (fit.frequencies - mean), fit.shares.sum(axis=0), 0.1, mean, test)
 
 
 def route_table(fit: Prompts, test: Prompts) -> Floats:
-    """A token's row is the mean of the experts that it itself was routed to; from per-token routes."""
+    """Predict from a token table built from per-token routes: the mean of the token's own experts."""
     mean = fit.frequencies.mean(axis=0)
     sums = np.zeros((fit.trace.vocabulary, len(mean)))
     times = np.zeros(len(sums))
@@ -130,7 +130,7 @@ def route_table(fit: Prompts, test: Prompts) -> Floats:
 
 
 def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
-    """A network: learnt embeddings, their mean, one hidden layer; stopped early on a fifth of the prompts."""
+    """Predict with a network: mean of learnt embeddings, one hidden layer; early stopping on a fifth."""
     import torch
 
     torch.manual_seed(0)
@@ -148,7 +148,7 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     held, used = order[: len(x) // 5], order[len(x) // 5 :]
     best, stale, predicted = float("inf"), 0, torch.zeros(len(new), y.shape[1])
-    while stale < 10:  # epochs without a better one
+    while stale < 10:  # epochs without improvement
         network.train()
         for batch in used[torch.randperm(len(used))].split(32):
             optimiser.zero_grad()
@@ -165,21 +165,21 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
 
 
 def first_tenth(fit: Prompts, test: Prompts) -> Floats:
-    """The true experts of the first tenth of the prompt's tokens."""
+    """Return the true experts of the first tenth of the prompt's tokens."""
     heads = [prompt[: -(-len(prompt) // 10)] for prompt in test.trace.prompts]
     return np.array([found.mean(axis=0) for found in token_frequencies(heads)], np.float64)
 
 
 def cached_half(fit: Prompts, test: Prompts) -> Floats:
-    """The true experts of the first half of the prompt's tokens: what its cached prefix once counted."""
+    """Return the true experts of the first half of the prompt's tokens, as counted for a cached prefix."""
     heads = [prompt[: -(-len(prompt) // 2)] for prompt in test.trace.prompts]
     return np.array([found.mean(axis=0) for found in token_frequencies(heads)], np.float64)
 
 
 def last_turn(fit: Prompts, test: Prompts) -> Floats:
-    """The true prefill of another prompt of the domain: a session's turn before, with no text in common.
+    """Return the prefill of another prompt of the domain: a session's previous turn, without common text.
 
-    A prompt that is alone in its domain has the mean of those fitted on.
+    A prompt that is alone in its domain gets the mean of the fitted prompts.
     """
     domains = np.array(test.trace.domains)
     found = np.tile(fit.frequencies.mean(axis=0), (len(domains), 1))
@@ -191,7 +191,7 @@ def last_turn(fit: Prompts, test: Prompts) -> Floats:
 
 
 def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
-    """All by name, those aside that need the demo model's weights where the trace is of another model."""
+    """Return all methods by name; those that need the demo model's weights only for traces of that model."""
     found: dict[str, Method] = {
         "prefill": lambda fit, test: test.frequencies,
         "served predictor, rank 64": served(),

@@ -1,13 +1,13 @@
-"""The simulator against a real engine: the same arrivals, the same placements, TPOT by request.
+"""Validate the simulator against a real engine: same arrivals, same placements, TPOT by request.
 
     python -m benchmarks.papers.simulator_validation --prompts DIR
 
-Requests arrive at K workers by a Poisson process and are placed by a policy. The simulator runs the
-whole; the engine then serves each worker's requests at the same times, one worker after the other, and
-samples the captured text again, so that both have the same routes (see benchmarks/lib/replay.py). A
-policy's step cost is fitted to the engine's steps under the other policies, whose replays take turns with
-its own, so that the machine is in the same mood. `regret` is what a decision cost against the best worker
-in hindsight: added decode time a step, with the activations that the requests really had.
+Requests arrive at K workers by a Poisson process, and a policy places them. The simulator runs all; the
+engine then serves each worker's requests at the same times, one worker after the other, and generates the
+captured text again, so that both have the same routes (see benchmarks/lib/replay.py). A policy's step cost is
+fitted to the engine's steps under the other policies; replays of all policies alternate, so that they see the
+same machine state. `regret` is the cost of a decision against the best worker in hindsight: added decode time
+per step, with the true activations of the requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from loadgen.results import publish
 
 
 def report(run: Replayed) -> None:
-    """Simulated and measured TPOT of every policy; error, correlation, ranking and regret."""
+    """Report simulated and measured TPOT of every policy; error, correlation, ranking and regret."""
     cases = [_with_cost_of_the_others(run.bench, case) for case in run.cases]
     rows = [row for case in cases for row in policy_rows(case, run.bench.regret(case))]
     path = publish(
@@ -46,7 +46,7 @@ def report(run: Replayed) -> None:
 
 
 def _with_cost_of_the_others(bench: Bench, case: Case) -> Case:
-    """The same placements, simulated with step costs that have not seen the policy's own steps."""
+    """Simulate the same placements with step costs fitted without the policy's own steps."""
     sums = {
         label: StepSums.of(steps.requests, steps.kv_tokens, steps.experts, steps.seconds)
         for label, steps in case.steps.items()
@@ -61,7 +61,7 @@ def _with_cost_of_the_others(bench: Bench, case: Case) -> Case:
 
 
 def policy_rows(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict[str, Any]]:
-    """One row a policy."""
+    """Return one row per policy."""
     rows = []
     for label, measured in case.tpot_s.items():
         outcome, steps = case.outcomes[label], case.steps[label]
@@ -88,7 +88,7 @@ def policy_rows(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict
 
 
 def _ranking(case: Case) -> str:
-    """How alike the policies are ranked; pairs whose medians differ by less than 2 % are no ranking."""
+    """Describe how alike the policies are ranked; medians that differ by less than 2 % are not ranked."""
     labels = list(case.tpot_s)
     real = np.array([np.median(case.tpot_s[label]) for label in labels])
     simulated = np.array([np.median(case.outcomes[label].tpot_s) for label in labels])

@@ -1,4 +1,4 @@
-"""The experts of each prompt token of the demo model, which no engine keeps."""
+"""The experts of each prompt token of the demo model, which engines do not record."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from examples.demo_model import WEIGHTS
 
 
 def is_of_the_demo_model(trace: CalibrationTrace) -> bool:
-    """Whether the trace's prompts were made by the demo model's tokenizer."""
+    """Return whether the demo model's tokenizer made the trace's prompts."""
     from transformers import AutoTokenizer
 
     return trace.tokenizer == tokenizer_fingerprint(AutoTokenizer.from_pretrained(WEIGHTS).get_vocab())
 
 
 def token_frequencies(prompts: Sequence[NDArray[Any]]) -> Iterator[NDArray[np.float32]]:
-    """float32[n, L*E] of each prompt of n tokens: 1 where the token uses the expert; by Hugging Face."""
+    """Yield float32[n, L*E] for each prompt of n tokens: 1 where the token uses the expert (Hugging Face)."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -37,7 +37,7 @@ def token_frequencies(prompts: Sequence[NDArray[Any]]) -> Iterator[NDArray[np.fl
 
 
 def token_embeddings() -> NDArray[np.float32]:
-    """float32[V, hidden]: the demo model's own, of the tokens that go in."""
+    """Return float32[V, hidden]: the demo model's input embeddings."""
     from safetensors.torch import load_file
 
     found: NDArray[np.float32] = (

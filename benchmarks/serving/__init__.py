@@ -1,1 +1,1 @@
-"""Benchmarks of the application and of its parts, on Ray Serve."""
+"""Benchmarks of the application and its parts, on Ray Serve."""

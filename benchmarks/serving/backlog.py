@@ -1,4 +1,4 @@
-"""Send many long prompts at once, and retry refused ones as their Retry-After says.
+"""Send many long prompts at once, and retry refused ones after their Retry-After.
 
     python -m benchmarks.serving.backlog
 
@@ -67,7 +67,7 @@ async def _until_answered(
         sent_s = time.perf_counter()
         try:
             async with http.post(f"{url}/v1/completions", json=body) as answer:
-                said = await answer.text()
+                text = await answer.text()
                 request.statuses.append(answer.status)
                 request.seconds.append(time.perf_counter() - sent_s)
                 retry_after = answer.headers.get("Retry-After")
@@ -78,7 +78,7 @@ async def _until_answered(
             request.done_s = time.perf_counter() - began_s
             return
         if answer.status not in (429, 503) or retry_after is None:
-            request.error = f"HTTP {answer.status}: {said[:200]}"
+            request.error = f"HTTP {answer.status}: {text[:200]}"
             return
         request.retry_after_s.append(float(retry_after))
         await asyncio.sleep(float(retry_after))
@@ -132,14 +132,18 @@ def row(requests: list[_Request], before: dict[str, int], after: dict[str, int])
 
 
 def backlog(
-    requests: Annotated[int, typer.Option(min=1, help="Prompts, all at once.")] = 1000,
+    requests: Annotated[int, typer.Option(min=1, help="Prompts, sent at once.")] = 1000,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1500,
-    warm_up: Annotated[int, typer.Option(min=0, help="Prompts of the same kind, answered before.")] = 0,
+    warm_up: Annotated[
+        int, typer.Option(min=0, help="Similar prompts, answered before the measurement.")
+    ] = 0,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("examples/demo_model/weights"),
     prompts: options.Prompts = options.PROMPTS,
-    timeout_s: Annotated[float, typer.Option(min=1, help="Time for one try, s.")] = 300.0,
-    seconds: Annotated[float, typer.Option(min=1, help="Time for all; the rest is not_done.")] = 900.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Timeout of one attempt, s.")] = 300.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Time limit, s; unanswered prompts count as not_done.")
+    ] = 900.0,
     port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8340,
     seed: options.Seed = 0,
     out: options.Out = None,

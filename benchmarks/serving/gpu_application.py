@@ -1,11 +1,11 @@
-"""The whole application on one GPU: a prefill and two decode engines over NIXL, three policies in turn.
+"""Run the whole application on one GPU: a prefill and two decode engines over NIXL, three policies in turn.
 
     python -m benchmarks.serving.gpu_application --out out/gpu/application.json
 
-That is the demo (`python -m offline.demo --gpu`) with short rounds: greedy answers must be equal under all
-policies, and every request must be answered. Its files, with the report, lie in a folder beside the result.
-The engines share the GPU by turns of its time, so that a policy's effect is in the experts that a decode step
-reads, and hardly in times.
+This is the demo (`python -m offline.demo --gpu`) with short rounds: greedy answers must be equal under all
+policies, and every request must be answered. Its files, including the report, are in a folder beside the
+result. The engines share the GPU by time slicing, so a policy affects the experts that a decode step reads,
+but hardly the times.
 """
 
 from __future__ import annotations
@@ -37,10 +37,14 @@ def gpu_application(
     check_device("cuda")
     result = (out or RESULTS / "gpu_application.json").resolve()
     folder = result.with_suffix("")
-    asked = ["--gpu", "--decode-engines", "2", "--intermediate", str(intermediate), *_SHORT, *(more or ())]
-    done = subprocess.run([sys.executable, "-m", "offline.demo", *asked, "--out", str(folder)], check=False)
+    demo_options = [
+        "--gpu", "--decode-engines", "2", "--intermediate", str(intermediate), *_SHORT, *(more or ()),
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "offline.demo", *demo_options, "--out", str(folder)], check=False
+    )
     if done.returncode:
-        raise BadInput(f"the demo ended with status {done.returncode}; what it wrote is in {folder}")
+        raise BadInput(f"the demo ended with status {done.returncode}; its output is in {folder}")
     write_whole(result, (folder / "demo.json").read_text())
 
 

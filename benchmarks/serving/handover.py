@@ -1,22 +1,22 @@
-"""The hand-over in its parts: from the end of the prefill call to the first decode chunk.
+"""Time the hand-over in parts: from the end of the prefill call to the first decode chunk.
 
     python -m benchmarks.serving.handover
     python -m benchmarks.serving.handover --rounds 1 --record rounds.jsonl
 
-Real engines behind the real ingress, at one request in flight (idle) and at several (load):
+Real engines behind the real ingress, with one request in flight (idle) and with several (load):
 
     place       router: score, one call over its channel
-    engine      decode replica: from the call's arrival to its first chunk. Of it
+    engine      decode replica: from the call's arrival to its first chunk; includes
       admit       until the engine core has the request
-      wait        until its first step is scheduled; of it `pull`, NIXL's own time of reading the KV blocks
+      wait        until its first step is scheduled; includes `pull`, NIXL's time to read the KV blocks
       step        the first decode step
-    transport   the rest: the call's way over the channel, and the first chunk's back
+    transport   the rest: the call over the channel, and the first chunk's return
 
-The ingress times the hand-over and `place` itself (/eldr/status), a timed subclass of our decode server
-the engine's part. Read before_step: all but the pull and the step itself, with the way back to the client,
-which cannot be told from the way there (goal below 8 ms idle, below 5 % of TTFT at load). A round starts its
-engines anew, with Ray as `make demo` starts it; rows are medians over rounds, with 95 % intervals.
-`--record FILE` keeps each round, so that they can be made in several runs.
+The ingress times the hand-over and `place` (/eldr/status); a timed subclass of our decode server times the
+engine's part. Read before_step: everything except the pull and the step, including the return to the client,
+which cannot be separated from the way there (goal: below 8 ms idle, below 5 % of TTFT at load). A round
+starts new engines, with Ray as `make demo` starts it; rows are medians over rounds, with 95 % intervals.
+`--record FILE` keeps each round, so that rounds can be spread over several runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from loadgen.journal import Journal
 from loadgen.results import publish
 
 _KEY = "handover"
-_WARM_UP = 32  # requests, in no figure
+_WARM_UP = 32  # requests that no figure includes
 _SURE = ("ttft_mean_ms", "handover_mean_ms", "before_step_mean_ms", "before_step_share_of_ttft_pct")
 
 
@@ -72,7 +72,7 @@ def _row(in_flight: int, stages: dict[str, dict[str, float]], answers: list[Answ
 def _round(
     loads: list[int], requests: int, work: Iterator[dict[str, Any]], arguments: dict[str, Any], port: int
 ) -> list[dict[str, Any]]:
-    """One row a load, of engines that are started for it."""
+    """Start engines and return one row per load."""
     rows = []
     with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
@@ -96,20 +96,24 @@ def _round(
 
 
 def handover(
-    in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop; one row each.")] = "1,16",
+    in_flight: Annotated[
+        str, typer.Option(help="Requests in flight, closed loop; one row for each.")
+    ] = "1,16",
     rounds: Annotated[int, typer.Option(min=0, help="Starts of the engines; 0: only print --record.")] = 3,
-    requests: Annotated[int, typer.Option(min=WINDOW, help="Requests of each row, in a round.")] = WINDOW,
+    requests: Annotated[int, typer.Option(min=WINDOW, help="Requests per row and round.")] = WINDOW,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("examples/demo_model/weights"),
     prompts: options.Prompts = options.PROMPTS,
     max_prompt_tokens: options.Longest = 1900,
-    record: Annotated[Path | None, typer.Option(help="Journal of all rounds, read and added to.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Journal of all rounds; new rounds are appended.")
+    ] = None,
     port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8320,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Time the hand-over's parts on real engines, idle and at load."""
+    """Time the parts of the hand-over on real engines, idle and under load."""
     unwind_on_sigterm()
     allow_open_files(8192)
     loads = [int(count) for count in in_flight.split(",")]
@@ -126,12 +130,12 @@ def handover(
     journal = Journal(record, inputs) if record else None
     found: list[list[dict[str, Any]]] = list(journal.known.values()) if journal else []
     for _ in range(rounds):
-        # No prompt comes twice in a round: its blocks would be there already.
+        # No prompt repeats within a round, since its blocks would be cached.
         found.append(_round(loads, requests, iter(work), arguments, port))
         if journal:
             journal.put(str(len(found)), found[-1])
     if not found:
-        raise BadInput("there is no round to report")
+        raise BadInput("there is no round to report: give --rounds 1 or more, or a --record with rounds")
     publish(
         "handover", summarised(found), inputs=inputs | {"each": found}, seed=seed, out=out,
         notes=f"one prefill and one decode engine; times over the newest {WINDOW} requests of a round; all "
@@ -140,9 +144,9 @@ def handover(
 
 
 def summarised(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row a load."""
+    """Return one row per load."""
     rows = [row for rows in found for row in rows]
-    return medians(rows, about=("in_flight",), sure=_SURE, summed=("failures",))
+    return medians(rows, keys=("in_flight",), with_interval=_SURE, summed=("failures",))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""A cluster of several Ray nodes under load, which loses nodes and its GCS, and gets them back.
+"""A cluster of several Ray nodes under load, which loses and regains nodes and its GCS.
 
     python -m benchmarks.serving.lost_nodes --redis-server redis-server
 
-Ray's nodes are real, but on one machine (`ray.cluster_utils`): the head has two ingresses and the router,
-two others each a prefill and a decode engine that computes nothing, and each node has a proxy of Serve's;
-all proxies share one port. GCS keeps what it knows in Redis, if it is given one, else in files.
-Lost are, in turn: one node of engines, with kill -9 of all that runs there, for 10 s; GCS, for 8 s; both
-nodes of engines at once, for 10 s. Only the last may fail requests at the ingresses' own port: nobody is left
-who could answer. A lost node's proxy takes its connections along.
+Ray's nodes are real, but on one machine (`ray.cluster_utils`): the head has two ingresses and the router; two
+other nodes each have a prefill and a decode engine that compute nothing; each node has a Serve proxy, and all
+proxies share one port. GCS stores its state in Redis, if it is given one, otherwise in files.
+In turn, these are lost: one engine node, by kill -9 of all its processes, for 10 s; GCS, for 8 s; both engine
+nodes at once, for 10 s. Requests at the ingresses' own port may fail only in the last case, when no engine is
+left. A lost node's proxy loses its connections.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from benchmarks.lib.cluster import python_path, wait_ready
 from eldr_serve.command_errors import run
 from loadgen.results import publish
 
-_NODES = 2  # of engines
+_NODES = 2  # engine nodes
 _AWAY_S, _GCS_S = 10.0, 8.0
 _RECOVERY_S = 90.0
-_TOKENS, _GAP_MS = 40, 90.0  # of a stream, 3.6 s
+_TOKENS, _GAP_MS = 40, 90.0  # a stream takes 3.6 s
 _WORD = " token"
 NOTES = (
     "Ray nodes on one machine, engines that compute nothing; requests: those that ended between the loss and "
@@ -46,7 +46,7 @@ NOTES = (
 
 @contextmanager
 def _store(redis_server: str) -> Iterator[dict[str, str]]:
-    """What Ray is told of where GCS keeps what it knows."""
+    """Yield Ray's environment variables for the storage of GCS."""
     with tempfile.TemporaryDirectory() as folder:
         if not redis_server:
             yield {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": folder}
@@ -63,13 +63,13 @@ def _store(redis_server: str) -> Iterator[dict[str, str]]:
 
 
 class _Nodes:
-    """The cluster."""
+    """The cluster of Ray nodes."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 4, "resources": {"ingress": 4.0}, "include_dashboard": False}
-        # Nodes that come back are started beside the load, in a thread, where Ray's exit hooks cannot be set.
+        # A thread starts new nodes under load, and Ray cannot set its exit hooks in a thread.
         self.cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         self.engines = [self._engine_node() for _ in range(_NODES)]
 
@@ -77,7 +77,7 @@ class _Nodes:
         return self.cluster.add_node(num_cpus=4, resources={"engine": 2.0})
 
     def lose(self, number: int) -> None:
-        """As if the machine were gone: no process of it says good-bye."""
+        """Kill nodes like a machine failure: no process shuts down cleanly."""
         for node in self.engines[:number]:
             (raylet,) = node.all_processes["raylet"]
             theirs = psutil.Process(raylet.process.pid).children(recursive=True)
@@ -87,21 +87,21 @@ class _Nodes:
         del self.engines[:number]
 
     def bring_back(self) -> None:
-        """Others in their place."""
+        """Start new nodes in place of the lost ones."""
         while len(self.engines) < _NODES:
             self.engines.append(self._engine_node())
 
     def lose_gcs(self) -> None:
-        """Kill -9 of it."""
+        """Kill GCS with SIGKILL."""
         self.cluster.head_node.kill_gcs_server()
 
     def gcs_back(self) -> None:
-        """At the same port."""
+        """Restart GCS at the same port."""
         self.cluster.head_node.start_gcs_server()
 
 
 def _whole(app: str, url: str) -> bool:
-    """All replicas run, and all pairs of engines are warm."""
+    """Return whether all replicas run and all pairs of engines are warm."""
     import httpx
     from ray import serve
     from ray.exceptions import RayError
@@ -119,7 +119,7 @@ def _whole(app: str, url: str) -> bool:
 async def _drive(
     nodes: _Nodes, app: str, model: str, urls: tuple[str, str], in_flight: int
 ) -> tuple[list[tuple[bool, Answer]], list[dict[str, Any]]]:
-    """The answers, each with whether it came by a proxy; and what was lost when, and when all was well."""
+    """Return the answers, each with whether a proxy served it; and each loss with its times."""
     answers: list[tuple[bool, Answer]] = []
     over = asyncio.Event()
     body = {"model": model, "prompt": "a prompt " * 20, "max_tokens": _TOKENS, "gap_ms": _GAP_MS}
@@ -154,7 +154,7 @@ async def _drive(
                 recovery_s = time.perf_counter() - at
                 break
             await asyncio.sleep(0.5)
-        typer.echo(f"well again after {recovery_s} s", err=True)
+        typer.echo(f"recovered after {recovery_s} s", err=True)
         lost.append({"lost": what, "at": at, "away_s": away_s, "recovery_s": recovery_s})
     await asyncio.sleep(6.0)
     over.set()
@@ -163,7 +163,7 @@ async def _drive(
 
 
 def _rows(answers: list[tuple[bool, Answer]], lost: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each loss."""
+    """Return a row for each loss."""
     rows = []
     for entry, until in zip(lost, [*(e["at"] for e in lost[1:]), float("inf")], strict=True):
         ended = [(proxy, answer) for proxy, answer in answers if entry["at"] <= answer.end < until]
@@ -187,15 +187,13 @@ def _rows(answers: list[tuple[bool, Answer]], lost: list[dict[str, Any]]) -> lis
 
 
 def lost_nodes(
-    redis_server: Annotated[
-        str, typer.Option(help="Program of a Redis that GCS keeps its state in; files without one.")
-    ] = "",
-    in_flight: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 40,
-    port: Annotated[int, typer.Option(help="HTTP port of proxies; the next one is the ingresses'.")] = 8340,
+    redis_server: Annotated[str, typer.Option(help="Redis program for GCS's state; default: files.")] = "",
+    in_flight: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 40,
+    port: Annotated[int, typer.Option(help="HTTP port of the proxies; the ingresses use the next.")] = 8340,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Lose nodes under load; status 1 if a request failed that another node could have answered."""
+    """Lose nodes under load; exit with status 1 if a request failed that another node could have answered."""
     allow_open_files(65536)
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     os.environ["PYTHONPATH"] = python_path()

@@ -1,13 +1,12 @@
-"""Time and memory of a signature predicted from a prompt's token ids, of learning its true counts, and of a
-whole placement by it.
+"""Time and memory of the online signature predictor, and the time of a whole placement with a prediction.
 
     python -m benchmarks.serving.predict_signature
 
-At the shape of Qwen3-30B-A3B (48 MoE layers, 128 experts, top-8, 151,936 token ids).
-Read total_p50_us of predict_decision: it is added to a request that is placed before its prefill; the goal
-is 300 at 1,000 tokens. A placement there is of `marginal-cost`, by a prediction and cached prefixes; its
-parts in turn: predicted and packed; cut into blocks and hashed; placed, with the look-up of prefixes and the
-book-keeping.
+The shape is Qwen3-30B-A3B's (48 MoE layers, 128 experts, top-8, 151,936 token ids). A row has the time to
+predict a signature from token ids, and to learn from the true counts.
+Read total_p50_us of predict_decision: a request placed before its prefill waits this long; the goal is 300 at
+1,000 tokens. That placement uses `marginal-cost` with a prediction and cached prefixes; its parts are:
+predict and pack; cut into blocks and hash; place, including the prefix look-up and book-keeping.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from itertools import product
 from time import perf_counter
 from typing import Annotated
 
-os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # like a Ray actor
 
 import numpy as np
 import typer
@@ -32,14 +31,14 @@ from loadgen.results import p50_p99_us, publish, time_calls
 
 VOCABULARY = 151_936
 WORKERS = (4, 16, 64, 256)
-HELD = 16  # requests a worker that run already
+HELD = 16  # running requests per worker
 BLOCK_TOKENS = 16
-_PROMPTS = 64  # different ones
-_SKEW = 0.3  # exponent of the power law that token ids are drawn by
+_PROMPTS = 64  # distinct prompts
+_SKEW = 0.3  # exponent of the power law of token ids
 
 
 def predict_signature(
-    calls: Annotated[int, typer.Option(min=100, help="Predictions timed of each kind.")] = 2000,
+    calls: Annotated[int, typer.Option(min=100, help="Timed predictions of each kind.")] = 2000,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
@@ -48,7 +47,7 @@ def predict_signature(
     rows = []
     for rank, tokens in product((32, 64), (100, 1000, 10_000)):
         online = OnlinePredictor(_random(rank, rng))
-        # Lists, as engines and tokenizers give them.
+        # Lists, as from engines and tokenizers.
         prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.int64).tolist()
         counts = [online.predictor.predict(prompt) for prompt in prompts]
         timed = {
@@ -79,7 +78,7 @@ def predict_signature(
 
 
 def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) -> dict[str, object]:
-    """A row: p50 and p99 of each part of a placement and of all of it, us."""
+    """Return a row: p50 and p99 of each part of a placement and of the whole, us."""
     online = OnlinePredictor(_random(64, rng))
     prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.uint32)
     policy = make_policy("marginal-cost")
@@ -99,12 +98,12 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         begun = perf_counter()
         counts = online.predict(ids)
         assert counts is not None
-        counts = counts.astype(np.float16)  # as it travels to the router
+        counts = counts.astype(np.float16)  # as sent to the router
         predicted = perf_counter()
         blocks = prompt_blocks(ids, BLOCK_TOKENS)
         hashed = perf_counter()
-        asked = PlacementRequest("r", counts, tokens, 64, predicted=True, blocks=blocks)
-        placer.submit([Placement(asked, State.SENT)])
+        request = PlacementRequest("r", counts, tokens, 64, predicted=True, blocks=blocks)
+        placer.submit([Placement(request, State.SENT)])
         marks.append((begun, predicted, hashed, perf_counter()))
         placer.finish("r")
     taken = np.diff(np.array(marks[warm_up:]), axis=1)

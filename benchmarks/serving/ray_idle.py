@@ -1,13 +1,13 @@
-"""What each of Ray's settings saves while nothing happens.
+"""Measure how much idle CPU time each of Ray's settings saves.
 
     python -m benchmarks.serving.ray_idle --rounds 1 --record idle.jsonl
     python -m benchmarks.serving.ray_idle --rounds 0 --record idle.jsonl
 
-An application over engines that compute nothing, one prefill and two decode replicas, is started with one
-setting, with those of eldr_serve/ray_settings.py (`shipped`), with all, and with none, in turn, and
-left alone. Read idle_pct: CPU time of all its processes, of one core, and its parts; saved_pct is that of
-`none` less it, paired over rounds, with its 95 % interval (a negative one costs more).
-`--record FILE` keeps each start, so that rounds can be made in several runs.
+An application over engines that compute nothing (one prefill and two decode replicas) starts with one
+setting, with those of eldr_serve/ray_settings.py (`shipped`), with all, and with none, in turn, and then
+stays idle. Read idle_pct: CPU time of all its processes and of its parts, % of a core; saved_pct is idle_pct
+of `none` minus this one, paired over rounds, with its 95 % interval (a negative value costs more).
+`--record FILE` keeps each start, so that rounds can be spread over several runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DECODE_REPLICAS = 2
 
 
 def _measure(environment: dict[str, str], idle_s: float, settle_s: float, port: int) -> dict[str, float]:
-    """Idle CPU time by part, % of a core. In a process of its own: Ray reads settings when it is imported."""
+    """Return idle CPU time by part, % of a core. Needs its own process: Ray reads settings at import."""
     os.environ |= environment
     with local_ray(http_port=port):
         from ray import serve
@@ -62,7 +62,7 @@ def _measure(environment: dict[str, str], idle_s: float, settle_s: float, port: 
 
 
 def summarised(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a setting, of starts in the order in which they were made."""
+    """Return one row per setting, from starts in chronological order."""
     parts = sorted({*PARTS.values(), "ray"})
     rows = [
         {"setting": start["setting"], "idle_pct": sum(start["parts"].values())}
@@ -70,7 +70,7 @@ def summarised(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for start in starts
     ]
     bare = [row["idle_pct"] for row in rows if row["setting"] == "none"]
-    found = medians(rows, about=("setting",), sure=("idle_pct",))
+    found = medians(rows, keys=("setting",), with_interval=("idle_pct",))
     for row in found:
         mine = [one["idle_pct"] for one in rows if one["setting"] == row["setting"]]
         saved = median_ci([a - b for a, b in zip(bare, mine, strict=False)])
@@ -79,20 +79,20 @@ def summarised(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def ray_idle(
-    settings: Annotated[str, typer.Option(help=f"Of {', '.join(SETTINGS)}; default: all of them.")] = "",
+    settings: Annotated[str, typer.Option(help=f"Settings, of {', '.join(SETTINGS)}; default: all.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Starts of each; 0: only print --record.")] = 3,
     idle_s: Annotated[float, typer.Option(min=1, help="Time without a request, s.")] = 20.0,
     settle_s: Annotated[float, typer.Option(min=0, help="Time before that, s.")] = 5.0,
-    record: Annotated[Path | None, typer.Option(help="Journal of all starts, read and added to.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Journal of all starts; new ones are appended.")] = None,
     port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8330,
     out: options.Out = None,
 ) -> None:
-    """Measure what the application takes while nobody asks it anything, by Ray's settings."""
+    """Measure the CPU time of the idle application by Ray's settings."""
     unwind_on_sigterm()
     chosen = settings.split(",") if settings else list(SETTINGS)
     for name in chosen:
         if name not in SETTINGS:
-            raise BadInput(f"there is no setting {name!r}; there are {', '.join(SETTINGS)}")
+            raise BadInput(f"there is no setting {name!r}; choose from {', '.join(SETTINGS)}")
     inputs = {
         "idle_s": idle_s,
         "settle_s": settle_s,
@@ -110,7 +110,7 @@ def ray_idle(
             if journal:
                 journal.put(str(len(starts)), starts[-1])
     if not starts:
-        raise BadInput("there is no start to report")
+        raise BadInput("there is no start to report: give --rounds 1 or more, or a --record with starts")
     publish(
         "ray_idle", summarised(starts), inputs=inputs, seed=0, out=out,
         notes="idle CPU time of all processes but this one, % of a core; fake engines; dashboard off",

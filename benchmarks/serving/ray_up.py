@@ -1,10 +1,10 @@
-"""A Ray cluster of this machine over SSH, from `ray up` to `ray down`, step by step as its operator would.
+"""Run a Ray cluster on this machine over SSH, from `ray up` to `ray down`, step by step like an operator.
 
     python -m benchmarks.serving.ray_up --dry-run
     python -m benchmarks.serving.ray_up
 
-Up, deploy, calibrate and refit as Ray jobs, load by locust, down; after that no process may be left.
-`ray_cluster_local.yaml` says at its top what this machine needs.
+Start, deploy, calibrate and refit as Ray jobs, load by locust, stop; no process may be left at the end.
+The top of `ray_cluster_local.yaml` lists the requirements of this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from loadgen.results import publish
 _CLUSTER = "ray_cluster_local.yaml"
 _DASHBOARD = "http://127.0.0.1:8265"
 _URL = "http://127.0.0.1:8000"
-_TRACE = "/tmp/eldr-serve-trace.safetensors"  # a job's working directory goes with it
+_TRACE = "/tmp/eldr-serve-trace.safetensors"  # a job's working directory is removed at its end
 _JOB = f"ray job submit --address {_DASHBOARD} --working-dir . --"
 _DEPLOYMENT = "deployments/cpu_demo.yaml"
 _PROMPTS = "examples/demo_model/prompts"
@@ -37,7 +37,7 @@ STOP = f"ray exec {_CLUSTER} '~/eldr-serve-cluster/.venv/bin/ray stop'"  # `ray 
 
 
 def steps(requests: int, run_time_s: int) -> dict[str, str]:
-    """Name and command line of what is done between up and down, in order."""
+    """Return the steps between up and down, in order: name -> command line."""
     return {
         "serve deploy": f"serve deploy -a {_DASHBOARD} {_DEPLOYMENT}",
         "ready": "",
@@ -50,7 +50,7 @@ def steps(requests: int, run_time_s: int) -> dict[str, str]:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Command lines of processes that run a program of this folder, or in it."""
+    """Return the command lines of processes that run a program of this folder, or run in it."""
     found = []
     for process in psutil.process_iter(["cwd", "cmdline"]):
         cwd, command = process.info["cwd"] or "", " ".join(process.info["cmdline"] or ())
@@ -60,7 +60,7 @@ def left_behind(folder: Path) -> list[str]:
 
 
 def _execute(name: str, command: str) -> dict[str, Any]:
-    """Its row; BadInput, after what it printed last, if it failed."""
+    """Run a command and return its row; raise BadInput, after its last output, if it failed."""
     typer.echo(f"== {name}: {command or f'until {_URL}/eldr/status says so'}")
     begun = time.monotonic()
     if command:
@@ -72,19 +72,19 @@ def _execute(name: str, command: str) -> dict[str, Any]:
         )  # fmt: skip
         if done.returncode:
             typer.echo(done.stdout[-4000:], err=True)
-            raise BadInput(f"{name} ended with status {done.returncode}; what it printed last is above")
+            raise BadInput(f"{name} ended with status {done.returncode}; its last output is above")
     else:
         wait_ready(_URL, 600)
     return {"step": name, "seconds": time.monotonic() - begun}
 
 
 def ray_up(
-    requests: Annotated[int, typer.Option(min=4, help="Prompts that the calibration job takes.")] = 60,
+    requests: Annotated[int, typer.Option(min=4, help="Prompts of the calibration job.")] = 60,
     run_time_s: Annotated[int, typer.Option(min=5, help="Load by locust, s.")] = 30,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run nothing.")] = False,
     out: Annotated[Path | None, typer.Option(help="Result, JSON. Default: benchmarks/results.")] = None,
 ) -> None:
-    """Start a cluster of this machine, deploy, calibrate, refit, load, and stop it; nothing may be left."""
+    """Start a cluster on this machine, deploy, calibrate, refit, load, and stop it without residue."""
     between = steps(requests, run_time_s)
     if dry_run:
         typer.echo("\n".join(filter(None, [UP, *between.values(), STOP, DOWN])))
@@ -93,7 +93,7 @@ def ray_up(
     (mount,) = yaml.safe_load((ROOT / _CLUSTER).read_text())["file_mounts"]
     folder = Path(mount).expanduser()
     if running := left_behind(folder):
-        raise BadInput(f"a cluster runs in {folder} already; stop it by `{STOP}`: {running[0][:80]}")
+        raise BadInput(f"a cluster already runs in {folder}; stop it by `{STOP}`: {running[0][:80]}")
     installed = (folder / ".venv").exists()
     rows = []
     try:
@@ -115,7 +115,7 @@ def ray_up(
         notes="a step's wall-clock time, once; a request or swap that fails ends it",
     )  # fmt: skip
     if left:
-        raise BadInput(f"{len(left)} processes are left after `{DOWN}`")
+        raise BadInput(f"{len(left)} processes still run after `{DOWN}`")
 
 
 if __name__ == "__main__":

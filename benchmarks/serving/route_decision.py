@@ -1,9 +1,9 @@
-"""Time of one placement decision in process, the reading of the counts included.
+"""Time one placement decision in process, including reading the counts.
 
     python -m benchmarks.serving.route_decision
 
-At the shape of Qwen3-30B-A3B (48 MoE layers, 128 experts, top-8). Read p50_us: it is added to every
-request between prefill and decode, beside one call to the router actor.
+The shape is Qwen3-30B-A3B's (48 MoE layers, 128 experts, top-8). Read p50_us: every request waits this long
+between prefill and decode, in addition to one call to the router actor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from functools import partial
 from typing import Annotated
 
-os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # as in a Ray actor
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # like a Ray actor
 
 import numpy as np
 import typer
@@ -25,7 +25,7 @@ from loadgen.results import p50_p99_us, publish, time_calls
 
 
 def route_decision(
-    calls: Annotated[int, typer.Option(min=100, help="Decisions timed.")] = 5000,
+    calls: Annotated[int, typer.Option(min=100, help="Timed decisions.")] = 5000,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:

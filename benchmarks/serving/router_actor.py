@@ -1,11 +1,11 @@
-"""Placement through the real DecodeRouter actor, beside a bare call to an async actor.
+"""Time placements through the real DecodeRouter actor, beside bare calls to an async actor.
 
     python -m benchmarks.serving.router_actor
 
-The client runs in an actor of its own, as an ingress does. A placement is RouterClient.place from
-counts to lease: scoring here, one call to the router, its policy there. Read added_p50_ms (goal below
-0.5 with 1 in flight): what placing costs beyond a call that does nothing. With many in flight
-placements share calls, so a placement there costs less of the router than a call (goal 5,000/s).
+The client runs in its own actor, like an ingress. A placement is RouterClient.place from counts to lease:
+scoring in the client, one call to the router, its policy there. Read added_p50_ms (goal: below 0.5 with 1 in
+flight): the cost of a placement beyond a call that does nothing. With many in flight, placements share calls,
+so a placement then costs the router less than a call (goal: 5,000/s).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Bare:
     """An async actor that does nothing."""
 
     async def call(self) -> None:
-        """Answer at once."""
+        """Return immediately."""
 
 
 class Caller:
-    """What an ingress does with the router, timed."""
+    """Timed client of the router, like an ingress."""
 
     def __init__(self, name: str, table: bytes, workers: int, prompts: NDArray[np.uint32]) -> None:
         from eldr_serve.channel.actor_calls import RouterCalls
@@ -55,19 +55,19 @@ class Caller:
         self._number = 0
 
     async def start(self) -> None:
-        """Connect, take the table, and place some requests that do not count."""
+        """Connect, load the table, and place some warm-up requests."""
         self._client.start()
         for _ in range(50):
             await self._place()
 
     def score(self, calls: int) -> list[float]:
-        """Seconds of each scoring alone, which is part of every placement."""
+        """Return the seconds of each scoring alone, which is part of every placement."""
         return time_calls(
             lambda i: self._table.similarity(self._prompts[i % _PROMPTS]), calls=calls, warm_up=0
         )
 
     async def bare(self, actor: Any, calls: int, in_flight: int) -> list[float]:
-        """Seconds of each call that does nothing."""
+        """Return the seconds of each call that does nothing."""
 
         async def one() -> None:
             await actor.call.remote()
@@ -75,11 +75,11 @@ class Caller:
         return await _latencies(one, calls, in_flight)
 
     async def place(self, calls: int, in_flight: int) -> list[float]:
-        """Seconds of each placement; each request is released when it is placed."""
+        """Return the seconds of each placement; each request is released as soon as it is placed."""
         return await _latencies(self._place, calls, in_flight)
 
     async def rate(self, seconds: float, in_flight: int) -> float:
-        """Placements/s with `in_flight` under way all the time."""
+        """Return placements/s with `in_flight` always in progress."""
         end, start, before = time.perf_counter() + seconds, time.perf_counter(), self._number
 
         async def go() -> None:
@@ -90,7 +90,7 @@ class Caller:
         return (self._number - before) / (time.perf_counter() - start)
 
     async def own_load(self) -> bool:
-        """The router did not answer in time, and requests were placed without it."""
+        """Return whether requests were placed by own load, since the router did not answer in time."""
         return self._client.router_away
 
     async def _place(self) -> None:
@@ -162,14 +162,14 @@ def _measure(
 
 def router_actor(
     workers: Annotated[str, typer.Option(help="Numbers of decode workers, with commas.")] = "16,64,256,1024",
-    calls: Annotated[int, typer.Option(min=64, help="Calls timed in a round.")] = 1000,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of bare calls and placements, in turn.")] = 7,
+    calls: Annotated[int, typer.Option(min=64, help="Timed calls per round.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds of bare calls and placements.")] = 7,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a throughput round, s.")] = 2.0,
     many: Annotated[int, typer.Option(min=1, help="Placements in flight for the throughput.")] = 512,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Time placements through the router actor for several numbers of workers, beside bare calls."""
+    """Time placements through the router actor by number of workers, beside bare calls."""
     rng = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
     with local_ray():

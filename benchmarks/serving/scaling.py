@@ -1,12 +1,13 @@
-"""Prefill and decode engines scaled by Serve under load, from one of each to three and back.
+"""Let Serve scale prefill and decode engines under load, from one of each to three and back.
 
     python -m benchmarks.serving.scaling
 
-Real engines, each kind with an `autoscaling_config`; clients stream one answer after the other: few, then
-many until there are three engines of each kind, then few until there is one of each again. Each row is such a
-phase: what its requests saw, and the time until the engines were as many as they should be (`after_s`, s; the
-first phase begins with them). No request may fail, and greedy texts must be those of the first engines: else
-the status is 1. Engines start on the cores that serve, so a phase's times say what that costs.
+Real engines, each kind with an `autoscaling_config`, and clients that stream one answer after another: few
+clients, then many until there are three engines of each kind, then few until there is one of each again. Each
+row is such a phase: the results of its requests, and the time until the number of engines was reached
+(`after_s`, s; the first phase starts with it). If a request fails, or a greedy text differs from that of the
+first engines, the exit status is 1. New engines start on the serving cores, so a phase's times include that
+cost.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from loadgen import application
 from loadgen.results import publish
 
 _KEY = "scaling"
-_TIMEOUT_S = 120.0  # a request that takes longer has failed
+_TIMEOUT_S = 120.0  # slower requests count as failed
 _PROMPTS = 8
-_STEADY_S = 20.0  # of load after a phase has its engines
-_MOST_S = 480.0  # until it must have them: four engines start on the cores that serve
-_TARGETS = {"prefill_config": 0.05, "decode_config": 4.0}  # requests in flight an engine; prefills are short
+_STEADY_S = 20.0  # load after a phase has its engines
+_MOST_S = 480.0  # time limit to get them: four engines start on the serving cores
+_TARGETS = {"prefill_config": 0.05, "decode_config": 4.0}  # requests in flight per engine; prefills are short
 _DELAYS = {
     "upscale_delay_s": 2, "downscale_delay_s": 10, "look_back_period_s": 5, "metrics_interval_s": 1,
 }  # fmt: skip
 
 
 class _Service:
-    """The running application, and what its clients have got of it."""
+    """The running application, and its clients' results."""
 
     def __init__(self, client: Client, work: list[dict[str, Any]]) -> None:
         self._client, self._work = client, work
-        self.texts: dict[str, str] = {}  # that each prompt must get
+        self.texts: dict[str, str] = {}  # required text of each prompt
         self.answers: list[Answer] = []
         self.wrong = 0
 
     def engines(self) -> tuple[int, int]:
-        """Prefill and decode engines that take requests; zeros while an ingress does not say."""
+        """Return the numbers of ready prefill and decode engines; zeros while an ingress does not answer."""
         try:
             status = self._client.status()
             return len(status["ingress"]["prefill_in_flight"]), len(status.get("workers", ()))
@@ -60,7 +61,7 @@ class _Service:
             return 0, 0
 
     async def ask(self, body: dict[str, Any]) -> None:
-        """One request, by a connection of its own."""
+        """Send one request over its own connection."""
         async with session(_TIMEOUT_S) as http:
             answer = await complete(http, self._client.url, body)
         self.answers.append(answer)
@@ -69,7 +70,7 @@ class _Service:
             self.wrong += answer.timing.text != expected
 
     async def load(self, clients: int, engines: int, most_s: float) -> dict[str, Any]:
-        """A row: so many clients until there are so many engines of each kind, and a little longer."""
+        """Load until there are so many engines of each kind, and a little longer; return a row."""
         self.answers, self.wrong = [], 0
         began_s, over = time.perf_counter(), asyncio.Event()
 
@@ -111,18 +112,18 @@ async def _phases(service: _Service, work: list[dict[str, Any]], few: int, many:
 
 
 def scaling(
-    few: Annotated[int, typer.Option(min=1, help="Clients for which an engine of each is enough.")] = 1,
+    few: Annotated[int, typer.Option(min=1, help="Clients for which one engine of each kind is enough.")] = 1,
     many: Annotated[int, typer.Option(min=2, help="Clients that need all engines.")] = 16,
-    engines: Annotated[int, typer.Option(min=2, help="Engines of each kind, at most.")] = 3,
+    engines: Annotated[int, typer.Option(min=2, help="Maximum engines of each kind.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 96,
     prompts: options.Prompts = options.PROMPTS,
     max_prompt_tokens: options.Longest = 512,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
-    port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8370,
+    port: Annotated[int, typer.Option(help="HTTP port; Serve's proxy uses the next.")] = 8370,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Scale engines up and down under load; status 1 if a request came to harm."""
+    """Scale engines up and down under load; exit with status 1 if a request failed or its text differs."""
     unwind_on_sigterm()
     allow_open_files(8192)
     application.check_port(port)

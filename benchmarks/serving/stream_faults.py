@@ -1,14 +1,14 @@
-"""Thousands of streams, and clients behind a proxy, while processes of the serving layer are killed.
+"""Kill processes of the serving layer under thousands of streams, and under clients behind a proxy.
 
     python -m benchmarks.serving.stream_faults
 
-HTTP, proxies, ingresses, router actor and channels are real; the engines only wait, so no core is theirs.
-Each row is an application of its own, and a kill -9 of each process it names in turn, while requests are
-under way. Read failures: requests that did not end with every token, each once.
+HTTP, proxies, ingresses, router actor and channels are real; the engines only wait and use no core.
+Each row is a separate application, with a kill -9 of each named process in turn, while requests are in
+flight. Read failures: requests that did not end with every token exactly once.
 
 Ways: `own` is the ingress's own port, `proxy` Ray Serve's, `haproxy` its HAProxy as Ray configures it, and
-`haproxy-retry` the same with RAY_SERVE_HAPROXY_RETRY_ON, which sends a request again whose ingress has died
-before its first byte. There clients ask for whole answers, so that none has a byte when its ingress dies.
+`haproxy-retry` the same with RAY_SERVE_HAPROXY_RETRY_ON, which resends a request whose ingress died before
+the first byte. There, clients request whole answers, so that none has a byte when its ingress dies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WAYS: dict[str, dict[str, str]] = {
 _ROLES = {"decode": "FakeDecodeServer", "prefill": "FakePrefillServer", "ingress": "EldrIngress"}
 _TIMEOUT_S = 180.0
 _SETTLE_S = 60.0
-_WORD = " token"  # what an engine says at each step
+_WORD = " token"  # an engine's output at each step
 NOTES = (
     "engines that compute nothing; the client shares the cores. own: streams at the ingress's own port; "
     "other ways: whole answers through a proxy. longest_gap: between two tokens of a stream; settled: from "
@@ -60,7 +60,7 @@ def _processes(role: str) -> list[Any]:
 
 
 async def _whole(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
-    """One answer that is not streamed; failures of any kind are in `error`."""
+    """Request one answer without streaming; store any failure in `error`."""
     answer = Answer(time.perf_counter())
     try:
         async with http.post(f"{url}/v1/completions", json=body) as response:
@@ -77,7 +77,7 @@ async def _whole(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
 async def _load(
     url: str, model: str, way: str, count: int, tokens: int, gap_ms: float, ramp_s: float, kill: list[str]
 ) -> list[Answer]:
-    """All requests at once, and the kills: the first when all have begun, then one every 3 s."""
+    """Send all requests at once, and kill: first when all have begun, then one process every 3 s."""
     body = {"model": model, "prompt": "a prompt " * 20, "max_tokens": tokens, "gap_ms": gap_ms}
     async with session(_TIMEOUT_S) as http:
 
@@ -111,9 +111,9 @@ def _status(url: str) -> dict[str, Any]:
 def _measure(
     way: str, count: int, tokens: int, gap_ms: float, ramp_s: float, kill: list[str], port: int, seed: int
 ) -> dict[str, Any]:
-    """A row. In a process of its own: Ray Serve reads its mode when it is imported."""
+    """Return a row. Needs its own process: Ray Serve reads its mode at import."""
     allow_open_files(65536)
-    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"  # nobody else is told of a replica
+    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"  # no other component tracks replicas
     os.environ |= _WAYS[way]
     own = way == "own"
     with local_ray(http_port=port):
@@ -151,18 +151,18 @@ def _measure(
 
 
 def stream_faults(
-    streams: Annotated[int, typer.Option(min=1, help="Streams that are open at once.")] = 2000,
-    whole: Annotated[int, typer.Option(min=1, help="Whole answers at once, behind a proxy.")] = 200,
+    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 2000,
+    whole: Annotated[int, typer.Option(min=1, help="Concurrent whole answers behind a proxy.")] = 200,
     ways: Annotated[
-        str, typer.Option(help=f"With commas, of {', '.join(_WAYS)}.")
+        str, typer.Option(help=f"Ways, with commas, of {', '.join(_WAYS)}.")
     ] = "own,proxy,haproxy,haproxy-retry",
-    kill: Annotated[str, typer.Option(help="What is killed in turn under streams.")] = "decode,router",
-    ramp_s: Annotated[float, typer.Option(min=0, help="Time in which all are sent, s.")] = 10.0,
+    kill: Annotated[str, typer.Option(help="Processes to kill in turn under streams.")] = "decode,router",
+    ramp_s: Annotated[float, typer.Option(min=0, help="Time over which requests are sent, s.")] = 10.0,
     port: Annotated[int, typer.Option(help="HTTP port.")] = 8330,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Kill processes under load; status 1 if a stream was lost."""
+    """Kill processes under load; exit with status 1 if a stream was lost."""
     rows: list[dict[str, Any]] = []
     roles = kill.split(",")
     if unknown := (set(ways.split(",")) - set(_WAYS)) | (set(roles) - {*_ROLES, "router"}):

@@ -1,12 +1,12 @@
-"""Thousands of concurrent streams through one ingress, over engines that compute nothing.
+"""Serve thousands of concurrent streams through one ingress, over engines that compute nothing.
 
     python -m benchmarks.serving.streams
 
 HTTP, the way to the ingress, our ingress, router actor and channels are real; the engines only wait. So this
-is the serving layer's own limit. Read failures (goal: none at 2,000 open streams), tokens_per_s (where it
-stays below offered_tokens_per_s, the layer or the client is the bottleneck) and server_us_per_token: CPU time
-of all processes but the client's, without what they take when idle (idle_pct, of a core), and its parts.
-A request's own cost (HTTP, prefill call, placement) is in it, so longer answers have a smaller one.
+measures the limit of the serving layer. Read failures (goal: none at 2,000 open streams), tokens_per_s (below
+offered_tokens_per_s, the layer or the client is the bottleneck) and server_us_per_token: CPU time of all
+processes except the client, minus their idle CPU time (idle_pct, of a core), and its parts.
+It includes the fixed cost of a request (HTTP, prefill call, placement), so longer answers have a lower one.
 
 Ways: `proxy` is Ray Serve's default, `haproxy` its HAProxy in front of a port in the ingress, `own`
 the ingress's own HTTP server (`ingress.port`); with `-quiet`, Ray's idle cost is lowered
@@ -42,7 +42,7 @@ _WAYS: dict[str, dict[str, str]] = {
     "own": {},
 }
 _IDLE_S = 10.0
-_TIMEOUT_S = 120.0  # a stream that takes longer has failed
+_TIMEOUT_S = 120.0  # slower streams count as failed
 
 
 _PARTS = ("ingress", "router", "engines", "proxy", "ray")
@@ -65,9 +65,9 @@ def _measure(
     way: str, counts: list[int], loads: list[tuple[int, float]], ramp_s: float, prefill_s: float,
     decode_replicas: int, port: int, seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """One row a count and load. In a process of its own: Ray Serve reads its mode when it is imported."""
+    """Return one row per count and load. Needs its own process: Ray Serve reads its mode at import."""
     allow_open_files(65536)
-    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"  # nobody else is told of a replica
+    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"  # no other component tracks replicas
     os.environ |= _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
     rows: list[dict[str, Any]] = []
     with local_ray(http_port=port):
@@ -129,28 +129,30 @@ def _parsed(loads: str) -> list[tuple[int, float]]:
 
 
 def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a way, count and load."""
-    about = ("way", "streams", "tokens", "gap_ms")
+    """Return one row per way, count and load."""
+    keys = ("way", "streams", "tokens", "gap_ms")
     found = medians(
-        rows, about=about, sure=("ttft_p99_ms", "tokens_per_s", "server_us_per_token"),
+        rows, keys=keys, with_interval=("ttft_p99_ms", "tokens_per_s", "server_us_per_token"),
         summed=("requests", "failures", "leases_left"),
     )  # fmt: skip
     for row in found:
-        mine = [one["errors"] for one in rows if all(one[name] == row[name] for name in about)]
+        mine = [one["errors"] for one in rows if all(one[name] == row[name] for name in keys)]
         row["errors"] = dict(sum(map(Counter, mine), Counter()))
     return found
 
 
 def streams(
-    counts: Annotated[str, typer.Option(help="Concurrent streams, one row each.")] = "500,1000,2000",
+    counts: Annotated[
+        str, typer.Option(help="Concurrent streams, one row for each number.")
+    ] = "500,1000,2000",
     ways: Annotated[
         str, typer.Option(help="Ways to the ingress: proxy, haproxy, own, each also with -quiet.")
     ] = "proxy,haproxy,own,own-quiet",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways.")] = 1,
     loads: Annotated[
-        str, typer.Option(help="Tokens a stream @ time between two of its tokens, ms; one row each.")
+        str, typer.Option(help="Tokens per stream @ time between tokens, ms; one row for each.")
     ] = "20@1000,100@300",
-    ramp_s: Annotated[float, typer.Option(min=0, help="Time in which all streams are opened, s.")] = 10.0,
+    ramp_s: Annotated[float, typer.Option(min=0, help="Time over which streams are opened, s.")] = 10.0,
     prefill_ms: Annotated[float, typer.Option(min=0, help="Time of a prefill, ms.")] = 20.0,
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 2,
     port: Annotated[int, typer.Option(help="HTTP port.")] = 8310,
@@ -163,7 +165,7 @@ def streams(
     chosen = ways.split(",")
     for way in chosen:
         if way.removesuffix("-quiet") not in _WAYS:
-            raise BadInput(f"there is no way {way!r}; there are {', '.join(_WAYS)}")
+            raise BadInput(f"there is no way {way!r}; choose from {', '.join(_WAYS)}")
     for way in chosen * rounds:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as process:

@@ -1,4 +1,4 @@
-"""Further applications on the suite's cluster, beside the demo's; one runs at a time."""
+"""Further applications on the suite's cluster beside the demo, one at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.lib.replay_engine import free_port
 from examples.demo_model import WEIGHTS
 
 _NIXL_PORTS = {"prefill_config": 24000, "decode_config": 26000}  # not the demo's
-_CACHE_BYTES = 2**28  # of KV an engine: several applications share the memory
+_CACHE_BYTES = 2**28  # KV cache per engine, since several applications share the memory
 
 
 def arguments_of(file: str, model: Path = Path(WEIGHTS)) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def beside_the_demo(arguments: dict[str, Any]) -> None:
 
 
 def deploy(name: str, arguments: dict[str, Any], *, wait: bool = True) -> None:
-    """Deploy an application, anew if it runs already; return at once if told not to wait for its replicas."""
+    """Deploy or redeploy an application; with `wait` false, return before its replicas run."""
     from ray import serve
 
     from eldr_serve.app import build_app

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry's spans in this process, by OTLP over gRPC and over HTTP."""
+"""A collector of OpenTelemetry spans in this process, by OTLP over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from otlp import HttpCollector
 
 @dataclass(frozen=True)
 class Received:
-    """A span; ids are hexadecimal.
+    """A received span; ids are hexadecimal.
 
     Attributes:
-        parent: the span's id; "" of a root.
-        source: attributes of the process that has made it.
-        start_ns: since 1970.
+        parent: id of the parent span; "" for a root.
+        source: resource attributes of the process that created it.
+        start_ns: Unix time.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Received:
 
 
 class Collector(HttpCollector, TraceServiceServicer):
-    """The same over gRPC too.
+    """An HttpCollector that also accepts gRPC.
 
     Attributes:
-        grpc: where it listens for that, as an exporter wants it.
+        grpc: its gRPC address, in an exporter's format.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Collector(HttpCollector, TraceServiceServicer):
         self.grpc = f"http://127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
 
     def spans(self, trace: str) -> list[Received]:
-        """Those of a trace that have come so far."""
+        """Return the spans of a trace received so far."""
         return [
             Received(
                 span.name, trace, span.span_id.hex(), span.parent_span_id.hex(),
@@ -67,7 +67,7 @@ class Collector(HttpCollector, TraceServiceServicer):
         ]  # fmt: skip
 
     def Export(self, request: ExportTraceServiceRequest, context: Any) -> ExportTraceServiceResponse:  # noqa: N802
-        """Take what an exporter sends by gRPC."""
+        """Store an export request."""
         self.received.append(("grpc", request))
         return ExportTraceServiceResponse()
 
@@ -81,5 +81,5 @@ class Collector(HttpCollector, TraceServiceServicer):
 
 
 def _attributes(given: Iterable[Any]) -> dict[str, Any]:
-    """By name, of OTLP's list of them."""
+    """Return OTLP's list of attributes as a dictionary."""
     return {one.key: getattr(one.value, one.value.WhichOneof("value") or "string_value") for one in given}

@@ -1,4 +1,4 @@
-"""The README's first command, small: its service is that of the whole suite."""
+"""A small run of the README's first command, whose service the whole suite uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service import POOL_TTL_S, ROOT, Background, Demo, Service, submit_job, wai
 
 PROMPTS = ROOT / "examples/demo_model" / "prompts"
 PORT = 8231
-# A policy of somebody else, outside the repository.
+# A third-party policy, outside the repository.
 STRANGER = Path(tempfile.gettempdir()) / f"eldr_stranger_{os.getpid()}" / "stranger_policy.py"
 _POLICY = """
 from eldr_serve.scheduling import Decision, Policy
@@ -33,7 +33,7 @@ class LastWorker(Policy):
         room = workers[loads.in_flight[workers] < self.parameters.at_most]
         return Decision(int(room[-1] if len(room) else workers[0]), len(workers), None, "last")
 """
-logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides what failed
+logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides failures
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -43,7 +43,7 @@ ENGINE_ENV = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests, and put first those whose engines have the NIXL ports of the suite's application."""
+    """Mark the tests; run those first whose engines use the NIXL ports of the suite's application."""
     items.sort(key=lambda item: item.path.name != "test_benchmarks_of_serving.py")
     for item in items:
         if "e2e" in item.path.parts:
@@ -64,7 +64,7 @@ def prompts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def collector() -> Iterator[Collector]:
-    """Where the demo's ingress and engines send their spans."""
+    """Yield the collector that receives the spans of the demo's ingress and engines."""
     with Collector() as running:
         yield running
 
@@ -79,11 +79,11 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     arguments["signatures"] = {"min_gain": 2}  # never refit: keep the tables that tests swap in
     for role in ("prefill_config", "decode_config"):
         arguments[role]["deployment_config"] |= {
-            "health_check_period_s": 1,  # Serve replaces a dead replica when it next asks for its health
-            "graceful_shutdown_timeout_s": 3,  # at the end one is just starting, and hears nothing
+            "health_check_period_s": 1,  # Serve replaces a dead replica at its next health check
+            "graceful_shutdown_timeout_s": 3,  # a replica that is still starting ignores the request
         }
     arguments["ingress_deployment_config"] |= {"graceful_shutdown_timeout_s": 20}
-    # Nothing is traced but what its client wants traced; vLLM sends its spans in both of its ways.
+    # Only requests whose clients ask for it are traced; vLLM exports spans in both its ways.
     arguments["ingress"] |= {"tracing": {"endpoint": collector.http, "sample": 0}}
     over_http = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     for role, endpoint, variables in (
@@ -101,9 +101,9 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     }  # fmt: skip
     command = [sys.executable, "-m", "offline.demo", "--keep"]
     said = out / "said.txt"
-    # Or each test of a metric waits for 10 s, and one of spans for 5 s.
+    # By default each test of a metric waits for 10 s, and of spans for 5 s.
     os.environ |= {"RAY_metrics_report_interval_ms": "1000", "OTEL_BSP_SCHEDULE_DELAY": "500"}
-    # Or each test of autoscaling waits for 10 s.
+    # By default each test of autoscaling waits for 10 s.
     os.environ |= {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
     STRANGER.parent.mkdir(exist_ok=True)
     STRANGER.write_text(_POLICY)
@@ -136,7 +136,7 @@ def single_engine_run(starting_demo: Demo, prompts: list[str]) -> Iterator[Backg
 
 @pytest.fixture(scope="session")
 def calibration_job(starting_demo: Demo) -> Iterator[Background]:
-    """offline.calibrate, submitted as a Ray job, as a user would, beside the demo's loads."""
+    """Run offline.calibrate as a Ray job, like a user, during the demo's load."""
     starting_demo.wait_for_line("waiting for the routing table")
     out = starting_demo.out / "job_trace.safetensors"
     command = [
@@ -150,7 +150,7 @@ def calibration_job(starting_demo: Demo) -> Iterator[Background]:
 
 @pytest.fixture(scope="session")
 def demo(request: pytest.FixtureRequest, starting_demo: Demo) -> Demo:
-    """The demo to its report; its service stays. What else is asked for runs meanwhile."""
+    """Run the demo to its report; its service stays. Other requested fixtures run meanwhile."""
     for asked, beside in (("single_engine", "single_engine_run"), ("trace_file", "calibration_job")):
         if any(asked in getattr(item, "fixturenames", ()) for item in request.session.items):
             request.getfixturevalue(beside)
@@ -160,10 +160,10 @@ def demo(request: pytest.FixtureRequest, starting_demo: Demo) -> Demo:
 
 @pytest.fixture(scope="session")
 def ray_cluster(demo: Demo) -> Iterator[str]:
-    """The demo's Ray cluster, which this process joins; the address of its dashboard.
+    """Join the demo's Ray cluster, and yield the address of its dashboard.
 
-    The only one of the process: after a second `ray.init`, calls through Serve handles of a driver can
-    wait for ever (Ray 2.60).
+    This process joins only this cluster: after a second `ray.init`, calls through a driver's Serve handles
+    can block forever (Ray 2.60).
     """
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     import ray
@@ -175,13 +175,13 @@ def ray_cluster(demo: Demo) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def service(demo: Demo, ray_cluster: str) -> Service:
-    """The demo's service: deployments/cpu_demo.yaml, running and warm."""
+    """Return the demo's running and warm service: deployments/cpu_demo.yaml."""
     return Service(demo.url)
 
 
 @pytest.fixture(scope="session")
 def single_engine(demo: Demo, single_engine_run: Background) -> dict[str, list[str]]:
-    """What one plain engine answers, greedily, in fp32, one prompt at a time; with the demo's model."""
+    """Return the greedy fp32 answers of one plain engine with the demo's model, one prompt at a time."""
     single_engine_run.finished()
     found: dict[str, list[str]] = json.loads((demo.out / "answers.json").read_text())
     return found
@@ -189,14 +189,14 @@ def single_engine(demo: Demo, single_engine_run: Background) -> dict[str, list[s
 
 @pytest.fixture(scope="session")
 def trace_file(demo: Demo, calibration_job: Background) -> Path:
-    """The trace of `calibration_job`."""
+    """Return the trace of `calibration_job`."""
     calibration_job.finished()
     return demo.out / "job_trace.safetensors"
 
 
 @pytest.fixture(scope="session")
 def table_file(trace_file: Path, service: Service) -> Path:
-    """The table that offline.refit fits for the live replicas and swaps in."""
+    """Return the table that offline.refit fits for the live replicas and swaps in."""
     out = trace_file.with_name("table.safetensors")
     done = subprocess.run(
         [sys.executable, "-m", "offline.refit", "--trace", str(trace_file), "--swap", "--out", str(out)],
@@ -213,7 +213,7 @@ def table_file(trace_file: Path, service: Service) -> Path:
 
 @pytest.fixture(autouse=True)
 def whole_before_and_idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test finds both decode engines warm, whichever came before; no lease and no load stays behind."""
+    """Wait for two warm decode engines before a test, and for no leases and no load after it."""
     if "service" not in request.fixturenames:
         yield
     else:

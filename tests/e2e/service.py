@@ -1,4 +1,4 @@
-"""The running application, as a client and an operator see it."""
+"""The running application, as seen by a client and an operator."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from benchmarks.lib.prometheus import total
 
 ROOT = Path(__file__).parents[2]
 ADMIN_KEY = "demo"
-POOL_TTL_S = 12.0  # beyond what a busy machine needs for a queue of short answers
+POOL_TTL_S = 12.0  # longer than a busy machine needs for a queue of short answers
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The README's first command, small, which serves on after its report."""
+    """The README's first command with small settings; it keeps serving after its report."""
 
     process: subprocess.Popen[str]
     said: Path
@@ -36,16 +36,16 @@ class Demo:
 
     @property
     def dashboard(self) -> str:
-        """Address of its Ray cluster's dashboard."""
+        """Return the address of its Ray cluster's dashboard."""
         found = re.search(r"dashboard: (http://\S+)", self.said.read_text())
         assert found is not None
         return found[1]
 
     def wait_for_line(self, words: str) -> None:
-        """Until the demo has said `words`."""
+        """Wait until the demo has printed `words`."""
         wait_for(
             lambda: words in self.said.read_text() or self.process.poll() is not None,
-            f"the demo says {words!r}",
+            f"the demo prints {words!r}",
             600,
         )
         if self.process.poll() is not None:
@@ -54,14 +54,14 @@ class Demo:
             raise AssertionError(f"the demo ended with status {self.process.returncode}: {last}\n{said}")
 
     def stop(self) -> None:
-        """As Ctrl-C does it."""
+        """Stop it like Ctrl-C."""
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(60)
 
 
 class Background:
-    """A command that runs beside the tests; a context, which it does not outlive."""
+    """A command that runs during the tests; a context that stops it at the end."""
 
     def __init__(self, command: list[str], output: Path, env: dict[str, str]) -> None:
         self._output = output
@@ -71,7 +71,7 @@ class Background:
             )
 
     def finished(self) -> None:
-        """Wait for its end, which must be a good one."""
+        """Wait for its successful end."""
         self._process.wait(400)
         assert self._process.returncode == 0, self._output.read_text()[-5000:]
 
@@ -85,7 +85,7 @@ class Background:
 
 @dataclass
 class Service:
-    """The running application, as a client and an operator see it."""
+    """The running application, as seen by a client and an operator."""
 
     url: str
 
@@ -104,7 +104,7 @@ class Service:
         return found
 
     def whole(self) -> bool:
-        """Serve has replaced what died, and every pair of engines is warm."""
+        """Return whether Serve has replaced all dead replicas and every pair of engines is warm."""
         status = self.status()
         return len(status.get("workers", [])) == 2 and status["ingress"]["ready"]
 
@@ -117,21 +117,21 @@ class Service:
         assert answer.status_code == 200, answer.text
 
     def metric(self, name: str) -> float:
-        """Sum of a metric's samples over all processes, from Ray's own endpoint."""
+        """Return the sum of a metric's samples over all processes, from Ray's own endpoint."""
         return total(self.metrics(), f"ray_{name}")
 
     def kv_usage(self) -> float:
-        """Share of KV blocks in use, summed over all engines, as they said in the last second or two."""
+        """Return the share of KV blocks in use, summed over all engines, up to two seconds old."""
         own = self.status()["ingress"]
         return sum([*own["prefill_kv_usage"].values(), *own["decode_kv_usage"].values()])
 
     def wait_empty(self, within_s: float = 15.0) -> None:
-        """Until no engine holds a block; a prompt that nobody released stands for 30 s."""
-        time.sleep(3)  # samples of before
+        """Wait until no engine holds a block; a prompt that is never released stays for 30 s."""
+        time.sleep(3)  # skip older samples
         wait_for(lambda: self.kv_usage() == 0.0, "the engines are empty", within_s - 3)
 
     def metrics(self) -> str:
-        """Everything on Ray's metrics port."""
+        """Return all text of Ray's metrics port."""
         import ray
 
         port = ray.nodes()[0]["MetricsExportPort"]
@@ -150,7 +150,7 @@ def controller_log() -> str:
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Poll until the condition holds; fails the test with `what` if it never does."""
+    """Poll until the condition holds; fail the test with `what` on timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():
@@ -160,7 +160,7 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) 
 
 
 def pid_of(replica: str) -> int:
-    """Of its process, the parent of its engine's."""
+    """Return the id of the replica's process, the parent of its engine's."""
     from ray.util.state import list_actors
 
     actor = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if replica in (a.name or ""))
@@ -169,7 +169,7 @@ def pid_of(replica: str) -> int:
 
 
 def core_of(replica: str) -> int:
-    """The process of its engine's core, which schedules and computes."""
+    """Return the process of its engine's core, which schedules and computes."""
     (core,) = (
         child
         for child in psutil.Process(pid_of(replica)).children(recursive=True)
@@ -179,7 +179,7 @@ def core_of(replica: str) -> int:
 
 
 def submit_job(dashboard: str, command: list[str], output: Path) -> Background:
-    """`ray job submit`, which waits for the job's end."""
+    """Run `ray job submit`, which waits for the job's end."""
     ray = str(Path(sys.executable).with_name("ray"))
     submit = [ray, "job", "submit", "--address", dashboard, "--", *command]
     return Background(submit, output, {"RAY_ADDRESS": dashboard})

@@ -1,4 +1,4 @@
-"""Greedy answers of one plain vLLM engine: no connector, no router. Run as a script, JSON in and out."""
+"""Greedy answers of one plain vLLM engine without connector and router: a script with JSON in and out."""
 
 from __future__ import annotations
 

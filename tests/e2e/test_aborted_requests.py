@@ -12,7 +12,7 @@ from service import Service, session_logs
 COMPLETIONS, COUNT = "/v1/completions", 96
 
 
-def complaints() -> int:
+def invalid_block_warnings() -> int:
     """Return how often NIXL has logged that blocks may be invalid."""
     return sum(
         file.read_text(errors="replace").count("Potentially invalid KV blocks")
@@ -34,10 +34,10 @@ async def leave_early(url: str, number: int, rng: random.Random) -> None:
         await asyncio.gather(post, return_exceptions=True)
 
 
-async def test_clients_that_leave_make_no_blocks_invalid_and_no_text_wrong(
+async def test_disconnecting_clients_cause_no_invalid_blocks_and_no_wrong_text(
     service: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    before, rng = complaints(), random.Random(0)
+    before, rng = invalid_block_warnings(), random.Random(0)
     for first in range(0, COUNT, 16):
         await asyncio.gather(*(leave_early(service.url, first + n, rng) for n in range(16)))
         prompt, wanted = prompts[first % len(prompts)], single_engine["completions"][first % len(prompts)]
@@ -46,4 +46,4 @@ async def test_clients_that_leave_make_no_blocks_invalid_and_no_text_wrong(
         )
         assert answer.choices[0].text == wanted
     service.wait_empty()
-    assert complaints() == before
+    assert invalid_block_warnings() == before

@@ -13,7 +13,7 @@ from examples.demo_model import WEIGHTS
 REQUESTS, TOKENS = 150, 1500
 
 
-def test_each_prompt_is_answered_or_told_when_to_come_again_and_no_engine_is_blamed(service: Service) -> None:
+def test_each_prompt_is_answered_or_gets_retry_after_and_no_engine_is_ejected(service: Service) -> None:
     prompts = texts(ROOT / "examples/demo_model" / "prompts", REQUESTS, TOKENS, seed=39, model=Path(WEIGHTS))
     before = service.status()["counters"]
     found = asyncio.run(send_all(service.url, prompts, timeout_s=120.0))

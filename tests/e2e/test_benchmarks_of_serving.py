@@ -1,6 +1,6 @@
-"""The benchmarks of the serving layer on real processes, small: each ends with its rows.
+"""Small runs of the serving benchmarks on real processes; each must end with its rows.
 
-They come first (see conftest.py): their engines have the NIXL ports of the suite's application.
+They run first (see conftest.py), since their engines use the NIXL ports of the suite's application.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def rows(tmp_path: Path, *command: object) -> list[dict[str, Any]]:
     return found
 
 
-def test_streams_end_and_leave_nothing(tmp_path: Path) -> None:
+def test_streams_end_and_leave_no_leases(tmp_path: Path) -> None:
     (row,) = rows(
         tmp_path,
         "benchmarks.serving.streams",

@@ -1,4 +1,4 @@
-"""loadgen.compare on real engines: stopped, continued, and what it leaves behind."""
+"""loadgen.compare on real engines: stop, resume, and final state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compare(service: Service, out: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_comparison_is_stopped_goes_on_and_reports(service: Service, tmp_path: Path) -> None:
+def test_a_stopped_comparison_resumes_and_reports(service: Service, tmp_path: Path) -> None:
     service.set_policy("locality-band", band=0.2)
     out = tmp_path / "compare"
 

@@ -1,4 +1,4 @@
-"""What the README's first command says and writes, on real engines."""
+"""Output and files of the README's first command, on real engines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FIRST = re.compile(
 )
 
 
-def test_the_demo_says_what_it_waits_for_and_where_its_results_are(demo: Demo) -> None:
+def test_the_demo_prints_its_progress_and_the_location_of_its_results(demo: Demo) -> None:
     said = demo.said.read_text().replace("\n", "")
     assert "Decode 0 of 2" in said
     for written in ("report.html", "demo.json"):
         assert str(demo.out / written) in said
-    # The effects of placement come before the clients' figures and the table.
+    # The effects of placement are printed before the clients' figures and the table.
     answer = FIRST.search(said)
     assert answer is not None, said
     assert "are equal under all 3 policies" in said

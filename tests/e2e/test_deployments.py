@@ -15,7 +15,7 @@ from eldr_serve.app import build_app
 from eldr_serve.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
-TOPOLOGIES = {  # file -> most prefill replicas, most decode replicas, GPUs a replica
+TOPOLOGIES = {  # file -> maximum prefill replicas, maximum decode replicas, GPUs per replica
     "cpu_demo": (1, 2, 0),
     "cpu_demo_4d": (1, 4, 0),
     "cpu_demo_ep": (1, 2, 0),
@@ -38,13 +38,13 @@ def arguments(name: str) -> dict[str, Any]:
 
 
 def engines(app: Any) -> tuple[Any, Any]:
-    """The deployments of prefill engines, None where decode engines are whole, and of decode engines."""
+    """Return the deployments of prefill engines (None if decode engines are whole) and of decode engines."""
     bound = app._bound_deployment.init_kwargs
     return bound["prefill"] and bound["prefill"]._bound_deployment, bound["decode"]._bound_deployment
 
 
 def most(deployment: Any) -> int:
-    """Replicas of a deployment; where Serve scales them, as many as there may be, which it starts with."""
+    """Return the number of replicas of a deployment; with autoscaling, the maximum, which it starts with."""
     options = deployment._deployment_config
     if options.autoscaling_config is None:
         return int(options.num_replicas)
@@ -52,12 +52,12 @@ def most(deployment: Any) -> int:
     return int(options.autoscaling_config.max_replicas)
 
 
-def test_no_deployment_is_untested() -> None:
+def test_every_deployment_is_tested() -> None:
     assert {p.stem for p in (ROOT / "deployments").glob("*.yaml")} == set(TOPOLOGIES)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_the_graph_is_what_the_file_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_matches_the_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     prefill, decode = engines(build_app(arguments(name)))
     num_prefill, num_decode, gpus = TOPOLOGIES[name]
@@ -83,14 +83,14 @@ def test_the_graph_is_what_the_file_says(name: str, monkeypatch: pytest.MonkeyPa
         ("qwen3_30b_8p16d", {"distributed_executor_backend": "uni"}, "uni"),
     ],
 )
-def test_an_engine_of_one_rank_is_one_process_on_cpu_and_on_a_gpu_if_asked(
+def test_a_one_rank_engine_is_one_process_on_cpu_and_optionally_on_a_gpu(
     name: str, asked: dict[str, Any], executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     args = arguments(name)
     args["decode_config"]["engine_kwargs"] |= asked
     config = engines(build_app(args))[1].init_kwargs["llm_config"]
-    there = pickle.loads(pickle.dumps(config)).get_engine_config()  # in the replica
+    there = pickle.loads(pickle.dumps(config)).get_engine_config()  # as in the replica
     assert there.get_initialization_kwargs()["distributed_executor_backend"] == executor
     environment = there.runtime_env["env_vars"] if there.runtime_env else {}
     assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == ("0" if executor == "uni" else None)
@@ -124,7 +124,7 @@ def test_two_models_in_one_deployment_are_refused() -> None:
         build_app(args)
 
 
-def test_a_table_in_the_file_is_what_the_router_starts_with(
+def test_the_router_starts_with_the_table_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,6 +1,6 @@
-"""Decode by expert parallelism, behind the application: its answers are those of one plain engine.
+"""An application with expert-parallel decode gives the answers of one plain engine.
 
-Also while an operator or a job moves the experts, and when a rank dies.
+This also holds while an operator or a job moves experts, and when a rank dies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LONG = {"model": "eldr-demo", "max_tokens": 150, "temperature": 0, "ignore_eos":
 
 
 def placed(seed: int) -> ExpertPlacement:
-    """The demo model's 64 experts in 80 slots of 2 ranks."""
+    """Return a placement of the demo model's 64 experts in 80 slots of 2 ranks."""
     rng = np.random.default_rng(seed)
     rows = np.stack([rng.permutation([*range(64), *rng.choice(64, 16)]) for _ in range(6)])
     return ExpertPlacement(rows, 2, 64, model="eldr-demo", method="drawn")
@@ -46,14 +46,14 @@ CONFIGURED = placed(100)
 
 @pytest.fixture(scope="module")
 def expert_parallel(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """deployments/cpu_demo_ep.yaml beside the demo, with a placement of experts to start with."""
+    """Run deployments/cpu_demo_ep.yaml beside the demo, with an initial placement of experts."""
     folder = tmp_path_factory.mktemp("ep")
     widen(WEIGHTS, 32, folder / "model", heads=4)
     CONFIGURED.save(folder / "placement.json")
     arguments = arguments_of("cpu_demo_ep.yaml", folder / "model")
     decode = arguments["decode_config"]
     decode["engine_kwargs"]["additional_config"]["eldr_experts"]["placement"] = str(folder / "placement.json")
-    # Serve replaces a dead replica when it next asks for its health.
+    # Serve replaces a dead replica at its next health check.
     decode["deployment_config"] |= {"health_check_period_s": 1, "graceful_shutdown_timeout_s": 3}
     with running("ep", arguments) as service:
         service.set_policy("round-robin")  # both engines answer
@@ -61,7 +61,7 @@ def expert_parallel(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def completed(service: Service, prompt: str) -> tuple[str, str]:
-    """(the decode replica, its greedy answer)."""
+    """Return (the decode replica, its greedy answer)."""
     body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 24, "temperature": 0}
     answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
@@ -69,18 +69,18 @@ def completed(service: Service, prompt: str) -> tuple[str, str]:
 
 
 def held(service: Service) -> dict[str, dict[str, Any]]:
-    """What each decode replica holds."""
+    """Return the experts that each decode replica holds."""
     found: dict[str, dict[str, Any]] = service.status()["ingress"]["experts"]
     return found
 
 
 def hold(service: Service, placement: str) -> bool:
-    """Whether both decode replicas hold it."""
+    """Return whether both decode replicas hold the placement."""
     return [str(found["placement"]) for found in held(service).values()] == [placement] * 2
 
 
 def command(service: Service, placement: ExpertPlacement, folder: Path, *options: str) -> Result:
-    """`eldr experts FILE`."""
+    """Run `eldr experts FILE`."""
     placement.save(folder / "placement.json")
     arguments = ["experts", str(folder / "placement.json"), "--url", service.url, *options]
     return CliRunner().invoke(app, arguments, env={"ELDR_ADMIN_KEY": ADMIN_KEY})
@@ -98,7 +98,7 @@ def test_greedy_answers_equal_the_single_engine(
     wait_for(lambda: hold(expert_parallel, CONFIGURED.id), "both say that they hold what is configured", 30)
 
 
-def test_experts_move_while_answers_run_and_change_none(
+def test_moving_experts_during_answers_does_not_change_them(
     expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]], tmp_path: Path
 ) -> None:
     def put(placement: ExpertPlacement) -> dict[str, dict[str, Any]]:
@@ -115,7 +115,7 @@ def test_experts_move_while_answers_run_and_change_none(
     for found in before.values():
         assert found["replica_bytes"] * 64 == found["weight_bytes"] * 16  # redundant_experts: 16
         assert found["slices_left"] == 0
-    # Answers run from before the first swap to after the last.
+    # Answers run from before the first swap until after the last.
     with ThreadPoolExecutor(len(prompts)) as clients:
         answers = [clients.submit(text, prompt) for prompt in prompts * 3]
         swaps = [put(placed(seed)) for seed in range(3)]
@@ -154,14 +154,14 @@ def test_a_job_places_the_experts_for_the_newest_prompts(
 
 
 class Stream:
-    """A streamed completion, as far as it has come."""
+    """A streamed completion and its text so far."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self._body = LONG | body
         self.worker, self.text, self.events, self.error = "", "", 0, ""
 
     async def read(self, service: Service) -> None:
-        """To its end."""
+        """Read to the end."""
         async with (
             httpx.AsyncClient(timeout=200) as client,
             client.stream("POST", f"{service.url}/v1/completions", json=self._body) as response,
@@ -176,12 +176,12 @@ class Stream:
                     self.events += 1
 
 
-async def test_a_rank_that_dies_takes_its_engine_along_but_no_answer(
+async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
     expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    """In the middle of streams and of a swap; the engine in its place has the configured placement."""
+    """The rank dies during streams and a swap; the replacement engine has the configured placement."""
     bodies: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts[:5]]
-    bodies.append({"prompt": prompts[5], "presence_penalty": 0.5})  # which no other engine can go on with
+    bodies.append({"prompt": prompts[5], "presence_penalty": 0.5})  # no other engine can resume this request
     whole = [Stream(body) for body in bodies]
     await asyncio.gather(*(stream.read(expert_parallel) for stream in whole))
     for stream, known in zip(whole[:5], single_engine["completions"], strict=False):
@@ -200,7 +200,7 @@ async def test_a_rank_that_dies_takes_its_engine_along_but_no_answer(
     core = engines[victim]
     ranks = [child for child in core.children() if "Worker" in " ".join(child.cmdline())]
     assert len(ranks) == 2
-    os.kill(ranks[-1].pid, signal.SIGSTOP)  # so that what is under way stays so
+    os.kill(ranks[-1].pid, signal.SIGSTOP)  # so that running requests stay in flight
     swap = asyncio.create_task(
         asyncio.to_thread(command, expert_parallel, placed(8), tmp_path, "--replica", victim)
     )
@@ -220,7 +220,7 @@ async def test_a_rank_that_dies_takes_its_engine_along_but_no_answer(
         found: int = expert_parallel.status()["counters"].get(name, 0) - before.get(name, 0)
         return found
 
-    wait_for(lambda: since("streams_lost") == 1 and since("resumed") > 0, "what was lost is counted", 10)
+    wait_for(lambda: since("streams_lost") == 1 and since("resumed") > 0, "the lost streams are counted", 10)
     wait_for(lambda: not any(map(lives, (core, *ranks))), "no process of the engine is left", 30)
 
     def replaced() -> bool:

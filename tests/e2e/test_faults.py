@@ -1,4 +1,4 @@
-"""A share of `python -m tests.faults chaos`, on an application of its own; the long run is that command."""
+"""A short run of `python -m tests.faults chaos` on a separate application."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAULTS = "kill decode,kill router,stop decode,kill ingress,change policy,swap ta
 
 
 @pytest.mark.faults
-def test_processes_die_in_turn_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_processes_die_in_turn_and_no_request_is_lost(tmp_path: Path) -> None:
     out = tmp_path / "faults.json"
     options = {"seconds": 100, "every": 15, "in-flight": 6, "faults": FAULTS, "port": 8311, "out": out}
     done = subprocess.run(

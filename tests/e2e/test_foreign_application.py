@@ -1,4 +1,4 @@
-"""DecodeRequestRouter alone, in an application that is not ours and has no engine of ours."""
+"""DecodeRequestRouter alone, in an application without our ingress and engines."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def other(ray_cluster: str) -> Any:
     serve.delete("other")
 
 
-async def test_a_signature_leads_to_its_replica_and_the_lease_ends_with_the_call(other: Any) -> None:
+async def test_a_signature_selects_its_replica_and_the_lease_ends_with_the_call(other: Any) -> None:
     import ray
 
     def request(centroid: int | None) -> Any:
         params = {} if centroid is None else {"eldr_signature": pack_counts(counts_for(centroid))}
         return SimpleNamespace(max_tokens=5, kv_transfer_params=params | {"remote_num_tokens": 7})
 
-    await other.generate.remote(request(0))  # starts the router actor and tells it of the replicas
+    await other.generate.remote(request(0))  # starts the router actor and reports the replicas to it
     router = find(actor_name("other"))
-    wait_for(lambda: len(ray.get(router.status.remote())["workers"]) == 2, "the router knows both replicas")
+    wait_for(lambda: len(ray.get(router.status.remote())["workers"]) == 2, "the router has both replicas")
     ray.get(router.swap_table.remote(unit_table(2).to_bytes()))
-    # A first call that found the actor still starting was placed by own load; until the client has met it
-    # again, and has the table, so are the next ones.
+    # Calls are placed by own load while the actor starts, until the client has connected again and has the
+    # table.
     async with asyncio.timeout(30):
         while not ray.get(router.status.remote())["counters"].get("reason:locality-band"):
             await other.generate.remote(request(0))
@@ -67,7 +67,7 @@ async def test_a_signature_leads_to_its_replica_and_the_lease_ends_with_the_call
     wait_for(lambda: ray.get(router.status.remote())["leases"] == 0, "leases end with their calls")
 
 
-def test_simulations_run_in_parallel_as_they_do_one_by_one(ray_cluster: str) -> None:
+def test_parallel_simulations_give_the_results_of_sequential_ones(ray_cluster: str) -> None:
     scenario = Scenario.model_validate(
         {
             "cluster": {"decode": {"workers": 3}},

@@ -1,4 +1,4 @@
-"""A share of `python -m tests.fuzz` against the running service; the long run is that command."""
+"""A short run of `python -m tests.fuzz` against the running service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def own_policy(service: Service) -> Iterator[None]:
     service.set_policy("locality-band")
 
 
-def test_hostile_requests_break_nothing(service: Service, own_policy: None) -> None:
+def test_hostile_requests_cause_no_failure(service: Service, own_policy: None) -> None:
     address = urlsplit(service.url)
     assert address.hostname is not None
     assert address.port is not None
@@ -34,7 +34,9 @@ def test_hostile_requests_break_nothing(service: Service, own_policy: None) -> N
 
     async def sending() -> list[Outcome]:
         async with occupied(*where, idle=1000, slow=20, request=slow_request(MODEL, 1000)):
-            return await send_all(cases, *where, in_flight=8, limit_s=90)  # slow ones decode beside
+            return await send_all(
+                cases, *where, in_flight=8, limit_s=90
+            )  # slow requests decode at the same time
 
     outcomes = asyncio.run(sending())
     assert len(outcomes) == len(cases) == 600
@@ -54,7 +56,7 @@ def test_hostile_requests_break_nothing(service: Service, own_policy: None) -> N
         {"structured_outputs": {"regex": "("}},
     ],
 )
-def test_what_decode_refuses_costs_no_prefill(
+def test_requests_that_decode_refuses_cost_no_prefill(
     service: Service, fields: dict[str, object], stream: bool
 ) -> None:
     before = service.status()["counters"].get("prefills", 0)
@@ -62,5 +64,5 @@ def test_what_decode_refuses_costs_no_prefill(
     answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=30)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
-    time.sleep(0.5)  # counters come with the ingress's next message
+    time.sleep(0.5)  # counters arrive with the ingress's next message
     assert service.status()["counters"].get("prefills", 0) == before

@@ -1,4 +1,4 @@
-"""The ingress answers like a plain vLLM server: tokens, usage, fields at fault, health."""
+"""The ingress answers like a plain vLLM server: tokens, usage, invalid fields, health."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def both(service: Service, plain: str, method: str, path: str, body: Any = None)
 
 
 @pytest.mark.parametrize("fields", TOKENIZED)
-def test_tokens_of_prompts_and_chats_are_vllms(service: Service, plain: str, fields: dict[str, Any]) -> None:
+def test_tokens_of_prompts_and_chats_equal_vllms(
+    service: Service, plain: str, fields: dict[str, Any]
+) -> None:
     ours, theirs = both(service, plain, "POST", TOKENIZE, {"model": MODEL} | fields)
     assert theirs.status_code == 200, theirs.text
     assert (ours.status_code, ours.json()) == (200, theirs.json())
@@ -70,7 +72,7 @@ def test_tokens_of_prompts_and_chats_are_vllms(service: Service, plain: str, fie
 
 
 @pytest.mark.parametrize(("path", "fields"), [*REFUSED, *REFUSED_GENERATION])
-def test_an_error_has_vllms_status_and_names_the_field_that_vllm_names(
+def test_an_error_has_vllms_status_and_field(
     service: Service, plain: str, path: str, fields: dict[str, Any]
 ) -> None:
     ours, theirs = both(service, plain, "POST", path, {"model": MODEL} | fields)
@@ -80,7 +82,7 @@ def test_an_error_has_vllms_status_and_names_the_field_that_vllm_names(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_usage_of_a_chat_is_vllms(service: Service, plain: str, stream: bool) -> None:
+def test_usage_of_a_chat_equals_vllms(service: Service, plain: str, stream: bool) -> None:
     content = f"{uuid.uuid4().hex} " * 30
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 3,
             "temperature": 0, "stream": stream}  # fmt: skip
@@ -99,7 +101,7 @@ def _usage(answer: httpx.Response) -> dict[str, Any]:
     return dict(json.loads(events[-1].removeprefix("data: "))["usage"])
 
 
-def test_health_and_version_are_vllms(service: Service, plain: str) -> None:
+def test_health_and_version_equal_vllms(service: Service, plain: str) -> None:
     for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/version")):
         ours, theirs = both(service, plain, method, path)
         assert (ours.status_code, ours.content) == (theirs.status_code, theirs.content) != (404, b"")
@@ -110,7 +112,7 @@ def test_health_and_version_are_vllms(service: Service, plain: str) -> None:
 
 
 @pytest.mark.parametrize("path", [TOKENIZE, CHAT, "/v1/models", "/health"])
-def test_a_405_says_what_is_allowed_as_vllms_does(service: Service, plain: str, path: str) -> None:
+def test_a_405_lists_the_allowed_methods_like_vllm(service: Service, plain: str, path: str) -> None:
     ours, theirs = both(service, plain, "DELETE", path)
     assert ours.status_code == theirs.status_code == 405
     assert set(theirs.headers["allow"].split(", ")) <= set(ours.headers["allow"].split(", "))

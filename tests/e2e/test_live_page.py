@@ -1,4 +1,4 @@
-"""The live page over real engines: what it shows is there, and the shadow prices real tokens."""
+"""The live page over real engines: it shows their data, and the shadow prices real tokens."""
 
 from __future__ import annotations
 

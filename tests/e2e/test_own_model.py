@@ -1,4 +1,4 @@
-"""The README's commands for a model of one's own, as they stand there, in a folder of one's own."""
+"""The README's commands for the user's own model, exactly as printed, in a separate folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.lib.engines import wait_http
 
 PORT = 8271
 URL = f"http://127.0.0.1:{PORT}"
-# Nothing that a user changes: less of everything, and the address, beside the suite's own service.
+# Settings that no user changes: small sizes, and ports that differ from the suite's service.
 SHORTER = {
     "check": [],
     "compare": ["--host", URL, "--rounds", "2", "--trial-seconds", "4", "--warm-up-seconds", "1"],
@@ -30,7 +30,7 @@ SHORTER = {
 
 
 def commands() -> dict[str, list[str]]:
-    """Of the README's section, by their second word; `serve run` is "run"."""
+    """Return the commands of the README's section by their second word; `serve run` is "run"."""
     section = (ROOT / "README.md").read_text().partition("## Your own model")[2].partition("\n## ")[0]
     lines = re.findall(r"^(?:eldr|serve) .*?(?=\s+#|$)", section, re.MULTILINE)
     return {line.split()[1]: line.split() for line in lines}
@@ -38,7 +38,7 @@ def commands() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """A cluster of Ray for each command, as where there is none; `eldr` and `serve` on the path."""
+    """Return an environment in which each command starts its own Ray; `eldr` and `serve` are on the path."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": paths,
@@ -48,7 +48,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
-    """What a user has: a copy of the nearest deployment with his ports, and a log of OpenAI requests."""
+    """Prepare a user's files: a copy of the nearest deployment with other ports, a log of OpenAI requests."""
     found = tmp_path_factory.mktemp("own")
     copy = ["eldr", "deployments", "cpu_demo.yaml", "--copy", "my_deployment.yaml"]
     subprocess.run(copy, cwd=found, env=environment, check=True, capture_output=True, timeout=60)
@@ -69,9 +69,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
 
 @pytest.fixture(scope="module")
 def served(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """`serve run`, ready for requests."""
+    """Run `serve run` until it is ready for requests."""
     said = folder / "served.txt"
-    # As in a terminal: what a shell has started in the background, this suite too, ignores Ctrl-C.
+    # As in a terminal: background processes of a shell, such as this suite, ignore Ctrl-C.
     command = ["env", "--default-signal=INT", *commands()["run"]]
     with said.open("w") as file:
         process = subprocess.Popen(
@@ -86,7 +86,7 @@ def served(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Pop
 
 
 def ran(name: str, folder: Path, environment: dict[str, str]) -> str:
-    """What the command says on its output."""
+    """Run the command and return its output."""
     done = subprocess.run(
         [*commands()[name], *SHORTER[name]], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=300, check=False,
@@ -99,11 +99,11 @@ def test_the_section_has_four_commands() -> None:
     assert list(commands()) == ["check", "run", "compare", "status"]
 
 
-def test_check_says_that_it_would_start(folder: Path, environment: dict[str, str]) -> None:
+def test_check_reports_that_it_would_start(folder: Path, environment: dict[str, str]) -> None:
     assert "my_deployment.yaml: would start" in ran("check", folder, environment)
 
 
-def test_served_it_is_compared_watched_and_stopped(
+def test_the_served_model_is_compared_watched_and_stopped(
     served: subprocess.Popen[bytes], folder: Path, environment: dict[str, str]
 ) -> None:
     body = {"model": "eldr-demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}

@@ -1,4 +1,4 @@
-"""More requests than slots: prefilled requests wait in the router's pool, over real engines."""
+"""More requests than slots: prefilled requests wait in the decode queue, over real engines."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def pool_size(service: Service) -> int:
 
 
 async def until(condition: Any, timeout_s: float = 30.0) -> None:
-    """As wait_for, for a test whose own loop has requests to run."""
+    """Wait like wait_for, in a test whose own loop runs requests."""
     async with asyncio.timeout(timeout_s):
         while not await asyncio.to_thread(condition):
             await asyncio.sleep(0.1)
 
 
 async def long_answer(service: Service, number: int) -> httpx.Response:
-    """A request that keeps its worker for seconds; the answer without its body."""
+    """Send a request that occupies its worker for seconds; return the answer without its body."""
     prompt = f"{number} a long story about a prefill engine " * 30
     async with (
         httpx.AsyncClient(timeout=120) as client,
@@ -40,7 +40,7 @@ async def long_answer(service: Service, number: int) -> httpx.Response:
 
 @asynccontextmanager
 async def crowd(service: Service, requests: int) -> AsyncIterator[list[asyncio.Task[httpx.Response]]]:
-    """One slot a worker, and so many long requests; their clients leave at the end of the block."""
+    """Give each worker one slot and send `requests` long requests; clients disconnect when the block ends."""
     await asyncio.to_thread(service.set_policy, "balance-route-horizon", slots=1)
     tasks = [asyncio.create_task(long_answer(service, number)) for number in range(requests)]
     try:
@@ -101,7 +101,7 @@ async def test_greedy_answers_under_more_requests_than_slots_equal_the_single_en
         assert 1 <= most <= parameters["slots"]
 
 
-async def test_a_client_that_leaves_the_pool_gives_its_prompts_blocks_back(service: Service) -> None:
+async def test_a_client_that_leaves_the_queue_frees_its_prompts_blocks(service: Service) -> None:
     def prefill_kv_usage() -> float:
         (usage,) = service.status()["ingress"]["prefill_kv_usage"].values()
         return float(usage)
@@ -111,15 +111,15 @@ async def test_a_client_that_leaves_the_pool_gives_its_prompts_blocks_back(servi
         await until(lambda: prefill_kv_usage() > 0)
         for client in clients[2:]:
             client.cancel()
-        # Which two of the eight have workers is the policy's business: some of the six may, too.
+        # The policy decides which two of the eight have workers: some of the six may, too.
         await until(lambda: pool_size(service) == 0)
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
-    # A prompt that was not released would stand for 30 s.
+    # An unreleased prompt would stay for 30 s.
     wait_for(lambda: prefill_kv_usage() == 0.0, "the prefill engine is empty", 10)
     service.wait_empty()
 
 
-async def test_who_waits_too_long_gets_503_and_is_told_when_to_come_again(service: Service) -> None:
+async def test_a_request_that_waits_too_long_gets_503_with_retry_after(service: Service) -> None:
     before = service.status()["counters"].get("queue_expired", 0)
     async with crowd(service, 14) as clients:
         started = asyncio.get_running_loop().time()
@@ -131,19 +131,19 @@ async def test_who_waits_too_long_gets_503_and_is_told_when_to_come_again(servic
         assert int(refused[0].headers["retry-after"]) >= 1
         await until(lambda: service.status()["counters"].get("queue_expired", 0) > before)
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
-    # Who leaves in the very moment of being given a worker may hold blocks until their lease ends; what an
-    # engine held longer would be held for good.
+    # A client that leaves just as it gets a worker may hold blocks until its lease ends; an engine would hold
+    # leaked blocks forever.
     service.wait_empty(40)
 
 
-async def test_a_policy_without_pool_lets_those_in_the_pool_run_at_once(service: Service) -> None:
+async def test_a_change_to_a_policy_without_queue_starts_all_queued_requests(service: Service) -> None:
     async with crowd(service, 5):
         await until(lambda: pool_size(service) == 3)
         await asyncio.to_thread(service.set_policy, "shortest-queue")
         await until(lambda: pool_size(service) == 0 and service.status()["leases"] == 5, 5)
 
 
-async def test_the_router_may_die_while_requests_wait(service: Service) -> None:
+async def test_queued_requests_survive_the_death_of_the_router(service: Service) -> None:
     import ray
 
     from eldr_serve.router.actor import actor_name, find
@@ -151,10 +151,10 @@ async def test_the_router_may_die_while_requests_wait(service: Service) -> None:
     async with crowd(service, 5) as clients:
         await until(lambda: pool_size(service) == 3)
         ray.kill(find(actor_name("eldr")), no_restart=False)
-        await until(lambda: service.status().get("leases") == 5)  # nobody waits for a router that is away
+        await until(lambda: service.status().get("leases") == 5)  # no request waits for a dead router
         assert not [client for client in clients if client.done() and client.result().status_code != 200]
 
 
-def test_the_pool_is_in_the_metrics(service: Service) -> None:
+def test_the_queue_is_in_the_metrics(service: Service) -> None:
     wait_for(lambda: service.metric("eldr_decode_queue_wait_seconds_count") > 0, "waits are exported", 40)
     assert "ray_eldr_decode_queue_size{" in service.metrics()

@@ -1,4 +1,4 @@
-"""Engines come and go and the whole application is deployed anew, and no client notices."""
+"""Engines scale up and down and the whole application is redeployed without any effect on clients."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from applications import arguments_of, deploy, running
 from service import Service, wait_for
 
 NAME = "rolling"
-CROWD, FEW = 9, 2  # streams at a time: more than one engine is to have, and so few that one is enough
-TOKENS = 120  # of a stream
+CROWD, FEW = 9, 2  # concurrent streams: more than one engine should have, and few enough for one
+TOKENS = 120  # tokens of a stream
 NEW = "shortest-queue"  # policy of the new deployment
-AT_ONCE = 4 * CROWD  # placements within which a newcomer must have got one
-# Above three requests in flight there are two engines soon.
+AT_ONCE = 4 * CROWD  # placements within which a new engine must have got one
+# Above three requests in flight, Serve soon starts a second engine.
 _SCALING = {
     "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 3,
     "upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 2, "metrics_interval_s": 0.5,
@@ -30,31 +30,31 @@ _SCALING = {
 
 @dataclass
 class Rolling:
-    """The running application, which can be deployed anew."""
+    """The running application, with redeployment."""
 
     service: Service
     arguments: dict[str, Any]
 
     def deploy(self, **changes: Any) -> None:
-        """Deploy the application with these arguments in place of what it had."""
+        """Deploy the application with these changes of its arguments."""
         deploy(NAME, self.arguments | changes, wait=False)
 
     def status(self) -> dict[str, Any]:
-        """Empty while the answering ingress does not reach the router."""
+        """Return the status; empty while the answering ingress does not reach the router."""
         try:
             status = self.service.status()
-        except httpx.TransportError:  # it has just left
+        except httpx.TransportError:  # the ingress has just stopped
             return {}
         return status if "workers" in status else {}
 
-    def renewed(self, old: set[str]) -> bool:
-        """Two decode engines are there and warm, none of the old ones, under the new policy."""
+    def replaced(self, old: set[str]) -> bool:
+        """Return whether two warm decode engines, none of them old, run under the new policy."""
         status = self.status()
         now = {worker["replica"] for worker in status.get("workers", [])}
         return len(now) == 2 and not now & old and status["policy"] == NEW and status["ingress"]["ready"]
 
     def decodes(self) -> set[str]:
-        """Ids of the replicas that are placed on."""
+        """Return the ids of the replicas that get requests."""
         return {worker["replica"] for worker in self.status().get("workers", [])}
 
 
@@ -72,7 +72,7 @@ def rolling(ray_cluster: str) -> Iterator[Rolling]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client got: of which engine, whether to its end, and when it was sent."""
+    """A client's result: its engine, whether it was complete, and when the request was sent."""
 
     prompt: str
     text: str
@@ -87,7 +87,7 @@ async def stream(service: Service, prompt: str) -> Answer:
         "stream": True,
     }  # fmt: skip
     sent_s, text, done = time.monotonic(), "", False
-    # A connection each, so that all ingresses have some.
+    # One connection each, so that all ingresses get some.
     async with (
         httpx.AsyncClient(timeout=120) as client,
         client.stream("POST", f"{service.url}/v1/completions", json=body) as response,
@@ -105,7 +105,7 @@ async def stream(service: Service, prompt: str) -> Answer:
 
 @dataclass
 class Load:
-    """Clients that stream one answer after the other, so many at a time."""
+    """A fixed number of clients that stream one answer after another."""
 
     service: Service
     prompts: list[str]
@@ -113,7 +113,7 @@ class Load:
 
     @asynccontextmanager
     async def of(self, clients: int) -> AsyncIterator[None]:
-        """This many while the block runs; then each ends the answer that it has begun."""
+        """Run this many clients during the block; then each finishes its current answer."""
         ended = asyncio.Event()
 
         async def client(number: int) -> None:
@@ -129,15 +129,13 @@ class Load:
 
 
 async def until(condition: Callable[[], bool], what: str, within_s: float) -> None:
-    """As wait_for, beside the load."""
+    """Wait like wait_for, while the load runs."""
     await asyncio.to_thread(wait_for, condition, what, within_s)
 
 
 @pytest.mark.faults
-async def test_engines_come_and_go_and_all_is_deployed_anew_and_no_client_notices(
-    rolling: Rolling, prompts: list[str]
-) -> None:
-    """From one decode engine to two under load, to others of a new deployment, and back to one."""
+async def test_scaling_and_redeployment_do_not_affect_clients(rolling: Rolling, prompts: list[str]) -> None:
+    """Scale from one decode engine to two under load, redeploy, and scale back to one."""
     service = rolling.service
     expected = {prompt: (await stream(service, prompt)).text for prompt in prompts}
     first = rolling.decodes()
@@ -154,7 +152,7 @@ async def test_engines_come_and_go_and_all_is_deployed_anew_and_no_client_notice
         assert newcomers & {answer.worker for answer in asked_since()[:AT_ONCE]}
         old = rolling.decodes()
         rolling.deploy(router={"policy": NEW}, path={"retry_backoff_s": 0.06})
-        await until(lambda: rolling.renewed(old), "all engines are of the new deployment", 300)
+        await until(lambda: rolling.replaced(old), "all engines are of the new deployment", 300)
     async with load.of(FEW):
         await until(lambda: len(rolling.decodes()) == 1, "one decode engine is enough", 120)
 

@@ -1,4 +1,4 @@
-"""What clients and operators get from the running application."""
+"""Results for clients and operators of the running application."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from eldr_serve.metrics import ENGINE, HISTOGRAM, METRICS, PREFIX
 from eldr_serve.scheduling import policy_names
 
 
-def test_trace_from_a_ray_job_is_whole(trace_file: Path) -> None:
+def test_trace_from_a_ray_job_is_complete(trace_file: Path) -> None:
     trace = CalibrationTrace.load(trace_file)
     assert len(trace.ids) == 40
     assert len(set(trace.domains)) > 2
@@ -42,7 +42,7 @@ def test_refit_swaps_a_table_for_the_live_replicas(table_file: Path, service: Se
 def test_engines_run_in_one_process_each_on_all_cores(
     service: Service, trace_file: Path, single_engine: dict[str, list[str]]
 ) -> None:
-    """With those of the two fixtures gone, which have engines of their own."""
+    """The engines of the two fixtures, which use cores too, must have ended."""
     started = psutil.Process().children(recursive=True)  # other parts of the suite also run engines
     mine = [p for p in started if p.name().startswith("VLLM::")]
     assert len(mine) == 3
@@ -101,7 +101,7 @@ def test_every_answer_names_its_worker_and_band(
         {"best_of": 2, "n": 1, "temperature": 0.7},
     ],
 )
-def test_completion_options_are_the_engines(service: Service, extra: dict[str, object]) -> None:
+def test_completion_options_reach_the_engine(service: Service, extra: dict[str, object]) -> None:
     options = {"temperature": 0.0} | extra
     answer = service.client.completions.create(
         model="eldr-demo", prompt="The quick brown fox", max_tokens=6, **options
@@ -146,7 +146,7 @@ def test_chat_with_tools_and_logprobs(service: Service) -> None:
     assert len(answer.choices[0].logprobs.content or []) == 4
 
 
-def test_one_token_is_enough(
+def test_an_answer_of_one_token(
     service: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
     answer = service.client.completions.create(
@@ -157,10 +157,10 @@ def test_one_token_is_enough(
     assert single_engine["completions"][0].startswith(answer.choices[0].text)
 
 
-def test_other_openai_endpoints_stay(service: Service) -> None:
+def test_other_openai_endpoints_remain(service: Service) -> None:
     assert [m.id for m in service.client.models.list().data] == ["eldr-demo"]
     assert service.client.models.retrieve("eldr-demo").id == "eldr-demo"
-    # An endpoint that this model has nothing for says so, in OpenAI's shape.
+    # An endpoint that this model does not support returns an OpenAI error.
     with pytest.raises(openai.BadRequestError):
         service.client.embeddings.create(model="eldr-demo", input="hello")
 
@@ -217,7 +217,7 @@ def test_admin_endpoints_need_the_key(service: Service) -> None:
         {"policy": "random"},
     ],
 )
-def test_a_policy_that_does_not_exist_changes_nothing(service: Service, change: dict[str, object]) -> None:
+def test_an_unknown_policy_changes_nothing(service: Service, change: dict[str, object]) -> None:
     before = service.status()
     answer = service.admin("PUT", "/eldr/policy", json=change)
     assert answer.status_code == 400
@@ -226,7 +226,7 @@ def test_a_policy_that_does_not_exist_changes_nothing(service: Service, change: 
     assert (after["policy"], after["settings_version"]) == (before["policy"], before["settings_version"])
 
 
-def test_a_table_that_does_not_fit_leaves_the_old_one(service: Service, table_file: Path) -> None:
+def test_a_table_that_does_not_fit_keeps_the_old_one(service: Service, table_file: Path) -> None:
     good = RoutingTable.load(table_file)
     other_model = RoutingTable(**{**good.__dict__, "model": "another"})
     before = service.status()["table"]
@@ -275,7 +275,7 @@ async def test_swaps_and_policy_changes_under_200_requests(
     assert service.status()["table"]["version"] == version + 20
 
 
-async def test_marginal_cost_reads_counts_and_the_engines_steps(service: Service, prompts: list[str]) -> None:
+async def test_marginal_cost_uses_counts_and_the_engines_steps(service: Service, prompts: list[str]) -> None:
     service.set_policy("marginal-cost")
     before = service.status()["counters"].get("reason:marginal-cost", 0)
     client = service.async_client
@@ -291,8 +291,8 @@ async def test_marginal_cost_reads_counts_and_the_engines_steps(service: Service
         )
     )
     assert service.status()["counters"]["reason:marginal-cost"] >= before + 15
-    # Experts of 32 neurons may well cost nothing, so that a fit is not to be had; the steps are.
-    wait_for(lambda: service.status()["step_cost"]["steps"] >= 23, "the router hears of decode steps", 30)
+    # Experts of 32 neurons may cost nothing, so a fit may be impossible; the steps are counted.
+    wait_for(lambda: service.status()["step_cost"]["steps"] >= 23, "the router receives decode steps", 30)
 
 
 def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
@@ -303,7 +303,7 @@ def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
                  "vllm_generation_tokens_total", "vllm_inter_token_latency_seconds_count"):  # fmt: skip
         wait_for(lambda name=name: service.metric(name) > 0, f"{name} is exported", 40)  # type: ignore[misc]
 
-    def gauge_is_there() -> bool:  # Ray exports what a gauge was set to since the last time
+    def gauge_is_there() -> bool:  # Ray exports only gauges set since the last export
         service.client.completions.create(model="eldr-demo", prompt="count experts", max_tokens=8)
         return "ray_vllm_num_requests_waiting{" in service.metrics()
 
@@ -311,7 +311,7 @@ def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
 
 
 def test_every_metric_is_exported_with_its_kind(service: Service) -> None:
-    """Those that have a sample whatever the policy, and what streams and steps add to them."""
+    """Check metrics with samples under any policy, and those that streams and steps add."""
     stream = service.client.completions.create(
         model="eldr-demo", prompt="count experts", max_tokens=8, temperature=0, stream=True
     )
@@ -329,6 +329,6 @@ def test_every_metric_is_exported_with_its_kind(service: Service) -> None:
         exported.update((sample.name, family.type) for family in families for sample in family.samples)
         return wanted.keys() <= exported.keys()
 
-    with contextlib.suppress(pytest.fail.Exception):  # what is missing says more
+    with contextlib.suppress(pytest.fail.Exception):  # the list of missing metrics says more
         wait_for(all_there, "every metric is exported", 40)
     assert {name: exported.get(name) for name in wanted} == wanted

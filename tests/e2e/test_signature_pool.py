@@ -95,7 +95,7 @@ def pool(ray_cluster: str) -> Iterator[Pool]:
         yield Pool(service)
 
 
-def test_a_table_of_its_own_is_live_within_300_requests(pool: Pool) -> None:
+def test_a_fitted_table_is_live_within_300_requests(pool: Pool) -> None:
     assert pool.service.status()["table"] is None
     wait_for(lambda: "no table yet: 0 of 192" in pool.signatures()["note"], "the pool says what it needs", 30)
     pool.send(FIRST, 300)
@@ -115,7 +115,7 @@ def test_requests_follow_its_centroids(pool: Pool) -> None:
     assert best / placed > 0.6  # random placement gives 0.5
 
 
-def test_greedy_answers_are_those_of_a_single_engine(
+def test_greedy_answers_equal_a_single_engine(
     pool: Pool, single_engine: dict[str, list[str]], prompts: list[str]
 ) -> None:
     found = [
@@ -127,7 +127,7 @@ def test_greedy_answers_are_those_of_a_single_engine(
     assert found == single_engine["completions"]
 
 
-def test_the_traffic_is_saved_as_a_trace_that_can_be_fitted(pool: Pool, tmp_path: Path) -> None:
+def test_saved_traffic_is_a_trace_that_can_be_fitted(pool: Pool, tmp_path: Path) -> None:
     out = tmp_path / "trace.safetensors"
     command = [sys.executable, "-m", "eldr_serve.cli", "trace", "--out", str(out)]
     service = ["--url", pool.service.url, "--admin-key", ADMIN_KEY]
@@ -142,14 +142,14 @@ def test_the_traffic_is_saved_as_a_trace_that_can_be_fitted(pool: Pool, tmp_path
     assert pool.service.admin("GET", "/eldr/trace", key=None).status_code == 401
 
 
-def test_a_shift_of_domains_leads_to_a_refit(pool: Pool) -> None:
+def test_a_shift_of_domains_causes_a_refit(pool: Pool) -> None:
     refits = pool.signatures()["refits"]
     pool.send_until(SHIFTED, lambda: pool.signatures()["refits"] > refits, "a refit")
     assert "drifted" in pool.signatures()["table"]["why"]
     assert pool.service.status()["counters"]["refits"] >= 1
 
 
-def test_an_operator_can_ask_for_a_refit(pool: Pool) -> None:
+def test_an_operator_can_request_a_refit(pool: Pool) -> None:
     version = pool.service.status()["table"]["version"]
     assert pool.service.admin("PUT", "/eldr/refit", key=None).status_code == 401
     answer = pool.service.admin("PUT", "/eldr/refit")
@@ -172,7 +172,7 @@ def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
         sending = crowd.submit(pool.send, everything, 2 * CROWD, CROWD, 200)
         wait_for(lambda: replicas() == 3, "Serve starts a third decode replica", 120)
         sending.result()
-    # Without load, which would take the cores from the new engine.
+    # Without load, which would slow the start of the new engine.
     wait_for(lambda: len(pool.service.status()["workers"]) == 3, "the third decode replica runs", 200)
     pool.send_until(
         everything, lambda: pool.service.status()["table"]["workers_fitted"] == 3, "a table of three"
@@ -180,7 +180,7 @@ def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
     assert pool.service.status()["table"]["refit_advised"] is False
 
 
-def test_a_pool_that_dies_loses_its_samples_and_nothing_else(pool: Pool) -> None:
+def test_a_dead_pool_loses_only_its_samples(pool: Pool) -> None:
     import ray
 
     from eldr_serve.signatures.pool import find_pool

@@ -1,4 +1,4 @@
-"""A policy from a file outside the repository, served and simulated by its import path."""
+"""A third-party policy in a file outside the repository, served and simulated by its import path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service import ROOT, Service
 POLICY = f"{STRANGER.stem}:LastWorker"
 
 
-def test_it_is_served(service: Service) -> None:
+def test_a_third_party_policy_is_served(service: Service) -> None:
     service.set_policy(POLICY, at_most=1)
     last = service.status()["workers"][-1]["replica"]
     answers = [
@@ -28,7 +28,7 @@ def test_it_is_served(service: Service) -> None:
     assert service.status()["counters"]["reason:last"] >= 3
 
 
-def test_what_it_cannot_take_is_refused_and_the_old_one_stays(service: Service) -> None:
+def test_invalid_parameters_are_refused_and_the_old_policy_stays(service: Service) -> None:
     before = service.status()["policy"]
     answer = service.admin("PUT", "/eldr/policy", json={"name": POLICY, "parameters": {"at_most": 0}})
     assert answer.status_code == 400
@@ -39,7 +39,7 @@ def test_what_it_cannot_take_is_refused_and_the_old_one_stays(service: Service) 
     assert service.status()["policy"] == before
 
 
-def test_it_is_simulated(tmp_path: Path) -> None:
+def test_a_third_party_policy_is_simulated(tmp_path: Path) -> None:
     scenario = {
         "cluster": {"decode": {"workers": 3}},
         "arrivals": {"kind": "poisson", "rate_per_s": 30, "requests": 60, "prompt_tokens": 50},

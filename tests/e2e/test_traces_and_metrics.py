@@ -1,4 +1,4 @@
-"""What those who watch a running application see: one trace a request, and every metric of the dashboards."""
+"""Observability of a running application: one trace per request, and every metric of the dashboards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.monitoring.promql import FOREIGN
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STAGES = {"prefill", "place", "transport", "first_token", "stream"}
 TOKENS = 9
-# Series of rules and dashboards that a request alone does not bring about, and what does.
+# Series of rules and dashboards that a request alone does not create, and their cause.
 SOMETIMES = {
     **dict.fromkeys(
         [
@@ -40,7 +40,7 @@ SOMETIMES = {
 
 
 def ask(service: Service, **headers: str) -> httpx.Response:
-    """A stream of so many tokens, to its end."""
+    """Stream some tokens to the end."""
     body = {"model": "eldr-demo", "prompt": "trace this", "max_tokens": TOKENS, "stream": True}
     answer = httpx.post(
         f"{service.url}/v1/completions", json=body | {"ignore_eos": True}, headers=headers, timeout=60
@@ -81,7 +81,7 @@ def test_our_spans_and_those_of_both_engines_are_one_tree(service: Service, coll
 
 
 def made(span: Received) -> int:
-    """Tokens that vLLM has generated in it."""
+    """Return the tokens that vLLM generated in the span."""
     return int(span.attributes["gen_ai.usage.completion_tokens"])
 
 
@@ -91,12 +91,12 @@ def test_every_metric_of_rules_and_dashboards_is_exported(service: Service) -> N
     exported: set[str] = set()
 
     def all_there() -> bool:
-        ask(service)  # Ray exports a gauge of vLLM where it was set since the last time
+        ask(service)  # Ray exports only gauges set since the last export
         families = text_string_to_metric_families(service.metrics())
         exported.update(sample.name for family in families for sample in family.samples)
         return wanted - SOMETIMES.keys() <= exported
 
-    with contextlib.suppress(pytest.fail.Exception):  # what is missing says more
+    with contextlib.suppress(pytest.fail.Exception):  # the list of missing metrics says more
         wait_for(all_there, "every metric is exported", 40)
     missing = sorted(wanted - SOMETIMES.keys() - exported)
     assert missing == []

@@ -1,4 +1,4 @@
-"""What clients see when something fails, and what must not be left behind."""
+"""Results for clients when something fails, and resources that must be freed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from loadgen import application, processes
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3, 1.0])
-async def test_a_client_that_leaves_takes_its_lease_and_kv_along(
+async def test_a_disconnecting_client_frees_its_lease_and_kv(
     service: Service, table_file: Path, after_s: float
 ) -> None:
-    """Before, during and after the hand-over: nobody waits for the 30 s lease of the prefill engine."""
+    """Before, during and after the hand-over, blocks are freed before the prefill engine's lease of 30 s."""
     prompt = "a long story about a prefill engine " * 60
     body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 400, "stream": True, "ignore_eos": True}
 
@@ -46,11 +46,11 @@ async def test_a_client_that_leaves_takes_its_lease_and_kv_along(
 
 
 def elsewhere(counters: dict[str, int]) -> int:
-    """Requests that were served by another replica than their first one."""
+    """Return the number of requests served by another replica than their first one."""
     return counters.get("rerouted", 0)
 
 
-async def test_the_router_may_die_in_mid_traffic(
+async def test_traffic_survives_the_death_of_the_router(
     service: Service, table_file: Path, prompts: list[str]
 ) -> None:
     import ray
@@ -78,24 +78,24 @@ async def test_the_router_may_die_in_mid_traffic(
 
     *tokens, _ = await asyncio.gather(*(ask(number) for number in range(60)), kill())
     assert tokens == [30] * 60
-    # A new actor may answer before the ingress has met it and told it what the old one knew.
+    # A new actor may answer before the ingress has connected and restored its state.
     wait_for(
         lambda: service.status().get("settings_version") == before["settings_version"], "the router is back"
     )
     after = service.status()
     assert after["epoch"] != before["epoch"]
-    # Policy and table are those that an operator had set, not those of the deployment's YAML.
+    # Policy and table are those set by the operator, not those of the deployment's YAML.
     assert (after["policy"], after["parameters"]) == (before["policy"], before["parameters"])
     assert after["table"] == before["table"]
     assert {w["replica"] for w in after["workers"]} == {w["replica"] for w in before["workers"]}
 
 
-def test_a_decode_engine_that_dies_before_its_first_token_costs_nobody_an_answer(
+def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
     service: Service, table_file: Path, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
     """Requests are sent to a replica while its process is stopped, and then it is killed.
 
-    Whoever serves them in its place gives the answers of an undisturbed engine.
+    The replicas that serve them instead give the answers of an undisturbed engine.
     """
     import ray
     from ray.util.state import list_actors
@@ -103,7 +103,7 @@ def test_a_decode_engine_that_dies_before_its_first_token_costs_nobody_an_answer
     service.set_policy("round-robin")
     victim = service.status()["workers"][0]["replica"]
     actor = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if victim in (a.name or ""))
-    # Stopped, the replica takes requests and never answers: they are all before their first token.
+    # Stopped, the replica takes requests and never answers: none of them has a token yet.
     os.kill(actor.pid, signal.SIGSTOP)
 
     async def traffic() -> list[str]:
@@ -128,17 +128,17 @@ def test_a_decode_engine_that_dies_before_its_first_token_costs_nobody_an_answer
 
     before = service.status()["counters"]
     assert asyncio.run(traffic()) == single_engine["completions"]
-    # Serve sends a call that its replica had not yet accepted to another one, and we correct the lease;
-    # a call that had been accepted we place again ourselves.
+    # Serve sends a call that its replica has not accepted to another one, and we correct the lease; we
+    # place an accepted call again ourselves.
     wait_for(
         lambda: elsewhere(service.status()["counters"]) > elsewhere(before), "requests went elsewhere", 10
     )
-    # Each at least once, and once more at most for each try of decode.
+    # Each at least once, and at most once more for each decode attempt.
     prefills = service.status()["counters"]["prefills"] - before["prefills"]
     assert len(prompts) <= prefills <= 3 * len(prompts)
     wait_for(lambda: len(service.status()["workers"]) == 2, "Serve has started another decode replica", 240)
     wait_for(lambda: service.status()["ingress"]["ready"], "the new replica is warm", 120)
-    # The newcomer has taken the place, and with it the centroid, of the one that died.
+    # The new replica has the position, and so the centroid, of the dead one.
     assert victim not in {w["replica"] for w in service.status()["workers"]}
     answer = service.client.completions.create(model="eldr-demo", prompt="after all", max_tokens=5)
     assert answer.usage is not None
@@ -153,7 +153,7 @@ def counter(service: Service, name: str) -> int:
 
 
 async def asked(service: Service, body: dict[str, Any], events: list[str]) -> dict[str, Any]:
-    """An answer's text and usage; a stream's parts are in `events` as they come."""
+    """Return an answer's text and usage; append a stream's parts to `events` as they arrive."""
     chat = "messages" in body
     path = "chat/completions" if chat else "completions"
     async with (
@@ -181,12 +181,12 @@ async def asked(service: Service, body: dict[str, Any], events: list[str]) -> di
 @pytest.mark.parametrize(
     ("of", "how"), [(core_of, signal.SIGSTOP), (pid_of, signal.SIGSTOP), (pid_of, signal.SIGKILL)]
 )
-async def test_answers_go_on_when_their_decode_engine_stops_or_dies(
+async def test_answers_resume_when_their_decode_engine_stops_or_dies(
     service: Service, table_file: Path, prompts: list[str], of: Callable[[str], int], how: signal.Signals
 ) -> None:
-    """Streamed and whole, of chat and completions: what an undisturbed engine says, under one id.
+    """Streams and whole answers of chat and completions equal an undisturbed engine's, under one id.
 
-    Where the core alone is stopped its replica says so; and it is called again when the core goes on.
+    If only the core is stopped, its replica reports this, and gets calls again when the core continues.
     """
     service.set_policy("round-robin")
     bodies: list[dict[str, Any]] = []
@@ -226,16 +226,16 @@ async def test_answers_go_on_when_their_decode_engine_stops_or_dies(
     if how is signal.SIGKILL:
         wait_for(
             lambda: any(replica in line and "crashed" in line for line in controller_log().splitlines()),
-            "Serve's controller has seen it",
+            "Serve's controller has detected it",
             60,
         )
         assert "routing stats" not in controller_log()[logged:]
 
 
-async def test_a_controller_that_dies_takes_no_engine_along(
+async def test_a_dead_controller_ends_no_engine(
     service: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    """Serve's next one asks all replicas who they are, and keeps those that can tell."""
+    """Serve's next controller queries all replicas, and keeps those that answer."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
@@ -261,8 +261,8 @@ async def test_a_controller_that_dies_takes_no_engine_along(
 
     answers = [asyncio.create_task(ask(prompt)) for prompt in prompts[:4]]
     await asyncio.to_thread(processes.kill, controller)
-    await asyncio.to_thread(wait_for, back, "Serve has a controller that knows all replicas", 60)
-    await asyncio.sleep(5)  # a replica that it did not know would be on its way out
+    await asyncio.to_thread(wait_for, back, "Serve has a controller with all replicas", 60)
+    await asyncio.sleep(5)  # an unknown replica would be stopping by now
     over.set()
     assert [set(texts) for texts in await asyncio.gather(*answers)] == [
         {text} for text in single_engine["completions"][:4]
@@ -271,12 +271,12 @@ async def test_a_controller_that_dies_takes_no_engine_along(
     assert application.whole()
 
 
-async def test_when_a_core_is_killed_its_streams_end_at_once_and_who_has_no_token_is_served_elsewhere(
+async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_the_rest(
     service: Service, table_file: Path, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    """Its replica lives and says so; nobody waits for a limit of time.
+    """Its replica lives and reports this; no request waits for a timeout.
 
-    The stream is seeded, so that no other engine can go on with it.
+    The stream is seeded, so that no other engine can resume it.
     """
     service.set_policy("round-robin")
     before = service.status()["counters"]
@@ -321,14 +321,14 @@ async def test_when_a_core_is_killed_its_streams_end_at_once_and_who_has_no_toke
     await begun.wait()
     replica = await asyncio.to_thread(pid_of, worker[0])
     core = await asyncio.to_thread(core_of, worker[0])
-    os.kill(core, signal.SIGSTOP)  # it takes requests and answers none: they are before their first token
+    os.kill(core, signal.SIGSTOP)  # it accepts requests and answers none, so none has a token
     try:
         asked_for = [asyncio.create_task(ask(prompt)) for prompt in prompts]
         while await asyncio.to_thread(at_the_victim) < 2:
             await asyncio.sleep(0.05)
     finally:
         os.kill(core, signal.SIGKILL)
-    async with asyncio.timeout(8):  # each limit that would end it too is longer
+    async with asyncio.timeout(8):  # all timeouts that would also end it are longer
         await streamed
     assert psutil.pid_exists(replica)
     assert events[-1] == "[DONE]"

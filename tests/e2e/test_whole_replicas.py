@@ -1,4 +1,4 @@
-"""Whole replicas: two real engines that prefill and decode, and requests placed by predicted signatures."""
+"""Whole replicas: two real engines that prefill and decode; predicted signatures place requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from examples.demo_model import WEIGHTS
 
-LEARNT = 150  # prompts after which a predictor that knew nothing is better than the mean
+LEARNT = 150  # prompts after which an untrained predictor is better than the mean
 
 
 @pytest.fixture(scope="module")
 def whole(ray_cluster: str) -> Iterator[Service]:
-    """Two whole engines behind one ingress."""
+    """Run two whole engines behind one ingress."""
     arguments = arguments_of("cpu_demo_whole.yaml")
     arguments["decode_config"]["deployment_config"]["num_replicas"] = 2
     with running("whole", arguments) as service:
@@ -34,8 +34,8 @@ def whole(ray_cluster: str) -> Iterator[Service]:
 
 
 @pytest.fixture(scope="module")
-def ignorant(whole: Service) -> SignaturePredictor:
-    """A predictor that fits the service and has learnt nothing yet: it foretells the same of all prompts."""
+def untrained(whole: Service) -> SignaturePredictor:
+    """Return an untrained predictor that fits the service: it predicts the same for all prompts."""
     config = json.loads((WEIGHTS / "config.json").read_text())
     layers, experts, top_k, rank = (
         *(config[key] for key in ("num_hidden_layers", "num_local_experts", "num_experts_per_tok")),
@@ -82,19 +82,19 @@ def test_several_answers_to_one_prompt_come_from_one_engine(whole: Service) -> N
 
 
 def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays(
-    whole: Service, ignorant: SignaturePredictor
+    whole: Service, untrained: SignaturePredictor
 ) -> None:
-    assert swap(whole, ignorant.to_bytes()).json()["predictor_version"] == 1
-    layers, experts = ignorant.mean.shape
+    assert swap(whole, untrained.to_bytes()).json()["predictor_version"] == 1
+    layers, experts = untrained.mean.shape
     narrow = replace(
-        ignorant,
-        mean=np.full((layers, experts // 2), 2 * ignorant.top_k / experts, np.float32),
+        untrained,
+        mean=np.full((layers, experts // 2), 2 * untrained.top_k / experts, np.float32),
         experts=np.zeros((0, layers, experts // 2), np.float32),
-        tokens=ignorant.tokens[:, :0],
+        tokens=untrained.tokens[:, :0],
     )
     for bad, word in (
-        (replace(ignorant, model="other").to_bytes(), "model other, not eldr-demo"),
-        (replace(ignorant, tokenizer="t").to_bytes(), "tokenizer t, not"),
+        (replace(untrained, model="other").to_bytes(), "model other, not eldr-demo"),
+        (replace(untrained, tokenizer="t").to_bytes(), "tokenizer t, not"),
         (narrow.to_bytes(), "layers and experts"),
         (b"nonsense", "not an eldr-serve file"),
     ):
@@ -105,17 +105,17 @@ def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays(
 
 
 def test_requests_are_placed_by_predictions_that_learn_from_true_signatures(
-    whole: Service, ignorant: SignaturePredictor
+    whole: Service, untrained: SignaturePredictor
 ) -> None:
-    """The true signatures come while answers are streamed and with whole ones alike."""
-    assert swap(whole, ignorant.to_bytes()).status_code == 200
+    """True signatures arrive both with streams and with whole answers."""
+    assert swap(whole, untrained.to_bytes()).status_code == 200
     before: dict[str, Any] = whole.status()["counters"]
     texts = [
         json.loads(line)["prompt"][:400]
         for file in sorted(PROMPTS.glob("*.jsonl"))
         for line in file.read_text().splitlines()[2 : 2 + LEARNT // 10 + 1]
     ]
-    random.Random(0).shuffle(texts)  # domains mixed, as in traffic
+    random.Random(0).shuffle(texts)  # mix the domains, as in traffic
     client = whole.client
     for number, text in enumerate(texts):
         asked = {"model": "eldr-demo", "prompt": text, "max_tokens": 2, "temperature": 0}
@@ -128,7 +128,7 @@ def test_requests_are_placed_by_predictions_that_learn_from_true_signatures(
     assert found["placed"] == len(texts)
     predictor = status["predictor"]
     assert predictor["prompts"] == len(texts)
-    # While it knew nothing it was no better than the mean, and may have been off.
+    # While untrained it was no better than the mean, and may have been disabled.
     assert found["signature_predicted"] + found.get("signature_missing", 0) == len(texts)
     assert found["signature_predicted"] >= 16
     assert predictor["on"] == 1
@@ -141,7 +141,7 @@ def test_requests_are_placed_by_predictions_that_learn_from_true_signatures(
 def test_greedy_answers_of_many_at_once_equal_a_single_engine_with_a_predictor(
     whole: Service, single_engine: dict[str, list[str]], prompts: list[str]
 ) -> None:
-    """By the predictor of the test before, which has learnt."""
+    """Use the trained predictor of the previous test."""
     before: dict[str, Any] = whole.status()["counters"]
     assert whole.status()["predictor"]["on"] == 1
 

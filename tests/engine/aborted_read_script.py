@@ -1,6 +1,6 @@
 """Abort requests a number of steps after the decode engine received them.
 
-Optionally the prefill engine frees the blocks before the read and computes other prompts into them.
+Optionally, the prefill engine frees the blocks before the read and computes other prompts into them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROUNDS, LENGTH, OUTPUT = 12, 200, 6
 BLOCKS = 24  # KV blocks of the prefill engine; a prompt has 7
 
 
-class Heard(logging.Handler):
-    """Counts how often NIXL's worker has logged that blocks may be invalid."""
+class InvalidBlockWarnings(logging.Handler):
+    """Counts NIXL's log messages that blocks may be invalid."""
 
     count = 0
 
@@ -36,8 +36,8 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
     from eldr_serve.engine.vllm.compat.nixl import get_kv_transfer_group
 
     core = engine("prefill", arguments)
-    heard = Heard()
-    logging.getLogger("vllm").addHandler(heard)  # the engine's start has configured logging
+    warnings = InvalidBlockWarnings()
+    logging.getLogger("vllm").addHandler(warnings)  # the engine's start has configured logging
     held = get_kv_transfer_group().connector_worker._reqs_to_send
     pipe.send(None)
     number = 0
@@ -61,7 +61,7 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
             core.step()
             pipe.send(None)
         elif what == "said":
-            pipe.send((heard.count, len(held)))
+            pipe.send((warnings.count, len(held)))
 
 
 def main(model: str, out: str, steps: int, frees: bool) -> None:

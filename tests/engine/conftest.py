@@ -26,5 +26,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def choices(model: Path) -> Callable[[list[int]], np.ndarray]:
-    """tokens -> int[T,L,k], by another implementation, cold, with no cache of keys and values."""
+    """Return a function from tokens to int[T,L,k], the choices of another implementation without KV cache."""
     return reference(model)

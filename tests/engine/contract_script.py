@@ -1,8 +1,8 @@
-"""vLLM engines as replicas start them, and one for calibration: what they break of `engine_contract`.
+"""Run the checks of `engine_contract` on vLLM engines that start like replicas, and on one for calibration.
 
-Three processes, since vLLM starts once in one: an engine that prefills, one that generates (a whole one, so
-that it has signatures too), which reads the other's blocks, and a tracer. There is no Ray: the port and the
-host of NIXL's side channel are all that replicas have from it.
+vLLM starts once per process, so there are three: an engine that prefills; a whole engine, which also has
+signatures, and reads the first engine's blocks; a tracer. There is no Ray: replicas use it only for the port
+and the host of NIXL's side channel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPE = (LAYERS, EXPERTS)
 
 
 def nixl() -> int:
-    """The side channel's port of this process, which is set."""
+    """Return the port of this process's side channel after setting it."""
     from benchmarks.lib.replay_engine import free_port
 
     port = free_port()
@@ -46,13 +46,13 @@ def nixl() -> int:
 
 
 async def start(role: EngineRole, model: str) -> Engine:
-    """As a replica starts it."""
+    """Start an engine like a replica."""
     nixl()
     described = {
         "model_loading_config": {"model_id": "m", "model_source": model},
         "accelerator_config": {"kind": "cpu"},
         "engine_kwargs": dict(KWARGS),
-        "log_engine_metrics": False,  # they would go to Ray
+        "log_engine_metrics": False,  # Ray would receive them
     }
     spec: Any = ENGINES.spec(role, described, kv_lease_s=300.0)
     os.environ |= spec.environment
@@ -60,14 +60,14 @@ async def start(role: EngineRole, model: str) -> Engine:
 
 
 def end(engine: Any) -> None:
-    """vLLM's process, too, which a replica's takes with it."""
+    """End the engine and vLLM's process, which otherwise ends with the replica's process."""
     from eldr_serve.engine.vllm.compat.serve_llm import engine_client
 
     engine_client(engine.server.engine).shutdown()
 
 
 async def serve(model: str, pipe: Connection) -> None:
-    """A prefill engine that is called through a pipe: [its method, arguments], until it is None."""
+    """Serve a prefill engine over a pipe: [method, arguments] messages, until one is None."""
     engine = await start("prefill", model)
     while (call := await asyncio.to_thread(pipe.recv)) is not None:
         method, arguments = call
@@ -80,16 +80,16 @@ async def serve(model: str, pipe: Connection) -> None:
     end(engine)
 
 
-class RaisedThereError(RuntimeError):
-    """What the engine of another process raised: its words, and what its `status_of` says."""
+class RemoteEngineError(RuntimeError):
+    """An error of the engine in another process: its message and the result of its `status_of`."""
 
     def __init__(self, words: str, status: int) -> None:
         super().__init__(words)
         self.status = status
 
 
-class There:
-    """The engine of `serve`; one call at a time."""
+class RemoteEngine:
+    """The engine of `serve`; supports one call at a time."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -101,7 +101,7 @@ class There:
 
     @staticmethod
     def status_of(error: Exception) -> int:
-        assert isinstance(error, RaisedThereError)
+        assert isinstance(error, RemoteEngineError)
         return error.status
 
     @staticmethod
@@ -112,12 +112,12 @@ class There:
         self._pipe.send((method, arguments))
         kind, answer = self._pipe.recv()
         if kind == "fails":
-            raise RaisedThereError(*answer)
+            raise RemoteEngineError(*answer)
         return answer
 
 
 def trace(model: str, pipe: Connection) -> None:
-    """What a tracer breaks, without routes and with them."""
+    """Return the tracer's violations, without routes and with them."""
     settings, environment = ENGINES.tracing(model, "cpu", dict(KWARGS))
     os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     port = nixl()
@@ -132,10 +132,10 @@ def trace(model: str, pipe: Connection) -> None:
 
 
 async def check(model: str, prefills: Connection) -> dict[str, Any]:
-    """By check, what breaks it or ""; and the prompt's ids and counts, and the steps of a checked engine."""
+    """Return the result by check ("" if it passed), the prompt's ids and counts, and steps of an engine."""
     from transformers import AutoTokenizer
 
-    there: Any = There(prefills)
+    there: Any = RemoteEngine(prefills)
     engine = await start("whole", model)
     ids = AutoTokenizer.from_pretrained(model).encode(PROMPT)
     subject = Subject(there, engine, ids, SHAPE, TOP_K)
@@ -165,7 +165,7 @@ def main(model: str, out: Path) -> None:
     for child in children:
         child.start()
     for end_of_child in (theirs, tracers):
-        end_of_child.close()  # a child that dies is heard of
+        end_of_child.close()  # so that recv raises if the child dies
     found = asyncio.run(check(model, mine))
     found["tracer"] = traced.recv()
     mine.send(None)

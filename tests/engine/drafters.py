@@ -1,4 +1,4 @@
-"""Tiny random drafters of the kinds that take a model's hidden states: an EAGLE head, and a layer of MTP."""
+"""Tiny random drafters that use a model's hidden states: an EAGLE head, and an MTP layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.lib.families import FAMILIES
 
 
 def eagle(folder: Path, hidden: int, vocabulary: int) -> Path:
-    """A head of one layer of Llama, which looks at the newest token alone."""
+    """Write a head with one Llama layer, which depends only on the newest token."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -33,7 +33,7 @@ def eagle(folder: Path, hidden: int, vocabulary: int) -> Path:
     weights = {
         f"layers.0.{name}": tensor for name, tensor in layer.items() if name != "input_layernorm.weight"
     }
-    # The model repeats a token; with so much noise the head knows it in two of the four texts.
+    # The model repeats a token; with this noise the head predicts it in two of the four texts.
     seen = torch.eye(hidden) + 2 * torch.randn(hidden, hidden) / hidden**0.5
     weights["fc.weight"] = torch.cat([seen, torch.zeros(hidden, hidden)], 1)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
@@ -41,7 +41,7 @@ def eagle(folder: Path, hidden: int, vocabulary: int) -> Path:
 
 
 def glm_with_mtp(folder: Path) -> Path:
-    """GLM-4-MoE with a layer of MTP, which has experts and looks at the newest token alone."""
+    """Write GLM-4-MoE with an MTP layer, which has experts and depends only on the newest token."""
     family, layers = FAMILIES["GLM-4-MoE"], 3
     replace(family, config=family.config | {"num_hidden_layers": layers + 1}).make(folder)
     saved = folder / "config.json"

@@ -1,8 +1,8 @@
-"""One in-process engine, driven as a script (vLLM cannot be started twice in a process).
+"""Run one in-process engine as a script (vLLM cannot be started twice in a process).
 
-Serves random prompts with shared prefixes under pressure (chunked prefill, eviction, preemption) and
-writes what the connector counted; tests, and `benchmarks.engine.exact_counts` on a GPU, compare it with what
-Hugging Face's model chooses.
+Serves random prompts with shared prefixes under pressure (chunked prefill, eviction, preemption) and writes
+the connector's counts; tests, and `benchmarks.engine.exact_counts` on a GPU, compare them with the choices of
+Hugging Face's model.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 from operators import Operators
 
-CHUNK = 48  # tokens a step: every longer prompt is prefilled in pieces
+CHUNK = 48  # tokens a step: every longer prompt is prefilled in chunks
 BLOCK = 32
 KV_TOKENS = 768  # far fewer than the prompts of a batch need
-# (seed, prompts, tokens generated for each) of each batch. The second is the first again, and so is the
-# fifth the third: full hits. Model Runner V2, interpreted, runs the first two alone.
+# (seed, prompts, tokens generated for each) of each batch. The second batch repeats the first, and the fifth
+# the third: full hits. Model Runner V2 in the interpreter runs only the first two.
 BATCHES = ((0, 10, 16), (0, 10, 16), (0, 29, 40), (1, 29, 40), (0, 29, 40))
 SHORT = 2
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """Token ids: stems of whole and broken blocks, each continued in several ways, some repeated."""
+    """Return token ids: stems of whole and partial blocks with several continuations, some repeated."""
     rng = np.random.default_rng(seed)
     stems = [rng.integers(1, 257, int(n)).tolist() for n in (64, 33, 100, 32)]
     found = [
@@ -38,8 +38,8 @@ def prompts(seed: int) -> list[list[int]]:
     return [found[i] for i in order]
 
 
-def noted(on_host: bool) -> Operators:
-    """Notes what our part of the worker calls in a step, but for the copies to the host."""
+def recorded(on_host: bool) -> Operators:
+    """Record the operators that our part of the worker calls in a step, except for the copies to the host."""
     from eldr_serve.engine.vllm.capture import ExpertCapture, StepTimer
     from eldr_serve.engine.vllm.connector import EldrConnector
     from eldr_serve.engine.vllm.host_copy import HostCopies
@@ -81,14 +81,14 @@ def device_arguments(where: str, graphs: str) -> dict[str, Any]:
 
 
 def note_decode_steps(scheduler: Any) -> list[list[tuple[str, int]]]:
-    """(request, position) of each token that is fed to the model, of each pure decode step to come.
+    """Record (request, position) of each token fed to the model, by future pure decode step.
 
-    On a GPU a step's record comes one or more steps later than its tokens, but records keep their order.
+    On a GPU a step's record arrives one or more steps after its tokens, but records keep their order.
     """
     found: list[list[tuple[str, int]]] = []
     schedule = scheduler.schedule
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         scheduled = schedule(*args, **kwargs)
         tokens = scheduled.num_scheduled_tokens
         if tokens and sum(tokens.values()) == len(tokens):
@@ -96,7 +96,7 @@ def note_decode_steps(scheduler: Any) -> list[list[tuple[str, int]]]:
             found.append([(r.kv_transfer_params["eldr_request"], r.num_computed_tokens - 1) for r in fed])
         return scheduled
 
-    scheduler.schedule = noted
+    scheduler.schedule = recorded
     return found
 
 
@@ -110,8 +110,8 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
     from eldr_serve.engine.vllm.config import engine_kwargs
 
     steps: list[dict[str, Any]] = []
-    ran: Counter[str] = Counter()  # steps by how their graph ran
-    signatures: dict[str, tuple[int, str]] = {}  # as whole engines send them
+    ran: Counter[str] = Counter()  # number of steps by kind of CUDA graph
+    signatures: dict[str, tuple[int, str]] = {}  # in the format of whole engines
 
     class Recorder(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
@@ -125,8 +125,8 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
 
         def log_engine_initialized(self) -> None: ...
 
-    # A graph's capture bears no mode of torch's round what is captured.
-    operators = Operators() if where == "cuda" else noted(where == "host")
+    # Graph capture does not work inside a torch mode.
+    operators = Operators() if where == "cuda" else recorded(where == "host")
     placed = device_arguments(where, graphs)
     cores = os.sched_getaffinity(0)
     engine = LLMEngine.from_engine_args(
@@ -142,7 +142,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
         UsageContext.LLM_CLASS,
         stat_loggers=[Recorder],
     )
-    core = engine.engine_core.engine_core  # in process
+    core = engine.engine_core.engine_core  # in this process
     fed = note_decode_steps(core.scheduler)
     records: list[dict[str, Any]] = []
     cached = 0

@@ -1,7 +1,7 @@
-"""An engine of one process, or of 2 or 4 ranks with expert parallelism, driven as a script.
+"""Run an engine of one process, or of 2 or 4 ranks with expert parallelism, as a script.
 
-Alone it writes what it answers and counts; with 2 ranks it must answer and count the same under every
-placement, choice of replicas and migration, when compiled, and with 4 under a placement that it starts with.
+One process writes its answers and counts. 2 ranks must answer and count the same under every placement,
+choice of replicas and migration, also when compiled; 4 ranks with an initial placement.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def made(model: str, ranks: int, **others: Any) -> Any:
 
 
 class Session:
-    """Requests to an engine; between its steps something else may be asked of it."""
+    """Requests to an engine; a callback can call it between its steps."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._sent = engine, 0
 
     def answers(self, between: Any = lambda: None) -> list[dict[str, Any]]:
-        """Tokens and counts of the prompts, in their order; `between` is called after each step."""
+        """Return tokens and counts of the prompts, in order; `between` is called after each step."""
         from vllm import SamplingParams
 
         rng = np.random.default_rng(0)
@@ -73,12 +73,12 @@ class Session:
         return [found[number] for number in range(PROMPTS)]
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Every rank's answer."""
+        """Return every rank's result."""
         answers: list[Any] = self._engine.collective_rpc("eldr_experts", args=(method, *arguments))
         return answers
 
     def swap(self, rows: Any, ranks: int = RANKS) -> Any:
-        """As the client of a running engine does it."""
+        """Swap the placement like the client of a running engine."""
         from eldr_serve.engine.vllm.ep.swap import swap_placement
         from eldr_serve.experts.routing_table import ExpertPlacement
 
@@ -92,7 +92,7 @@ class Session:
 
 @st.composite
 def placements(draw: Any) -> np.ndarray:
-    """int[L, P] with every expert somewhere."""
+    """Draw int[L, P] with every expert in some slot."""
     rows = []
     for _ in range(LAYERS):
         more = draw(st.lists(st.integers(0, EXPERTS - 1), min_size=REDUNDANT, max_size=REDUNDANT))
@@ -101,7 +101,7 @@ def placements(draw: Any) -> np.ndarray:
 
 
 def by_rank(rows: Any) -> list[list[list[int]]]:
-    """[L][G] the sorted experts of a rank, which may have any slot there."""
+    """Return [L][G], the sorted experts of each rank, in any slot order."""
     return [[sorted(rank) for rank in np.reshape(row, (RANKS, -1)).tolist()] for row in rows]
 
 
@@ -155,7 +155,7 @@ def main(model: str, expected: Path) -> None:
 
 
 def started_with(model: str, expected: Path, first: str, *others: str) -> None:
-    """4 ranks start with a placement, and go to others while they serve."""
+    """Start 4 ranks with a placement, and migrate to others while they serve."""
     from eldr_serve.experts.routing_table import ExpertPlacement
 
     alone = json.loads(expected.read_text())
@@ -166,7 +166,7 @@ def started_with(model: str, expected: Path, first: str, *others: str) -> None:
     for number, file in enumerate(others):
         placed = ExpertPlacement.load(file)
         left = session.ask("begin", placed.physical_to_logical.tolist(), 4)[0]
-        assert left > 1, f"{placed.method} is where the experts are already"
+        assert left > 1, f"{placed.method} moves no experts"
 
         def between() -> None:
             nonlocal left
@@ -181,7 +181,7 @@ def started_with(model: str, expected: Path, first: str, *others: str) -> None:
 
 
 def check_held(session: Session, placed: Any) -> None:
-    """All ranks know that each holds what it shall."""
+    """Check that all ranks know the experts that each should hold."""
     from eldr_serve.experts.placement import placement_id
 
     for status in session.ask("status"):
@@ -192,7 +192,7 @@ def compiled(model: str, expected: Path) -> None:
     import torch
     from vllm.config import CompilationMode
 
-    torch._dynamo.config.disable = False  # as it was when the test's other engines were imported
+    torch._dynamo.config.disable = False  # other engines' tests disable it at import
     engine = made(model, RANKS, enforce_eager=False)
     assert engine.vllm_config.compilation_config.mode == CompilationMode.DYNAMO_TRACE_ONCE
     session = Session(engine)
@@ -200,7 +200,7 @@ def compiled(model: str, expected: Path) -> None:
 
 
 def check_log(session: Session) -> None:
-    """Every pair of a token and an expert is served by one rank."""
+    """Check that exactly one rank serves every (token, expert) pair."""
     from eldr_serve.engine.vllm.ep.layer import LOGGED
 
     (end, mine), (_, theirs) = session.ask("batches", 0)
@@ -245,18 +245,18 @@ def check_refusals(session: Session) -> None:
 
 
 def check_death(session: Session) -> None:
-    """An engine ends with a rank that dies in the middle of a slice; it does not go on with the others."""
+    """Check that the engine ends when a rank dies during a slice, and does not continue without it."""
     executor = session._engine.engine_core.engine_core.model_executor
     backwards = [row[::-1] for row in session.ask("status")[0]["placement"]]
     assert session.ask("begin", backwards, RANKS)[0] > 1
-    executor.collective_rpc(dies_when_it_has_sent)
+    executor.collective_rpc(die_after_sending)
     with pytest.raises(RuntimeError):
         session.answers(lambda: session.ask("move"))
     assert executor.is_failed
 
 
-def dies_when_it_has_sent(worker: Any) -> None:
-    """Called in each rank: the last one ends once the first of an expert's weights have left it."""
+def die_after_sending(worker: Any) -> None:
+    """End the last rank after it has sent the first of an expert's weights; called on each rank."""
     import os
     import signal
 

@@ -1,7 +1,7 @@
-"""vLLM's own EPLB state, weight exchange and replica kernel on two gloo ranks, under our placement.
+"""Run vLLM's own EPLB state, weight exchange and replica kernel on two gloo ranks with our placement.
 
-vLLM serves no expert parallelism on a CPU, so the engine around them is a stand-in: a model of bare layers.
-The replica kernel, which vLLM builds for GPUs alone, runs in Triton's interpreter.
+vLLM has no expert parallelism on CPUs, so a stand-in replaces the engine: a model of bare layers.
+vLLM builds the replica kernel only for GPUs; it runs in Triton's interpreter here.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ PLACEMENT = [[0, 1, 2, 4, 5, 3, 0, 1], [3, 2, 3, 0, 1, 5, 4, 2]]
 
 
 def reload_router_with_kernel() -> Any:
-    """vLLM's base_router as on a GPU, its kernel interpreted."""
-    # The interpreter refuses a mask of its own making, a vector of bools and a scalar.
+    """Reload vLLM's base_router as on a GPU, with its kernel interpreted."""
+    # The interpreter rejects a mask that it made itself, a vector of bools and a scalar.
     add = interpreter._interpreter.atomic_rmw
     interpreter._interpreter.atomic_rmw = lambda op, at, value, mask, order: add(
         op, at, value, mask.astype(bool), order
@@ -59,14 +59,14 @@ def reload_router_with_kernel() -> Any:
 
 
 class Layer:
-    """A MoE layer of nothing but weights, each its logical expert's number, and a router."""
+    """A MoE layer with a router and weights that equal the logical expert's number."""
 
     def __init__(self, router_class: Any, layer: int, rank: int, own_tokens: bool) -> None:
         class Router(router_class):
             routing_method_type = None
 
             def _compute_routing(self, hidden_states: Any, router_logits: Any, *_: Any, **__: Any) -> Any:
-                return torch.ones_like(router_logits), router_logits  # the test's ids in the place of logits
+                return torch.ones_like(router_logits), router_logits  # the test passes ids as logits
 
         self.router = Router(TOP_K, SLOTS, EplbLayerState())
         first = [slot % EXPERTS for slot in range(SLOTS)][rank * SLOTS // RANKS :][: SLOTS // RANKS]
@@ -96,7 +96,7 @@ class Model(MixtureOfExperts):
 
 
 def worker(rank: int, path: Path, router_class: Any, choice: str, own_tokens: bool) -> Any:
-    """A PlacedWorker after load_model, vLLM's own loading left out."""
+    """Return a PlacedWorker in its state after load_model, without vLLM's own loading."""
     layers = [Layer(router_class, layer, rank, own_tokens) for layer in range(LAYERS)]
     parallel = SimpleNamespace(
         eplb_config=EPLBConfig(use_async=False, window_size=2, communicator="torch_gloo"),
@@ -137,7 +137,7 @@ def run(rank: int, port: int, path: Path) -> None:
         for name in names:
             setattr(module, name, lambda: group)
     eplb_state.get_node_count = eplb.get_node_count = lambda: 1
-    # A CPU has no timed events and no streams.
+    # CPUs have no timed events and no streams.
     timer = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 0.0)
     torch.Event = lambda **_: timer
     torch.accelerator.current_stream = lambda: timer
@@ -152,13 +152,15 @@ def run(rank: int, port: int, path: Path) -> None:
         _, state, layers = worker(rank, path, kernel_router, choice, own_tokens)
         check_weights(rank, layers, placement)
         for _ in range(3):
-            ids = rng.integers(0, EXPERTS, (RANKS, 5, TOP_K))  # of each rank's tokens; both draw the same
+            ids = rng.integers(
+                0, EXPERTS, (RANKS, 5, TOP_K)
+            )  # for each rank's tokens; both ranks draw the same
             mine = ids[rank] if own_tokens else ids.reshape(-1, TOP_K)
             for index, layer in enumerate(layers):
                 layer.eplb_state.expert_load_view.zero_()
                 _, mapped = layer.router.select_experts(torch.empty(0), torch.from_numpy(mine))
                 slots = mapped.numpy()
-                assert np.array_equal(placement[index][slots], mine), "a slot is no replica of the expert"
+                assert np.array_equal(placement[index][slots], mine), "a slot holds another expert"
                 load = np.bincount(slots.ravel(), minlength=SLOTS)
                 assert np.array_equal(layer.eplb_state.expert_load_view.numpy(), load)
                 ranks = slots // (SLOTS // RANKS)
@@ -170,7 +172,7 @@ def run(rank: int, port: int, path: Path) -> None:
                 else:
                     maps = state.model_states["tiny"]
                     assert np.array_equal(slots, evenly(mine, maps, index)), "vLLM's own choice has changed"
-        state.rearrange()  # as vLLM would after step_interval
+        state.rearrange()  # like vLLM after step_interval
         check_weights(rank, layers, placement)
     refused(lambda: worker(rank, path, kernel_router, "local", False), "must agree")
     other = path.with_name(f"other{rank}.json")
@@ -187,7 +189,7 @@ def check_weights(rank: int, layers: list[Layer], placement: np.ndarray) -> None
 
 
 def evenly(ids: np.ndarray, maps: Any, layer: int) -> np.ndarray:
-    """vLLM's documented rule: a hash of the token's position modulo the number of replicas."""
+    """Return slots by vLLM's documented rule: a hash of the token's position modulo the replica count."""
     replicas = maps.logical_replica_count[layer].numpy()[ids]
     hashed = (np.arange(len(ids)) * 2654435769) & 0xFFFFFFFF
     return maps.logical_to_physical_map[layer].numpy()[ids, hashed[:, None] % replicas]

@@ -1,4 +1,4 @@
-"""One in-process engine whose forward pass raises, in the first step or after a computed prompt."""
+"""Run one in-process engine whose forward pass raises, in the first step or after a computed prompt."""
 
 from __future__ import annotations
 

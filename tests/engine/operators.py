@@ -1,4 +1,4 @@
-"""Which of torch's functions and operators some code calls, and which of them wait for the device."""
+"""Record the torch functions and operators that some code calls, and which of them wait for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# A mask of booleans is `nonzero` on a GPU, and a tensor in an `if` or a format `_local_scalar_dense`.
+# On a GPU, a boolean mask calls `nonzero`; a tensor in an `if` or a format, `_local_scalar_dense`.
 WAITING = {
     "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__",
     "nonzero", "masked_select", "unique", "_unique2", "_local_scalar_dense", "equal",
@@ -18,7 +18,7 @@ WAITING = {
 
 
 class Operators:
-    """Notes the names of what is called in the functions around which it is put."""
+    """Records the names of the operators called in wrapped functions."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -30,25 +30,25 @@ class Operators:
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            # What Python calls, since on a CPU some of it is no operator; and what it comes down to.
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            # Both Python functions, since some are no operators on a CPU, and the operators below them.
             with _Functions(self), _Dispatched(self):
                 return function(*args, **kwargs)
 
-        return noted
+        return recorded
 
     def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """This function, called within another, is not noted."""
+        """Exclude this function from the record when another function calls it."""
 
         @wraps(function)
-        def unnoted(*args: Any, **kwargs: Any) -> Any:
+        def unrecorded(*args: Any, **kwargs: Any) -> Any:
             self._noting = False
             try:
                 return function(*args, **kwargs)
             finally:
                 self._noting = True
 
-        return unnoted
+        return unrecorded
 
 
 class _Functions(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""One in-process engine under vLLM's own profiler, counting as on a GPU: prompts, routes and decode steps."""
+"""Run an in-process engine under vLLM's profiler, counting as on a GPU: prompts, routes, decode steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-TOKENS = 3  # few steps: where Triton's kernels are interpreted each has very many calls
+TOKENS = 3  # few steps: with interpreted Triton kernels, each has very many calls
 
 
 def main(model: str, folder: str) -> None:
@@ -38,7 +38,7 @@ def main(model: str, folder: str) -> None:
     )
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": rng.integers(1, 257, n).tolist()} for n in (33, 9)]
-    llm.generate(prompts[1:2], params, use_tqdm=False)  # what a first step alone does
+    llm.generate(prompts[1:2], params, use_tqdm=False)  # without the work of the first step
     llm.start_profile()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.stop_profile()

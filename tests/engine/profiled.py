@@ -1,4 +1,4 @@
-"""What a trace of torch's profiler, with stacks, says of calls that wait for the device."""
+"""Find calls that wait for the device in a trace of torch's profiler with stacks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 from operators import WAITING
 
-# An operator ("aten::item"), or a method of a tensor that on a CPU comes down to none.
+# An operator ("aten::item"), or a tensor method that calls no operator on a CPU.
 _NAME = re.compile(
     r"aten::(?P<operator>\w+)$|<(?:built-in )?method (?P<method>\w+) of (?:Tensor|type) object"
 )
 
 
-def called(trace: Path, ours: str, apart: str) -> tuple[set[str], set[str]]:
-    """Names of operators and tensors' methods that our functions call, and all that were called.
+def called(trace: Path, ours: str, excluded: str) -> tuple[set[str], set[str]]:
+    """Return the operators and tensor methods that our functions call, and those that anything calls.
 
     Args:
-        trace: of one process, as the profiler wrote it.
-        ours: what the name of each of our functions has; it names the file, too.
-        apart: the same of our functions whose calls are not looked at.
+        trace: profiler output of one process.
+        ours: string in the name of each of our functions; the name includes the file.
+        excluded: string in the names of our functions whose calls are ignored.
     """
     threads: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in json.loads(trace.read_text())["traceEvents"]:
@@ -30,7 +30,7 @@ def called(trace: Path, ours: str, apart: str) -> tuple[set[str], set[str]]:
             threads[event["pid"], event["tid"]].append(event)
     found, everything = set(), set()
     for events in threads.values():
-        under: list[tuple[float, bool, bool]] = []  # of callers: until when, whether ours, whether apart
+        under: list[tuple[float, bool, bool]] = []  # callers: (end, whether ours, whether excluded)
         for event in sorted(events, key=lambda e: (float(e["ts"]), -float(e["dur"]))):
             start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
             while under and under[-1][0] <= start:
@@ -41,10 +41,10 @@ def called(trace: Path, ours: str, apart: str) -> tuple[set[str], set[str]]:
                 everything.add(name)
                 if inside and not aside:
                     found.add(name)
-            under.append((end, inside or ours in event["name"], aside or apart in event["name"]))
+            under.append((end, inside or ours in event["name"], aside or excluded in event["name"]))
     return found, everything
 
 
 def waiting(names: set[str]) -> set[str]:
-    """Those of them that wait."""
+    """Return the names of those that wait."""
     return names & WAITING

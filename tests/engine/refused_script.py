@@ -1,4 +1,4 @@
-"""The start of one engine for calibration or prefill, with a vLLM that says it is another if asked."""
+"""Start one engine for calibration or prefill, with another vLLM version if given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main(model: str, port: str, role: Any, version: str) -> None:
     kwargs = engine_kwargs(role, device="cpu", dtype="float32", num_gpu_blocks_override=16)
     kwargs |= {"model": model, "skip_tokenizer_init": True, "max_model_len": 128}
     if role == "calibrate":
-        VllmTracer(kwargs, int(port))  # as `eldr calibrate` does
+        VllmTracer(kwargs, int(port))  # like `eldr calibrate`
     else:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = port
         with clear_start():

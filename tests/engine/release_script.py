@@ -1,4 +1,4 @@
-"""One in-process prefill engine whose prompts nobody reads: which of them give their blocks back."""
+"""Run an in-process prefill engine whose prompts are never read, and record which free their blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-STEPS = 20  # of a tiny model: far below a second, where the lease is 300 s
+STEPS = 20  # steps of a tiny model: far below a second, while the lease is 300 s
 
 
 def main(model: str, out: str, asynchronous: bool) -> None:
@@ -33,10 +33,10 @@ def main(model: str, out: str, asynchronous: bool) -> None:
         llm.collective_rpc("eldr_abandon", args=([name],))
 
     def prefill(name: str, *, named: bool = True, stop_after: int | None = None) -> list[str]:
-        """Add a prompt of 100 tokens and step to its end; returns ids of finished prompts."""
+        """Add a prompt of 100 tokens and run it to its end; return ids of finished prompts."""
         params = {"do_remote_decode": True} | ({"eldr_request": name} if named else {})
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-        # The engine's id is not the caller's name: a client may choose it by a header.
+        # The engine's id differs from the caller's name: a client may choose it by a header.
         engine.add_request(f"client-{name}", {"prompt_token_ids": list(range(1, 101))}, sampling)
         ended: list[str] = []
         for _ in range(STEPS if stop_after is None else stop_after):
@@ -44,12 +44,12 @@ def main(model: str, out: str, asynchronous: bool) -> None:
         return ended
 
     def used() -> int:
-        """Blocks in use after some more steps."""
+        """Return the blocks in use after some more steps."""
         for _ in range(STEPS):
             engine.step()
         return round(core.scheduler.kv_cache_manager.usage * 23)
 
-    connector = get_kv_transfer_group()  # the worker's half
+    connector = get_kv_transfer_group()  # worker side
     found: dict[str, object] = {"idle": used()}
 
     found["ended"] = prefill("after")

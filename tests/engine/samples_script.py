@@ -18,7 +18,7 @@ from typing import Any
 
 import contract_script
 import numpy as np
-from contract_script import There, end, nixl, serve, start
+from contract_script import RemoteEngine, end, nixl, serve, start
 
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.engine.keys import SIGNATURE
@@ -33,8 +33,10 @@ LEFT_AFTER = 3  # tokens after which a client disconnects
 
 
 def prompts(many: int) -> list[list[int]]:
-    """Return prompts of various lengths; every third shares a prefix with an earlier one, every seventh
-    equals one."""
+    """Return prompts of various lengths.
+
+    Every third shares a prefix with an earlier one; every seventh equals one.
+    """
     rng, found = np.random.default_rng(39), []
     for number in range(many):
         own = rng.integers(1, 257, int(rng.integers(5, 150))).tolist()
@@ -69,12 +71,12 @@ class Client:
             more |= {"signature": kv.pop(SIGNATURE), "kv": kv, "token_ids": held.token_ids.tobytes()}
         ids, enough = bytearray(), asyncio.Event()
 
-        def took(payload: bytes, tokens: int, made: bytes = b"") -> None:
+        def on_chunk(payload: bytes, tokens: int, made: bytes = b"") -> None:
             ids.extend(made)
             if len(ids) >= 4 * LEFT_AFTER:
                 enough.set()
 
-        call = asyncio.create_task(self._engine.generate(self._request(name, prompt, **more), took))
+        call = asyncio.create_task(self._engine.generate(self._request(name, prompt, **more), on_chunk))
         if leaves:
             await enough.wait()
             call.cancel()
@@ -89,7 +91,7 @@ async def check(role: Any, model: str, many: int, prefills: Connection | None) -
         "max_num_seqs": AT_ONCE, "max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": BLOCKS,
     }  # fmt: skip
     engine: Any = await start(role, model)
-    client = Client(engine, None if prefills is None else There(prefills))
+    client = Client(engine, None if prefills is None else RemoteEngine(prefills))
     waiting = asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int, prompt: list[int]) -> None:

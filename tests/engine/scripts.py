@@ -1,4 +1,4 @@
-"""Engines run as scripts in processes of their own (vLLM starts once in a process)."""
+"""Run engines as scripts in their own processes (vLLM starts once per process)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINE_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles small parts of its sampler, for longer than a test runs
+    "TORCHDYNAMO_DISABLE": "1",  # compiling parts of vLLM's sampler takes longer than a test
 }
 TRITON_CPU = Path(__file__).with_name("triton_cpu")
 

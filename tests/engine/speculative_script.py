@@ -1,4 +1,4 @@
-"""One in-process engine that decodes speculatively: what its steps verified, and what was counted."""
+"""Run one in-process engine with speculative decoding; record the verified tokens and the counts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) 
     from eldr_serve.engine.vllm.connector import EldrConnector
 
     drafting: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
-    # A draft model and the layer of MTP have experts of their own, which are not to be counted.
+    # A draft model and the MTP layer have their own experts, which must not be counted.
     drafting |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": drafter}
-    steps: list[Any] = []  # of each step: prompt's number -> (position of its first token, its drafts)
+    steps: list[Any] = []  # by step: prompt number -> (position of its first token, its drafts)
     plan = EldrConnector._plan
 
     def planned(self: EldrConnector, scheduler_output: Any) -> Any:

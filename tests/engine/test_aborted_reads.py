@@ -1,4 +1,4 @@
-"""Requests that are aborted while a decode engine waits for a prompt's blocks: release of the blocks."""
+"""Requests aborted while a decode engine waits for a prompt's blocks release the blocks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def test_the_engines_free_the_blocks_between_themselves(model: Path, tmp_path: P
     assert json.loads(out.read_text()) == {"said": 0, "held": 0, "decode usage": 0.0, "wrong": 0}
 
 
-def test_blocks_that_are_freed_and_written_again_before_a_read_make_no_wrong_text(
+def test_reading_blocks_that_were_freed_and_overwritten_causes_no_wrong_text(
     model: Path, tmp_path: Path
 ) -> None:
-    """Blocks that an aborted request has read do not enter a prefix cache."""
+    """The blocks read by an aborted request do not enter a prefix cache."""
     out = tmp_path / "found.json"
     run_script("aborted_read_script.py", model, out, 1, "frees them")
     found = json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""A step's counting waits for nothing: all sizes are known on the host, and results are copied apart."""
+"""Counting never waits in a step: all sizes are known on the host, and results are copied asynchronously."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAN = StepPlan(
     traced={"b": (3, [7, 8]), "a": (2, [14])},
     requests=2, tokens=8, drafts=6, kv_tokens=12,
 )  # fmt: skip
-SLOTS = [12, 13, 14, 4, 5, 6, 7, 8, -1, -1]  # three tokens of a, five of b, padding
+SLOTS = [12, 13, 14, 4, 5, 6, 7, 8, -1, -1]  # three tokens of request a, five of b, padding
 
 
 class Router:
@@ -43,13 +43,13 @@ class Router:
 
 
 def step(device: str = "cpu", on_host: bool = False) -> tuple[Any, Any, Tensor]:
-    """One step, and what its tokens chose int32[T,L,K]."""
+    """Return a step, its parts, and its tokens' choices int32[T,L,K]."""
     routers = [Router() for _ in range(LAYERS)]
     capture = ExpertCapture(
         routers, max_tokens=16, device=device, num_blocks=6, block_size=SIZE, on_host=on_host
     )
     assert capture.cache is not None
-    capture.cache.rows += 1  # of blocks that were here before
+    capture.cache.rows += 1  # of earlier blocks
     chosen = torch.rand(len(SLOTS), LAYERS, EXPERTS, device=device).topk(K).indices.int()
     for layer, router in enumerate(routers):
         router.show(chosen[:, layer])
@@ -75,10 +75,8 @@ def test_a_step_counts_what_its_tokens_chose(on_host: bool) -> None:
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_a_rank_that_does_not_report_counts_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, on_host: bool
-) -> None:
-    """As all ranks but the first of tensor parallelism: each has the rows, and one tells of them."""
+def test_a_rank_that_does_not_report_still_counts(monkeypatch: pytest.MonkeyPatch, on_host: bool) -> None:
+    """With tensor parallelism, every rank has the rows but only the first one reports them."""
     copies: list[Tensor] = []
     monkeypatch.setattr(HostCopies, "start", lambda _, tensor: copies.append(tensor))
     routers = [[Router() for _ in range(LAYERS)] for _ in range(2)]
@@ -103,8 +101,8 @@ def test_a_rank_that_does_not_report_counts_all_the_same(
     assert torch.equal(*caches)
 
 
-def test_a_step_needs_no_value_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake tensors have none: what asks for one, or for a size that depends on one, raises."""
+def test_a_step_reads_no_tensor_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have no values: code that reads one, or needs a size that depends on one, raises."""
     monkeypatch.setattr(module, "HostCopies", lambda device: SimpleNamespace(start=lambda tensor: tensor))
     with FakeTensorMode(allow_non_fake_inputs=True):  # lists of blocks come from the host
         counts, active, _ = step()
@@ -114,10 +112,10 @@ def test_a_step_needs_no_value_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_shared_experts_that_a_kernel_runs_with_the_others_are_not_counted(
+def test_shared_experts_in_the_same_kernel_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, on_host: bool
 ) -> None:
-    """vLLM's own router, as on AMD with AITER: it shows two shared experts after the chosen ones."""
+    """vLLM's router on AMD with AITER lists two shared experts after the chosen ones."""
     monkeypatch.setattr(fused_topk_bias_router.rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
     router = fused_topk_bias_router.FusedTopKBiasRouter(
         K, EXPERTS, torch.zeros(EXPERTS), scoring_func="softmax", num_fused_shared_experts=2
@@ -145,7 +143,7 @@ def test_shared_experts_that_a_kernel_runs_with_the_others_are_not_counted(
         lambda chosen: chosen.masked_select(chosen > 1),
     ],
 )
-def test_what_would_wait_is_noticed(waits: Callable[[Tensor], Any]) -> None:
+def test_calls_that_would_wait_are_detected(waits: Callable[[Tensor], Any]) -> None:
     operators = Operators()
     operators.around(waits)(torch.ones((LAYERS, 4, K), dtype=torch.int16))
     assert operators.names & WAITING
@@ -157,7 +155,7 @@ def test_what_would_wait_is_noticed(waits: Callable[[Tensor], Any]) -> None:
 
 
 class Event:
-    """A CUDA event that is over when it is waited for."""
+    """A CUDA event that completes when it is waited for."""
 
     def __init__(self) -> None:
         self.over = False
@@ -178,7 +176,7 @@ def test_a_copy_is_ready_when_its_event_is_over() -> None:
     assert HostCopies("cpu").start(torch.arange(3)).ready
 
 
-def test_a_copy_is_waited_for_where_it_is_pickled() -> None:
+def test_pickling_a_copy_waits_for_it() -> None:
     event = Event()
     there = pickle.loads(pickle.dumps(HostCopy(np.arange(3), event, torch.arange(3))))
     assert event.over

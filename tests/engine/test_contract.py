@@ -1,4 +1,4 @@
-"""vLLM's engines do what every engine does that serving and calibration ask of (`engine_contract`)."""
+"""vLLM's engines satisfy the contract of serving and calibration (`engine_contract`)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_an_engine_does_what_is_asked_of_it(found: Any, check: str) -> None:
+def test_an_engine_satisfies_the_contract(found: Any, check: str) -> None:
     assert found["broken"][check] == ""
 
 
-def test_a_tracer_counts_prefill_and_decode_apart(found: Any) -> None:
+def test_a_tracer_counts_prefill_and_decode_separately(found: Any) -> None:
     assert found["tracer"] == []
 
 
-def test_counts_are_the_prompts_and_steps_are_reported(
+def test_counts_match_the_prompt_and_steps_are_reported(
     found: Any, choices: Callable[[list[int]], np.ndarray]
 ) -> None:
     chosen = (choices(found["ids"])[..., None] == np.arange(EXPERTS)).sum(axis=(0, 2))

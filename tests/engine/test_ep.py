@@ -1,4 +1,4 @@
-"""Expert parallelism on CPU engines: answers and counts are those of one process."""
+"""Expert parallelism on CPU engines gives the answers and counts of one process."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from offline.widen import widen
 SWITCH = {"ELDR_EXPERT_PARALLEL": "1"}
 
 
-def test_two_ranks_answer_as_one_process_whatever_the_placement(model: Path, tmp_path: Path) -> None:
+def test_two_ranks_answer_like_one_process_under_any_placement(model: Path, tmp_path: Path) -> None:
     expected = tmp_path / "alone.json"
     run_script("ep_script.py", model, "alone", expected)
     run_script("ep_script.py", model, "ranks", expected, **SWITCH)
-    # Traced as for GPUs; vLLM's own switch for tests leaves out the C++ compiler, for a minute less.
+    # Traced as for GPUs; vLLM's switch for tests skips the C++ compiler, which saves a minute.
     compiled = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_CI_ENV": "1"}
     run_script("ep_script.py", model, "compiled", expected, **SWITCH, **compiled)
 
 
-def test_four_ranks_start_with_one_method_s_placement_and_go_to_those_of_others(tmp_path: Path) -> None:
+def test_four_ranks_migrate_between_the_placements_of_several_methods(tmp_path: Path) -> None:
     model, expected = (str(tmp_path / name) for name in ("model", "alone.json"))
     widen(WEIGHTS, 32, Path(model), heads=4)
     run_script("ep_script.py", model, "alone", expected)
@@ -55,7 +55,7 @@ def test_four_ranks_start_with_one_method_s_placement_and_go_to_those_of_others(
 
 
 def methods(folder: Path, slots: int, ranks: int) -> list[str]:
-    """Files of placements of the demo model, as GRACE-MoE, EPLB and DIRECTOR make them of drawn routes."""
+    """Write placements of the demo model by GRACE-MoE, EPLB and DIRECTOR for random routes."""
     rng = np.random.default_rng(0)
     routes = np.stack([rng.choice(64, 4, replace=False) for _ in range(600)]).reshape(100, 6, 4)
     load = np.stack([np.bincount(routes[:, layer].ravel(), minlength=64) for layer in range(6)])
@@ -72,7 +72,7 @@ def methods(folder: Path, slots: int, ranks: int) -> list[str]:
     return [str(folder / f"{name}.json") for name in rows]
 
 
-def test_vllm_finds_the_plugin_and_it_does_nothing_by_itself() -> None:
+def test_vllm_finds_the_plugin_which_does_nothing_by_itself() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ((name, value),) = project["entry-points"]["vllm.general_plugins"].items()
     EntryPoint(name, value, "vllm.general_plugins").load()()
@@ -99,7 +99,7 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"speculative_config": object()}, "speculative decoding"),
     ],
 )
-def test_an_engine_whose_ranks_would_not_agree_is_refused(changes: dict[str, Any], reason: str) -> None:
+def test_an_engine_with_inconsistent_ranks_is_refused(changes: dict[str, Any], reason: str) -> None:
     both = {
         "data_parallel_size": 1, "pipeline_parallel_size": 1, "speculative_config": None, "num_experts": 16,
         "is_sequence_parallel": False, "moe_parallel_config": SimpleNamespace(ep_size=2),
@@ -137,7 +137,7 @@ def test_without_the_switch_expert_parallelism_is_refused(use_ep: bool, refused:
         (([[*range(18)]] * 3, 2), {"redundant_experts": 2}, "outside 0 to 15"),
     ],
 )
-def test_a_start_with_what_does_not_fit_is_refused(
+def test_an_initial_placement_that_does_not_fit_is_refused(
     tmp_path: Path, placement: Any, config: dict[str, Any], sentence: str
 ) -> None:
     if placement is not None:
@@ -152,6 +152,6 @@ def test_a_start_with_what_does_not_fit_is_refused(
         )  # fmt: skip
 
 
-def test_a_misspelt_key_is_named() -> None:
+def test_the_error_names_a_misspelt_key() -> None:
     with pytest.raises(UnsupportedEngineError, match="eldr_experts does not fit, replica_choise"):
         parse(CpuExpertsConfig, {"replica_choise": "metro"})

@@ -1,4 +1,4 @@
-"""Expert placement and replica choice in vLLM: its own EPLB on two ranks, and what is refused."""
+"""Expert placement and replica choice in vLLM: its own EPLB on two ranks, and refused engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_vllm_moves_weights_to_the_placement_and_routes_by_our_choice() -> None:
     run_script("eplb_script.py", free_port(), TRITON_INTERPRET="1")
 
 
-def test_the_worker_takes_what_vllms_own_takes() -> None:
+def test_the_worker_has_the_arguments_of_vllms_worker() -> None:
     ours, theirs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(worker.load_model).parameters.values()]
         for worker in (PlacedWorker, Worker)

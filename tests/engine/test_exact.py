@@ -1,4 +1,4 @@
-"""Counts of a real engine under pressure equal what Hugging Face's model chooses, integer by integer."""
+"""Counts of a real engine under pressure equal the choices of Hugging Face's model, integer by integer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts import run_script
 
 from benchmarks.lib.exact import against_reference
 
-# Name -> scheduler, batches, place of counting, NIXL port; v2 is Model Runner V2, avx2 uses the kernels of
+# Name -> scheduler, batches, device of counting, NIXL port; v2 is Model Runner V2, avx2 uses the kernels of
 # a CPU without AVX-512.
 RUNS = {
     "async": ("async", "all", "host", "21871"),
@@ -29,7 +29,7 @@ RUNNERS = dict.fromkeys(RUNS, "cpu_model_runner") | {"v2": "cpu.model_runner"}
 
 @pytest.fixture(scope="module")
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """Name of a run -> its report."""
+    """Return a function from the name of a run to its report."""
 
     @cache
     def report(name: str) -> dict[str, Any]:
@@ -56,11 +56,11 @@ def report(run: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
     return run(name)
 
 
-def test_the_engine_runs_the_model_runner_that_is_meant(report: dict[str, Any], name: str) -> None:
+def test_the_engine_runs_the_intended_model_runner(report: dict[str, Any], name: str) -> None:
     assert report["runner"] == f"vllm.v1.worker.{RUNNERS[name]}"
 
 
-def test_vllm_loads_the_kernels_for_the_features_that_it_sees(run: Callable[[str], dict[str, Any]]) -> None:
+def test_vllm_loads_the_kernels_for_the_visible_cpu_features(run: Callable[[str], dict[str, Any]]) -> None:
     assert run("avx2")["kernels"] == ["_C_AVX2.abi3.so"]
     assert len(run("async")["kernels"]) == 1
 
@@ -71,7 +71,7 @@ def test_the_pressure_was_real(report: dict[str, Any], name: str) -> None:
     assert any(len(r["prompt"]) > 2 * CHUNK for r in report["records"])
 
 
-def test_everything_equals_the_cold_recomputation(
+def test_all_counts_equal_an_uncached_recomputation(
     report: dict[str, Any], name: str, choices: Callable[[list[int]], np.ndarray]
 ) -> None:
     """Signatures, decode counts, routes and step records, integer by integer."""
@@ -101,7 +101,7 @@ def test_every_decode_step_has_a_record(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("other", [name for name, run in RUNS.items() if "short" in run])
-def test_answers_and_counts_are_those_of_the_default(
+def test_answers_and_counts_equal_those_of_the_default(
     run: Callable[[str], dict[str, Any]], other: str
 ) -> None:
     """Answers and counts are equal for Model Runners V1 and V2, and for AVX2 and the default kernels."""
@@ -116,11 +116,13 @@ def test_answers_and_counts_are_those_of_the_default(
 @pytest.mark.parametrize("name", [name for name, run in RUNS.items() if "device" in run])
 def test_no_step_waits_for_the_device(run: Callable[[str], dict[str, Any]], name: str) -> None:
     report = run(name)
-    assert {"copy_", "index_put_", "scatter_add_", "searchsorted"} <= set(report["operators"])  # it was noted
+    assert {"copy_", "index_put_", "scatter_add_", "searchsorted"} <= set(
+        report["operators"]
+    )  # calls were recorded
     assert not set(report["operators"]) & WAITING
 
 
-def test_nothing_is_left_behind_in_the_scheduler(report: dict[str, Any]) -> None:
+def test_the_scheduler_keeps_no_state(report: dict[str, Any]) -> None:
     assert report["left_behind"] == [0, 0, 0]
 
 

@@ -10,7 +10,7 @@ from scripts import run_script
 
 
 @pytest.mark.parametrize("after", ["nothing", "a prompt"])
-def test_a_forward_that_fails_is_told_by_its_own_error_and_not_counted(
+def test_a_failed_forward_raises_its_own_error_and_is_not_counted(
     model: Path, tmp_path: Path, after: str
 ) -> None:
     out = tmp_path / "report.json"

@@ -1,4 +1,4 @@
-"""Every MoE family that is said to work is counted exactly, under both of vLLM's model runners."""
+"""Every supported MoE family is counted exactly, under both of vLLM's model runners."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ GROUPS = {"GPT-OSS": 2, "Gemma-4": 6, "Llama-4": 4, "Qwen3-Next": 4, "LFM2-MoE":
 REFUSED = {
     "ERNIE-4.5": "correction bias",
 }
-MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills their prompts whole, without a cache
-NEEDS = {"DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")}  # and the feature's name in the row
-NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted none of its requests that it could not finish
-NEAR_TIE = 0.05  # of the range of a router's scores, or of its groups': 0.030 is the widest measured
+MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills in one step, without a cache
+NEEDS = {"DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")}  # and its name
+NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted only requests that it could finish
+NEAR_TIE = 0.05  # share of the range of a router's (or its groups') scores; measured maximum: 0.030
 Row = Callable[[str, str], dict[str, Any]]
 
 everything = pytest.mark.parametrize(
@@ -47,7 +47,7 @@ everything = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Row:
-    """Family and runner -> line of the table; those that were selected are served together."""
+    """Return the table row of a family and runner; all selected ones are served together."""
     chosen = [
         item.callspec.params
         for item in request.session.items
@@ -90,7 +90,7 @@ def test_a_family_is_counted_exactly_or_refused(found: Row, family: str, runner:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_kernels_for_amx_take_the_dimensions(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_amx_kernels_support_the_dimensions(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run vLLM's own checks as if the CPU had AMX."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     sizes = FAMILIES[family].settings

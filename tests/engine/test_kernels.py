@@ -1,4 +1,4 @@
-"""MoE kernels that route inside: vLLM's own selector on mocked GPUs, and its own driver of such a kernel."""
+"""MoE kernels with internal routing: vLLM's selector on mocked GPUs, and its driver of such a kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAYERS, EXPERTS, K, HIDDEN = 2, 8, 2, 16
 
 
 def moe_config(backend: str = "auto") -> FusedMoEConfig:
-    """One layer of GPT-OSS, in small."""
+    """Return the configuration of a small GPT-OSS layer."""
     return FusedMoEConfig(
         num_experts=EXPERTS, num_local_experts=EXPERTS, num_logical_experts=EXPERTS, experts_per_token=K,
         hidden_dim=256, intermediate_size=256, activation=MoEActivation.SWIGLUOAI, device="cpu",
@@ -57,7 +57,7 @@ def engine(backend: str = "auto", quantization: str = "gpt_oss_mxfp4", eplb: boo
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int = 0) -> None:
-    """An NVIDIA GPU of this capability, with all packages that kernels ask for."""
+    """Pretend to have an NVIDIA GPU of this capability, with all packages that kernels need."""
     capability = DeviceCapability(major, minor)
 
     def at_least(asked: Any, device_id: int = 0) -> bool:
@@ -81,7 +81,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int = 0) -> None:
 
 
 def selected(backend: str) -> Any:
-    """The class that vLLM would run for GPT-OSS."""
+    """Return the kernel class that vLLM would run for GPT-OSS."""
     return mxfp4.select_mxfp4_moe_backend(moe_config(backend))[1]
 
 
@@ -98,7 +98,7 @@ def is_open(kernel: Any) -> bool:
         ((12, 0), "MarlinExperts", "auto", "MarlinExperts"),
     ],
 )
-def test_gpt_oss_gets_a_kernel_that_shows_its_choices(
+def test_gpt_oss_gets_a_kernel_that_exposes_its_choices(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     automatic: str,
@@ -114,7 +114,7 @@ def test_gpt_oss_gets_a_kernel_that_shows_its_choices(
     assert is_open(selected(backend))
 
 
-def test_a_gpu_whose_first_choice_hides_and_others_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_a_kernel_that_exposes_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, 9)
     assert not is_open(selected("auto"))
     monkeypatch.setattr(gpt_oss_triton_kernels_moe, "has_triton_kernels", lambda: False)
@@ -125,7 +125,7 @@ def test_a_gpu_whose_first_choice_hides_and_others_would_not(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("settings", [{"backend": "triton"}, {"quantization": "fp8"}, {"eplb": True}])
-def test_what_was_asked_for_and_what_has_other_kernels_stays(
+def test_an_explicit_backend_and_other_quantizations_are_kept(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     on_gpu(monkeypatch, 9)
@@ -134,7 +134,7 @@ def test_what_was_asked_for_and_what_has_other_kernels_stays(
     assert config.kernel_config.moe_backend == settings.get("backend", "auto")
 
 
-def test_the_choice_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     on_gpu(monkeypatch, 9)
     choose_open_kernel(engine())
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("eldr_serve")]
@@ -142,7 +142,7 @@ def test_the_choice_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 
 
 class InsideRouting(mk.FusedMoEExpertsMonolithic):
-    """A kernel that routes by the largest logits, as FlashInfer's: it notes its choice where asked."""
+    """A kernel that routes by the largest logits, like FlashInfer's; records its choice on request."""
 
     replay = True
     activation_format = staticmethod(lambda: mk.FusedMoEActivationFormat.Standard)
@@ -173,7 +173,7 @@ class Hidden(InsideRouting):
 
 
 class Unused(BaseRouter):
-    """The layer's router, which such a kernel does without."""
+    """The layer's router, which such a kernel does not use."""
 
     routing_method_type = RoutingMethodType.Renormalize
 
@@ -182,7 +182,7 @@ class Unused(BaseRouter):
 
 
 def layers(kernel: type[InsideRouting]) -> tuple[VllmConfig, list[mk.FusedMoEKernelMonolithicImpl], Any]:
-    """An engine's configuration with two such layers, and what vLLM runs them by."""
+    """Return an engine's configuration with two such layers, and vLLM's drivers for them."""
     impls = [
         mk.FusedMoEKernelMonolithicImpl(
             MoEPrepareAndFinalizeNoDPEPMonolithic(), kernel(moe_config(), FUSED_MOE_UNQUANTIZED_CONFIG)

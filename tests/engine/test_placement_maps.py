@@ -1,4 +1,4 @@
-"""vLLM's own EPLB code takes our placements: its maps say what ours say."""
+"""vLLM's own EPLB code accepts our placements: its maps equal ours."""
 
 from __future__ import annotations
 

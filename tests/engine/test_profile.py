@@ -1,4 +1,4 @@
-"""Under vLLM's own profiler nothing that our part of a step calls waits for the device."""
+"""Under vLLM's own profiler, nothing that our part of a step calls waits for the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts import run_script
 
 RUNNERS = {"V1": "cpu_model_runner", "V2": "cpu.model_runner"}
 COUNTS = {"copy_", "index_put_", "scatter_add_", "index_select", "argsort", "searchsorted"}
-OURS, APART = "eldr_serve/engine/", "host_copy.py("  # the copies to the host are on a stream of their own
+OURS, EXCLUDED = "eldr_serve/engine/", "host_copy.py("  # copies to the host have their own stream
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -19,7 +19,7 @@ def test_no_step_waits_for_the_device(model: Path, tmp_path: Path, runner: str) 
     run_script("profile_script.py", model, tmp_path, v2=runner == "V2")
     assert (tmp_path / "runner").read_text() == f"vllm.v1.worker.{RUNNERS[runner]}"
     (trace,) = tmp_path.glob("*.json")
-    ours, everything = called(trace, OURS, APART)
+    ours, everything = called(trace, OURS, EXCLUDED)
     assert ours >= COUNTS
     assert waiting(everything), "vLLM's own part of a step waits on CPUs, and no such call was seen"
     assert not waiting(ours)
@@ -51,7 +51,7 @@ def an_array(chosen: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("waits", [an_item, a_truth, a_mask, booleans, a_list, an_array])
-def test_a_call_that_would_wait_is_found_in_a_trace(tmp_path: Path, waits: object) -> None:
+def test_a_waiting_call_is_found_in_a_trace(tmp_path: Path, waits: object) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     trace, chosen = tmp_path / "trace.json", torch.arange(5)

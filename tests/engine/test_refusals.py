@@ -1,4 +1,4 @@
-"""What would make counts inexact is refused at the start, with the reason."""
+"""Engines whose counts would be inexact are refused at the start, with the reason."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def test_another_vllm_is_refused_with_the_same_names(monkeypatch: pytest.MonkeyP
         check_engine(config())
     assert "\n" not in str(refused.value)
     with pytest.raises(UnsupportedEngineError, match=version), clear_start():
-        pytest.fail("it was started")
+        pytest.fail("it started")
 
 
-def test_a_name_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_without_a_required_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(kv_cache_utils, "resolve_kv_cache_block_sizes")
     with pytest.raises(
         UnsupportedEngineError, match=r"no .*resolve_kv_cache_block_sizes.*pip install vllm=="
@@ -117,12 +117,14 @@ def test_a_name_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ("worker", "vllm.distributed.kv_transfer.kv_connector.v1.nixl"),
     ],
 )
-def test_a_module_that_has_moved_is_refused(monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str) -> None:
+def test_a_vllm_without_a_required_module_is_refused(
+    monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str
+) -> None:
     package = "eldr_serve.engine.vllm"
     for name in list(sys.modules):
         if name.startswith(f"{package}.") and name not in (f"{package}.compat", f"{package}.compat.checked"):
             parent, _, child = name.rpartition(".")
-            if parent in sys.modules:  # else it goes with its parent
+            if parent in sys.modules:  # otherwise it is removed with its parent
                 monkeypatch.delattr(sys.modules[parent], child)
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, theirs, None)
@@ -141,11 +143,11 @@ def test_every_import_of_vllms_internals_is_guarded(path: Path) -> None:
     }
     for node in ast.walk(tree):
         internal = isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm"
-        if internal and node.module != "vllm.config":  # which is public
+        if internal and node.module != "vllm.config":  # vllm.config is public
             assert node in guarded, f"line {node.lineno}: {ast.unparse(node)}"
 
 
-def test_what_vllm_refuses_in_several_lines_is_one_sentence() -> None:
+def test_an_error_of_vllm_with_several_lines_becomes_one_sentence() -> None:
     class Settings(BaseModel):
         model: str
 
@@ -191,7 +193,7 @@ STATE = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamb
 
 
 def counted(*specs: Any, longest: int = 512, caching: bool = True, unit: int | None = None) -> CountedGroup:
-    """What is counted by, of an engine with a group of two layers for each of these."""
+    """Return the counted group of an engine with a group of two layers for each spec."""
     groups = [KVCacheGroupSpec([f"layer.{n}.0", f"layer.{n}.1"], spec) for n, spec in enumerate(specs)]
     cache = SimpleNamespace(block_size=32, enable_prefix_caching=caching, prefix_match_unit=unit)
     settings: Any = SimpleNamespace(
@@ -209,13 +211,13 @@ def test_tokens_are_counted_by_the_group_of_full_attention() -> None:
     assert counted(STATE, STATE, FULL) == CountedGroup(2, 32, "layer.2.0")
 
 
-def test_a_window_that_no_prompt_outgrows_counts_too() -> None:
+def test_a_window_longer_than_all_prompts_can_be_counted() -> None:
     assert counted(WINDOW, longest=128) == CountedGroup(0, 16, "layer.0.0")
     assert counted(WINDOW, FULL, longest=512).index == 1
 
 
 @pytest.mark.parametrize("specs", [(WINDOW,), (STATE,), (WINDOW, STATE)])
-def test_an_engine_that_gives_blocks_back_before_a_prompt_ends_is_refused(specs: tuple[Any, ...]) -> None:
+def test_an_engine_that_frees_blocks_within_a_prompt_is_refused(specs: tuple[Any, ...]) -> None:
     with pytest.raises(UnsupportedEngineError, match=f"{type(specs[0]).__name__}.*max_model_len"):
         counted(*specs, longest=129)
 
@@ -227,11 +229,13 @@ def test_prefix_hits_that_end_within_a_counted_block_are_refused() -> None:
         counted(FULL, STATE, WINDOW)
     assert counted(FULL, STATE, unit=16, caching=False).index == 0
     assert counted(FULL, STATE, unit=32).index == counted(FULL, STATE).index == 0
-    assert counted(FULL, WINDOW).index == 0  # hits without recurrent states end with whole blocks of all
+    assert (
+        counted(FULL, WINDOW).index == 0
+    )  # without recurrent states, hits end at whole blocks of all groups
 
 
 @pytest.mark.parametrize("kv_role", ["kv_consumer", "kv_producer"])
-def test_an_engine_that_serves_may_decode_speculatively(kv_role: str) -> None:
+def test_a_serving_engine_may_decode_speculatively(kv_role: str) -> None:
     check_engine(config(speculative=object(), kv_role=kv_role))
 
 
@@ -290,7 +294,7 @@ def test_zero_experts_are_refused() -> None:
         moe_routers(config(layers={"model.layers.0.mlp.experts": layer(router)}))
 
 
-def test_a_correction_bias_that_the_cpu_router_leaves_out_is_refused() -> None:
+def test_a_correction_bias_that_the_cpu_router_ignores_is_refused() -> None:
     bias = torch.tensor([0.0, 0.0, 0.0, 9.0])
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
 
@@ -301,14 +305,14 @@ def test_a_correction_bias_that_the_cpu_router_leaves_out_is_refused() -> None:
         return int(router._compute_routing(logits, logits, None)[1])
 
     grouped = router(use_grouped_topk=True, num_expert_group=1, topk_group=1)
-    assert (chosen(router()), chosen(grouped)) == (0, 3)  # a vLLM that heeds the bias needs no refusal
+    assert (chosen(router()), chosen(grouped)) == (0, 3)  # a vLLM that applies the bias needs no refusal
     assert moe_routers(config(layers={"model.layers.0.mlp.experts": layer(grouped)})) == [(0, grouped)]
     with pytest.raises(UnsupportedEngineError, match=r"correction bias.*on GPUs"):
         moe_routers(config(layers={"model.layers.0.mlp.experts": layer(router())}))
 
 
-def test_positions_that_the_cpu_kernel_embeds_wrongly_are_refused() -> None:
-    # VllmConfig writes settings into the environment, which engines that other tests start would get.
+def test_wrong_position_embeddings_of_the_cpu_kernel_are_refused() -> None:
+    # VllmConfig writes settings to the environment; engines of other tests would inherit them.
     with mock.patch.dict(os.environ), set_current_vllm_config(VllmConfig()):
         rotary = get_rope(32, 64, is_neox_style=True, rope_parameters={"rope_type": "default"})
     positions, queries, keys = torch.arange(5), torch.randn(5, 2, 32), torch.randn(5, 1, 32)
@@ -321,7 +325,7 @@ def test_positions_that_the_cpu_kernel_embeds_wrongly_are_refused() -> None:
     right = turned(rotary.forward_native, 5, 64)
     torch.testing.assert_close(turned(rotary.forward_native, 5, 2, 32), right)
     torch.testing.assert_close(turned(rotary.forward_cpu, 5, 64), right)
-    # a vLLM whose kernel takes heads apart needs no refusal
+    # a vLLM whose kernel separates heads needs no refusal
     assert not torch.allclose(turned(rotary.forward_cpu, 5, 2, 32), right, atol=0.1)
     layers = {"model.layers.0.feed_forward.experts": layer(Router(2, 8))}
     assert moe_routers(config(layers=layers, kind="lfm2_moe", custom_ops=False))
@@ -343,7 +347,7 @@ def test_a_side_channel_that_cannot_listen_is_refused() -> None:
         check_side_channel(scheduler("localhost", port, listener=object()))
     check_side_channel(scheduler("localhost", port))
     with pytest.raises(UnsupportedEngineError, match=r"203\.0\.113\.7"):
-        check_side_channel(scheduler("203.0.113.7", port))  # not of this machine
+        check_side_channel(scheduler("203.0.113.7", port))  # address of another machine
 
 
 def test_an_unknown_role_is_refused() -> None:
@@ -351,7 +355,7 @@ def test_an_unknown_role_is_refused() -> None:
         engine_kwargs("router")  # type: ignore[arg-type]
 
 
-def test_spans_are_of_requests_and_need_the_statistics() -> None:
+def test_spans_exist_for_served_requests_and_need_statistics() -> None:
     spans = {"otlp_traces_endpoint": "http://127.0.0.1:4317", "collect_detailed_traces": ["all"]}
     assert spans.items() <= engine_kwargs("decode", **spans).items()  # type: ignore[arg-type]
     assert not spans.keys() & engine_kwargs("calibrate", disable_log_stats=True, **spans).keys()  # type: ignore[arg-type]
@@ -359,7 +363,7 @@ def test_spans_are_of_requests_and_need_the_statistics() -> None:
         engine_kwargs("prefill", disable_log_stats=True, **spans)  # type: ignore[arg-type]
 
 
-def test_an_engine_without_statistics_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_without_statistics_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     engine_kwargs("calibrate", disable_log_stats=True)
     engine_kwargs("decode", disable_log_stats=False)
     assert not caplog.records
@@ -375,14 +379,14 @@ MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
 @pytest.mark.parametrize(
     ("role", "drafting", "kept", "asynchronous"),
     [
-        ("decode", NGRAM, True, False),  # as vLLM wants it
+        ("decode", NGRAM, True, False),  # required by vLLM
         ("decode", MTP, True, True),
         ("prefill", NGRAM, False, True),
-        ("prefill", MTP, True, True),  # NIXL refuses two engines that differ in it
+        ("prefill", MTP, True, True),  # NIXL rejects two engines that differ in it
         ("calibrate", MTP, False, False),
     ],
 )
-def test_drafts_are_made_where_they_are_verified(
+def test_only_engines_that_verify_drafts_make_them(
     role: Role,
     drafting: dict[str, Any],
     kept: bool,
@@ -399,19 +403,19 @@ def test_drafts_are_made_where_they_are_verified(
     )
 
 
-def test_engines_without_drafts_are_as_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_engines_without_drafts_are_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     assert "speculative_config" not in engine_kwargs("prefill")
     assert engine_kwargs("decode", speculative_config=None)["async_scheduling"]
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("device", "worker"), [("cpu", None), ("gpu", "EldrWorker")])
-def test_a_gpu_has_a_worker_that_settles_the_kernel(device: str, worker: str | None) -> None:
+def test_a_gpu_has_a_worker_that_chooses_the_kernel(device: str, worker: str | None) -> None:
     found = engine_kwargs("decode", device=device).get("worker_cls")
     assert found == (worker and f"eldr_serve.engine.vllm.gpu_worker.{worker}")
 
 
-def test_the_worker_takes_what_vllms_own_takes() -> None:
+def test_the_worker_has_the_arguments_of_vllms_worker() -> None:
     ours, theirs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(worker.load_model).parameters.values()]
         for worker in (EldrWorker, Worker)

@@ -1,4 +1,4 @@
-"""Real engines that are refused: the process ends with one sentence that says what to change."""
+"""Refused real engines: the process ends with one sentence that says what to change."""
 
 from __future__ import annotations
 

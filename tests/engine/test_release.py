@@ -1,4 +1,4 @@
-"""Blocks of finished prompts that no decode engine will read are freed, whenever that became known."""
+"""Blocks of finished prompts that no decode engine will read are freed, whenever this becomes known."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from scripts import run_script
 
 
 @pytest.mark.parametrize(("mode", "port"), [("async", "21875"), ("sync", "21876")])
-def test_a_prompt_that_is_given_up_gives_its_blocks_back(
-    model: Path, tmp_path: Path, mode: str, port: str
-) -> None:
+def test_an_abandoned_prompt_frees_its_blocks(model: Path, tmp_path: Path, mode: str, port: str) -> None:
     out = tmp_path / "report.json"
     run_script("release_script.py", model, out, mode, VLLM_NIXL_SIDE_CHANNEL_PORT=port)
     found = json.loads(out.read_text())
@@ -26,6 +24,6 @@ def test_a_prompt_that_is_given_up_gives_its_blocks_back(
         "abandoned, prolonged by a heartbeat": 0,
         "another was abandoned": 4,
         "without a name": 4,
-        # The nameless prompt is not known by name; `oth` and `nameless` were never held.
+        # The nameless prompt has no name to find it by; `oth` and `nameless` were never held.
         "remembered": [0, 2],
     }

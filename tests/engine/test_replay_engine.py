@@ -1,4 +1,4 @@
-"""A benchmark by replay, from the prompts to the result, on the demo model with wider experts."""
+"""A replay benchmark from the prompts to the result, on the demo model with wider experts."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from eldr_serve.command_errors import BadInput, run
 from offline.simulation.calibration import fit_steps
 
 SHORT = 100  # characters
-WIDE = 1024  # neurons an expert
-# The capture, too, runs its engine in its own process, and so imports vLLM once.
+WIDE = 1024  # neurons per expert
+# The capture also runs its engine in its own process, and so imports vLLM once.
 IN_PROCESS = ENGINE_ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the capture and the widened model are kept for the next test."""
+    """Return a folder that keeps the capture and the widened model for the next test."""
     return tmp_path_factory.mktemp("work")
 
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's prompts, cut short: a replay begins with the prefill of each."""
+    """Write shortened demo prompts: a replay begins with the prefill of each."""
     folder = tmp_path_factory.mktemp("prompts")
     for file in (ROOT / "examples/demo_model" / "prompts").glob("*.jsonl"):
         records = map(json.loads, file.read_text().splitlines())
@@ -47,11 +47,11 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(work: Path) -> Iterator[EnginePool]:
-    """One engine with the widened model."""
+    """Yield a pool of one engine with the widened model."""
     with EnginePool(widened(WIDE, work), 1) as pool:
         yield pool
         for process in pool._pool._processes.values():
-            process.kill()  # an engine that ends by itself takes 5 s; the first test waits for two
+            process.kill()  # a regular engine exit takes 5 s; the first test waits for two
 
 
 def arguments(prompts: Path, work: Path, out: Path, **more: object) -> list[str]:
@@ -89,35 +89,35 @@ def test_a_replay_measures_every_request_of_every_arm(prompts: Path, work: Path,
     assert (tmp_path / "band.png").stat().st_size > 5000
 
 
-def test_an_engine_that_dies_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_engine_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    monkeypatch.syspath_prepend(tmp_path)  # which a spawned process inherits
+    monkeypatch.syspath_prepend(tmp_path)  # spawned processes inherit it
     with pytest.raises(BadInput, match="engine died"), EnginePool(tmp_path / "no model", 1) as pool:
         pool.probe_s()
 
 
-def test_the_clock_runs_slower_as_the_core_does(pool: EnginePool) -> None:
+def test_the_clock_slows_down_with_the_core(pool: EnginePool) -> None:
     arrivals = [Arrival(str(n), 0.0, list(range(10, 43)), 20, n) for n in range(4)]
     assert pool.probe_s() > 0
     (as_now, steps), (slower, _) = (pool.replay(arrivals, probe_s).result() for probe_s in (1.0, 1e-3))
     assert set(as_now) == set(slower) == {"0", "1", "2", "3"}
     assert all(len(times) == 20 and (np.diff(times) > 0).all() for times in as_now.values())
-    # A core that is a thousand times slower for the one than for the other: a step is 1000**0.75 times.
+    # One probe time is a thousand times the other: a step is 1000**0.75 times as long.
     assert 40 < as_now["0"][-1] / slower["0"][-1] < 800
     assert len(steps.slowdown) == len(steps.seconds) >= 19
 
 
-def test_the_engine_samples_the_captured_text_again(
+def test_the_engine_reproduces_the_captured_text(
     prompts: Path, work: Path, pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that simulator and engine have the same routes, and differ in time alone."""
+    """Then simulator and engine have the same routes, and differ only in time."""
     steps = tmp_path / "steps.jsonl"
-    # So many at once that a slow spell of the machine hardly changes who shares a step with whom.
+    # So many at once that a slow machine hardly changes which requests share a step.
     options = {"steps-out": steps, "batch": 100, "per-worker": 6, "repeats": 2}
     out = tmp_path / "validation.json"
     monkeypatch.setattr(replay_command, "EnginePool", lambda *_: nullcontext(pool))
     monkeypatch.setattr(sys, "argv", ["simulator_validation", *arguments(prompts, work, out, **options)])
-    for name, value in IN_PROCESS.items():  # for the capture, where the first test has not made it
+    for name, value in IN_PROCESS.items():  # for the capture, if the first test has not made it
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
         run(simulator_validation)
@@ -125,13 +125,13 @@ def test_the_engine_samples_the_captured_text_again(
     result = json.loads(out.read_text())
     assert len(result["rows"]) == 8
     for row in result["rows"]:
-        # Other mates in a step now and then, as its time is another; the text and its experts are the same.
+        # Batches differ occasionally, since times differ; the text and its experts are the same.
         assert row["simulated_active_experts"] == pytest.approx(row["active_experts"], rel=0.15)
         assert row["regret_mean_us"] >= 0
     assert fit_steps(steps).steps == len(steps.read_text().splitlines()) > 100
 
 
-def test_composed_steps_of_a_made_up_model_activate_the_experts_that_are_given(tmp_path: Path) -> None:
+def test_composed_steps_of_a_random_model_activate_the_given_experts(tmp_path: Path) -> None:
     out = tmp_path / "step_cost.json"
     narrow = "--layers 2 --vocabulary 1024 --hidden 64 --intermediate 32 --context 40"
     small = "--batches 2,4 --active 8,16,32 --rounds 5"

@@ -29,7 +29,7 @@ def run(
     return many, json.loads(out.read_text())
 
 
-def test_requests_that_are_sampled_and_end_give_one_sample_each(run: tuple[int, dict[str, Any]]) -> None:
+def test_each_finished_sampled_request_gives_one_sample(run: tuple[int, dict[str, Any]]) -> None:
     many, found = run
     expected = {f"{number}" for number in range(many) if number % 4 != 3 and number % 5 != 4}
     assert sorted(sample["id"] for sample in found["samples"]) == sorted(expected)
@@ -50,7 +50,7 @@ def test_counts_equal_those_of_a_calibration(run: tuple[int, dict[str, Any]]) ->
         assert sample["decode"] == traced["eldr_decode"]
 
 
-def test_counts_equal_the_cold_recomputation(
+def test_counts_equal_an_uncached_recomputation(
     run: tuple[int, dict[str, Any]], choices: Callable[[list[int]], np.ndarray]
 ) -> None:
     _, found = run

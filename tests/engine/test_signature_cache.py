@@ -1,4 +1,4 @@
-"""The cache alone, against a plain dictionary."""
+"""The signature cache against a plain dictionary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eldr_serve.engine.routes import pack_routes, unpack_routes
 from eldr_serve.engine.vllm.signature_cache import SignatureCache, active_experts
 
 BLOCKS, SIZE, LAYERS, EXPERTS, K = 6, 4, 2, 5, 2
-Writes = st.lists(  # steps of (block, first offset, tokens), each a run of consecutive slots
+Writes = st.lists(  # steps of (block, first offset, tokens): runs of consecutive slots
     st.lists(
         st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, SIZE - 1), st.integers(1, SIZE)), max_size=4
     ),
@@ -24,7 +24,7 @@ Writes = st.lists(  # steps of (block, first offset, tokens), each a run of cons
 
 @given(Writes, st.integers(0, 2**16), st.sampled_from([torch.int16, torch.int32, torch.int64]))
 @settings(deadline=None)
-def test_rows_equal_a_recount_of_what_was_written_since_offset_0(
+def test_rows_equal_a_recount_of_all_writes_since_offset_0(
     steps: list[list[tuple[int, int, int]]], seed: int, dtype: torch.dtype
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -77,7 +77,7 @@ def test_active_experts_are_the_distinct_ones(tokens: int, seed: int) -> None:
     ]
 
 
-def test_routes_come_back_and_others_are_refused() -> None:
+def test_routes_round_trip_and_unknown_ones_are_refused() -> None:
     routes = np.random.default_rng(0).integers(0, 300, (7, 3, 2)).astype(np.int16)
     np.testing.assert_array_equal(unpack_routes(pack_routes(routes)), routes)
     for bad in ("", "AAAA", pack_routes(routes)[:-8], "\u00e9"):

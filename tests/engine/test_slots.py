@@ -1,4 +1,4 @@
-"""Where the connector finds a step's KV slots, under the calls that Model Runner V2 makes."""
+"""How the connector finds a step's KV slots, under the calls of Model Runner V2."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOTS = torch.tensor([64, 65, -1, -1])  # two tokens, padded to the size of a gr
 
 
 class Worker(NixlPullConnectorWorker):
-    """NIXL's worker half, with nothing to transfer."""
+    """NIXL's worker side without transfers."""
 
     use_host_buffer = False
 
@@ -49,7 +49,7 @@ class Worker(NixlPullConnectorWorker):
 
 
 class Capture:
-    """An ExpertCapture that keeps the slots that it is given."""
+    """An ExpertCapture that records the given slots."""
 
     def __init__(self) -> None:
         self.slots: list[Tensor] = []
@@ -60,7 +60,7 @@ class Capture:
 
 
 def _of_layers(counted: Any) -> dict[str, Any]:
-    """The counted group's layer between those of others, whose slots are others or none."""
+    """Return the metadata of the counted group's layer between layers with other slots or none."""
     return {
         "model.layers.0.attn": torch.tensor([7, 8, 9, 10]),
         "model.layers.1.attn": counted,
@@ -69,7 +69,7 @@ def _of_layers(counted: Any) -> dict[str, Any]:
 
 
 class Runner:
-    """A step as V2 runs it: vLLM's own driver of connectors over our connector's worker half."""
+    """A V2 step: vLLM's own driver of connectors over our connector's worker side."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
@@ -99,7 +99,7 @@ class Runner:
         }
 
     def scheduled(self, tokens: int, requests: int | None = None) -> Any:
-        """vLLM's SchedulerOutput of a step, so far as connectors see it; of a request a token, or so many."""
+        """Return vLLM's SchedulerOutput of a step, reduced to what connectors read."""
         metadata = EldrMetadata()
         metadata.plan, metadata.held = StepPlan(requests=requests or tokens, tokens=tokens), {}
         return SimpleNamespace(
@@ -114,14 +114,14 @@ class Runner:
         *,
         requests: int | None = None,
     ) -> Any:
-        """One step, whose slots are in the forward's context, or only in a full CUDA graph's metadata."""
+        """Run a step whose slots are in the forward's context, or only in a full CUDA graph's metadata."""
         batch = SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=tokens) if tokens else None
         attention = None if graph is None else _of_layers(SimpleNamespace(slot_mapping=graph))
         context = None if forward is None else ForwardContext({}, {}, _of_layers(forward))
         with override_forward_context(context):
             self.vllm.pre_forward(self.scheduled(tokens, requests), batch, attn_metadata=attention)
         self.vllm.finish_forward()
-        with override_forward_context(ForwardContext({}, {}, {})):  # as V2 makes it: an empty one
+        with override_forward_context(ForwardContext({}, {}, {})):  # empty, as in V2
             return self.vllm.post_forward(set())
 
 
@@ -141,7 +141,7 @@ def test_counts_leave_with_their_own_step(runner: Runner) -> None:
     assert runner.step(0).kv_connector_worker_meta is None
 
 
-def test_counts_leave_with_their_own_step_where_v1_drafts_after_it(
+def test_counts_leave_with_their_own_step_if_v1_drafts_after_it(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: runner.connector)
@@ -165,13 +165,13 @@ def test_a_step_without_tokens_needs_none(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("slots", [None, SLOTS[:1]])
-def test_a_step_whose_slots_are_not_shown_is_an_error(runner: Runner, slots: Tensor | None) -> None:
-    runner.step(2, forward=SLOTS)  # those of the step before do not stand in
+def test_a_step_with_unknown_slots_is_an_error(runner: Runner, slots: Tensor | None) -> None:
+    runner.step(2, forward=SLOTS)  # the previous step's slots must not be used
     with pytest.raises(UnsupportedEngineError, match=r"vLLM 0\.\S+, Model Runner V2 ran 2 tokens"):
         runner.step(2, forward=slots)
 
 
-def test_a_whole_engines_prompts_are_timed_apart_from_decode(runner: Runner) -> None:
+def test_prompts_of_a_whole_engine_are_timed_separately_from_decode(runner: Runner) -> None:
     for whole in (False, True):
         runner.connector._is_whole = whole
         stats = runner.step(2, forward=SLOTS, requests=1).kv_connector_stats

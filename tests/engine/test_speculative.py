@@ -1,4 +1,4 @@
-"""Speculative decoding on real engines: a step's record counts what it verified, drafts and all."""
+"""Speculative decoding on real engines: a step's record counts all verified tokens, including drafts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUNS = {  # name -> role, method, scheduler, port of NIXL
 
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a layer of MTP."""
+    """Make a model with an MTP layer."""
     return glm_with_mtp(tmp_path_factory.mktemp("glm"))
 
 
@@ -38,14 +38,14 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chosen_by(
     choices: Callable[[list[int]], np.ndarray], glm: Path
 ) -> Callable[[str], Callable[[list[int]], np.ndarray]]:
-    """Name of a run -> tokens -> int[T,L,k], by Hugging Face's model."""
+    """Return a function: name of a run -> tokens -> int[T,L,k], by Hugging Face's model."""
     of_glm = cache(lambda: families.choices(glm))
     return lambda name: of_glm() if name == "MTP" else choices
 
 
 @pytest.fixture(scope="module")
 def run(model: Path, glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """Name of a run -> its report."""
+    """Return a function from the name of a run to its report."""
     drafters = {
         "draft_model": tiny_model.make(tmp_path_factory.mktemp("drafter"), seed=1),
         "eagle": eagle(tmp_path_factory.mktemp("eagle"), hidden=64, vocabulary=257),
@@ -69,7 +69,7 @@ def run(model: Path, glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 
 def decode_steps(report: dict[str, Any]) -> list[dict[int, tuple[int, list[int]]]]:
-    """Of each step that decodes alone: prompt's number -> (position of its first token, its drafts)."""
+    """Return each pure decode step: prompt number -> (position of its first token, its drafts)."""
     steps = [{int(number): fed for number, fed in step.items()} for step in report["steps"]]
     return [s for s in steps if s and all(at >= len(PROMPTS[number]) for number, (at, _) in s.items())]
 
@@ -98,22 +98,22 @@ def test_a_record_counts_the_experts_of_all_tokens_that_a_step_verifies(
         assert record["requests"] == len(step)
         assert record["kv_tokens"] == kv_tokens
         assert record["seconds"] > 0
-    assert rejected, "no draft was rejected, so a step's tokens are those of the text"
+    assert rejected, "no draft was rejected, so this test proves nothing"
     assert accepted
     assert len(steps) < len(PROMPTS) * TOKENS
 
 
-def test_drafts_change_no_text(run: Callable[[str], dict[str, Any]]) -> None:
+def test_drafts_do_not_change_the_text(run: Callable[[str], dict[str, Any]]) -> None:
     texts = [run(name)["outputs"] for name in ("ngram", "draft model", "asynchronous", "EAGLE")]
     assert texts == [texts[0]] * len(texts)
 
 
-def test_a_prefill_engine_with_a_drafter_counts_its_prompts_alone(
+def test_a_prefill_engine_with_a_drafter_counts_only_its_prompts(
     run: Callable[[str], dict[str, Any]], choices: Callable[[list[int]], np.ndarray]
 ) -> None:
     report = run("prefill")
     assert report["drafting"]
-    assert [len(output) for output in report["outputs"]] == [1] * len(PROMPTS)  # more were asked for
+    assert [len(output) for output in report["outputs"]] == [1] * len(PROMPTS)  # although more were requested
     for prompt, signature in zip(PROMPTS, report["signatures"], strict=True):
         expected = np.zeros((tiny_model.LAYERS, tiny_model.EXPERTS), int)
         for token in choices(prompt):

@@ -1,4 +1,4 @@
-"""A KV cache of several groups goes to a decode engine, which then writes what it would have alone."""
+"""After a transfer of a KV cache with several groups, a decode engine writes the same text as one alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transfer_script import TOKENS
 
 from benchmarks.lib.families import FAMILIES
 
-CHOICES = {"GPT-OSS": 4 * 4, "Gemma-4": 6 * 2, "Llama-4": 4, "Qwen3-Next": 4 * 4}  # a token: layers x top-k
+CHOICES = {"GPT-OSS": 4 * 4, "Gemma-4": 6 * 2, "Llama-4": 4, "Qwen3-Next": 4 * 4}  # per token: layers x top-k
 RECURRENT = {"Qwen3-Next"}  # NIXL leaves a prompt's last token to the decode engine
 
 
 @pytest.mark.families
 @pytest.mark.parametrize("family", CHOICES)
-def test_a_decode_engine_writes_what_it_would_alone(tmp_path: Path, family: str) -> None:
+def test_a_decode_engine_writes_the_same_text_as_one_engine(tmp_path: Path, family: str) -> None:
     model, out = FAMILIES[family].make(tmp_path / "model"), tmp_path / "found.json"
     arguments = {
         "model": str(model),

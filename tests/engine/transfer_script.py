@@ -1,4 +1,4 @@
-"""A prefill and a decode engine of one family, in processes of their own, hand prompts over."""
+"""Hand prompts from a prefill to a decode engine of one family, each in its own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-TOKENS = (70, 200, 331)  # of prompts
+TOKENS = (70, 200, 331)  # prompt lengths
 OUTPUT = 8
 PATIENCE_S = 60.0
 
@@ -33,7 +33,7 @@ def engine(role: Any, arguments: dict[str, Any]) -> Any:
 
 
 def run(engine: Any, name: str, prompt: Any, tokens: int, params: Any = None) -> Any:
-    """vLLM's output of one request."""
+    """Return vLLM's output of one request."""
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": params} if params else None
@@ -50,7 +50,7 @@ def run(engine: Any, name: str, prompt: Any, tokens: int, params: Any = None) ->
 
 
 def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
-    """Prefill what comes, and step on: transfers progress when the engine looks at them."""
+    """Prefill requests from the pipe and keep stepping, since transfers progress only in engine steps."""
     core = engine("prefill", arguments)
     pipe.send(None)
     while True:

@@ -41,7 +41,7 @@ BY_A_TEST = {
     ),
     "eldr calibrate": (
         "tests/e2e/test_serving.py",
-        "test_trace_from_a_ray_job_is_whole",
+        "test_trace_from_a_ray_job_is_complete",
     ),
     "eldr check": (
         "tests/unit/test_package.py",
@@ -61,7 +61,7 @@ BY_A_TEST = {
     ),
     "eldr experts": (
         "tests/e2e/test_expert_parallel.py",
-        "test_experts_move_while_answers_run_and_change_none",
+        "test_moving_experts_during_answers_does_not_change_them",
     ),
     "eldr fit-predictor": (
         "tests/unit/offline/test_predictor.py",
@@ -81,11 +81,11 @@ BY_A_TEST = {
     ),
     "eldr refit --admin-key": (
         "tests/e2e/test_signature_pool.py",
-        "test_an_operator_can_ask_for_a_refit",
+        "test_an_operator_can_request_a_refit",
     ),
     "eldr trace": (
         "tests/e2e/test_signature_pool.py",
-        "test_the_traffic_is_saved_as_a_trace_that_can_be_fitted",
+        "test_saved_traffic_is_a_trace_that_can_be_fitted",
     ),
     "eldr reproduce": (
         "tests/unit/papers/test_reproduce.py",
@@ -97,7 +97,7 @@ BY_A_TEST = {
     ),
     "eldr simulate --config scenario.yaml --cost": (
         "tests/e2e/test_foreign_application.py",
-        "test_simulations_run_in_parallel_as_they_do_one_by_one",
+        "test_parallel_simulations_give_the_results_of_sequential_ones",
     ),
     "haproxy": (
         "tests/unit/ingress/test_front.py",
@@ -133,7 +133,7 @@ BY_A_TEST = {
     ),
     "python -m tests.faults chaos": (
         "tests/e2e/test_faults.py",
-        "test_processes_die_in_turn_and_nothing_is_lost",
+        "test_processes_die_in_turn_and_no_request_is_lost",
     ),
     "python -m tests.faults mutate": (
         "tests/unit/faults/test_faults.py",
@@ -145,7 +145,7 @@ BY_A_TEST = {
     ),
     "python -m tests.fuzz": (
         "tests/e2e/test_hostile_requests.py",
-        "test_hostile_requests_break_nothing",
+        "test_hostile_requests_cause_no_failure",
     ),
     "python -m offline.refit": (
         "tests/e2e/test_serving.py",
@@ -169,11 +169,11 @@ BY_A_TEST = {
     ),
     "serve run": (
         "tests/e2e/test_own_model.py",
-        "test_served_it_is_compared_watched_and_stopped",
+        "test_the_served_model_is_compared_watched_and_stopped",
     ),
     "ray job submit": (
         "tests/e2e/test_serving.py",
-        "test_trace_from_a_ray_job_is_whole",
+        "test_trace_from_a_ray_job_is_complete",
     ),
 }
 BY_NONE = {

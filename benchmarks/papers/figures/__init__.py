@@ -1,1 +1,1 @@
-"""Figures and tables of the papers that are reproduced in simulation."""
+"""Figures and tables of papers, reproduced in simulation."""

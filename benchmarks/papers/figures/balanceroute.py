@@ -1,10 +1,10 @@
-"""BalanceRoute's evaluation, simulated (paper, section 6).
+"""BalanceRoute's evaluation in simulation (paper, section 6).
 
-G decode workers that step together, behind a pool of prefilled requests, under heavy load: the trace is
-played so fast that more requests arrive than the slots take. A step costs 40 ms and 0.8 us a KV token of
-the heaviest worker: with 32 slots the share of a step that balance can win is then that of the paper's
-Table 1 (there, TPOT falls by 11 ms of 89 as the imbalance falls by 70,000 tokens over 16 workers). The
-paper's traces (a proprietary one and Azure-2024) are not public or not here; Azure-2023 stands in.
+G decode workers with a step barrier serve a queue of prefilled requests under heavy load: more requests of
+the trace arrive than the slots can take. A step costs 40 ms, and 0.8 us per KV token of the heaviest worker:
+with 32 slots, balance can then save the same share of a step as in the paper's Table 1 (there, TPOT falls by
+11 of 89 ms as the imbalance falls by 70,000 tokens over 16 workers). The paper's traces (a proprietary one
+and Azure-2024) are not public or not available here; Azure-2023 stands in.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from offline.simulation.requests import Requests
 from offline.simulation.run import simulate
 
 SLOTS = 32
-LOAD = 1.5  # of what the slots take, so that requests wait even where the trace has a lull
+LOAD = 1.5  # relative to slot capacity, so that requests wait even in a lull of the trace
 COST = StepCost(fixed_s=0.04, per_request_s=0.0, per_kv_token_s=8e-7, per_expert_s=0.0)
-TURNS = 12  # how often every slot is used, at least
-STEPS = 1000  # decode steps, at least; short answers (28 tokens in Azure's code trace) take many turns
+TURNS = 12  # minimum uses of every slot
+STEPS = 1000  # minimum decode steps; short answers (28 tokens in Azure's code trace) need many turns
 
 PAPER_TABLE_1 = {
     "random": (146_564, 90.3, 706),
@@ -50,7 +50,7 @@ BASELINES = ("random", "round-robin", "power-of-two", "shortest-queue", "least-t
 
 @dataclass(frozen=True)
 class Arm:
-    """A policy under a name."""
+    """A policy and its name in the figures."""
 
     label: str
     policy: str
@@ -59,7 +59,7 @@ class Arm:
 
 
 def arms() -> list[Arm]:
-    """The baselines, BR-0, and BR-H with each predictor."""
+    """Return the baselines, BR-0, and BR-H with each predictor."""
     slots = {"slots": SLOTS}
     horizon = "balance-route-horizon"
     return [
@@ -71,17 +71,17 @@ def arms() -> list[Arm]:
 
 
 def table1(options: Options) -> Rows:
-    """All methods at G = 16, each trace."""
+    """Compare all methods at G = 16, for each trace."""
     return _compared(options, [16], arms())
 
 
 def table2(options: Options) -> Rows:
-    """G = 8, 16, 32 and 144."""
+    """Compare all methods at G = 8, 16, 32 and 144."""
     return _compared(options, [8, 16, 32, 144], arms())
 
 
 def table3(options: Options) -> Rows:
-    """How well the predictors tell which requests end within the horizon, and when."""
+    """Measure how well the predictors tell which requests end within the horizon, and when."""
     from sklearn.metrics import roc_auc_score
 
     from eldr_serve.scheduling.policies.predictors import PREDICTORS, BoostedTrees
@@ -97,7 +97,7 @@ def table3(options: Options) -> Rows:
         left = np.array([r.output_tokens for r in test]) - ages
         ends = left <= horizon
         for name, made in PREDICTORS.items():
-            # Trees are fitted in a thread of their own while a router runs; here they are waited for.
+            # A router fits trees in a background thread; here they are awaited.
             predictor = BoostedTrees(horizon, background=False) if made is BoostedTrees else made(horizon)
             traffic.teach(predictor)
             p, mu = predictor.predict(
@@ -117,7 +117,7 @@ def table3(options: Options) -> Rows:
 
 
 def sensitivity(options: Options) -> Rows:
-    """alpha and gamma around (48, 0.9), with the oracle, at G = 16 and 144."""
+    """Vary alpha and gamma around (48, 0.9), with the oracle, at G = 16 and 144."""
     cross = [(a, 0.9) for a in (1, 24, 48, 96)] + [(48, g) for g in (0.5, 0.7, 1.0)]
     chosen = [
         Arm(f"alpha {a}, gamma {g}", "balance-route-horizon", {"slots": SLOTS, "alpha": a, "gamma": g}, True)
@@ -127,7 +127,7 @@ def sensitivity(options: Options) -> Rows:
 
 
 def panels(options: Options) -> Rows:
-    """Imbalance over time at G = 16, first trace."""
+    """Record the imbalance over time at G = 16, first trace."""
     traffic = Traffic(_traces(options)[0])
     requests = _requests(traffic, 16, options, 0)
     chosen = {a.label: a for a in arms() if a.label in ("shortest-queue", "balance-route", SURVIVAL)}
@@ -181,7 +181,7 @@ def _rows(trace: str, g: int, means: dict[str, dict[str, Any]]) -> Rows:
 
 
 def _policy(arm: Arm, requests: Requests, traffic: Traffic) -> Policy:
-    """The arm's policy; a predictor that learns has seen the past."""
+    """Return the arm's policy; a learning predictor has been fitted to the past."""
     policy: Any = make_policy(arm.policy, **arm.parameters)
     if arm.oracle:
         policy.predictor = Oracle({str(j): int(n) for j, n in enumerate(requests.output_tokens)})
@@ -197,7 +197,7 @@ def _cluster(g: int, options: Options) -> Cluster:
 
 
 def _requests(traffic: Traffic, g: int, options: Options, seed: int) -> Requests:
-    """More than the slots take."""
+    """Return more requests than the slots can take."""
     cost = options.cost or COST
     step_s = float(cost.seconds(SLOTS, 1.2 * SLOTS * traffic.running_kv_tokens, 0))
     rate = LOAD * g * SLOTS / (traffic.mean_output_tokens * step_s)
@@ -208,7 +208,7 @@ def _requests(traffic: Traffic, g: int, options: Options, seed: int) -> Requests
 
 def _traces(options: Options) -> tuple[Path, ...]:
     if not options.traces:
-        raise BadInput("give --trace: one request trace or more (Azure CSV or Mooncake JSON lines)")
+        raise BadInput("give --trace: one or more request traces (Azure CSV or Mooncake JSON lines)")
     return options.traces
 
 

@@ -1,4 +1,4 @@
-"""What a reproduced figure is, and the options that all of them take."""
+"""The definition of a reproduced figure, and the options that all figures share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Options:
-    """What the command was given.
+    """Options of the command.
 
     Attributes:
         traces: a calibration trace (eldr), or request traces (balanceroute).
-        cost: of a decode step; None: the figure's own.
-        requests: per run; None: the figure's own.
-        seeds: repetitions.
+        cost: cost of a decode step; None: the figure's default.
+        requests: requests per run; None: the figure's default.
+        seeds: number of repetitions.
     """
 
     traces: tuple[Path, ...] = ()
@@ -37,7 +37,7 @@ class Options:
     seeds: tuple[int, ...] = (0,)
 
     def trace(self, what: str) -> Path:
-        """The one trace; BadInput, saying `what` it must be, if there is none."""
+        """Return the single trace; otherwise raise BadInput that says `what` it must be."""
         if len(self.traces) != 1:
             raise BadInput(f"give one --trace: {what}")
         return self.traces[0]
@@ -49,9 +49,9 @@ class Figure:
 
     Attributes:
         title: one line.
-        paper: what the paper reports there, in words or figures.
-        run: makes the rows.
-        plot: draws them.
+        paper: the paper's result, in words or numbers.
+        run: returns the rows.
+        plot: draws the rows.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Figure:
 
 
 def steps(cases: Iterable[Case]) -> Iterator[Case]:
-    """The cases one by one, under a progress bar that says which is at work."""
+    """Yield the cases under a progress bar that shows the current one."""
     known = list(cases)
     with progress_bar() as progress:
         bar = progress.add_task("", total=len(known))
@@ -76,7 +76,7 @@ def steps(cases: Iterable[Case]) -> Iterator[Case]:
 def each_seed(
     options: Options, cases: Iterable[Case], run: Callable[[Case, int], Found]
 ) -> Iterator[tuple[Case, list[Found]]]:
-    """Each case with what `run` found for it by seed."""
+    """Yield each case with the results of `run` for each seed."""
     found: list[Found] = []
     for case in steps(case for case in cases for _ in options.seeds):
         found.append(run(case, options.seeds[len(found)]))
@@ -86,7 +86,7 @@ def each_seed(
 
 
 def mean(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The means of the numbers that every summary has."""
+    """Return the means of the numbers that all summaries have."""
     return {
         key: float(np.mean([s[key] for s in summaries]))
         for key, value in summaries[0].items()
@@ -95,12 +95,12 @@ def mean(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def change_pct(value: float, reference: float) -> float:
-    """How much above the reference, %."""
+    """Return how far the value is above the reference, %."""
     return 100 * (value / reference - 1)
 
 
 def bar_plot(label: str, value: str, panels: Sequence[str] = ()) -> Plot:
-    """Bars of `value` by `label`, which may be a format of columns; a panel for each value of `panels`."""
+    """Return a plot of bars of `value` by `label`, a format of columns; one panel per value of `panels`."""
 
     def named(row: dict[str, Any]) -> str:
         return label.format(**row) if "{" in label else str(row[label])
@@ -111,7 +111,7 @@ def bar_plot(label: str, value: str, panels: Sequence[str] = ()) -> Plot:
 
 
 def line_plot(x: str, *values: str, by: str | None = None, panels: Sequence[str] = ()) -> Plot:
-    """Curves of the values over x, or of one value by `by`; a panel for each value of `panels`."""
+    """Return a plot of the values over x, or of one value by `by`; one panel per value of `panels`."""
     return lambda rows, path: lines(_panelled(rows, panels), x, values, path, by=by)
 
 

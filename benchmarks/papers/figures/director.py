@@ -1,4 +1,4 @@
-"""DIRECTOR's evaluation, simulated over real routes (paper, section VIII)."""
+"""DIRECTOR's evaluation, simulated with real routes (paper, section VIII)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROUTES = "routes: a calibration trace with routes, or GPT-OSS-20B records"
 
 
 def latency(options: Options) -> Rows:
-    """Figs. 7 and 8: every rule of placement on both clusters, 32 GPUs."""
+    """Compare every placement rule on both clusters, 32 GPUs (Figs. 7 and 8)."""
     traces = _traces(options)
 
     def run(case: tuple[Path, str], seed: int) -> dict[str, Served]:
@@ -36,7 +36,7 @@ def latency(options: Options) -> Rows:
 
 
 def gpus(options: Options) -> Rows:
-    """Fig. 9: 4 to 32 H200."""
+    """Compare the placement rules on 4 to 32 H200 (Fig. 9)."""
     traces = _traces(options)
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, Served]:
@@ -51,7 +51,7 @@ def gpus(options: Options) -> Rows:
 
 
 def optimisers(options: Options) -> Rows:
-    """Fig. 11: rounding against the LP's bound, told each batch's true workload."""
+    """Compare rounding with the LP's bound, given each batch's true workload (Fig. 11)."""
     rows: Rows = []
     for trace in _traces(options).values():
         for name in CLUSTERS:
@@ -90,7 +90,7 @@ def _optimised(
 
 
 def _synthetic(seed: int) -> tuple[dict[str, Any], Cluster, list[NDArray[np.float64]], NDArray[np.float64]]:
-    """48 layers x 128 experts on 32 GPUs, log-normal loads that change from batch to batch."""
+    """Return 48 layers x 128 experts on 32 GPUs, with log-normal loads that change from batch to batch."""
     rng = np.random.default_rng(seed)
     layers, experts = 48, 128
     cluster = Cluster.of("H200", RANKS, experts)
@@ -114,7 +114,7 @@ def _traces(options: Options) -> dict[Path, CalibrationTrace]:
 def _case(
     options: Options, trace: CalibrationTrace, name: str, ranks: int, seed: int
 ) -> tuple[Cluster, list[Batch], NDArray[np.float64]]:
-    """(cluster, batches of the measured half, mean workload of batches of the fitted half)."""
+    """Return (cluster, batches of the measured half, mean workload of batches of the fitted half)."""
     experts = trace.prefill_counts.shape[2]
     cluster = Cluster.of(name, ranks, experts)
     fit, measure = shifting.split(trace, seed)
@@ -146,7 +146,7 @@ def _policies(
 
 
 def _compared(label: dict[str, Any], runs: list[dict[str, Served]]) -> Rows:
-    """A row a rule, against the offline placement of the same seed."""
+    """Return a row per rule, compared with the offline placement of the same seed."""
     rows: Rows = []
     for rule in runs[0]:
         mine = np.concatenate([run[rule].batch_ms for run in runs])

@@ -1,8 +1,8 @@
-"""ELDR's evaluation at the paper's scale, simulated over real routes (paper, section 6).
+"""ELDR's evaluation at the paper's scale, simulated with real routes (paper, section 6).
 
 A run has 8 prefill workers and K decode workers, Poisson arrivals, and requests that use the experts of
-observed ones (a calibration trace with routes). Step costs are those of a CPU core with experts of
-1 MB, by `eldr bench decode_replay`, unless a fitted cost is given.
+observed requests (a calibration trace with routes). Without a fitted cost, step costs are those of a CPU core
+with experts of 1 MB, by `eldr bench decode_replay`.
 """
 
 from __future__ import annotations
@@ -38,23 +38,29 @@ from offline.simulation.run import Change, simulate
 
 WORKLOADS = ("task", "language")
 TASKS = ("code", "math", "medical", "legal")
-RATES = (20, 40, 60, 80, 100)  # requests/s at 16 decode workers, as in the paper; in proportion elsewhere
+RATES = (
+    20,
+    40,
+    60,
+    80,
+    100,
+)  # requests/s at 16 decode workers, as in the paper; proportional for other sizes
 BALANCERS = ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")
 LOCALITY = ("domain", "locality-band", "marginal-cost")
 COST = StepCost(fixed_s=4.9e-3, per_request_s=2.9e-4, per_kv_token_s=2.4e-7, per_expert_s=6.9e-5)
 PREFILL = Prefill(workers=8, fixed_s=5e-3, per_token_s=1e-4)
 OUTPUT_TOKENS = 128
-SECONDS = 60.0  # of arrivals in a run
-HALVES = ("before_tpot_p50", "after_tpot_p50", "after_tpot_p99")  # of a run with a change in its middle
+SECONDS = 60.0  # duration of arrivals in a run
+HALVES = ("before_tpot_p50", "after_tpot_p50", "after_tpot_p99")  # of a run with a change in the middle
 
 
 def rates(options: Options) -> Rows:
-    """Every policy at 8P16D over the paper's rates."""
+    """Compare all policies at 8P16D over the paper's rates."""
     return _swept(options, [16], RATES, (*BALANCERS, *LOCALITY))
 
 
 def pool_size(options: Options) -> Rows:
-    """Means over the rates for pools of 8 to 1,024 decode workers, against round-robin."""
+    """Compare with round-robin: means over the rates for pools of 8 to 1,024 decode workers."""
     policies = ("round-robin", "shortest-queue", "locality-band", "marginal-cost")
     found = []
     for k in (8, 16, 24, 64, 256, 1024):
@@ -68,7 +74,7 @@ def pool_size(options: Options) -> Rows:
 
 
 def prefix_cache(options: Options) -> Rows:
-    """Prompts that come again, with prefix caches in the prefill workers and without."""
+    """Compare repeated prompts with and without prefix caches in the prefill workers."""
 
     def run(case: tuple[bool, str], seed: int) -> dict[str, Any]:
         cached, policy = case
@@ -88,7 +94,7 @@ def prefix_cache(options: Options) -> Rows:
 
 
 def drift(options: Options) -> Rows:
-    """Two domains give way to two others: with the old table, with a refit, and without any table."""
+    """Replace two domains by two others during a run: with the old table, a refit, and no table."""
     trace = _observed(options)
     mixes = ("code", "math"), ("medical", "legal")
 
@@ -113,7 +119,7 @@ def drift(options: Options) -> Rows:
 
 
 def scaling(options: Options) -> Rows:
-    """16 decode workers become 24, or 8, in mid-run: with the old table, with a refit, and without."""
+    """Change 16 decode workers to 24 or 8 during a run: with the old table, a refit, and no table."""
     trace = _observed(options)
     domains = tuple(d for d in set(trace.domains) if d not in TASKS)
 
@@ -142,7 +148,7 @@ def scaling(options: Options) -> Rows:
 
 
 def _swept(options: Options, sizes: Sequence[int], rates_: Sequence[int], policies: Sequence[str]) -> Rows:
-    """One row a workload, pool size, rate and policy: means over the seeds."""
+    """Return one row per workload, pool size, rate and policy: means over the seeds."""
 
     def run(case: tuple[str, int, int], seed: int) -> dict[str, dict[str, Any]]:
         scenario, work = _case(options, *case, seed)
@@ -182,7 +188,7 @@ def scenario_of(
     output_tokens: int,
     seed: int,
 ) -> Scenario:
-    """Poisson arrivals of requests of these domains of the one trace."""
+    """Return Poisson arrivals of requests of these domains of the single trace."""
     return Scenario(
         cluster=Cluster(
             prefill=prefill, decode=Decode(workers=decode_workers, cost=options.cost or COST),
@@ -200,7 +206,7 @@ def scenario_of(
 def _case(
     options: Options, workload: str, k: int, rate: float, seed: int, prefill: Prefill = PREFILL
 ) -> tuple[Scenario, Work]:
-    """`rate` is at 16 workers, requests/s."""
+    """Return a scenario and its work; `rate` is for 16 workers, requests/s."""
     trace = _observed(options)
     per_s = rate * k / 16
     workers = max(prefill.workers, round(prefill.workers * k / 16))
@@ -242,7 +248,7 @@ def _table(trace: CalibrationTrace, domains: Sequence[str], workers: int, seed: 
 
 
 def _with_blocks(work: Work) -> Work:
-    """Requests of one kind have the same prompt."""
+    """Return the work with one prompt for all requests of a kind."""
     blocks: Iterator[tuple[int, ...]] = (
         tuple(range(1000 * kind, 1000 * kind + tokens // 16))
         for kind, tokens in zip(
@@ -257,7 +263,7 @@ def _with_blocks(work: Work) -> Work:
 
 
 def _halves(outcome: Outcome) -> dict[str, float]:
-    """TPOT of the requests before and after the middle one, the first tenth of each left out."""
+    """Return TPOT before and after the middle request, without the first tenth of each half."""
     middle = len(outcome.tpot_s) // 2
     parts = {
         "before": outcome.tpot_s[middle // 10 : middle],

@@ -1,9 +1,9 @@
-"""ELDR with decode workers under expert parallelism (paper, Figure 18), simulated over real routes.
+"""ELDR with decode workers under expert parallelism (paper, Figure 18), simulated with real routes.
 
-Each decode worker is four ranks, and a step waits in every layer for the rank with most active experts.
-Placements are tested on other requests than they are fitted on. Step costs are those of
-`benchmarks.papers.figures.eldr`, with the active experts of the slowest rank. The paper has other GPUs,
-another model and other batches, so its percentages differ.
+Each decode worker has four ranks, and in every layer a step waits for the rank with most active experts.
+Placements are tested on held-out requests. Step costs are those of `benchmarks.papers.figures.eldr`, with the
+active experts of the slowest rank. The paper uses other GPUs, another model and other batches, so its
+percentages differ.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from offline.simulation.run import simulate
 WORKERS, PREFILL_WORKERS, RANKS = 8, 2, 4
 RATES = (24, 40, 56)  # requests/s; the paper's range
 OUTPUT_TOKENS = 512  # as in the paper
-SECONDS = 20.0  # of arrivals in a run
-BATCH = 16  # requests whose steps a placement has in mind; from 8 to 25 it makes no difference
+SECONDS = 20.0  # duration of arrivals in a run
+BATCH = 16  # batch size that placements are fitted for; 8 to 25 give equal results
 ARMS = (
     *((balancer, "linear") for balancer in BALANCERS),
     ("shortest-queue", "one for all"),
@@ -37,7 +37,7 @@ PAPER_P50_PCT, PAPER_P99_PCT = "-2.7 to -4.3", "-0.6 to -2.0"  # language, own p
 
 
 def expert_parallel(options: Options) -> Rows:
-    """TPOT and active experts of the slowest rank at 2P8D, TP=4 and EP=4, by rate."""
+    """Compare TPOT and active experts of the slowest rank at 2P8D, TP=4 and EP=4, by rate."""
     path = options.trace("a calibration trace with routes, or GPT-OSS-20B records")
     domains = set(observed(routes_of(path)).domains)
     languages = domains - set(TASKS)
@@ -64,7 +64,7 @@ def expert_parallel(options: Options) -> Rows:
 
 
 def _scenario(options: Options, domains: tuple[str, ...], rate: float, seed: int) -> Scenario:
-    # A prefill worker is four GPUs too.
+    # A prefill worker also has four GPUs.
     per_token_s = PREFILL.per_token_s / RANKS
     prefill = PREFILL.model_copy(update={"workers": PREFILL_WORKERS, "per_token_s": per_token_s})
     return scenario_of(
@@ -74,8 +74,11 @@ def _scenario(options: Options, domains: tuple[str, ...], rate: float, seed: int
 
 
 def _placements(trace: CalibrationTrace, work: Work) -> dict[str, NDArray[np.int64]]:
-    """The rank of each expert, [L, E] or [K, L, E]: in order of ids, by all activations, and for
-    each worker by the requests in whose locality band it is."""
+    """Return the rank of each expert, [L, E] or [K, L, E].
+
+    The placements are: in order of ids, by all activations, and for each worker by the requests in its
+    locality band.
+    """
     layers, experts = trace.prefill_counts.shape[1:]
     if experts % RANKS:
         raise BadInput(f"{experts} experts do not divide by {RANKS} ranks")
@@ -93,10 +96,10 @@ def _placements(trace: CalibrationTrace, work: Work) -> dict[str, NDArray[np.int
 
 
 def _ranks(probability: NDArray[np.floating]) -> NDArray[np.int64]:
-    """int[L, E], the rank of each expert, for steps of batches of requests that have probability[n, L, E].
+    """Return int[L, E], the rank of each expert, for batches of requests with probability[n, L, E].
 
-    What counts is whether a step activates an expert. A single request's mean would give the few experts that
-    all requests use many times the weight of others, which a whole batch activates all but as surely.
+    The criterion is whether a step activates an expert. A single request's mean would overweight the few
+    experts that all requests use, although a whole batch activates many others almost as surely.
     """
     placed = activation_placement(1 - (1 - probability.mean(axis=0)) ** BATCH, RANKS)
     ranks = np.empty_like(placed)
@@ -105,7 +108,7 @@ def _ranks(probability: NDArray[np.floating]) -> NDArray[np.int64]:
 
 
 def _compared(group: str, rate: float, means: dict[tuple[str, str], dict[str, Any]]) -> Rows:
-    """A row an arm, means over seeds; changes against the best load balancer with the linear placement."""
+    """Return a row per arm, means over seeds; changes against the best balancer with linear placement."""
     keys = ("tpot_p50_ms", "tpot_p99_ms", "active_experts")
     best = {key: min(means[balancer, "linear"][key] for balancer in BALANCERS) for key in keys}
     rows = []

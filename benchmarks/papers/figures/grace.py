@@ -1,7 +1,7 @@
 """GRACE-MoE's analysis of traffic and load, on observed routes (paper, sections 3, 4.2, 5.3 and 5.4).
 
-Placements are fitted on one half of the requests and judged on steps of 128 tokens of the other half.
-Traffic is counted as the paper's dispatch makes it: a token goes once to another node, which hands it on.
+Placements are fitted to one half of the requests and judged on steps of 128 tokens of the other half.
+Traffic follows the paper's dispatch: a token is sent once to another node, which forwards it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offline.placement.locality import local_rule, weighted_rule
 from offline.placement.replication import hot_experts, load_skew, num_replicas, with_replicas
 from offline.scenario import observed, routes_of
 
-TOKENS = 128  # of a step, the paper's batch size
+TOKENS = 128  # tokens of a step, the paper's batch size
 BATCHES = 100  # held-out steps
 TOPOLOGIES = (Topology(ranks=4, nodes=2), Topology(ranks=8, nodes=2))
 RATIOS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
@@ -44,12 +44,12 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Fit:
-    """What is known of a layer's experts from the requests to fit on.
+    """Statistics of the experts in the requests that placements are fitted to.
 
     Attributes:
         affinity: [L, E, E].
         load: [L, E].
-        topology: where they go.
+        topology: target topology.
     """
 
     affinity: NDArray[np.float64]
@@ -58,27 +58,27 @@ class Fit:
 
     @classmethod
     def on(cls, trace: CalibrationTrace, requests: Ints, topology: Topology) -> Fit:
-        """On these requests' decode steps."""
+        """Compute the statistics of these requests' decode steps."""
         routes, experts = trace.decode_routes(requests), trace.prefill_counts.shape[2]
         return cls(co_activation(routes, experts), expert_load(routes, experts), topology)
 
     @property
     def linear(self) -> Bools:
-        """Equal blocks of experts: the paper's Vanilla."""
+        """Return equal blocks of experts: the paper's Vanilla."""
         experts, ranks = self.load.shape[1], self.topology.ranks
         return self.hosts(np.tile(np.arange(experts) * ranks // experts, (len(self.load), 1)))
 
     def grouped(self, ratio: float) -> Ints:
-        """int[L, E] rank of each expert, hierarchical."""
+        """Return int[L, E], the rank of each expert, hierarchical."""
         return np.stack([hierarchical_groups(a, self.topology, ratio=ratio) for a in self.affinity])
 
     def hosts(self, rank: Ints) -> Bools:
-        """bool[L, E, G] of one rank an expert."""
+        """Return bool[L, E, G] with one rank per expert."""
         hosts: Bools = rank[..., None] == np.arange(self.topology.ranks)
         return hosts
 
     def replicated(self, rank: Ints, replicas: int | None) -> Bools:
-        """bool[L, E, G] with the replicas of section 4.2; `replicas` None: dynamic."""
+        """Return bool[L, E, G] with the replicas of section 4.2; `replicas` None: dynamic."""
         ranks = self.topology.ranks
         return np.stack(
             [with_replicas(w, r, ranks, replicas=replicas) for w, r in zip(self.load, rank, strict=True)]
@@ -86,7 +86,7 @@ class Fit:
 
 
 def strictness(options: Options) -> Rows:
-    """Figure 1: (a) flat groups from uniform to non-uniform; (b) which experts to replicate everywhere."""
+    """Vary (a) flat groups from uniform to non-uniform; (b) the experts replicated everywhere (Figure 1)."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         topology = TOPOLOGIES[0]
@@ -129,7 +129,7 @@ def strictness(options: Options) -> Rows:
 
 
 def concentration(options: Options) -> Rows:
-    """Figure 3: load of the heaviest group of each layer, and how few experts make it."""
+    """Measure the load of each layer's heaviest group, and how few experts cause it (Figure 3)."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         topology = TOPOLOGIES[0]
@@ -159,7 +159,7 @@ def concentration(options: Options) -> Rows:
 
 
 def ratios(options: Options) -> Rows:
-    """Eq. 1: affinity within groups and deviation of sizes over the non-uniformity ratio; the knee."""
+    """Measure affinity within groups and deviation of sizes by non-uniformity ratio; the knee (Eq. 1)."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         found: Rows = []
@@ -179,7 +179,7 @@ def ratios(options: Options) -> Rows:
     return _averaged(options, rows)
 
 
-# What the paper says of an arm against another, on its three models or their mean, %.
+# The paper's change of an arm against another, on its three models or their mean, %.
 PAPER: dict[str, dict[str, str]] = {
     "HG": {
         "far_forwarded": "-3.3 / -14.6 / -26.0", "near_forwarded": "-10.0 / -25.1 / -35.8",
@@ -199,7 +199,7 @@ AGAINST = {"HG": "linear", "HG+FR, WRR": "HG", "HG+DR, WRR": "HG", "HG+DR, TAR":
 
 
 def components(options: Options) -> Rows:
-    """Figure 5: grouping, replication and routing, each against what it is added to; and in equal slots."""
+    """Compare grouping, replication and routing, each with its predecessor; and in equal slots (Figure 5)."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         found: Rows = []
@@ -223,7 +223,7 @@ def components(options: Options) -> Rows:
 
 
 def generalisation(options: Options) -> Rows:
-    """Figure 6: traffic of placements that were fitted on other domains, all of GRACE-MoE at 2 x 2."""
+    """Measure traffic of placements fitted to other domains, all of GRACE-MoE at 2 x 2 (Figure 6)."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         topology = TOPOLOGIES[0]
@@ -266,7 +266,7 @@ def generalisation(options: Options) -> Rows:
 
 
 def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
-    """(name, hosts, rule, replicas a layer) of each arm of figure 5, and the same idea in equal slots."""
+    """Return (name, hosts, rule, replicas a layer) of each arm of figure 5, and its equal-slot variants."""
     topology, experts = fit.topology, fit.load.shape[1]
     primary = fit.grouped(knee_ratio(fit.affinity, topology))
     fixed, dynamic = fit.replicated(primary, 1), fit.replicated(primary, None)
@@ -288,7 +288,7 @@ def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
 
 
 def _replicated(fit: Fit) -> Bools:
-    """All of GRACE-MoE's placement, ranks of unequal size."""
+    """Return GRACE-MoE's complete placement, with ranks of unequal size."""
     return fit.replicated(fit.grouped(knee_ratio(fit.affinity, fit.topology)), None)
 
 
@@ -297,13 +297,13 @@ def _local(fit: Fit, hosts: Bools, seed: int) -> Rule:
 
 
 def _judged(found: dict[str, float]) -> dict[str, float]:
-    """The columns of the figures; `copies` is all traffic, a token and layer."""
+    """Return the columns of the figures; `copies` is all traffic, per token and layer."""
     columns = ("near_forwarded", "far_forwarded", "load_std_pct", "idle_pct", "experts_worst_rank")
     return {"copies": found["near_forwarded"] + found["far_forwarded"]} | {c: found[c] for c in columns}
 
 
 def _halves(trace: CalibrationTrace, seed: int, domain: str | None = None) -> tuple[Ints, Ints]:
-    """Requests to fit on, and to judge by."""
+    """Return requests to fit on, and to judge by."""
     chosen = np.flatnonzero([domain in (None, name) for name in trace.domains])
     if len(chosen) < 2:
         raise BadInput(f"the trace has fewer than two requests{f' of {domain}' if domain else ''}")
@@ -313,7 +313,7 @@ def _halves(trace: CalibrationTrace, seed: int, domain: str | None = None) -> tu
 
 
 def _fitted(trace: CalibrationTrace, options: Options, seed: int) -> Iterator[tuple[Topology, Fit, Ints]]:
-    """Of each topology: what one half of the requests says, and batches of the other half."""
+    """Yield each topology with the statistics of one half of the requests and batches of the other."""
     fit_on, held_out = _halves(trace, seed)
     batches = _batches(trace, held_out, options, seed)
     for topology in TOPOLOGIES:
@@ -329,7 +329,7 @@ def _shown(topology: Topology) -> str:
 
 
 def _averaged(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -> Rows:
-    """The rows of each trace, numbers averaged over the seeds."""
+    """Return the rows of each trace, with numbers averaged over the seeds."""
     if not options.traces:
         raise BadInput("give --trace: calibration traces with routes, or GPT-OSS-20B records")
     traces = {path: observed(routes_of(path)) for path in options.traces}

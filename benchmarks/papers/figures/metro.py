@@ -1,8 +1,8 @@
-"""METRO's evaluation on real routes: which replicas a batch activates, and what that costs by `LayerCost`.
+"""METRO's evaluation on real routes: the replicas that a batch activates, and their cost by `LayerCost`.
 
-Experts are replicated and placed by EPLB on the decode routes of one half of the requests, seed by seed;
-batches are drawn from the other half, each request at a random step. Nothing here ran on GPUs: times are
-those of `layer_cost`.
+EPLB replicates and places experts by the decode routes of one half of the requests, for each seed; batches
+come from the other half, each request at a random step. Nothing here ran on GPUs: times come from
+`layer_cost`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from offline.scenario import observed, routes_of
 Ints = NDArray[np.int64]
 RANKS = 8
 RATIOS = (1.0, 1.125, 1.25, 1.5)
-BATCHES = 40  # drawn a seed
+BATCHES = 40  # drawn for each seed
 
 # An A100: 1.555 TB/s and 312 TFLOP/s at 40 %, which makes the FFN about as long as in Figure 6 (281 to
 # 370 us); Qwen3-30B-A3B's layer of 128 experts, 8 a token, 2 bytes a weight.
 BYTES_PER_S, FLOP_PER_S = 0.4 * 1.555e12, 0.4 * 312e12
 EXPERTS, TOP_K, WEIGHTS = 128, 8, 3 * 2048 * 768
-REST_S = 180e-6  # of a layer, whatever the batch: what METRO saves in Figure 11, 81 less 29 us, is 10 % of it
+REST_S = 180e-6  # of a layer, for any batch: METRO's saving in Figure 11, 81 - 29 us, is 10 % of it
 
 
 def layer_cost(trace: CalibrationTrace) -> LayerCost:
-    """As many bytes a layer and as many FLOP a token as the model has, with the trace's E and k."""
+    """Return a cost with the model's bytes per layer and FLOP per token, scaled to the trace's E and k."""
     return LayerCost(
         fixed_s=REST_S,
         per_expert_s=2 * WEIGHTS / BYTES_PER_S * EXPERTS / trace.decode_counts.shape[2],
@@ -58,10 +58,10 @@ class Source:
 
     @classmethod
     def read(cls, path: Path, seed: int) -> Source:
-        """The halves are drawn anew for each seed; BadInput if the file holds no routes."""
+        """Read a trace and split it by the seed; raise BadInput if the file has no routes."""
         trace = observed(routes_of(path))
         if trace.routes is None:
-            raise BadInput(f"{path} holds no routes")
+            raise BadInput(f"{path} has no routes")
         order = np.random.default_rng(seed).permutation(len(trace.ids))
         return cls(trace.model, trace, order[: len(order) // 2], order[len(order) // 2 :])
 
@@ -71,20 +71,20 @@ class Source:
 
     @cached_property
     def ratios(self) -> tuple[float, ...]:
-        """Slots an expert, those of `RATIOS` rounded to whole slots a rank."""
+        """Return the slots per expert: `RATIOS` rounded to whole slots of a rank."""
         return tuple(sorted({self._slots(ratio) / self.experts for ratio in RATIOS}))
 
     def _slots(self, ratio: float) -> int:
         return max(1, round(self.experts * ratio / RANKS)) * RANKS
 
     def plan(self, ratio: float) -> MetroPlan:
-        """Of EPLB's placement with that many slots an expert."""
+        """Return the plan of EPLB's placement with that many slots per expert."""
         load = self.trace.decode_counts[self.fit].sum(axis=0, dtype=np.int64)
         placed = eplb_placement(load, self._slots(ratio), groups=1, nodes=1, ranks=RANKS)
         return MetroPlan.of(hosts_of(placed, self.experts, RANKS))
 
     def batches(self, size: int, number: int, seed: int) -> Ints:
-        """int[n, L, E] tokens of each expert in batches of `size` held-out requests."""
+        """Return int[n, L, E]: tokens of each expert in batches of `size` held-out requests."""
         assert self.trace.routes is not None
         assert self.trace.route_offsets is not None
         rng = np.random.default_rng([seed, size])
@@ -100,19 +100,19 @@ class Source:
 
 
 class Halves(list[Source]):
-    """A trace's, one for each seed."""
+    """One trace's sources, one for each seed."""
 
     def __str__(self) -> str:
         return self[0].name
 
 
 def served(routing: str, plan: MetroPlan, tokens: Ints) -> Ints:
-    """int[n, L, E, G] tokens of each expert on each rank.
+    """Return int[n, L, E, G]: tokens of each expert on each rank.
 
     Args:
         routing: even: EPLB's; metro; greedy: the paper's Algorithm 1, experts in the order of their ids;
             optimum.
-        plan: of the placement's L layers.
+        plan: plan of the placement's L layers.
         tokens: int[n, L, E].
     """
     hosts = plan.shares >= 0
@@ -132,12 +132,12 @@ def served(routing: str, plan: MetroPlan, tokens: Ints) -> Ints:
 
 
 def worst(work: LayerWork) -> float:
-    """Most activated experts on a rank, mean over batches and layers."""
+    """Return the most activated experts on a rank, mean over batches and layers."""
     return float(work.activated.max(axis=-1).mean())
 
 
 def figure_4(options: Options) -> Rows:
-    """8 experts on 8 GPUs, each on two, 2 tokens each: what balancing tokens does."""
+    """Show the effect of balancing tokens: 8 experts on 8 GPUs, each on two, 2 tokens each (Figure 4)."""
     hosts = (np.eye(8) + np.roll(np.eye(8), 1, axis=1))[None] > 0
     tokens = np.full((1, 1, 8), 2)
     rows: Rows = []
@@ -155,7 +155,7 @@ def figure_4(options: Options) -> Rows:
 
 
 def figure_5(options: Options) -> Rows:
-    """EPLB's routing by replication and batch: activated experts and a decode step's time."""
+    """Measure activated experts and decode step time with EPLB's routing, by replication and batch."""
     rows: Rows = []
     for halves, size in steps(product(_sources(options), (8, 32, 256))):
         cost, ratios = layer_cost(halves[0].trace), halves[0].ratios
@@ -183,7 +183,7 @@ def figure_5(options: Options) -> Rows:
 
 
 def figure_8(options: Options) -> Rows:
-    """Most activated experts on a rank: EPLB's routing, the paper's greedy, ours, the optimum."""
+    """Compare the most activated experts on a rank: EPLB, the paper's greedy, ours, the optimum."""
     rows: Rows = []
     for halves, size in steps(product(_sources(options), (32, 256))):
         for ratio in halves[0].ratios[1:]:
@@ -205,21 +205,21 @@ def figure_8(options: Options) -> Rows:
 
 
 def _step_s(cost: LayerCost, work: LayerWork) -> float:
-    """A decode step, s, mean over batches."""
+    """Return the time of a decode step, s, mean over batches."""
     return float(cost.layer_s(work).sum(axis=-1).mean())
 
 
 def _sources(options: Options) -> list[Halves]:
-    """Of each trace."""
+    """Return the sources of each trace."""
     if not options.traces:
-        raise BadInput("give --trace: a calibration trace with routes, or GPT-OSS-20B's records; one or more")
+        raise BadInput("give --trace: one or more calibration traces with routes, or GPT-OSS-20B records")
     return [Halves(Source.read(path, seed) for seed in options.seeds) for path in options.traces]
 
 
 def _works(
     options: Options, halves: Halves, ratio: float, size: int, routings: tuple[str, ...]
 ) -> dict[str, list[LayerWork]]:
-    """By routing: the work of the same batches, one entry for each seed."""
+    """Return the work of the same batches by routing, one entry per seed."""
     found: dict[str, list[LayerWork]] = {routing: [] for routing in routings}
     for seed, half in zip(options.seeds, halves, strict=True):
         plan = half.plan(ratio)

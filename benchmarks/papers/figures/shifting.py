@@ -1,8 +1,8 @@
-"""Batches whose mix of domains changes, served under expert parallelism by one rule of placement or another.
+"""Batches with a changing mix of domains, served under expert parallelism with different placement rules.
 
 A batch decodes STEPS steps; its latency is the sum over steps and MoE layers of the slowest rank's time
-(`LayerCost`), attention left out, with what migration adds. Requests come from the half that nothing was
-fitted on. A request lives on one rank, and replays the experts of an observed one from a random step on.
+(`LayerCost`), without attention, plus the cost of migration. Requests come from the held-out half. A request
+stays on one rank, and replays the experts of an observed request from a random step on.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from offline.placement.director import director_placement, placed_work
 from offline.placement.forecast import decode_correction, expected_workload
 from offline.scenario import observed, routes_of
 
-STEPS = 256  # decode steps of a batch; observed ones repeat
-PER_RANK = 64  # requests
-_CONCENTRATION = 0.3  # of the Dirichlet mix of domains: most of a batch is one or two
+STEPS = 256  # decode steps of a batch; observed steps repeat
+PER_RANK = 64  # requests per rank
+_CONCENTRATION = 0.3  # concentration of the Dirichlet mix: one or two domains dominate a batch
 
 # Qwen3-30B-A3B in bf16: 3 matrices of 2048 x 768 an expert, hidden states of 2048.
 EXPERT_BYTES = 3 * 2048 * 768 * 2.0
 TOKEN_BYTES = 2048 * 2.0
-_FLOPS = 2 * 3 * 2048 * 768  # of a token in an expert
+_FLOPS = 2 * 3 * 2048 * 768  # per token and expert
 
 
 def _cluster(hbm: float, flops: float, near: float, far: float) -> tuple[LayerCost, Links]:
-    """From bytes/s of memory, FLOP/s (half of it reached), bytes/s of the links of a GPU."""
+    """Return costs from memory bytes/s, FLOP/s (half of it reached), and link bytes/s of a GPU."""
     cost = LayerCost(
         fixed_s=0, per_expert_s=EXPERT_BYTES / hbm, per_token_s=_FLOPS / (flops / 2),
         near_byte_s=1 / near, far_byte_s=1 / far,
@@ -53,7 +53,7 @@ CLUSTERS = {
 
 
 def cluster_of(ranks: int) -> Topology:
-    """8 GPUs a node, as in the paper."""
+    """Return a topology with 8 GPUs per node, as in the paper."""
     return Topology(ranks=ranks, nodes=max(1, ranks // 8))
 
 
@@ -71,7 +71,7 @@ class Batch:
 
     @property
     def workload(self) -> NDArray[np.float64]:
-        """[L, G, E] a step, on average."""
+        """Return [L, G, E] tokens of a step, on average."""
         mean: NDArray[np.float64] = self.tokens.mean(axis=0, dtype=np.float64)
         return mean
 
@@ -80,7 +80,7 @@ Forecast = Callable[[Batch], NDArray[np.float64]]
 
 
 def read_routes(path: Path) -> CalibrationTrace:
-    """A calibration trace with routes, or GPT-OSS-20B records; BadInput if it has none."""
+    """Read a calibration trace with routes, or GPT-OSS-20B records; raise BadInput if there are no routes."""
     trace = observed(routes_of(path))
     if trace.routes is None:
         raise BadInput(f"{path} has no routes (calibrate with --routes)")
@@ -90,7 +90,7 @@ def read_routes(path: Path) -> CalibrationTrace:
 
 
 def split(trace: CalibrationTrace, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Requests to fit on, and to measure with."""
+    """Return requests to fit on, and to measure with."""
     order = np.random.default_rng(seed).permutation(len(trace.ids))
     return order[::2], order[1::2]
 
@@ -98,7 +98,7 @@ def split(trace: CalibrationTrace, seed: int) -> tuple[NDArray[np.int64], NDArra
 def shifting_batches(
     trace: CalibrationTrace, members: NDArray[np.int64], number: int, ranks: int, seed: int
 ) -> list[Batch]:
-    """Batches that each have their own mix of domains, drawn with replacement."""
+    """Return batches with separate mixes of domains, drawn with replacement."""
     rng = np.random.default_rng([seed, 7])
     domains = np.array(trace.domains)[members]
     names, count = np.unique(domains, return_counts=True)
@@ -125,18 +125,18 @@ def _tokens(
     step, layer, _ = np.ogrid[:steps, :layers, : trace.top_k]
     for place, request in enumerate(chosen):
         mine = np.roll(routes[request], int(rng.integers(steps)), axis=0)
-        found[step, layer, place % ranks, mine] += 1  # the experts of a token differ
+        found[step, layer, place % ranks, mine] += 1  # the experts of a token are distinct
     return found
 
 
 def correction(trace: CalibrationTrace, past: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`decode_correction` [L, E] of the requests `past`."""
+    """Return `decode_correction` [L, E] of the requests `past`."""
     columns = (trace.prefill_counts, trace.prompt_tokens, trace.decode_counts, trace.decode_steps)
     return decode_correction(*(column[past] for column in columns))
 
 
 def counted_forecast(counts: NDArray[np.generic], tokens: NDArray[np.generic]) -> Forecast:
-    """One step of each request, its experts as often as in `counts` [N, L, E] of `tokens` [N]."""
+    """Forecast one step of each request from its expert frequencies: `counts` [N, L, E] of `tokens` [N]."""
 
     def forecast(batch: Batch) -> NDArray[np.float64]:
         ranks = batch.tokens.shape[2]
@@ -153,7 +153,7 @@ def counted_forecast(counts: NDArray[np.generic], tokens: NDArray[np.generic]) -
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs and what they cost."""
+    """GPUs and their costs."""
 
     topology: Topology
     cost: LayerCost
@@ -162,13 +162,13 @@ class Cluster:
 
     @classmethod
     def of(cls, name: str, ranks: int, experts: int) -> Cluster:
-        """One of CLUSTERS with one slot a rank to spare."""
+        """Return one of CLUSTERS with one spare slot per rank."""
         return cls(cluster_of(ranks), *CLUSTERS[name], -(-experts // ranks) + 1)
 
     def place(
         self, workload: NDArray[np.float64], start: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
-        """DIRECTOR's placement; `start`, to be mended."""
+        """Return DIRECTOR's placement, if given as a repair of `start`."""
         placed, _ = director_placement(
             workload, topology=self.topology, slots=self.slots, cost=self.cost,
             token_bytes=TOKEN_BYTES, start=start, tolerance=2e-3 if start is None else 0.02,
@@ -176,7 +176,7 @@ class Cluster:
         return placed
 
     def vanilla(self, layers: int, experts: int) -> NDArray[np.int64]:
-        """Experts in order, no replicas; spare slots repeat the rank's last one."""
+        """Return experts in order without replicas; spare slots repeat the rank's last expert."""
         rank = np.arange(experts) * self.topology.ranks // experts
         rows = [np.flatnonzero(rank == g) for g in range(self.topology.ranks)]
         if any(not len(row) for row in rows):
@@ -185,13 +185,13 @@ class Cluster:
         return np.tile(line, (layers, 1))
 
     def step_s(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> NDArray[np.float64]:
-        """float[..., L] of tokens[..., L, G, E]."""
+        """Return float[..., L], s, for tokens[..., L, G, E]."""
         hosts = hosts_of(placement, tokens.shape[-1], self.topology.ranks)
         work = placed_work(tokens, hosts, topology=self.topology, token_bytes=TOKEN_BYTES)
         return self.cost.layer_s(work)
 
     def windows_s(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> NDArray[np.float64]:
-        """float[L]: the mean rank's computation in each layer, when no all-to-all runs."""
+        """Return float[L], s: the mean rank's computation in each layer, while no all-to-all runs."""
         hosts = hosts_of(placement, tokens.shape[-1], self.topology.ranks)
         work = placed_work(tokens, hosts, topology=self.topology, token_bytes=TOKEN_BYTES)
         idle = replace(work, near_bytes=0 * work.near_bytes, far_bytes=0 * work.far_bytes)
@@ -201,26 +201,26 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Served:
-    """What a run of batches took: ms of each, and experts moved (each in one layer) before it."""
+    """Result of a run of batches: latency of each, ms, and experts moved (each in one layer) before it."""
 
     batch_ms: NDArray[np.float64]
     moves: NDArray[np.int64]
 
 
 def fixed(cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64]) -> Served:
-    """The same placement throughout."""
-    took = [STEPS * cluster.step_s(batch.tokens, placement).sum(axis=1).mean() for batch in batches]
-    return Served(1e3 * np.array(took), np.zeros(len(batches), np.int64))
+    """Serve all batches with the same placement."""
+    latency_s = [STEPS * cluster.step_s(batch.tokens, placement).sum(axis=1).mean() for batch in batches]
+    return Served(1e3 * np.array(latency_s), np.zeros(len(batches), np.int64))
 
 
 def adaptive(
     cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64], forecast: Forecast
 ) -> Served:
-    """Before each batch a new placement for the forecast, if it pays; experts move while it runs.
+    """Before each batch, change to a placement for the forecast if it pays; experts move while it runs.
 
-    Of a new placement and the old one mended, the plan with the larger forecast saving is taken.
+    The candidates are a new placement and a repair of the old one; the larger forecast saving wins.
     """
-    took, moves = [], []
+    latency_s, moves = [], []
     for batch in batches:
         expected = forecast(batch)
         now = cluster.step_s(expected, placement)
@@ -239,13 +239,13 @@ def adaptive(
         _, plan = max(plans, key=lambda pair: pair[0])
         before, after = (cluster.step_s(batch.tokens, p).mean(axis=0) for p in (placement, plan.placement))
         waits = np.minimum(plan.ready_steps, STEPS)
-        took.append((before * waits + after * (STEPS - waits)).sum() + plan.cost_s)
+        latency_s.append((before * waits + after * (STEPS - waits)).sum() + plan.cost_s)
         moves.append(len(plan.moves))
         placement = plan.placement
-    return Served(1e3 * np.array(took), np.array(moves))
+    return Served(1e3 * np.array(latency_s), np.array(moves))
 
 
 def reactive_forecast(batches: list[Batch], first: NDArray[np.float64]) -> Forecast:
-    """The batch before, as it really was; `first` before there is one."""
+    """Forecast the true workload of the previous batch; `first` for the first batch."""
     before = {id(later): earlier.workload for earlier, later in itertools.pairwise(batches)}
     return lambda batch: before.get(id(batch), first)

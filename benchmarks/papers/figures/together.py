@@ -1,9 +1,9 @@
-"""Expert locality and balance of KV together: every policy on mixed traffic, with and without the barrier.
+"""Expert locality and KV balance together: all policies on mixed traffic, with and without the step barrier.
 
-16 decode workers; requests use the experts of observed ones, all domains mixed, and have the lengths and
-arrival times of a recorded trace, at a load that leaves slots free and at one that leaves requests waiting.
+16 decode workers; requests use the experts of observed requests of all domains, and have the lengths and
+arrival times of a recorded trace, at a load with free slots and at a load with waiting requests.
 With the barrier (data-parallel attention under expert parallelism) a step of all workers takes as long as
-the slowest one's.
+the slowest worker's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offline.simulation.run import simulate
 
 WORKERS = 16
 SLOTS = 32
-LOADS = (0.85, 1.2)  # of what the slots take
+LOADS = (0.85, 1.2)  # relative to slot capacity
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("shortest-queue", {}),
     ("least-tokens", {}),
@@ -42,7 +42,7 @@ BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbala
 
 
 def policies(options: Options) -> Rows:
-    """Each policy by load and barrier; `dominated_by` names those that are better in all four."""
+    """Compare policies by load and barrier; `dominated_by` names those that are better in all four."""
     experts_path, trace_path = _two(options)
     trace = observed(routes_of(experts_path))
     traffic = Traffic(trace_path)

@@ -1,4 +1,4 @@
-"""Recorded traffic at a chosen load, and the part of it that predictors have seen before."""
+"""Recorded traffic at a chosen load, and the part of it that predictors learn from."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from loadgen.traces import TraceRequest, read_trace
 from offline.simulation.requests import Requests
 
-SHARE_LEARNT = 0.2  # of a trace, before what is played: the predictors' past
-KEYS = 64  # buckets of prompt length, where a trace names no prompts
+SHARE_LEARNT = 0.2  # first part of a trace, from which predictors learn
+KEYS = 64  # buckets of prompt length, if a trace has no prompt ids
 
 
 class Traffic:
-    """A request trace: what the predictors have learnt from, and what is played.
+    """A request trace, divided into a part that predictors learn from and a part that is replayed.
 
     Args:
         path: Azure CSV or Mooncake JSON lines.
@@ -26,7 +26,7 @@ class Traffic:
         self.past, self.played = records[:cut], records[cut:]
 
     def requests(self, number: int, rate_per_s: float, start: float = 0.0) -> Requests:
-        """`number` requests, the trace from `start` (0 to 1) on, again and again, at that mean rate."""
+        """Return `number` requests at that mean rate: the trace from `start` (0 to 1) on, repeated."""
         first = int(start * len(self.played))
         played = self.played[first:] + self.played[:first]
         times = np.array([r.due_s for r in played])
@@ -46,16 +46,16 @@ class Traffic:
 
     @property
     def running_kv_tokens(self) -> float:
-        """KV tokens of a running request, on the mean over time."""
+        """Return the KV tokens of a running request, mean over time."""
         prompt, output = (
             np.array([getattr(r, n) for r in self.played]) for n in ("prompt_tokens", "output_tokens")
         )
         return float((output * (prompt + output / 2)).sum() / output.sum())
 
     def keys(self, requests: list[TraceRequest]) -> tuple[str, ...]:
-        """What the prompt-keyed predictor goes by: the recorded prefix, or a bucket of the prompt's length.
+        """Return the keys of the prompt-keyed predictor: the recorded prefix, or a bucket of prompt lengths.
 
-        Azure's traces name no prompts; the paper allows for quantiles of the length instead (C.2.1).
+        Azure's traces have no prompt ids; the paper permits quantiles of the length instead (C.2.1).
         """
         if any(r.hash_ids for r in self.past):
             return tuple(str(r.hash_ids) for r in requests)
@@ -63,7 +63,7 @@ class Traffic:
         return tuple(f"length {n}" for n in np.searchsorted(edges, [r.prompt_tokens for r in requests]))
 
     def teach(self, predictor: object) -> None:
-        """Let a predictor learn the past."""
+        """Fit a predictor to the past."""
         learn = predictor.learn  # type: ignore[attr-defined]
         for key, r in zip(self.keys(self.past), self.past, strict=True):
             learn(key, r.prompt_tokens, r.output_tokens)

@@ -1,18 +1,18 @@
-"""Whole replicas, whose steps compute prompts too: requests placed by load, prefix, experts or all three.
+"""Whole replicas, whose steps also compute prompts: requests placed by load, prefix, experts or all three.
 
-Every policy meets the same requests on workers with prefix caches. Requests use the experts of observed ones
-(a calibration trace with routes and token ids). `marginal-cost` is told what a predictor, fitted on
-CALIBRATION prompts that none of them runs, says of a request's tokens, and the true counts once its prompt is
-prefilled. A prompt that is longer than the observed one begins with other prompts of its domain, the same for
-all of a session or an application, so that its counts say less of what its answer will use. Three workloads:
+Every policy serves the same requests on workers with prefix caches. Requests use the experts of observed ones
+(a calibration trace with routes and token ids). `marginal-cost` gets predicted counts for a request's tokens,
+from a predictor fitted to CALIBRATION prompts that no request uses, and the true counts after prefill. A
+prompt longer than the observed one begins with other prompts of its domain, the same for all requests of a
+session or an application, so its counts say less about the experts of its answer. There are three workloads:
 
-- many domains: prompts of all domains, which share nothing; Poisson arrivals;
+- many domains: prompts of all domains without common prefixes; Poisson arrivals;
 - sessions: Mooncake's conversation trace with its arrivals and prefix blocks, prompts divided by SHRINK, so
-  that one of its blocks is one of an engine's; a session has one domain;
+  that one of its blocks is one block of an engine; a session has one domain;
 - system prompts: applications, a few of them popular, each with a long system prompt and one domain; Poisson.
 
-Costs are those of `eldr`'s figures, a prompt token's included. What was sent where is all but exactly what
-the simulated caches hold, since nothing but their size makes them forget.
+Costs are those of the `eldr` figures, including a prompt token's. The prefix map of sent prompts nearly
+equals the content of the simulated caches, since these evict only by size.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
 
 WORKERS = (8, 16)
-BATCH = 16  # requests a worker that arrivals aim at, were nothing cached
-LOAD = 0.9  # of that
-PER_WORKER = 200  # requests
-CALIBRATION = 300  # prompts that the predictor is fitted on
-SHRINK = 16  # of a trace's prompts
+BATCH = 16  # target batch size of the arrivals, without cached prefixes
+LOAD = 0.9  # relative to BATCH
+PER_WORKER = 200  # requests per worker
+CALIBRATION = 300  # prompts to fit the predictor
+SHRINK = 16  # divisor of a trace's prompt lengths
 SHRINK_ANSWERS = 4
 BLOCK = BLOCK_TOKENS // SHRINK  # tokens, as in the deployments on CPU
 CACHE_BLOCKS = 2000  # 64,000 tokens
-APPLICATIONS, SYSTEM_BLOCKS = 96, 32  # in all more than a worker keeps
+APPLICATIONS, SYSTEM_BLOCKS = 96, 32  # together more than a worker's cache
 OUR_COST = replace(COST, per_prompt_token_s=PREFILL.per_token_s)
 METRICS = ("tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms", "ttft_p99_ms")
 
@@ -60,23 +60,23 @@ BASELINES: dict[str, Callable[[], Policy]] = {
     "longest-prefix": LongestPrefix,
 }
 OURS = "marginal-cost"
-DECODE_ALONE, TOLD_TRUTH = f"{OURS}, of decode alone", f"{OURS}, told true counts"
+DECODE_ALONE, TRUE_COUNTS = f"{OURS}, of decode alone", f"{OURS}, told true counts"
 Index = NDArray[np.int64]
 
 
 def policies(options: Options) -> Rows:
-    """Each policy by workload and workers: times, and changes against each seed's best balancer."""
+    """Compare policies by workload and workers: times, and changes against each seed's best balancer."""
     routes_path, trace_path = _two(options)
     trace, records = observed(routes_of(routes_path)), read_trace(trace_path)
     if not all(record.hash_ids for record in records):
-        raise BadInput(f"{trace_path} names no prefix blocks; give Mooncake's conversation trace")
+        raise BadInput(f"{trace_path} has no prefix blocks; give Mooncake's conversation trace")
     if trace.token_ids is None:
         raise BadInput(f"{routes_path} has no token ids; make it with offline.calibrate --routes")
     if len(trace.ids) <= 2 * CALIBRATION:
         raise BadInput(f"{routes_path} has {len(trace.ids)} prompts; give more than {2 * CALIBRATION}")
     experts, cost = Experts.replayed(trace), options.cost or OUR_COST
     if not cost.per_prompt_token_s:
-        raise BadInput("the step cost says nothing of prompt tokens; fit it to whole engines")
+        raise BadInput("the step cost has no prompt tokens; fit it to whole engines")
 
     def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, Any]]:
         name, workers = case
@@ -95,9 +95,9 @@ def policies(options: Options) -> Rows:
         whole = Whole(cache_blocks=CACHE_BLOCKS, block_tokens=BLOCK)
         cluster = Cluster(decode=Decode(workers=workers, cost=cost, whole=whole))
 
-        def outcome(policy: Policy, known: StepCost, told: Experts = own) -> dict[str, Any]:
-            policy.update_cost_model(known)
-            found = simulate(requests, policy, cluster, experts=told, seed=seed)
+        def outcome(policy: Policy, step_cost: StepCost, known: Experts = own) -> dict[str, Any]:
+            policy.update_cost_model(step_cost)
+            found = simulate(requests, policy, cluster, experts=known, seed=seed)
             summary = found.summary()
             cached = 100 * float(found.hit_tokens.sum() / requests.prompt_tokens.sum())
             keys = (*METRICS, "output_tokens_per_s", "active_experts", "batch_size")
@@ -107,7 +107,7 @@ def policies(options: Options) -> Rows:
         found = {name: outcome(make(), cost) for name, make in BASELINES.items()}
         found[DECODE_ALONE] = outcome(make_policy(OURS), replace(cost, per_prompt_token_s=0.0))
         found[OURS] = outcome(make_policy(OURS), cost)
-        found[TOLD_TRUTH] = outcome(make_policy(OURS), cost, replace(own, predicted=None))
+        found[TRUE_COUNTS] = outcome(make_policy(OURS), cost, replace(own, predicted=None))
         return found
 
     rows: Rows = []
@@ -123,7 +123,7 @@ def policies(options: Options) -> Rows:
 
 
 def _changes(metric: str, values: list[float], best: list[float]) -> dict[str, float]:
-    """Against each seed's best: mean, lowest and highest."""
+    """Return the changes against each seed's best: mean, lowest and highest."""
     key = metric.replace("_ms", "_change_pct")
     changes = [change_pct(*pair) for pair in zip(values, best, strict=True)]
     found = {key: float(np.mean(changes))}
@@ -141,9 +141,9 @@ def _own_experts(
     predictor: SignaturePredictor,
     seed: int,
 ) -> Experts:
-    """Each request's own: counts of all of its prompt and what is foretold of them; routes of its kind."""
+    """Return each request's experts: counts of its whole prompt, predicted counts, and routes of its kind."""
     domains, rng = np.array(trace.domains), np.random.default_rng(seed)
-    before: dict[str, Index] = {}  # of a session or an application: prompts that its own begin with
+    before: dict[str, Index] = {}  # session or application -> prompts at the beginning of its prompts
     counts = np.zeros((len(requests), *trace.prefill_counts.shape[1:]), np.float32)
     predicted = np.zeros_like(counts)
     prompts = trace.prompts
@@ -166,7 +166,7 @@ def _own_experts(
 def _parts(
     lengths: NDArray[Any], kind: int, before: Sequence[int] | Index, tokens: int
 ) -> list[tuple[int, int]]:
-    """Prompts and how many tokens of each make one of that length: `before` in turn, then that of `kind`."""
+    """Compose a prompt of `tokens` from `before`, then `kind`: (prompt, number of its tokens) of each."""
     own = min(int(lengths[kind]), tokens)
     lacking, parts = tokens - own, []
     for part in cycle(before):
@@ -184,7 +184,7 @@ def _parts(
 def _poisson(
     kinds: NDArray[np.int64], trace: CalibrationTrace, rng: np.random.Generator, **fields: Any
 ) -> Requests:
-    """Prompts and answers as long as those observed."""
+    """Return requests with prompts and answers as long as observed."""
     return Requests(
         np.cumsum(rng.exponential(1.0, len(kinds))),
         trace.prompt_tokens[kinds].astype(np.int64),
@@ -205,9 +205,9 @@ def _sessions(
     number: int,
     rng: np.random.Generator,
 ) -> Requests:
-    """A stretch of the trace; the first block, which all share, says nothing of the session."""
+    """Return a stretch of the trace; the first block, which all share, does not identify a session."""
     if number > len(records):
-        raise BadInput(f"the trace has {len(records)} requests, {number} are to be played")
+        raise BadInput(f"the trace has {len(records)} requests, but {number} are needed")
     start = int(rng.integers(len(records) - number + 1))
     played = records[start : start + number]
     sessions = [str(r.hash_ids[:2]) for r in played]
@@ -231,7 +231,7 @@ def _system_prompts(
     domains = np.array(trace.domains)[members]
     of_application = domains[rng.integers(len(domains), size=APPLICATIONS)]
     kinds = np.array([rng.choice(members[domains == of_application[a]]) for a in application])
-    # The system prompt's blocks, then such as nobody else has.
+    # The system prompt's blocks, then unique blocks.
     own = APPLICATIONS * SYSTEM_BLOCKS + np.cumsum(trace.prompt_tokens[kinds] // BLOCK + 1)
     blocks = tuple(
         (*range(a * SYSTEM_BLOCKS, (a + 1) * SYSTEM_BLOCKS), *range(int(end - tokens // BLOCK), int(end)))
@@ -245,7 +245,7 @@ WORKLOADS = ("many domains", "sessions", "system prompts")
 
 
 def _at_load(requests: Requests, experts: Experts, cost: StepCost, workers: int) -> Requests:
-    """The same with arrivals at LOAD of what workers could do with batches of BATCH and empty caches."""
+    """Rescale the arrivals to LOAD of the workers' capacity with batches of BATCH and empty caches."""
     rng = np.random.default_rng(0)
     unions = [
         np.bitwise_or.reduce(experts.bits[experts.offset[rng.choice(requests.kind, BATCH)]])

@@ -160,7 +160,7 @@ def test_rounds_become_one_row_with_their_median_and_its_interval() -> None:
         for step in (0, 1, 5)
         for way, base in (("b", 10.0), ("a", 20.0))
     ]
-    found = medians(rows, about=("way",), sure=("took_ms",), summed=("failures",))
+    found = medians(rows, keys=("way",), with_interval=("took_ms",), summed=("failures",))
     assert [(row["way"], row["rounds"], row["took_ms"], row["failures"]) for row in found] == [
         ("b", 3, 11.0, 6),
         ("a", 3, 21.0, 6),

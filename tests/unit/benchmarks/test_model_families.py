@@ -138,7 +138,7 @@ def test_an_engine_that_ended_loses_no_other_family(tmp_path: Any) -> None:
     reports = [model_families.report(tmp_path / f"{name}.json", -11) for name in "ab"]
     assert reports == [
         {"records": []},
-        {"error": "the process of the engines ended with -11 before this one"},
+        {"error": "the engines' process ended with status -11 before this one"},
     ]
 
 

@@ -39,9 +39,9 @@ def test_the_slowdown_is_of_the_core_and_not_of_what_was_stolen(tmp_path: Path) 
     slow, stolen = NormalisedTime([notes()]), NormalisedTime([notes(slow=1.0, stolen=0.5)])
     assert slow.slowdown(60.0, 90.0) == pytest.approx(2 * slow.slowdown(10.0, 40.0))
     assert stolen.slowdown(60.0, 90.0) == pytest.approx(stolen.slowdown(10.0, 40.0)) == pytest.approx(1.0)
-    with pytest.raises(BadInput, match="not noted"):
+    with pytest.raises(BadInput, match="have gaps"):
         slow.seconds(90.0, 120.0)
-    with pytest.raises(BadInput, match="no notes"):
+    with pytest.raises(BadInput, match="no records"):
         NormalisedTime.read(tmp_path)
 
 

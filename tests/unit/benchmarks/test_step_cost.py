@@ -65,7 +65,7 @@ def test_every_point_is_timed_as_often_as_asked_and_the_cost_is_found_again() ->
 
 
 def test_a_step_that_did_not_activate_what_it_should_ends_the_run() -> None:
-    with pytest.raises(RuntimeError, match="was to activate"):
+    with pytest.raises(RuntimeError, match="should activate"):
         steps_of(_Engine(lossy=True), 4)
 
 
@@ -87,4 +87,4 @@ def test_impossible_options_are_refused_in_one_sentence() -> None:
     told = sentence(command("benchmarks.engine.step_cost", device="cpu", batches="1", active="16,32"))
     assert "8 to 8 experts" in told
     assert "--active" in sentence(command("benchmarks.engine.step_cost", device="cpu", active="many"))
-    assert "name cpu" in sentence(command("benchmarks.engine.step_cost"))
+    assert "use cpu" in sentence(command("benchmarks.engine.step_cost"))

@@ -35,12 +35,12 @@ async def over(kind: type[FakeEngine], check: str) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-async def test_an_engine_does_what_is_asked_of_it(check: str) -> None:
+async def test_an_engine_satisfies_the_contract(check: str) -> None:
     await over(FakeEngine, check)
 
 
 @pytest.mark.parametrize("routes", [False, True])
-def test_a_tracer_counts_prefill_and_decode_apart(routes: bool) -> None:
+def test_a_tracer_counts_prefill_and_decode_separately(routes: bool) -> None:
     engine_contract.a_tracer_counts_prefill_and_decode_apart(FakeTracer(CONFIG), (3, 4), TOP_K, routes)
 
 

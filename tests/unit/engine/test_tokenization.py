@@ -63,7 +63,7 @@ async def both(plain: Any, path: str, fields: dict[str, Any]) -> list[httpx.Resp
 
 
 @pytest.mark.parametrize("fields", TOKENIZED)
-async def test_tokens_of_prompts_and_chats_are_vllms(plain: Any, fields: dict[str, Any]) -> None:
+async def test_tokens_of_prompts_and_chats_equal_vllms(plain: Any, fields: dict[str, Any]) -> None:
     ours, theirs = await both(plain, TOKENIZE, fields)
     assert theirs.status_code == 200, theirs.text
     assert (ours.status_code, ours.json()) == (200, theirs.json())

@@ -130,8 +130,8 @@ def test_workers_that_come_are_used(observed: Path) -> None:
 @pytest.mark.parametrize(
     ("paper", "figure", "message"),
     [
-        ("nobody", "", "unknown paper 'nobody'; there are eldr, balanceroute"),
-        ("eldr", "x", "eldr has no figure 'x'; there are rates"),
+        ("nobody", "", "unknown paper 'nobody'; choose from eldr, balanceroute"),
+        ("eldr", "x", "eldr has no figure 'x'; choose from rates"),
         ("eldr", "rates", "give one --trace"),
         ("balanceroute", "table1", "give --trace"),
         ("grace", "fig5", "give --trace"),

@@ -1,6 +1,6 @@
-"""Stands in for torchvision where no build of it fits PyTorch's for CPUs; text needs nothing of it but names.
+"""Stand-in for torchvision, where no build fits PyTorch's for CPUs; text models need only its names.
 
-vLLM imports its part for Qwen3.5's pictures with a text model too.
+vLLM imports its image code for Qwen3.5 even with a text model.
 """
 
 __version__ = "0.0"

@@ -1,3 +1,3 @@
-"""Names that transformers imports, and uses for pictures alone."""
+"""Names that transformers imports and uses only for images."""
 
 ImageReadMode = decode_image = None

@@ -1,4 +1,4 @@
-"""The half that would compile."""
+"""Compiler part of the backend."""
 
 from __future__ import annotations
 

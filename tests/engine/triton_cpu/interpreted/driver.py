@@ -1,4 +1,4 @@
-"""The half that would launch."""
+"""Driver part of the backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.backends.driver import DriverBase
 
 
 class InterpretedDriver(DriverBase):
-    """Never active, so that Triton never makes one."""
+    """Never active, so that Triton never instantiates it."""
 
     @staticmethod
     def is_active() -> bool:

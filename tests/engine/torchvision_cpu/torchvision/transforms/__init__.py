@@ -1,10 +1,10 @@
-"""Names that transformers reads when it is imported."""
+"""Names that transformers reads at import."""
 
 from enum import Enum
 
 
 class InterpolationMode(Enum):
-    """Of a picture that is resized."""
+    """Interpolation mode for resizing an image."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"

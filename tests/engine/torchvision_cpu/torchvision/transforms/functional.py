@@ -1,3 +1,3 @@
-"""A name that transformers imports, and uses for pictures alone."""
+"""A name that transformers imports and uses only for images."""
 
 pil_to_tensor = None

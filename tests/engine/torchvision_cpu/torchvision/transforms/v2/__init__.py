@@ -1,1 +1,1 @@
-"""The second version of the same."""
+"""Version 2 of the transforms."""

@@ -1,4 +1,4 @@
-"""Functions on pictures, none of which is here."""
+"""Empty module for functions on images."""
 
 from torchvision.transforms import InterpolationMode
 
