@@ -5,7 +5,7 @@ They are read from the environment when Ray's processes start, so they are set w
 
 from __future__ import annotations
 
-# docs/data_path.md says what each costs.
+# docs/operations.md says what each costs.
 QUIET = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",

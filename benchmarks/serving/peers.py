@@ -15,7 +15,7 @@ One system runs at a time, for idle engines with NIXL's progress thread would sl
 in random order within each round, engines are started anew in each. Rows are medians over rounds.
 `--turns N` has all systems up at once instead, and N short trials of each in turn after every start: what the
 machine's speed and an engine's place in memory do to one does to the other. Its systems are those whose idle
-engines sleep; Ray's idle cost (docs/data_path.md) is then in the rows of all, in column `ray_cpu_ms`.
+engines sleep; Ray's idle cost (docs/operations.md) is then in the rows of all, in column `ray_cpu_ms`.
 `--record FILE` keeps every trial; those that are in it already count too, so that a long comparison
 can be made in several short runs. `_cpu_ms` columns are CPU time a request of those that serve.
 `_over_SYSTEM_pct` columns are paired over rounds, with their 95 % intervals: how much more (less, if

@@ -36,8 +36,11 @@ class Recorder:
 
     def step(self, batch: int, experts: int, seconds: float, worker: int) -> None:
         """Record a decode step."""
-        for column, value in zip(self._steps, (batch, experts, seconds, worker), strict=True):
-            column.append(value)
+        batches, active, durations, workers = self._steps
+        batches.append(batch)
+        active.append(experts)
+        durations.append(seconds)
+        workers.append(worker)
 
     def sample(self, now: float, kv_tokens: Sequence[int]) -> None:
         """Record the differences between the workers' KV tokens."""

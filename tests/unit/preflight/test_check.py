@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
     for name in ("gpt_oss_by_itself", *WRONG):
         paths.append(folder / f"{name}.yaml")
         paths[-1].write_text(yaml.safe_dump(edited(name)))
+    paths.append(folder / "readme.yaml")
+    (deployment,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    paths[-1].write_text(deployment)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         found = check(paths, cluster)
@@ -228,6 +232,12 @@ def test_a_shipped_deployment_would_start(name: str, outcomes: dict[str, Checked
         assert answer.kv_tokens >= answer.max_model_len, engines.role
         assert answer.kernels
         assert not any(hidden for _, hidden in answer.kernels)
+
+
+def test_the_readmes_deployment_would_start(outcomes: dict[str, Checked]) -> None:
+    outcome = outcomes["readme"]
+    assert outcome.starts
+    assert [engines.role for engines, *_ in outcome.answers] == ["prefill", "decode"]
 
 
 def test_where_vllm_would_choose_a_kernel_that_hides_its_choices_ours_is_shown(
