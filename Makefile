@@ -9,8 +9,8 @@ export PYTHONUNBUFFERED := 1
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser test test-unit test-engine test-families test-faults test-demo test-e2e test-package lint \
-	format demo bench tables docs package clean
+.PHONY: help setup browser promtool test test-unit test-engine test-families test-faults test-demo test-e2e \
+	test-package lint format demo bench tables docs package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -47,10 +47,16 @@ browser: ## install Debian's chromium if there is no Chromium
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
 	echo 'no Chromium: install it (Debian: chromium), or tests/unit/loadgen/test_report.py fails' >&2
 
-test: setup browser ## run the whole suite, on real engines; all parts run, and the last lines list failures
+# tests/unit/tools/test_monitoring.py checks the alert rules and dashboards with it.
+promtool: ## install Debian's prometheus if there is no promtool
+	@command -v promtool >/dev/null || \
+	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus >/dev/null; } || \
+	echo 'no promtool: install it (Debian: prometheus), or tests/unit/tools/test_monitoring.py fails' >&2
+
+test: setup browser promtool ## run the whole suite, on real engines; all parts run, and the last lines list failures
 	$(BIN)/python tests/suite.py
 
-test-unit: setup browser ## run the fast part, under 3 minutes: no engine, no Ray
+test-unit: setup browser promtool ## run the fast part, under 3 minutes: no engine, no Ray
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow' tests/unit
 
 test-engine: setup ## test the engine extension on a real vLLM CPU engine

@@ -26,10 +26,6 @@ _LAZY = {
         "eldr_serve.preflight.command:check",
         "Check whether a deployment would start on a described cluster.",
     ),
-    "kubernetes": (
-        "eldr_serve.kubernetes.command:kubernetes",
-        "Write a deployment as a RayService for Kubernetes with KubeRay.",
-    ),
     "demo": ("offline.demo:demo", "Serve the demo model and show what placement changes, policy by policy."),
     "calibrate": ("offline.calibrate:calibrate", "Record which experts prompts use, on one engine."),
     "fit": ("offline.fit:fit", "Fit a routing table on a calibration trace."),
@@ -243,7 +239,9 @@ def deployments(
     copy: Annotated[Path | None, typer.Option(help="Copy it to this new file instead.")] = None,
 ) -> None:
     """List the included deployment files, show one, or copy one for editing."""
-    files = {path.name: path for path in sorted((ROOT / "deployments").glob("*.yaml"))}
+    folder = ROOT / "deployments"
+    paths = sorted(folder.glob("*.yaml")) + sorted(folder.glob("kubernetes/*.yaml"))
+    files = {str(path.relative_to(folder)): path for path in paths}
     if name is None:
         if copy is not None:
             raise ValueError("--copy needs the name of a file")

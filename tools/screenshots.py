@@ -6,18 +6,23 @@ python -m tools.screenshots --help
 from __future__ import annotations
 
 import asyncio
-import tempfile
+import io
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from PIL import Image
+from playwright.async_api import Browser, async_playwright
 
 from eldr_serve.command_errors import run
 from eldr_serve.files import write_whole
-from tools.browser import browser
-from tools.small_png import small_png
 
+_CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 _REPORT_PX = 1500  # height: answers, figures and the first plots
+_COLOURS = 128  # of the pictures' palette; a page has few
 VIEWS = {"live_page": (1100, False), "live_page_dark": (1100, True), "live_page_phone": (390, False)}
 
 
@@ -36,33 +41,54 @@ def screenshots(
         write_whole(out / f"{name}.png", content)
 
 
+@asynccontextmanager
+async def browser() -> AsyncIterator[Browser]:
+    """Run the machine's Chromium; raise FileNotFoundError, with what to install, if there is none."""
+    found = next(filter(None, map(shutil.which, _CHROMIUM)), None)
+    if found is None:
+        raise FileNotFoundError(
+            "no Chromium: run `make browser` as root, or install the Debian package chromium"
+        )
+    async with async_playwright() as playwright:
+        chromium = await playwright.chromium.launch(executable_path=found)
+        yield chromium
+        await chromium.close()
+
+
 async def taken(url: str, admin_key: str | None) -> dict[str, bytes]:
     """Return each view of VIEWS as PNG."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        async with browser(Path(scratch)) as page:
-            await page.open(url)
-            await page.until("document.readyState === 'complete'")
-            if admin_key is not None:
-                await page.until("!document.getElementById('key').hidden")
-                await page.evaluate(f"adminKey = {admin_key!r}")
-            found = {}
-            for name, (width, dark) in VIEWS.items():
-                await page.look(width=width, dark=dark)
-                await page.evaluate("look()")
-                await page.until("!document.querySelector('main').hidden")
-                found[name] = small_png(await page.screenshot())
+    async with browser() as chromium:
+        page = await chromium.new_page()
+        await page.goto(url)
+        if admin_key is not None:
+            await page.locator("#key").wait_for()
+            await page.evaluate(f"adminKey = {admin_key!r}")
+        found = {}
+        for name, (width, dark) in VIEWS.items():
+            await page.set_viewport_size({"width": width, "height": 900})
+            await page.emulate_media(color_scheme="dark" if dark else "light")
+            await page.evaluate("look()")
+            await page.locator("main").wait_for()
+            found[name] = _small(await page.screenshot(full_page=True))
     return found
 
 
 async def of_report(report: Path) -> bytes:
     """Return the top of a comparison's page as PNG; FileNotFoundError if there is none."""
     address = report.resolve(strict=True).as_uri()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        async with browser(Path(scratch)) as page:
-            await page.open(address)
-            await page.until(f"document.readyState === 'complete' && location.href === {address!r}")
-            await page.look(width=1100)
-            return small_png(await page.screenshot(), _REPORT_PX)
+    async with browser() as chromium:
+        page = await chromium.new_page(viewport={"width": 1100, "height": 900})
+        await page.goto(address)
+        height = await page.evaluate("document.documentElement.scrollHeight")
+        clip = {"x": 0, "y": 0, "width": 1100, "height": min(height, _REPORT_PX)}
+        return _small(await page.screenshot(full_page=True, clip=clip))
+
+
+def _small(png: bytes) -> bytes:
+    """Return the picture with a palette, a third as large."""
+    content = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(_COLOURS).save(content, "png", optimize=True)
+    return content.getvalue()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Reproduce the papers' figures and tables in simulation, beside the paper's numbers.
 
-python -m benchmarks.papers.reproduce                                    lists the papers and their figures
-python -m benchmarks.papers.reproduce eldr rates --trace trace.safetensors
+eldr reproduce                                       lists the papers and their figures
+eldr reproduce eldr rates --trace trace.safetensors
 """
 
 from __future__ import annotations

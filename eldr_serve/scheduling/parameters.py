@@ -17,14 +17,6 @@ MAX_COUNT = 2**31 - 1  # maximum of any count, so that sums fit into int64
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 
-_RENAMED = {
-    "home": "affinity",
-    "patience": "max_overtakes",
-    "pool": "queue",
-    "reach": "lookahead",
-    "window": "candidates",
-}
-_REMOVED = ("expert_weight", "prior_tokens")
 _KINDS = {bool: "true or false", float: "a number", int: "a whole number", str: "a name"}
 
 
@@ -53,11 +45,7 @@ def validated(declared: type[Declared], policy: str, values: Mapping[str, Any]) 
 
 
 def _unknown(declared: type[PolicyParameters], policy: str, name: str) -> str:
-    if name in _REMOVED:
-        return f"the parameter {name!r} was removed: leave it out"
     known = sorted(declared.model_fields)
-    if (new := _RENAMED.get(name)) in known:
-        return f"the parameter {name!r} of policy {policy!r} is called {new!r} now"
     takes = f"takes {', '.join(known)}" if known else "takes no parameter"
     near = get_close_matches(name, known, n=1)
     hint = f": did you mean {near[0]!r}? It" if near else "; it"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from browser import rendered
@@ -51,8 +50,8 @@ def test_the_demo_writes_its_figures(demo: Demo) -> None:
     assert ours[1]["best_worker_share"] > 0.5  # the table was live
 
 
-def test_the_demos_report_opens_in_a_browser(demo: Demo, tmp_path: Path) -> None:
-    seen, widths = rendered(demo.out / "report.html", tmp_path)
+async def test_the_demos_report_opens_in_a_browser(demo: Demo) -> None:
+    seen, widths, _ = await rendered(demo.out / "report.html")
     assert "<title>eldr-serve demo</title>" in seen
     assert all(policy in seen for policy in POLICIES)
     answer = FIRST.search(seen)

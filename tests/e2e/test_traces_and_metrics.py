@@ -8,12 +8,11 @@ import re
 import httpx
 import pytest
 from collector import Collector, Received
-from monitoring_files import expressions
+from monitoring_files import FOREIGN, expressions
 from prometheus_client.parser import text_string_to_metric_families
 from service import Service, wait_for
 
 from eldr_serve.metrics import METRICS, PREFIX
-from tools.monitoring.promql import FOREIGN
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STAGES = {"prefill", "place", "transport", "first_token", "stream"}

@@ -18,6 +18,8 @@ from shipped import ROOT
 from test_pages import PAGES, code_lines
 from typer.main import get_command
 
+import eldr_serve
+import eldr_serve.scheduling
 from benchmarks.__main__ import NAMES
 from benchmarks.papers.reproduce import PAPERS
 from eldr_serve.cli import app, loaded
@@ -95,6 +97,9 @@ def test_the_site_is_built_strictly_and_fetches_from_no_other_host(tmp_path: Pat
     styles = "".join(style.read_text() for style in tmp_path.rglob("*.css"))
     assert not re.findall(r"url\([\"']?(?:https?:)?//[^)]*\)|@import[^;]*//[^;]*", styles)
     assert str(ROOT) not in "".join(page.read_text() for page in pages)
+    python = (tmp_path / "reference/python.html").read_text()
+    for name in {*eldr_serve.__all__, *eldr_serve.scheduling.__all__} - {"DEFAULT_POLICY"}:
+        assert re.search(rf'id="eldr_serve\.(routing\.)?{name}"', python), name
     reference = (tmp_path / "reference/commands.html").read_text()
     assert not [name for name in get_command(app).commands if f"eldr {name}" not in reference]  # type: ignore[attr-defined]
     assert not [name for name in (*MODULES, "locust") if name not in reference]

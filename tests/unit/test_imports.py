@@ -55,7 +55,6 @@ PARTS = (
     "eldr_serve.config",
     "eldr_serve.app",
     "eldr_serve.preflight",
-    "eldr_serve.kubernetes",
     "eldr_serve.client",
     "eldr_serve.cli",
     "eldr_serve",  # what `import eldr_serve` offers
@@ -103,7 +102,6 @@ BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
 RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
     "eldr_serve.preflight": ENGINE,
-    "eldr_serve.kubernetes": ENGINE,
     "eldr_serve.engine": (SERVE,),
     "eldr_serve.engine.vllm": ENGINE,
     "eldr_serve.experts.metro_torch": ENGINE,
@@ -123,10 +121,8 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "loadgen": (SERVE,),
     "offline": (SERVE,),
     "tools": (SERVE,),
-    "tools.crd": ("dev",),
     "tools.docs": ("dev",),
     "tools.screenshots": ("dev",),
-    "tools.small_png": ("dev",),
     "eldr_serve.channel": (SERVE,),
     "offline.calibrate": ENGINE,
     "offline.widen": ENGINE,

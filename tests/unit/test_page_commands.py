@@ -151,18 +151,6 @@ BY_A_TEST = {
         "tests/e2e/test_serving.py",
         "test_refit_swaps_a_table_for_the_live_replicas",
     ),
-    "python -m tools.crd": (
-        "tests/unit/tools/test_crd.py",
-        "test_the_command_says_which_file_is_wrong",
-    ),
-    "python -m tools.monitoring": (
-        "tests/unit/tools/test_monitoring.py",
-        "test_the_repository_has_what_the_command_writes",
-    ),
-    "python -m tools.monitoring.draw": (
-        "tests/unit/tools/test_draw_dashboards.py",
-        "test_the_command_writes_a_picture_of_each",
-    ),
     "python -m tools.screenshots": (
         "tests/unit/router/test_live_page.py",
         "test_screenshots_are_small_and_fit_each_width",
@@ -199,7 +187,6 @@ BY_NONE = {
 }
 HERE = (
     "eldr deployments",
-    "eldr kubernetes",
     "eldr keys",
     "eldr fit ",
     "eldr place",

@@ -1,4 +1,4 @@
-"""Reference pages made from the code: deployment YAML, commands, HTTP endpoints, metrics, Python names."""
+"""Reference pages made from the code: deployment YAML, commands, HTTP endpoints, metrics."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, ROUTER, Metric
 MODULES = {
     "tests.faults": ("simulate", "mutate", "chaos"),
     "tests.fuzz": ("hostile",),
-    "tools.crd": ("crd",),
-    "tools.monitoring": ("monitoring",),
     "tools.screenshots": ("screenshots",),
 }
 _KINDS = {
@@ -41,13 +39,6 @@ _KINDS = {
     "string": "text",
 }
 _BOUNDS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}
-_PACKAGES = ("eldr_serve", "eldr_serve.scheduling")  # documented by their __all__
-_MODULES = (
-    "eldr_serve.experts.signature",
-    "eldr_serve.experts.signature_predictor",
-    "eldr_serve.experts.online_predictor",
-    "eldr_serve.experts.metro",
-)
 
 
 def yaml_page() -> str:
@@ -125,23 +116,6 @@ def http_page() -> str:
     return "\n".join(parts)
 
 
-def python_page() -> str:
-    """Return mkdocstrings' directives for the package's public names."""
-    parts = ["# Python\n"]
-    shown: set[str] = set()
-    for module in _PACKAGES:
-        package = importlib.import_module(module)
-        parts.append(f"## {module}\n\n{inspect.getdoc(package)}\n")
-        for name in package.__all__:
-            found = getattr(package, name)
-            home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
-            if home.startswith("eldr_serve.") and home not in shown:
-                shown.add(home)
-                parts.append(f"::: {home}\n")
-    parts += [f"## {module}\n\n::: {module}\n" for module in _MODULES]
-    return "\n".join(parts)
-
-
 def metrics_page() -> str:
     """Return all our metrics, by the process that exports them."""
     parts = [
@@ -163,7 +137,6 @@ PAGES = {
     "reference/commands.md": commands_page,
     "reference/http.md": http_page,
     "reference/metrics.md": metrics_page,
-    "reference/python.md": python_page,
 }
 
 

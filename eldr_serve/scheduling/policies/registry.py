@@ -39,10 +39,6 @@ POLICIES: dict[str, type[Policy]] = {
         ShortestQueue,
     )
 }
-_REMOVED = {
-    "locality-balance": "it had 17 to 24 % less throughput than shortest-queue; use locality-band, or "
-    "balance-band where more requests wait than slots are free",
-}
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -53,8 +49,6 @@ def policy_class(name: str) -> type[Policy]:
     """
     if name in POLICIES:
         return POLICIES[name]
-    if name in _REMOVED:
-        raise PolicyError(f"policy {name!r} was removed: {_REMOVED[name]}")
     if ":" not in name:
         near = difflib.get_close_matches(name, policy_names(), n=1)
         hint = f": did you mean {near[0]!r}?" if near else ";"

@@ -1,4 +1,4 @@
-"""The RayService of each shipped deployment: valid for KubeRay, and its pods hold what they should."""
+"""RayService manifests are valid for KubeRay and true to their deployments, and all replicas have room."""
 
 from __future__ import annotations
 
@@ -6,52 +6,55 @@ import copy
 import gzip
 import json
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
-from in_process import sentence
 from shipped import ROOT
-from typer.testing import CliRunner
 
-from eldr_serve.cli import app
-from eldr_serve.kubernetes.groups import SIZES
-from eldr_serve.kubernetes.manifest import Options, rayservice, text
 from eldr_serve.preflight.deployment import Deployment, read_deployment
+from eldr_serve.preflight.document import read_document
 from eldr_serve.preflight.machine import ACCELERATOR, Pool, read_cluster
 from eldr_serve.preflight.placement import place, total
 from eldr_serve.ray_settings import QUIET
-from tools.crd import faults
 
-SHIPPED = sorted((ROOT / "deployments").glob("*.yaml"))
-GPU = [path for path in SHIPPED if not path.stem.startswith("cpu_")]
+MANIFESTS = sorted((ROOT / "deployments/kubernetes").glob("*.yaml"))
 DEFINITIONS = sorted(Path(__file__).parent.glob("rayservice_crd_*.json.gz"))  # see README.md beside them
-PLAIN = Options("eldr", "image:1", "eldr", "eldr-models", {"gpu": "H200"}, SIZES["gpu"])
-Edit = Callable[[dict[str, Any]], None]
+_OPEN = ("additionalProperties", "x-kubernetes-preserve-unknown-fields")
 
 
-def defined(path: Path) -> dict[str, Any]:
-    """A CustomResourceDefinition."""
-    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    return found
+def strict(schema: Any) -> Any:
+    """Return the schema with additional fields forbidden, as `kubectl apply --validate=strict` does."""
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: strict(part) for key, part in schema.items()}
+    if isinstance(schema.get("properties"), dict) and not any(key in schema for key in _OPEN):
+        closed["additionalProperties"] = False
+    return closed
 
 
-@pytest.fixture(scope="module")
-def deployments() -> dict[str, Deployment]:
+@pytest.fixture(scope="module", params=DEFINITIONS, ids=lambda path: path.name)
+def kuberay(request: Any) -> jsonschema.Draft202012Validator:
+    """The schema of KubeRay's RayService; rules in CEL (`x-kubernetes-validations`) are not checked."""
+    definition = json.loads(gzip.decompress(request.param.read_bytes()))
+    (served,) = definition["spec"]["versions"]
+    assert (definition["spec"]["group"], served["name"]) == ("ray.io", "v1")
+    return jsonschema.Draft202012Validator(strict(served["schema"]["openAPIV3Schema"]))
+
+
+@pytest.fixture(scope="module", params=MANIFESTS, ids=lambda path: path.stem)
+def case(request: Any) -> tuple[Deployment, dict[str, Any]]:
+    """A deployment and its manifest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        return {path.stem: read_deployment(path) for path in SHIPPED}
-
-
-@pytest.fixture(params=[path.stem for path in SHIPPED])
-def case(request: Any, deployments: dict[str, Deployment]) -> tuple[Deployment, dict[str, Any]]:
-    """A shipped deployment and its manifest, read again from its text."""
-    deployment = deployments[request.param]
-    sizes = SIZES[deployment.engines[0].spec.device]
-    made = rayservice(deployment, Options(**(vars(PLAIN) | {"sizes": sizes})))
-    return deployment, yaml.safe_load(text(made))
+        deployment = read_deployment(Path("deployments") / request.param.name)
+    return deployment, yaml.safe_load(request.param.read_text())
 
 
 def cluster_of(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -84,16 +87,16 @@ def pools(manifest: dict[str, Any], count: str) -> list[Pool]:
     return found
 
 
-@pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda path: path.name)
 def test_it_is_valid_by_kuberays_definition(
-    definition: Path, case: tuple[Deployment, dict[str, Any]]
+    kuberay: jsonschema.Draft202012Validator, case: tuple[Deployment, dict[str, Any]]
 ) -> None:
-    known = defined(definition)
-    assert list(faults(known, case[1])) == []
-    wrong = copy.deepcopy(case[1])
+    manifest = case[1]
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    assert [f"{error.json_path}: {error.message}" for error in kuberay.iter_errors(manifest)] == []
+    wrong = copy.deepcopy(manifest)
     wrong["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["container"] = []
     wrong["spec"]["rayClusterDeletionDelaySeconds"] = "600"
-    assert len(list(faults(known, wrong))) == 2
+    assert len(list(kuberay.iter_errors(wrong))) == 2
 
 
 def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(
@@ -126,17 +129,22 @@ def test_no_replica_comes_to_the_head(case: tuple[Deployment, dict[str, Any]]) -
         assert total(replicas.bundles)["CPU"] > 0
 
 
-def test_the_application_is_the_files_but_for_where_it_listens(
-    case: tuple[Deployment, dict[str, Any]],
+def test_the_application_is_the_deployments_but_for_where_it_listens(
+    case: tuple[Deployment, dict[str, Any]], tmp_path: Path
 ) -> None:
     deployment, manifest = case
-    made = yaml.safe_load(manifest["spec"]["serveConfigV2"])
-    (application,) = made["applications"]
-    assert application["args"]["ingress"]["host"] == "0.0.0.0"
+    file = tmp_path / "serve.yaml"
+    file.write_text(manifest["spec"]["serveConfigV2"])
+    document = read_document(file)  # as `eldr check` reads it
+    assert not document.ignored
     expected = copy.deepcopy(deployment.document)
-    expected["proxy_location"] = "HeadOnly"
     expected["applications"][0]["args"]["ingress"]["host"] = "0.0.0.0"
-    assert made == expected
+    assert document.content == expected
+    assert manifest["spec"]["rayClusterConfig"]["rayVersion"] == version("ray")
+    replicas = [deployment.args.ingress_deployment_config]
+    replicas += [engines.spec.deployment_config for engines in deployment.engines]
+    drain_s = [given["graceful_shutdown_timeout_s"] for given in replicas]
+    assert manifest["spec"]["rayClusterDeletionDelaySeconds"] >= max(drain_s)
 
 
 def test_the_service_leads_to_the_ingress_once_it_says_that_it_is_ready(
@@ -198,119 +206,22 @@ def test_rays_settings_memory_and_models_are_in_all_pods(case: tuple[Deployment,
         }
 
 
-@pytest.mark.parametrize("path", GPU, ids=lambda path: path.stem)
 def test_pods_name_resources_that_a_cluster_for_ray_up_has_too(
-    path: Path, deployments: dict[str, Deployment]
+    case: tuple[Deployment, dict[str, Any]],
 ) -> None:
+    deployment, manifest = case
     offered = {name for pool in read_cluster(ROOT / "ray_cluster.yaml") for name in pool.resources}
-    manifest = rayservice(deployments[path.stem], PLAIN)
     named = {name for pool in pools(manifest, "maxReplicas") for name in pool.resources}
-    assert named <= offered
-    kinds = {name for name in named if name.startswith(ACCELERATOR)}
-    assert kinds == ({"accelerator_type:H200"} if path.stem == "qwen3_235b_2p8d" else set())
+    assert named <= offered | {"CPU"}
+    wanted = {name for engines in deployment.engines for name in total(engines.bundles)}
+    kinds = {name for name in wanted if name.startswith(ACCELERATOR)}
+    assert {name for name in named if name.startswith(ACCELERATOR)} == kinds
     for name, pod, container in pods(manifest):
         on_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
-        assert pod.get("nodeSelector") == ({"gpu": "H200"} if on_gpu else None), name
+        assert ("nvidia.com/gpu.product" in pod.get("nodeSelector", {})) == on_gpu, name
         assert bool(pod.get("tolerations")) == on_gpu
-
-
-def test_an_old_clusters_streams_end_before_it_is_deleted(deployments: dict[str, Deployment]) -> None:
-    spec = rayservice(deployments["qwen3_30b_8p16d"], PLAIN)["spec"]
-    assert spec["rayClusterDeletionDelaySeconds"] == 600
-    cluster = spec["rayClusterConfig"]
-    assert cluster["enableInTreeAutoscaling"]
-    assert "enableInTreeAutoscaling" not in cluster_of(rayservice(deployments["cpu_demo"], PLAIN))
-
-
-def test_a_file_of_inference_keys_is_mounted_where_the_ingress_reads_it(tmp_path: Path) -> None:
-    manifest = rayservice(
-        edited(tmp_path, lambda args: args["ingress"].update(keys_file="/etc/eldr/keys.json")), PLAIN
-    )
-    for _, pod, container in pods(manifest):
-        (volume,) = [volume for volume in pod["volumes"] if "secret" in volume]
-        assert volume["secret"] == {
-            "secretName": "eldr", "items": [{"key": "keys.json", "path": "keys.json"}],
-        }  # fmt: skip
-        mount = {"name": volume["name"], "mountPath": "/etc/eldr", "readOnly": True}
-        assert mount in container["volumeMounts"]
-    assert not list(faults(defined(DEFINITIONS[-1]), manifest))
-
-
-def edited(folder: Path, edit: Edit, shipped: str = "qwen3_30b_8p16d") -> Deployment:
-    """A shipped deployment with other args."""
-    document = json.loads(json.dumps(yaml.safe_load((ROOT / f"deployments/{shipped}.yaml").read_text())))
-    edit(document["applications"][0]["args"])
-    (folder / "models").symlink_to(ROOT / "deployments/models")
-    (folder / "edited.yaml").write_text(yaml.safe_dump(document))
-    return read_deployment(folder / "edited.yaml")
-
-
-def without_own_resource(args: dict[str, Any]) -> None:
-    args["prefill_config"]["placement_group_config"] = {"bundle_per_worker": {"GPU": 1}}
-
-
-def two_homes(args: dict[str, Any]) -> None:
-    args["decode_config"]["runtime_env"] = {"env_vars": {"HF_HOME": "/mnt/others"}}
-
-
-@pytest.mark.parametrize(
-    ("edit", "options", "said"),
-    [
-        (lambda args: args.update(admin_key="x"), {}, "admin_key is in the file"),
-        (lambda args: args["ingress"].pop("port"), {}, "ingress.port is not set"),
-        (without_own_resource, {}, "prefill replicas name no resource of their own"),
-        (
-            lambda args: args["ingress_deployment_config"].pop("ray_actor_options"),
-            {},
-            "ingress replicas name no",
-        ),
-        (lambda args: args["ingress"].update(keys_file="keys.json"), {}, "keys.json has no folder"),
-        (two_homes, {}, "HF_HOME to /mnt/models and /mnt/others"),
-        (
-            lambda args: args["decode_config"].update(accelerator_type="H200"),
-            {"node_selector": {}},
-            "accelerator_type H200",
-        ),
-        (lambda args: None, {"name": "8p16d"}, "'8p16d' cannot name a RayService"),
-        (lambda args: None, {"name": "a" * 48}, "at most 47"),
-    ],
-)
-def test_what_kubernetes_would_not_serve_is_one_sentence(
-    edit: Edit, options: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=said) as refused:
-        rayservice(edited(tmp_path, edit), Options(**(vars(PLAIN) | options)))
-    assert "\n" not in str(refused.value)
-
-
-def test_the_command_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    words = ["kubernetes", "deployments/cpu_demo.yaml", "--image", "i:2", "--shm-gib", "3"]
-    done = CliRunner().invoke(app, words, prog_name="eldr")
-    assert done.exit_code == 0, done.stderr
-    found = yaml.safe_load(done.stdout)
-    assert found["metadata"]["name"] == "cpu-demo"
-    for _, pod, container in pods(found):
-        assert container["image"] == "i:2"
-        assert pod["volumes"][0]["emptyDir"]["sizeLimit"] == "3072Mi"
-    out = tmp_path / "cpu_demo.yaml"
-    assert CliRunner().invoke(app, [*words, "--out", str(out)], prog_name="eldr").stdout == ""
-    assert out.read_text() == done.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["deployments/cpu_demo.yaml", "--node-selector", "gpu"], "KEY=VALUE"),
-        (["Makefile"], "Makefile"),
-        (["nowhere.yaml"], "nowhere.yaml"),
-    ],
-)
-def test_bad_input_of_the_command_is_one_sentence(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert said in sentence(CliRunner().invoke(app, ["kubernetes", *words], prog_name="eldr"))
+    scaled = any(engines.scaled for engines in deployment.engines)
+    assert cluster_of(manifest).get("enableInTreeAutoscaling", False) == scaled
 
 
 def test_the_image_is_made_of_what_the_wheel_is_made_of() -> None:

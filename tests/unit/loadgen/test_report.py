@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import chromium, rendered
+from browser import rendered
 from PIL import Image
 
 from loadgen.answers import client_answers, step_answers
@@ -46,10 +47,12 @@ def trials(engines: dict[str, float] | None) -> list[Trial]:
         (None, False),
     ],
 )
-def test_the_report_renders_in_a_browser(tmp_path: Path, engines: dict[str, float] | None, bad: bool) -> None:
+async def test_the_report_renders_in_a_browser(
+    tmp_path: Path, engines: dict[str, float] | None, bad: bool
+) -> None:
     made = trials(engines)
     rows = policy_rows(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
-    page, shot = tmp_path / "report.html", tmp_path / "report.png"
+    page = tmp_path / "report.html"
     answered, remarks = step_answers(rows), client_answers(rows, rounds=2)
     assert bool(answered) == (engines is not None)
     page.write_text(
@@ -58,15 +61,14 @@ def test_the_report_renders_in_a_browser(tmp_path: Path, engines: dict[str, floa
             notes="<b>not markup</b>", settings={"rate": 4.0, "commit": "abc"}, warm_up_s=2, seconds=8,
         )
     )  # fmt: skip
-    chromium(page, tmp_path, f"--screenshot={shot}")
-    pixels = np.asarray(Image.open(shot).convert("RGB"), float)
+    seen, widths, picture = await rendered(page)
+    pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"), float)
     assert pixels.shape[0] >= 2000
     assert pixels.std() > 20  # not blank
     colours = pixels.reshape(-1, 3) @ (65536, 256, 1)
     assert len(np.unique(colours)) > 100  # pictures, not only text
     # In each quarter of the page something is drawn.
     assert all(quarter.std() > 5 for quarter in np.array_split(pixels, 4))
-    seen, widths = rendered(page, tmp_path)
     assert len(widths) == 5
     assert min(widths) > 300  # no image is broken
     # Effects of placement, picture, clients' figures; problems of a run come before these.

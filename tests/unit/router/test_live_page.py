@@ -16,6 +16,7 @@ from busy_router import E, L, busy_actor, served
 from fake_fleet import answering
 from ingress_app import KEY, App, running_app
 from PIL import Image
+from playwright.async_api import Page
 from router_talk import FakeActor
 from tables import unit_table
 
@@ -23,23 +24,35 @@ from eldr_serve.dashboard import live_page
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.messages import Answered, NamedPolicy
 from eldr_serve.scheduling import StepSums
-from tools.browser import Page, browser
-from tools.screenshots import VIEWS, taken
+from tools.screenshots import VIEWS, browser, taken
 
 
 @asynccontextmanager
-async def opened(actor: FakeActor, scratch: Path, **options: Any) -> AsyncIterator[tuple[App, Page]]:
-    async with served(actor, **options) as (app, url), browser(scratch) as page:
-        await page.look(width=1100)
-        await page.open(url)
-        await page.until("document.readyState === 'complete'")
+async def opened(
+    actor: FakeActor, *, requested: list[str] | None = None, errors: list[str] | None = None, **options: Any
+) -> AsyncIterator[tuple[App, Page]]:
+    """Open the page; collect the addresses that it requests, and the errors of its scripts and console."""
+    async with served(actor, **options) as (app, url), browser() as chromium:
+        page = await chromium.new_page(viewport={"width": 1100, "height": 900})
+        if requested is not None:
+            page.on("request", lambda request: requested.append(request.url))
+        if errors is not None:
+            page.on("pageerror", lambda error: errors.append(error.message))
+            page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+        await page.goto(url)
         yield app, page
 
 
+async def until(page: Page, condition: str) -> None:
+    """Wait until a JavaScript expression is true; the page's policy forbids Playwright's own polling."""
+    async with asyncio.timeout(30):
+        while not await page.evaluate(f"Boolean({condition})"):
+            await asyncio.sleep(0.05)
+
+
 async def shown(page: Page) -> str:
-    await page.until("!document.querySelector('main').hidden")
-    text: str = await page.evaluate("document.body.innerText")
-    return text
+    await page.locator("main").wait_for()
+    return await page.inner_text("body")
 
 
 async def pressed(page: Page, form: str, **fields: str) -> None:
@@ -54,9 +67,9 @@ def test_the_page_names_no_other_host() -> None:
     assert "//" not in live_page().replace("// ", "")
 
 
-async def test_the_page_shows_all_and_fetches_from_its_host_alone(tmp_path: Path) -> None:
-    actor = busy_actor()
-    async with opened(actor, tmp_path) as (_, page):
+async def test_the_page_shows_all_and_fetches_from_its_host_alone() -> None:
+    actor, requested, errors = busy_actor(), list[str](), list[str]()
+    async with opened(actor, requested=requested, errors=errors) as (_, page):
         await page.evaluate(f"adminKey = {KEY!r}")
         text = await shown(page)
         for said in ("marginal-cost", "shortest-queue", "decode step time per token", "The engines measured",
@@ -68,29 +81,30 @@ async def test_the_page_shows_all_and_fetches_from_its_host_alone(tmp_path: Path
         assert await page.evaluate("document.querySelectorAll('#workers svg path').length") == 6
         assert await page.evaluate("document.querySelectorAll('#tpot path[fill=none]').length") > 0
         assert await page.evaluate("document.querySelectorAll('#path b b').length") == 0  # domains are text
-        assert not page.errors
-        assert {address.split("/eldr/")[1] for address in page.requested if "data:" not in address} == {
+        assert not errors
+        assert {address.split("/eldr/")[1] for address in requested if "data:" not in address} == {
             "",
             "live",
         }
 
 
-async def test_nothing_is_asked_for_before_a_key_is_typed_or_after_a_wrong_one(tmp_path: Path) -> None:
-    async with opened(busy_actor(), tmp_path) as (_, page):
-        await page.until("!document.getElementById('key').hidden")
+async def test_nothing_is_asked_for_before_a_key_is_typed_or_after_a_wrong_one() -> None:
+    requested, errors = list[str](), list[str]()
+    async with opened(busy_actor(), requested=requested, errors=errors) as (_, page):
+        await until(page, "!document.getElementById('key').hidden")
         await asyncio.sleep(2.5)  # two polls
-        assert not page.errors
-        assert not [address for address in page.requested if address.endswith("live")]
+        assert not errors
+        assert not [address for address in requested if address.endswith("live")]
         assert not await page.evaluate("document.getElementById('said').textContent")
         await page.evaluate("document.getElementById('admin-key').value = 'wrong'")
         await page.evaluate("document.querySelector('#key button').click()")
-        await page.until("document.getElementById('said').textContent.includes('missing or wrong')")
+        await until(page, "document.getElementById('said').textContent.includes('missing or wrong')")
         await asyncio.sleep(2.5)
-        assert len([address for address in page.requested if address.endswith("live")]) == 1
-        assert len(page.errors) == 1
+        assert len([address for address in requested if address.endswith("live")]) == 1
+        assert len(errors) == 1
 
 
-async def test_a_chart_joins_no_points_across_idle_minutes(tmp_path: Path) -> None:
+async def test_a_chart_joins_no_points_across_idle_minutes() -> None:
     """Send three answers, none for three minutes, two more, and a report of steps after a pause."""
     actor = busy_actor()
     now = [0.0]
@@ -101,7 +115,7 @@ async def test_a_chart_joins_no_points_across_idle_minutes(tmp_path: Path) -> No
     for at in (206, 207, 230):
         now[0] = at
         view.observe_steps("r0", StepSums.of([1], [1], [4], [0.1]))
-    async with opened(actor, tmp_path) as (_, page):
+    async with opened(actor) as (_, page):
         await page.evaluate(f"adminKey = {KEY!r}")
         await shown(page)
         for chart, lines in (("#tpot", 4), ("#ttft", 4), ("[data-chart=batch][data-worker='0']", 1)):
@@ -111,9 +125,9 @@ async def test_a_chart_joins_no_points_across_idle_minutes(tmp_path: Path) -> No
         assert await page.evaluate('document.querySelectorAll("[data-chart=batch] circle").length') == 1
 
 
-async def test_requests_that_are_stuck_in_prefill_are_counted_aged_and_red(tmp_path: Path) -> None:
+async def test_requests_that_are_stuck_in_prefill_are_counted_aged_and_red() -> None:
     held, ages = asyncio.Event(), {"r0": 4.9, "r1": 43.2}
-    async with opened(busy_actor(), tmp_path, prefill=answering(held)) as (app, page):
+    async with opened(busy_actor(), prefill=answering(held)) as (app, page):
         with patch.object(type(app.prefill), "oldest_s", ages):
             posts = [
                 asyncio.create_task(app.post("/v1/completions", {"model": "m", "prompt": f"p{n}"}))
@@ -121,7 +135,7 @@ async def test_requests_that_are_stuck_in_prefill_are_counted_aged_and_red(tmp_p
             ]
             await page.evaluate(f"adminKey = {KEY!r}")
             await shown(page)
-            await page.until("document.getElementById('path').innerText.includes('oldest')")
+            await until(page, "document.getElementById('path').innerText.includes('oldest')")
             text = await page.evaluate("document.getElementById('path').innerText")
             assert min(app.prefill.in_flight.values()) > 0
             for name, count in app.prefill.in_flight.items():
@@ -133,14 +147,14 @@ async def test_requests_that_are_stuck_in_prefill_are_counted_aged_and_red(tmp_p
                 post.cancel()
 
 
-async def test_an_operator_asks_compares_switches_and_sees_both_sides(tmp_path: Path) -> None:
+async def test_an_operator_asks_compares_switches_and_sees_both_sides() -> None:
     actor = busy_actor()
-    async with opened(actor, tmp_path) as (_, page):
-        await page.until("!document.getElementById('key').hidden")
+    async with opened(actor) as (_, page):
+        await until(page, "!document.getElementById('key').hidden")
         assert await page.evaluate("document.querySelector('main').hidden")  # nothing without the key
         await page.evaluate("document.getElementById('admin-key').value = 'wrong'")
         await page.evaluate("document.querySelector('#key button').click()")
-        await page.until("document.getElementById('said').textContent.includes('wrong')")
+        await until(page, "document.getElementById('said').textContent.includes('wrong')")
         await page.evaluate(f"document.getElementById('admin-key').value = {KEY!r}")
         await page.evaluate("document.querySelector('#key button').click()")
         await shown(page)
@@ -150,28 +164,28 @@ async def test_an_operator_asks_compares_switches_and_sees_both_sides(tmp_path: 
         )
 
         await pressed(page, "shadow-form", name="balance-route", parameters='{"slots": 0}')
-        await page.until("document.getElementById('said').textContent.includes('slots is 0')")
+        await until(page, "document.getElementById('said').textContent.includes('slots is 0')")
         assert actor.state.settings.shadow == NamedPolicy("shortest-queue")
         await page.evaluate("document.getElementById('swap').click()")
-        await page.until("document.getElementById('said').textContent.includes('is its shadow')")
+        await until(page, "document.getElementById('said').textContent.includes('is its shadow')")
         assert actor.state.settings.policy == "shortest-queue"
         assert actor.state.settings.shadow == NamedPolicy("marginal-cost")
         assert "marginal-cost" in await page.evaluate("document.getElementById('saving-past').innerText")
 
         await pressed(page, "policy-form", name="random")
-        await page.until("document.getElementById('policy').textContent === 'random'")
+        await until(page, "document.getElementById('policy').textContent === 'random'")
         await page.evaluate("document.getElementById('shadow-off').click()")
-        await page.until("document.getElementById('saving').innerText.includes('No policy is compared')")
+        await until(page, "document.getElementById('saving').innerText.includes('No policy is compared')")
         assert actor.state.settings.shadow is None
 
 
-async def test_a_switch_that_is_refused_changes_nothing_and_says_so(tmp_path: Path) -> None:
+async def test_a_switch_that_is_refused_changes_nothing_and_says_so() -> None:
     actor = busy_actor()
-    async with opened(actor, tmp_path) as (_, page):
+    async with opened(actor) as (_, page):
         await page.evaluate(f"adminKey = {KEY!r}")
         await shown(page)
         await page.evaluate(
-            """{const real = fetch; window.puts = [];
+            """() => {const real = fetch; window.puts = [];
             window.fetch = (path, options) => {
                 if (options.method === 'PUT') puts.push(path);
                 return path !== 'policy' ? real(path, options) : Promise.resolve(
@@ -190,26 +204,26 @@ async def test_a_table_is_swapped_in_from_the_page(tmp_path: Path) -> None:
     good, bad = tmp_path / "table.safetensors", tmp_path / "notes.safetensors"
     unit_table(2, num_layers=L, num_experts=E).save(good)
     bad.write_text("no table")
-    async with opened(actor, tmp_path) as (_, page):
+    async with opened(actor) as (_, page):
         await page.evaluate(f"adminKey = {KEY!r}")
         assert "No routing table" in await shown(page)
         await pressed(page, "table-form")
-        await page.until("document.getElementById('said').textContent === 'Choose a table file first.'")
-        await page.choose_file("#table-file", bad)
+        await until(page, "document.getElementById('said').textContent === 'Choose a table file first.'")
+        await page.set_input_files("#table-file", bad)
         await pressed(page, "table-form")
-        await page.until("document.getElementById('said').className === 'bad'")
-        await page.until("!document.getElementById('said').textContent.includes('Choose')")
+        await until(page, "document.getElementById('said').className === 'bad'")
+        await until(page, "!document.getElementById('said').textContent.includes('Choose')")
         assert actor.state.settings.table_version == 0
-        await page.choose_file("#table-file", good)
+        await page.set_input_files("#table-file", good)
         await pressed(page, "table-form")
-        await page.until("document.getElementById('settings').innerText.includes('Table version')")
+        await until(page, "document.getElementById('settings').innerText.includes('Table version')")
         assert actor.state.settings.table_version == 1
 
 
-async def test_a_late_refusal_of_a_key_that_was_changed_since_says_nothing(tmp_path: Path) -> None:
-    async with opened(busy_actor(), tmp_path) as (_, page):
+async def test_a_late_refusal_of_a_key_that_was_changed_since_says_nothing() -> None:
+    async with opened(busy_actor()) as (_, page):
         await page.evaluate(
-            """{const real = fetch; window.held = [];
+            """() => {const real = fetch; window.held = [];
             window.fetch = (path, options) => options.headers.authorization !== 'Bearer old'
                 ? real(path, options)
                 : new Promise(answer => held.push(() => answer(real(path, options))))}"""
@@ -218,13 +232,13 @@ async def test_a_late_refusal_of_a_key_that_was_changed_since_says_nothing(tmp_p
         await page.evaluate(f"adminKey = {KEY!r}")
         await shown(page)
         await page.evaluate("held.forEach(answer => answer())")
-        await page.until("window.came")
+        await until(page, "window.came")
         assert await page.evaluate("document.getElementById('key').hidden")
         assert not await page.evaluate("document.getElementById('said').textContent")
 
 
 @pytest.mark.slow
-async def test_screenshots_are_small_and_fit_each_width(tmp_path: Path) -> None:
+async def test_screenshots_are_small_and_fit_each_width() -> None:
     async with served(busy_actor()) as (_, url):
         pictures = await taken(url, KEY)
     assert pictures.keys() == VIEWS.keys()

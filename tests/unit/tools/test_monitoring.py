@@ -1,97 +1,139 @@
-"""Alert rules and dashboards: as the command writes them, of metrics that there are, each with its page."""
+"""Alert rules and dashboards: valid PromQL over metrics that exist, tested alerts, each with its page."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from monitoring_files import FOLDER, expressions
+from monitoring_files import DASHBOARDS, FOLDER, FOREIGN, expressions, promtool, series
 from shipped import ROOT
 
-from tools.monitoring.__main__ import files, monitoring
-from tools.monitoring.alerts import ALERTS
-from tools.monitoring.dashboards import DASHBOARDS, dashboard
-from tools.monitoring.promql import FOREIGN, problems
+from eldr_serve.metrics import COUNTER
+
+ALERT_TESTS = ROOT / "tests/unit/monitoring/alerts_test.yaml"
+_GROUPED = r"\b(?:by|without|on|ignoring) \(([^)]*)\)"
 
 
-def test_the_repository_has_what_the_command_writes(tmp_path: Path) -> None:
-    monitoring(out=tmp_path)
-    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert written == {path.name: path.read_text() for path in FOLDER.iterdir()}
-    assert len(written) == 2 + len(DASHBOARDS)
+def _rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
+    return list(group["rules"])
 
 
-def test_an_address_of_the_runbook_is_in_every_rule() -> None:
-    (group,) = yaml.safe_load(files("https://docs.example/runbook.html")["alerts.yaml"])["groups"]
-    for rule in group["rules"]:
-        url = rule["annotations"]["runbook_url"]
-        assert url == f"https://docs.example/runbook.html#{rule['alert'].lower()}"
+def _panels(name: str) -> list[dict[str, Any]]:
+    return list(json.loads((FOLDER / f"{name}.json").read_text())["panels"])
 
 
-def test_every_expression_is_of_metrics_that_there_are_and_uses_them_well() -> None:
+def test_every_rule_has_a_severity_a_summary_and_its_address_in_the_runbook() -> None:
+    for rule in _rules():
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert rule["annotations"]["summary"].endswith(".")
+        assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{rule['alert'].lower()}"
+
+
+def test_prometheus_accepts_its_configuration_and_the_rules() -> None:
+    done = promtool("check", "config", FOLDER / "prometheus.yaml")
+    assert done.returncode == 0, done.stderr
+    assert f"{len(_rules())} rules found" in done.stdout
+
+
+def test_each_alert_fires_in_its_scenario_and_in_no_other() -> None:
+    done = promtool("test", "rules", ALERT_TESTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tested = set(re.findall(r'alertname="(\w+)"', ALERT_TESTS.read_text()))
+    assert tested == {rule["alert"] for rule in _rules()}
+
+
+def test_every_expression_is_promql_over_series_that_exist(tmp_path: Path) -> None:
     found = list(expressions())
     assert len(found) > 80
-    assert not {(where, expr): problems(expr) for where, expr in found if problems(expr)}
+    assert _refused(tmp_path, *(expr for _, expr in found)) == ""
+    assert not {where: problems for where, expr in found if (problems := list(_problems(expr)))}
+
+
+def test_what_is_no_promql_is_refused(tmp_path: Path) -> None:
+    wrong = [
+        "sum(rate(ray_eldr_placed_total[5m])", "sum(ray_eldr_leases))", "ray_eldr_leases ? 1",
+        "ray_eldr_leases > 5x", "average(ray_eldr_leases)", "rate(ray_eldr_placed_total)",
+        "max(ray_eldr_placed_total[5m])", "5m > ray_eldr_leases",
+    ]  # fmt: skip
+    assert _refused(tmp_path, *wrong).count("could not parse expression") == len(wrong)
 
 
 @pytest.mark.parametrize(
     ("expr", "said"),
     [
-        ("sum(rate(ray_eldr_placed_total[5m])", "( is not closed"),
-        ("sum(ray_eldr_leases))", ") closes nothing"),
-        ("sum(ray_eldr_leases] )", "] closes nothing"),
-        ("ray_eldr_leases ? 1", "this is no PromQL: ? 1"),
-        ("ray_eldr_leases > 5x", "this is no PromQL: 5x"),
-        ("average(ray_eldr_leases)", "average is no function"),
-        ("eldr_leases", "there is no metric eldr_leases"),
-        ("ray_eldr_lease", "there is no metric ray_eldr_lease"),
-        ("rate(ray_eldr_placed[5m])", "there is no metric ray_eldr_placed"),
-        ("rate(ray_eldr_tpot_seconds[5m])", "there is no metric ray_eldr_tpot_seconds"),
-        ("rate(ray_eldr_leases[5m])", "rate and increase are for counters"),
-        ("ray_eldr_placed_total > 5", "rate and increase are for counters"),
-        ("rate(ray_eldr_placed_total)", "needs a range"),
-        ("max(ray_eldr_placed_total[5m])", "needs a range within rate"),
-        ("5m > ray_eldr_leases", "5m is no range"),
-        ('ray_eldr_leases{polcy="x"}', "ray_eldr_leases has no label polcy"),
-        ("sum by (worker) (ray_eldr_leases)", "has a label worker"),
-        ("sum by (le) (rate(ray_eldr_tpot_seconds_count[5m]))", "has a label le"),
-        ("1 > 0", "it names no metric"),
+        ("eldr_leases", "no series eldr_leases"),
+        ("sum(ray_eldr_lease) > bool 1.5e-3", "no series ray_eldr_lease"),
+        ("rate(ray_eldr_placed[5m])", "no series ray_eldr_placed"),
+        ("rate(ray_eldr_tpot_seconds[5m])", "no series ray_eldr_tpot_seconds"),
+        ("rate(ray_eldr_leases[5m])", "ray_eldr_leases is a gauge"),
+        ('rate(ray_eldr_leases{policy="x"}[5m])', "ray_eldr_leases is a gauge"),
+        ("ray_eldr_placed_total > 5", "ray_eldr_placed_total is a counter"),
+        ('ray_eldr_leases{polcy="x"}', "no series of it has a label polcy"),
+        ("sum by (worker) (ray_eldr_leases)", "no series of it has a label worker"),
+        ("sum by (le) (rate(ray_eldr_tpot_seconds_count[5m]))", "no series of it has a label le"),
+        ("1 > bool 0", "it names no series"),
     ],
 )
-def test_what_is_wrong_with_an_expression_is_said(expr: str, said: str) -> None:
-    assert said in " ".join(problems(expr))
+def test_what_is_wrong_with_the_series_of_an_expression_is_said(expr: str, said: str) -> None:
+    (problem,) = _problems(expr)
+    assert said in problem
 
 
-@pytest.mark.parametrize(
-    "expr",
-    [
+def test_what_is_right_passes(tmp_path: Path) -> None:
+    right = [
         "ray_eldr_leases",
         'max by (policy) (ray_eldr_leases{policy=~"a|b", instance!="x"} offset 5m) > bool 1.5e-3',
         "histogram_quantile(0.99, sum by (le) (rate(ray_eldr_tpot_seconds_bucket[5m])))",
         'sum by (reason) (increase(ray_eldr_placed_by_reason_total{reason="x"}[1h])) > 0',
-        "absent(ray_eldr_placed_total)",
-    ],
-)
-def test_what_is_right_passes(expr: str) -> None:
-    assert not problems(expr)
+        "absent(ray_eldr_leases) and on (policy) ray_eldr_leases",
+    ]
+    assert _refused(tmp_path, *right) == ""
+    assert not [problem for expr in right for problem in _problems(expr)]
+
+
+def _refused(folder: Path, *exprs: str) -> str:
+    """Return what promtool says against the expressions, as recording rules; empty if it accepts them."""
+    rules = [{"record": f"e{number}", "expr": expr} for number, expr in enumerate(exprs)]
+    file = folder / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "expressions", "rules": rules}]}))
+    done = promtool("check", "rules", file)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def _problems(expr: str) -> Iterator[str]:
+    """Yield what is wrong with the series, labels and ranges of an expression that promtool accepts."""
+    known = series()
+    plain = re.sub(r'"[^"]*"', "", expr)
+    labels = {name for text in re.findall(_GROUPED, plain) for name in re.findall(r"\w+", text)}
+    labels |= {name for text in re.findall(r"\{([^}]*)\}", plain) for name in re.findall(r"\w+", text)}
+    ranged = set(re.findall(r"([\w:]+)(?:\{[^}]*\})?\[", plain))
+    bare = re.sub(r"\{[^}]*\}|\[[^]]*\]", "", re.sub(_GROUPED, "", plain))
+    bare = re.sub(r"\b(?:and|or|unless|bool|offset \d+\w)\b|[\w.]+ *\(", " ", bare)
+    used = set(re.findall(r"\b[a-zA-Z_:][\w:]*", bare))
+    if not used:
+        yield "it names no series"
+    yield from (f"there is no series {name}" for name in sorted(used - known.keys()))
+    for name in sorted(used & known.keys()):
+        kind, _ = known[name]
+        if (kind == COUNTER) != (name in ranged):
+            yield f"{name} is a {kind}: rate and increase are for counters, and counters for them"
+    has = {label for name in used & known.keys() for label in known[name][1]}
+    yield from (f"no series of it has a label {name}" for name in sorted(labels - has))
 
 
 def test_what_ray_and_vllm_export_is_in_their_installed_files() -> None:
-    for foreign in FOREIGN.values():
-        (folder,) = {Path(p) / foreign.source for p in sys.path if (Path(p) / foreign.source).is_file()}
-        text = folder.read_text()
-        assert foreign.literal in text, foreign.name
+    for name, foreign in FOREIGN.items():
+        (file,) = {Path(p) / foreign.source for p in sys.path if (Path(p) / foreign.source).is_file()}
+        assert foreign.literal in file.read_text(), name
         stem = re.sub(r".*[:\"](\w+)\"$", r"\1", foreign.literal)
-        assert foreign.name in {
-            f"ray_{stem}",
-            f"ray_{stem}_total",
-            f"ray_vllm_{stem}",
-            f"ray_vllm_{stem}_total",
-        }
+        assert name in {f"{prefix}{stem}{end}" for prefix in ("ray_", "ray_vllm_") for end in ("", "_total")}
     shown = " ".join(expr for _, expr in expressions())
     assert not [name for name in FOREIGN if name not in shown]
 
@@ -103,18 +145,34 @@ def _sections() -> dict[str, str]:
 
 def test_each_alert_has_its_section_of_the_runbook_and_each_section_its_alert() -> None:
     sections = {name: text for name, text in _sections().items() if name.startswith("Eldr")}
-    assert sorted(sections) == sorted(alert.name for alert in ALERTS)
-    for alert in ALERTS:
-        assert len({alert.name for alert in ALERTS}) == len(ALERTS)
+    assert sorted(sections) == sorted(rule["alert"] for rule in _rules())
+    for name, text in sections.items():
         for part in ("**Means**", "**Clients**", "**Look**", "**Do**"):
-            assert part in sections[alert.name], f"{alert.name}: {part}"
+            assert part in text, f"{name}: {part}"
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_has_panels_with_title_unit_and_expressions(name: str) -> None:
+    document = json.loads((FOLDER / f"{name}.json").read_text())
+    (variable,) = document["templating"]["list"]
+    assert document["uid"] == f"eldr-{name}"
+    for panel in _panels(name):
+        assert panel["title"]
+        if panel["type"] == "row":
+            continue
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert panel["targets"], panel["title"]
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        for part in (panel, *panel["targets"]):
+            assert part["datasource"] == {"type": "prometheus", "uid": f"${{{variable['name']}}}"}
+        assert all(target["expr"] and target["legendFormat"] for target in panel["targets"])
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_panels_of_a_dashboard_do_not_overlap(name: str) -> None:
     taken: set[tuple[int, int]] = set()
     numbers = []
-    for panel in dashboard(name)["panels"]:
+    for panel in _panels(name):
         grid: dict[str, Any] = panel["gridPos"]
         cells = {
             (x, y)

@@ -1,1 +1,0 @@
-"""Alert rules and dashboards, generated from a short description: `python -m tools.monitoring`."""
