@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.screenshots import browser
+from benchmarks.lib.screenshots import browser
 
 
 class Rendered(NamedTuple):

@@ -54,6 +54,7 @@ from loadgen.statistics import median_ci
 WORKERS = 16
 PAPER_TTFT_MS = 0.86 / 0.012  # of which 0.86 ms are 1.2 %
 _WARM_UP = 8  # prompts
+_MODEL = Path("examples/demo_model/weights")
 _VOCABULARY = 4096  # the demo model's
 _KEPT = 80 * L  # prompts times layers whose blocks a GPU engine keeps for a second
 
@@ -229,12 +230,8 @@ def capture_overhead(
         int, typer.Option(min=_VOCABULARY, help="Vocabulary of the wide engine; the real model has 151936.")
     ] = _VOCABULARY,
     wide_hidden: Annotated[int, typer.Option(min=32, help="Hidden size of the wide engine.")] = HIDDEN,
-    wide_intermediate: Annotated[
-        int, typer.Option(min=32, help="Expert neurons of the wide engine.")
-    ] = INTERMEDIATE,
-    model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = Path(
-        "examples/demo_model/weights"
-    ),
+    wide_intermediate: Annotated[int, typer.Option(min=32, help="Its expert neurons.")] = INTERMEDIATE,
+    model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = _MODEL,
     port: Annotated[int, typer.Option(help="Port of the engine's NIXL side channel.")] = 8340,
     seed: options.Seed = 0,
     out: options.Out = None,

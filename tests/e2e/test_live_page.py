@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 from service import ADMIN_KEY, Demo, Service, wait_for
 
-from tools.screenshots import taken
+from benchmarks.lib.screenshots import taken
 
 
 def live(service: Service) -> dict[str, Any]:

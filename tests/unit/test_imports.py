@@ -122,7 +122,7 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "offline": (SERVE,),
     "tools": (SERVE,),
     "tools.docs": ("dev",),
-    "tools.screenshots": ("dev",),
+    "benchmarks.lib.screenshots": ("dev",),
     "eldr_serve.channel": (SERVE,),
     "offline.calibrate": ENGINE,
     "offline.widen": ENGINE,

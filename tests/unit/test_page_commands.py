@@ -151,7 +151,7 @@ BY_A_TEST = {
         "tests/e2e/test_serving.py",
         "test_refit_swaps_a_table_for_the_live_replicas",
     ),
-    "python -m tools.screenshots": (
+    "python -m benchmarks.lib.screenshots": (
         "tests/unit/router/test_live_page.py",
         "test_screenshots_are_small_and_fit_each_width",
     ),

@@ -28,7 +28,7 @@ from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, ROUTER, Metric
 MODULES = {
     "tests.faults": ("simulate", "mutate", "chaos"),
     "tests.fuzz": ("hostile",),
-    "tools.screenshots": ("screenshots",),
+    "benchmarks.lib.screenshots": ("screenshots",),
 }
 _KINDS = {
     "boolean": "true or false",

@@ -20,11 +20,11 @@ from playwright.async_api import Page
 from router_talk import FakeActor
 from tables import unit_table
 
+from benchmarks.lib.screenshots import VIEWS, browser, taken
 from eldr_serve.dashboard import live_page
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.messages import Answered, NamedPolicy
 from eldr_serve.scheduling import StepSums
-from tools.screenshots import VIEWS, browser, taken
 
 
 @asynccontextmanager

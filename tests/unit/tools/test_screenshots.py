@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tools.screenshots import of_report
+from benchmarks.lib.screenshots import of_report
 
 
 @pytest.mark.slow

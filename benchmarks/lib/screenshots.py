@@ -1,6 +1,6 @@
 """Take screenshots of a running service's live page and of a report, for the docs.
 
-python -m tools.screenshots --help
+python -m benchmarks.lib.screenshots --help
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ async def of_report(report: Path) -> bytes:
         page = await chromium.new_page(viewport={"width": 1100, "height": 900})
         await page.goto(address)
         height = await page.evaluate("document.documentElement.scrollHeight")
-        clip = {"x": 0, "y": 0, "width": 1100, "height": min(height, _REPORT_PX)}
+        clip: Any = {"x": 0, "y": 0, "width": 1100, "height": min(height, _REPORT_PX)}
         return _small(await page.screenshot(full_page=True, clip=clip))
 
 
