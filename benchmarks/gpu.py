@@ -53,23 +53,23 @@ class Step:
     name: str
 
 
-def _step(letter: str, name: str, words: str, seconds: float, limit_s: float) -> Step:
-    return Step(letter, ("-m", *f"benchmarks.{words}".split()), seconds, limit_s, f"gpu_{name}")
+def _step(letter: str, name: str, command: str, seconds: float, limit_s: float) -> Step:
+    return Step(letter, ("-m", *f"benchmarks.{command}".split()), seconds, limit_s, f"gpu_{name}")
 
 
 _REPLAY = (
-    "replays decode_replay --device cuda --intermediate 9824 --requests 640 --workers 8 "
+    "engine.replays decode_replay --device cuda --intermediate 9824 --requests 640 --workers 8 "
     "--groups language,task --arms shortest-queue,locality-band,marginal-cost"
 )
-_CAPTURE = "capture_overhead --device cuda --requests 0 --wide-layers 48 --wide-vocabulary 151936"
+_CAPTURE = "engine.capture_overhead --device cuda --requests 0 --wide-layers 48 --wide-vocabulary 151936"
 STEPS = (  # in order of worth; seconds are estimates
-    _step("a", "exact_counts", "exact_counts --device cuda", 90, 180),
-    _step("b", "moe_layer_latency", "moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b", 60, 150),
-    _step("g", "step_cost", "step_cost", 90, 180),
+    _step("a", "exact_counts", "engine.exact_counts --device cuda", 90, 180),
+    _step("b", "moe_layer_latency", "engine.moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b", 60, 150),
+    _step("g", "step_cost", "engine.step_cost", 90, 180),
     _step("e", "replay", _REPLAY, 90, 180),
     _step("c", "capture_overhead", _CAPTURE, 80, 150),
-    _step("d", "metro_decide", "metro_decide", 40, 90),
-    _step("f", "application", "gpu_application", 120, 210),
+    _step("d", "metro_decide", "engine.metro_decide", 40, 90),
+    _step("f", "application", "serving.gpu_application", 120, 210),
 )
 
 
