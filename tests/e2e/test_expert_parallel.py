@@ -27,7 +27,7 @@ from typer.testing import CliRunner, Result
 from eldr_serve.cli import app
 from eldr_serve.experts.routing_table import ExpertPlacement
 from examples.demo_model import WEIGHTS
-from loadgen.processes import lives
+from loadgen.processes import is_alive
 from loadgen.results import RESULTS
 from offline.widen import widen
 
@@ -221,7 +221,7 @@ async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
         return found
 
     wait_for(lambda: since("streams_lost") == 1 and since("resumed") > 0, "the lost streams are counted", 10)
-    wait_for(lambda: not any(map(lives, (core, *ranks))), "no process of the engine is left", 30)
+    wait_for(lambda: not any(map(is_alive, (core, *ranks))), "no process of the engine is left", 30)
 
     def replaced() -> bool:
         workers = {worker["replica"] for worker in expert_parallel.status()["workers"]}
