@@ -24,9 +24,17 @@ _GROUPS = {  # modules of several commands
         "balanced_clusters", "band_width", "decode_replay", "pool_size", "rates", "signature_transforms",
     ),
 }  # fmt: skip
-MODULES = {
-    name: stem
-    for stem in (path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
+# `papers` also has the methods that figures compare.
+_OF_PAPERS = ("balance_dispatch", "ep_policies", "fit_time", "shadow_simulated", "simulator_validation")
+_FOLDER = Path(__file__).parent
+MODULES = {  # by the benchmark's name, without `benchmarks.`
+    name: f"{folder}.{stem}".lstrip(".")
+    for folder, stems in (
+        ("", ("gpu",)),
+        *((f, tuple(p.stem for p in (_FOLDER / f).glob("[!_]*.py"))) for f in ("engine", "serving")),
+        ("papers", _OF_PAPERS),
+    )
+    for stem in stems
     for name in _GROUPS.get(stem, (stem,))
 }
 NAMES = sorted(MODULES)
@@ -67,8 +75,9 @@ def bench(
     unknown = [name for name in chosen if name not in NAMES]
     if unknown:
         raise BadInput(f"there is no benchmark {unknown[0]!r}; choose from {', '.join(NAMES)}")
-    commands = [[MODULES[name], *([name] if MODULES[name] in _GROUPS else [])] for name in chosen]
-    for module, *rest in [*commands, ["harness.tables"], ["harness.plots"]]:
+    grouped = {name for names in _GROUPS.values() for name in names}
+    commands = [[MODULES[name], *([name] if name in grouped else [])] for name in chosen]
+    for module, *rest in [*commands, ["lib.tables"], ["lib.plots"]]:
         typer.echo(f"== {' '.join([module, *rest])}")
         subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *rest], check=True)
 

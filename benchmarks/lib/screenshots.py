@@ -11,7 +11,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from PIL import Image
@@ -80,8 +80,8 @@ async def of_report(report: Path) -> bytes:
         page = await chromium.new_page(viewport={"width": 1100, "height": 900})
         await page.goto(address)
         height = await page.evaluate("document.documentElement.scrollHeight")
-        clip: Any = {"x": 0, "y": 0, "width": 1100, "height": min(height, _REPORT_PX)}
-        return _small(await page.screenshot(full_page=True, clip=clip))
+        await page.set_viewport_size({"width": 1100, "height": min(height, _REPORT_PX)})
+        return _small(await page.screenshot())
 
 
 def _small(png: bytes) -> bytes:

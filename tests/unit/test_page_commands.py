@@ -172,7 +172,6 @@ BY_NONE = {
     "pip install": "a download; `make test-package` installs the wheel with its dependencies",
     "kubectl": "needs a cluster",
     "helm": "needs a cluster",
-    "git": "another repository",
     "podman": "there is no container engine where we work",
     "chrt": "only root may set the priority; `python -m benchmarks.engine.ep_layer` above runs under it",
     "python -m venv router-venv": "a download",

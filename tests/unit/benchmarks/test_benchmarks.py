@@ -40,9 +40,9 @@ def test_help_says_units_and_defaults(name: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "cache_memory",
-        "capture_overhead --requests 0 --wide-requests 0 --calls 3 --tokens 64",
-        "signature_bytes --prompts 1",
+        "engine.cache_memory",
+        "engine.capture_overhead --requests 0 --wide-requests 0 --calls 3 --tokens 64",
+        "engine.signature_bytes --prompts 1",
     ],
 )
 def test_a_benchmark_without_engines_writes_its_table(arguments: str, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_benchmark_without_engines_writes_its_table(arguments: str, tmp_path: 
     done = python("-m", *f"benchmarks.{arguments} --out {out}".split())
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
-    assert result["name"] == arguments.split()[0]
+    assert f"engine.{result['name']}" == arguments.split()[0]
     assert {"commit", "machine", "versions", "seed", "inputs", "rows", "notes"} <= set(result)
     assert len({tuple(row) for row in result["rows"]}) == 1  # one table
     assert any(re.search(r"_(ms|pct|mib|bytes)$", column) for column in result["rows"][0])

@@ -44,7 +44,7 @@ def test_the_yaml_may_say_less_and_eldr_check_warns() -> None:
     assert short["graceful_shutdown_timeout_s"] == 20
     (finding,) = drain("ingress", short)
     assert finding.severity == "warning"
-    assert finding.sentence.startswith("ingress replicas are ended 20 s")
+    assert finding.sentence.startswith("ingress replicas that stop are killed after 20 s")
 
 
 def test_a_scaled_ingress_gets_our_policy_unless_it_names_one() -> None:

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_process import command, python, sentence
@@ -14,6 +15,7 @@ from shipped import ROOT
 from traces import synthetic_trace
 
 from eldr_serve.experts.routing_table import RoutingTable
+from tests.fuzz.__main__ import hostile
 
 
 @pytest.fixture
@@ -88,8 +90,8 @@ def test_a_full_disk_is_one_sentence_and_the_old_files_stay(which: str, trace: P
 MODULES = [f"offline.{name}" for name in ("fit", "fit_predictor", "refit", "calibrate", "demo", "place")]
 
 
-@pytest.mark.parametrize("module", [*MODULES, "loadgen.compare", "tests.fuzz"])
-def test_help_says_units_and_defaults(module: str) -> None:
+@pytest.mark.parametrize("module", [*MODULES, "loadgen.compare", hostile])
+def test_help_says_units_and_defaults(module: Any) -> None:
     done = command(module, "--help")
     assert done.exit_code == 0
     assert "--seed" in done.stdout
