@@ -40,8 +40,8 @@ class Caller:
     """Timed client of the router, like an ingress."""
 
     def __init__(self, name: str, table: bytes, workers: int, prompts: NDArray[np.uint32]) -> None:
-        from eldr_serve.channel.actor_calls import RouterCalls
         from eldr_serve.router.actor import connect
+        from eldr_serve.router.calls import RouterCalls
         from eldr_serve.router.client import RouterClient
         from eldr_serve.router.directory import ReplicaDirectory
         from eldr_serve.router.settings import RouterSettings

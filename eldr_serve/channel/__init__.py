@@ -1,7 +1,16 @@
 """A connection between an ingress replica and an engine replica that carries all calls between the two."""
 
-from eldr_serve.channel.client import Call, CallFailed, CallLate, Channel, ChannelLost, Chunk, SlowReader
-from eldr_serve.channel.server import Answer, ChannelServer
+from eldr_serve.channel.client import (
+    Call,
+    CallFailed,
+    CallLate,
+    Channel,
+    ChannelLost,
+    Chunk,
+    OpenCall,
+    SlowReader,
+)
+from eldr_serve.channel.server import Answer, ChannelServer, HeldCall
 
 __all__ = [
     "Answer",
@@ -12,5 +21,7 @@ __all__ = [
     "ChannelLost",
     "ChannelServer",
     "Chunk",
+    "HeldCall",
+    "OpenCall",
     "SlowReader",
 ]

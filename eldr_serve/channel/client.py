@@ -170,6 +170,49 @@ class Call:
         self._changed_event.set()
 
 
+class OpenCall:
+    """A call that stays open until it is closed or its channel is lost; messages go both ways meanwhile.
+
+    Args:
+        received: callback for each message, within the turn of the event loop that reads it.
+        failed: callback for the end of a call that this side has not closed; CallFailed or ChannelLost.
+
+    Attributes:
+        begun_at: start time on the event loop's clock, s.
+    """
+
+    __slots__ = ("_channel", "_failed", "_number", "_received", "begun_at")
+
+    def __init__(
+        self,
+        channel: Channel,
+        number: int,
+        received: Callable[[bytes], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._channel, self._number = channel, number
+        self._received, self._failed = received, failed
+        self.begun_at = channel.now()
+
+    def note(self, payload: bytes = b"", tokens: int = 0) -> None:
+        """Send a message about the call, and the number of tokens generated so far."""
+        self._channel.send(frame(Kind.NOTE, self._number, payload, tokens))
+
+    def close(self, tokens: int = 0) -> None:
+        """End the call with its final number of tokens; no callback follows."""
+        self._channel.close_call(self._number, tokens)
+
+    # -- called by the channel -------------------------------------------------------------------
+
+    def feed(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
+        """Pass a message on."""
+        self._received(payload)
+
+    def finish(self, error: Exception | None) -> None:
+        """Report the end of the call."""
+        self._failed(error or CallFailed(500, b"the other end has closed the call"))
+
+
 class Channel(Peer):
     """A connection to one engine replica; create it with `connect`.
 
@@ -182,7 +225,7 @@ class Channel(Peer):
         self._secret = secret
         self._changed = changed
         self._numbers = itertools.count(1)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, Call | OpenCall] = {}
         self.welcome: asyncio.Future[None] = self._loop.create_future()
         self.closed: asyncio.Future[str] = self._loop.create_future()  # result: the reason
         self._leaving = False
@@ -232,12 +275,37 @@ class Channel(Peer):
         Args:
             header: values that msgpack can encode.
         """
+        number = self._next_number()
+        call = self._calls[number] = Call(self, number)
+        self.send(frame(Kind.CALL, number, _encode((method, header, body))))
+        return call
+
+    def open_call(
+        self,
+        method: str,
+        body: bytes,
+        received: Callable[[bytes], None],
+        failed: Callable[[Exception], None],
+    ) -> OpenCall:
+        """Begin a call that stays open, see OpenCall; raise ChannelLost if the connection is closed."""
+        number = self._next_number()
+        call = self._calls[number] = OpenCall(self, number, received, failed)
+        self.send(frame(Kind.CALL, number, _encode((method, {}, body))))
+        return call
+
+    def close_call(self, number: int, tokens: int) -> None:
+        """End an open call; do nothing if it has ended."""
+        if self._calls.pop(number, None) is not None:
+            self.send(frame(Kind.CANCEL, number, tokens=tokens))
+
+    def now(self) -> float:
+        """Return the time on the event loop's clock, s."""
+        return self._loop.time()
+
+    def _next_number(self) -> int:
         if self.closed.done():
             raise ChannelLost(self.closed.result())
-        number = next(self._numbers) % 2**32
-        call = self._calls[number] = Call(self, number)
-        self.send(frame(Kind.CALL, number, msgspec.msgpack.encode((method, header, body))))
-        return call
+        return next(self._numbers) % 2**32
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -260,7 +328,8 @@ class Channel(Peer):
             about = _decode_report(payload) if kind == Kind.END and payload else {}
             found = self._calls.pop(call, None)
             if found is not None:
-                found.about = about
+                if isinstance(found, Call):
+                    found.about = about
                 found.finish(CallFailed(tokens, payload) if kind == Kind.FAIL else None)
         elif kind == Kind.WELCOME:
             if not self.welcome.done():
@@ -288,4 +357,5 @@ def _decode_report(payload: bytes) -> dict[str, Any]:
         raise BrokenFrame(f"a malformed end: {error}") from error
 
 
+_encode = msgspec.msgpack.Encoder().encode
 _REPORT = msgspec.msgpack.Decoder(dict[str, Any])

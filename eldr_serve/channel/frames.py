@@ -2,13 +2,15 @@
 
 A frame is `length u32 | kind u8 | call u32 | tokens u32 | payload`, big-endian; `length` is the payload's.
 
-    ingress -> engine   HELLO (version and secret), CALL, CANCEL, PING
+    ingress -> engine   HELLO (version and secret), CALL, CANCEL, NOTE, PING
     engine -> ingress   WELCOME, DATA, TOKENS, END, FAIL, PING, LEAVING
 
 A TOKENS frame is a DATA frame whose payload begins with the ids of its `tokens` tokens, u32 each,
 little-endian. An ingress needs these ids to continue the answer on another engine.
 
 A call ends with one END or FAIL, also after a CANCEL; the engine does no further work on it.
+A NOTE is a one-way message about an open call that the other end holds (ChannelServer); with it, or with the
+CANCEL of such a call, comes the number of tokens that its request has generated so far.
 The payload of an engine's PING is its status report, that of an END is its report on the call (msgpack, may
 be empty).
 """
@@ -19,7 +21,7 @@ import struct
 from collections.abc import Iterator
 from enum import IntEnum
 
-VERSION = 2
+VERSION = 3
 HEAD = struct.Struct("!IBII")
 MAX_HELLO_BYTES = 1024
 MAX_FRAME_BYTES = 64 * 2**20  # holds a request's body and its prefill result
@@ -39,6 +41,7 @@ class Kind(IntEnum):
     PING = 8
     LEAVING = 9
     TOKENS = 10
+    NOTE = 11
 
 
 class BrokenFrame(ValueError):  # noqa: N818

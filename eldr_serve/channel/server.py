@@ -6,9 +6,10 @@ import asyncio
 import hmac
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import msgspec
 
@@ -35,17 +36,18 @@ class Answer:
     """Writer for the answer to one call.
 
     Attributes:
+        call: number of the call on its connection.
         about: report on the call, sent with its end; values that msgpack can encode.
     """
 
     def __init__(self, connection: _Connection, call: int) -> None:
         self._connection = connection
-        self._call = call
+        self.call = call
         self.about: dict[str, Any] = {}
 
     @property
-    def peer(self) -> object:
-        """Identity of the caller: equal for calls over the same connection."""
+    def peer(self) -> Peer:
+        """The connection to the caller."""
         return self._connection
 
     def send(self, payload: bytes, tokens: int = 0, ids: bytes = b"") -> None:
@@ -56,12 +58,29 @@ class Answer:
             ids: uint32 ids of all these tokens, or empty.
         """
         kind = Kind.TOKENS if ids else Kind.DATA
-        self._connection.send(HEAD.pack(len(ids) + len(payload), kind, self._call, tokens), ids, payload)
+        self._connection.send(HEAD.pack(len(ids) + len(payload), kind, self.call, tokens), ids, payload)
 
 
 # Answers a call, given its method, header and body; `describe` converts exceptions to responses.
 Handler = Callable[[str, dict[str, Any], bytes, Answer], Awaitable[None]]
 Describe = Callable[[Exception], tuple[int, bytes]]
+
+
+class HeldCall(Protocol):
+    """A call that stays open, without a task, until its caller closes it or the connection is lost."""
+
+    def noted(self, payload: bytes, tokens: int) -> None:
+        """Process a message of the caller; raise msgspec.DecodeError if it is malformed."""
+
+    def closed(self, tokens: int) -> None:
+        """Process the end of the call, with the final number of generated tokens."""
+
+    def lost(self) -> None:
+        """Process the loss of the connection."""
+
+
+# Begins a call that stays open, given its body; raises an exception if it is refused.
+Hold = Callable[[bytes, Answer], HeldCall]
 
 
 class ChannelServer:
@@ -74,7 +93,7 @@ class ChannelServer:
         handler: answers calls.
         describe: returns the HTTP status and the response body of an exception.
         limit: maximum calls in flight; a further call fails with the error that `full` returns.
-        on_lost: callback for each connection that has ended, see Answer.peer.
+        held: functions that begin the calls of methods that stay open.
         report: returns this engine's status report for a ping, in types that msgpack can encode; empty by
             default.
 
@@ -90,7 +109,7 @@ class ChannelServer:
         describe: Describe,
         limit: int,
         full: Callable[[], Exception],
-        on_lost: Callable[[object], None] = lambda peer: None,
+        held: Mapping[str, Hold] = MappingProxyType({}),
         report: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._report = report
@@ -101,7 +120,7 @@ class ChannelServer:
         self._full = full
         self._server: asyncio.Server | None = None
         self.connections: set[_Connection] = set()
-        self.on_lost = on_lost
+        self.held = held
         self.suspended = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -163,28 +182,27 @@ class ChannelServer:
         """Return whether `secret` is this server's secret."""
         return hmac.compare_digest(secret, self._secret)
 
-    async def run(self, connection: _Connection, call: int, payload: bytes) -> bytes:
+    async def run(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> bytes:
         """Answer one call and return its last frame."""
-        try:
-            method, header, body = _CALL.decode(payload)
-        except msgspec.DecodeError as error:
-            raise BrokenFrame(f"a malformed call: {error}") from error
         try:
             if self.in_flight >= self._limit:
                 raise self._full()
             self.in_flight += 1
             self._idle.clear()
             try:
-                answer = Answer(connection, call)
                 await self._handler(method, header, body, answer)
             finally:
                 self.in_flight -= 1
                 if not self.in_flight:
                     self._idle.set()
         except Exception as error:
-            status, failure = self._describe(error)
-            return frame(Kind.FAIL, call, failure, status)
-        return frame(Kind.END, call, msgspec.msgpack.encode(answer.about) if answer.about else b"")
+            return self.failure(answer.call, error)
+        return frame(Kind.END, answer.call, msgspec.msgpack.encode(answer.about) if answer.about else b"")
+
+    def failure(self, call: int, error: Exception) -> bytes:
+        """Return the last frame of a call that has failed."""
+        status, body = self._describe(error)
+        return frame(Kind.FAIL, call, body, status)
 
 
 _CALL = msgspec.msgpack.Decoder(tuple[str, dict[str, Any], bytes])
@@ -198,6 +216,7 @@ class _Connection(Peer):
         self._server = server
         self._authenticated = False
         self._calls: dict[int, asyncio.Task[bytes]] = {}
+        self._held: dict[int, HeldCall] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -211,23 +230,47 @@ class _Connection(Peer):
         if not self._authenticated:
             self._check_hello(kind, payload)
         elif kind == Kind.CALL:
-            if call in self._calls:
-                raise BrokenFrame(f"call {call} is open already")
-            task = self._calls[call] = self._loop.create_task(self._server.run(self, call, payload))
-            task.add_done_callback(partial(self._send_last, call))
+            self._begin(call, payload)
         elif kind == Kind.CANCEL:
             if call in self._calls:
                 self._calls[call].cancel()
+            elif call in self._held:
+                self._held.pop(call).closed(tokens)
+                self.send(frame(Kind.END, call))
+        elif kind == Kind.NOTE:
+            if call in self._held:
+                self._note(self._held[call], payload, tokens)
         else:
             raise BrokenFrame(f"a frame of kind {kind}")
+
+    def _begin(self, call: int, payload: bytes) -> None:
+        if call in self._calls or call in self._held:
+            raise BrokenFrame(f"call {call} is open already")
+        try:
+            method, header, body = _CALL.decode(payload)
+        except msgspec.DecodeError as error:
+            raise BrokenFrame(f"a malformed call: {error}") from error
+        answer = Answer(self, call)
+        if method not in self._server.held:
+            task = self._calls[call] = self._loop.create_task(self._server.run(method, header, body, answer))
+            task.add_done_callback(partial(self._send_last, call))
+            return
+        try:
+            self._held[call] = self._server.held[method](body, answer)
+        except Exception as error:
+            self.send(self._server.failure(call, error))
+
+    def _note(self, held: HeldCall, payload: bytes, tokens: int) -> None:
+        try:
+            held.noted(payload, tokens)
+        except msgspec.DecodeError as error:
+            raise BrokenFrame(f"a malformed note: {error}") from error
 
     def _send_last(self, call: int, task: asyncio.Task[bytes]) -> None:
         if self._calls.pop(call, None) is None:
             return  # the connection is closed
         if task.cancelled():
             self.send(frame(Kind.END, call))  # cancelled by the peer
-        elif isinstance(task.exception(), BrokenFrame):
-            self.abort(task.exception())
         else:
             self.send(task.result())
 
@@ -246,10 +289,12 @@ class _Connection(Peer):
                 "%d calls of %s are cancelled because its channel is closed: %s",
                 len(self._calls), self.name, reason,
             )  # fmt: skip
-        self._server.on_lost(self)
         calls, self._calls = self._calls, {}
         for task in calls.values():
             task.cancel()
+        held, self._held = self._held, {}
+        for one in held.values():
+            one.lost()
 
     def _check_hello(self, kind: int, payload: bytes) -> None:
         version, secret = payload[:1], payload[1:]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from eldr_serve.channel.actor_calls import AWAY
+from eldr_serve.channel.away import AWAY
 from eldr_serve.errors import BadRequest, Overloaded, SwapRefused, sentence
 from eldr_serve.ingress.admission import Gate, parse_json
 from eldr_serve.pipeline.path import RequestPath
@@ -132,7 +132,7 @@ class AdminEndpoints:
         }
 
     def _public_summary(self) -> dict[str, Any]:
-        settings = self._client.link.settings
+        settings = self._client.settings
         return {
             "model": self._model_id,
             "policy": settings.policy if settings else None,
@@ -174,10 +174,10 @@ class AdminEndpoints:
     async def swap_predictor(self, request: Request) -> Response:
         """Swap the signature predictor; the body is a SignaturePredictor file."""
         try:
-            self._client.tokenizer = await self._tokens.fingerprint()
+            tokenizer = self._client.scorer.tokenizer = await self._tokens.fingerprint()
         except ValueError as error:
             raise BadRequest(str(error)) from error
-        return await self._administer("swap_predictor", await request.body(), self._client.tokenizer)
+        return await self._administer("swap_predictor", await request.body(), tokenizer)
 
     async def refit(self, request: Request) -> Response:
         """Fit a routing table to recent traffic and swap it in. The body is ignored."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.handle import DeploymentHandle
 
-from eldr_serve.channel.actor_calls import AWAY, RouterCalls
+from eldr_serve.channel.away import AWAY
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
 from eldr_serve.ingress.admission import (
     Gate,
@@ -34,6 +34,7 @@ from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas.autoscaling import IN_FLIGHT
 from eldr_serve.replicas.fleet import Fleet
 from eldr_serve.router.actor import actor_name, connect
+from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.client import RouterClient
 from eldr_serve.router.directory import directory
 from eldr_serve.router.loop_watch import LoopWatch
@@ -93,8 +94,8 @@ class EldrIngress:
         self._prefill = Fleet(directory(prefill_directory(application)))
         self._prefill.directory.budget.max_usage = max_kv_usage
         self._decode = Fleet(directory(decode_directory(application)))
-        calls = RouterCalls(lambda: connect(actor_name(application), router))
-        self._client = RouterClient(calls, self._decode, on_predictor=self._start_tokenizer)
+        self._calls = RouterCalls(lambda: connect(actor_name(application), router))
+        self._client = RouterClient(self._calls, self._decode, on_predictor=self._start_tokenizer)
         self.gate = Gate(options, admin_key_sha256, self._client.count)
         self._router = router
         engines = Engines(self._prefill, self._decode, max_load_ratio, whole=prefill is None)
@@ -152,7 +153,7 @@ class EldrIngress:
             assert self._tokenizer_task is not None
             await self._tokenizer_task
         try:
-            await self._client.call("configure", self._router)
+            await self._calls.configure(self._router)
         except AWAY as error:
             logger.warning("DecodeRouter is not up yet: %r", error)
         self._client.start()
@@ -169,12 +170,12 @@ class EldrIngress:
     def _start_tokenizer(self) -> None:
         """Load the tokenizer once; a predictor may have been swapped in at another ingress."""
         task = self._tokenizer_task
-        if task is None or (task.done() and self._client.tokenizer is None):
+        if task is None or (task.done() and self._client.scorer.tokenizer is None):
             self._tokenizer_task = asyncio.get_running_loop().create_task(self._load_tokenizer())
 
     async def _load_tokenizer(self) -> None:
         try:
-            self._client.tokenised_by(await self._tokens.fingerprint())
+            self._client.scorer.tokenised_by(await self._tokens.fingerprint())
         except ValueError as error:
             logger.warning("requests are placed without predicted signatures: %s", error)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from eldr_serve.channel.actor_calls import RouterCalls
 from eldr_serve.request_fields import REPLICA, max_new_tokens, signature_of, transfer_params
 from eldr_serve.router.actor import connect
+from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.client import RouterClient
 from eldr_serve.router.directory import ReplicaDirectory, directory
 from eldr_serve.router.settings import RouterSettings

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import time
-from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import ray
 from numpy.typing import NDArray
@@ -19,19 +17,19 @@ from eldr_serve.errors import SwapRefused, sentence
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Taken
 from eldr_serve.router.loop_watch import LoopWatch
-from eldr_serve.router.messages import Exchange, NamedPolicy, Reply, Restore, Restored, Settings
+from eldr_serve.router.messages import NamedPolicy, Settings, decoder, encode
 from eldr_serve.router.pool_link import PoolLink
 from eldr_serve.router.process_metrics import PERIOD_S, RouterMetrics
+from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
-from eldr_serve.scheduling import Placement, StepSums
+from eldr_serve.scheduling import StepSums
 from eldr_serve.signatures.coordinator import RouterView
 from eldr_serve.signatures.settings import NAMESPACE
 
 logger = logging.getLogger(__name__)
 
-_IDLE_EXIT_S = 600.0  # without a call from any ingress, before the actor exits
-_GRACE_S = 6.0  # for a client to reconnect after its channel is lost; clients call every 5 s
+_IDLE_EXIT_S = 600.0  # without a connected ingress, before the actor exits
 _SHADOW_WORK_S, _SHADOW_PAUSE_S, _SHADOW_PERIOD_S = 0.002, 0.004, 0.05
 
 
@@ -40,64 +38,50 @@ class DecodeRouter:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._pool = PoolLink()
-        self._start(settings)
+        self._metrics = RouterMetrics()
+        self._state = self._start(settings)
+        self._sessions = Sessions(self._state, self._metrics, settings.client_timeout_s)
+        self._connected_at = time.monotonic()
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
         self._channel: asyncio.Future[tuple[Address, ChannelServer]] | None = None
-        self._peers: dict[str, object] = {}  # client -> connection over which it restored its leases
         loop = asyncio.get_event_loop()
         self._tasks = [loop.create_task(run()) for run in (self._reap, self._compare, self._watch.run)]
 
     async def address(self) -> Address:
-        """Return the address for calls to all other methods (see RouterCalls)."""
+        """Return the address for the calls of clients (see RouterCalls)."""
         if self._channel is None:
             self._channel = asyncio.ensure_future(self._open())
         return (await self._channel)[0]
 
     async def _open(self) -> tuple[Address, ChannelServer]:
-        return await open_channel(self._answer, describe=_describe, on_lost=self._on_lost)
-
-    def _on_lost(self, peer: object) -> None:
-        """Release the leases of clients that do not reconnect within the grace period."""
-        clients = {client for client, known in self._peers.items() if known is peer}
-        if clients:
-            asyncio.get_running_loop().call_later(_GRACE_S, self._drop_clients, clients, peer)
-
-    def _drop_clients(self, clients: set[str], peer: object) -> None:
-        gone = {client for client in clients if self._peers.get(client) is peer}
-        for client in gone:
-            del self._peers[client]
-        self._state.drop(gone)
+        return await open_channel(self._answer, describe=_describe, held=self._sessions.held)
 
     async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        arguments = pickle.loads(body)
-        message = arguments[0] if arguments else None
-        if isinstance(message, Restore):
-            self._peers[message.client] = answer.peer
-        elif isinstance(message, Exchange) and self._peers.get(message.client) is not answer.peer:
-            # This is not the client's current connection, so the message may be older than the state.
-            arguments = (replace(message, known_epoch=""),)
-        result = await getattr(self, method)(*arguments)
-        answer.send(pickle.dumps(result, protocol=5))
+        if method not in _ARGUMENTS:
+            raise AttributeError(f"the router has no method {method!r}")
+        result = await getattr(self, method)(*_ARGUMENTS[method](body))
+        answer.send(encode(result))
 
-    def _start(self, settings: RouterSettings, previous: Settings | None = None) -> None:
+    def _start(self, settings: RouterSettings, previous: Settings | None = None) -> RouterState:
         given = dict(settings)
         self._pool.use(given.pop("pool"))
-        self._state = RouterState(**given)
-        self._state.supersede(settings.fingerprint, previous)
-        self._last_call = time.monotonic()
-        self._metrics = RouterMetrics()
+        del given["client_timeout_s"]
+        state = RouterState(**given)
+        state.supersede(settings.fingerprint, previous)
+        return state
 
     async def configure(self, settings: RouterSettings) -> None:
         """Restart the state if the deployed settings were changed.
 
         They replace what operators set before, which clients would restore. Clients restore the leases.
         """
-        outbox, previous = self._state.outbox, self._state.settings
+        previous = self._state.settings
         self._pool.use(settings.pool)
         if settings.fingerprint != previous.deployed:
-            self._start(settings, previous)
-            outbox.close()
+            self._state = self._start(settings, previous)
+            self._sessions.grace_s = settings.client_timeout_s
+            self._sessions.use(self._state)
             logger.warning(
                 "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
                 settings.policy,
@@ -108,36 +92,9 @@ class DecodeRouter:
                 previous.table_version,
             )
 
-    async def exchange(self, message: Exchange) -> Reply:
-        """Apply a client's updates and place its requests; see RouterState.exchange."""
-        self._last_call = time.monotonic()
-        start = time.perf_counter()
-        reply = self._state.exchange(message)
-        if message.placements and reply.refused is None:
-            self._metrics.placed(self._state, reply, time.perf_counter() - start)
-        if message.answered and reply.refused is None:
-            self._metrics.answered(self._state, message.answered)
-        return reply
-
-    async def granted(self, client: str, timeout_s: float) -> tuple[Placement, ...]:
-        """Return leases for queued requests of the client; wait up to `timeout_s` for the first."""
-        self._last_call = time.monotonic()
-        leases = await self._state.outbox.take(client, timeout_s)
-        self._metrics.granted(self._state, leases)
-        return leases
-
-    async def restore(self, message: Restore) -> Restored:
-        """Restore from a client what an earlier incarnation of this actor knew."""
-        self._last_call = time.monotonic()
-        return self._state.restore(message)
-
     async def settings(self) -> Settings:
         """Return the live policy and table."""
         return self._state.settings
-
-    async def update_workers(self, replicas: tuple[str, ...]) -> None:
-        """Set the ids of the live decode replicas."""
-        self._state.update_workers(replicas)
 
     async def expect_signatures(self, num_layers: int, num_experts: int) -> None:
         """Set the signature shape that engines report."""
@@ -217,11 +174,28 @@ class DecodeRouter:
     async def _reap(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
-            self._state.drop_silent_clients()
             self._metrics.export(self._state, self._pool.status()["signatures"])
-            if time.monotonic() - self._last_call > _IDLE_EXIT_S:
+            if self._sessions.by_peer:
+                self._connected_at = time.monotonic()
+            if time.monotonic() - self._connected_at > _IDLE_EXIT_S:
                 await self._pool.end()
                 ray.actor.exit_actor()
+
+
+def _arguments(method: str) -> Any:
+    """Return a decoder of the arguments of a method that clients may call."""
+    hints = get_type_hints(getattr(DecodeRouter, method))
+    del hints["return"]
+    return decoder(tuple[tuple(hints.values())])  # type: ignore[misc]
+
+
+_ARGUMENTS = {
+    method: _arguments(method)
+    for method in (
+        "settings", "expect_signatures", "set_policy", "set_shadow", "swap_table", "swap_predictor",
+        "share_limits", "status", "live",
+    )
+}  # fmt: skip
 
 
 def _describe(error: Exception) -> tuple[int, bytes]:

@@ -1,47 +1,63 @@
-"""Client of the DecodeRouter actor: scores the requests of one process, which the actor then places.
+"""Client of the DecodeRouter actor: gets a lease of a decode replica for each request of one process.
 
-Each request has a Placement, whose state determines the next step (`State`):
+A request has one open `place` call on the process's channel to the actor. The router answers it with a lease
+as soon as a worker is free; until then the request is in the decode queue. Progress and true counts are
+one-way notes on the call. Closing the call ends the lease, or the wait for one, and brings the final number
+of tokens; so does losing the channel, after a grace period. Over its next channel the client names its
+leases, opens a call for each of them, and asks again for the workers that it still waits for. Settings come
+by a subscription, another open call; the requests that wait are then scored again.
+If the router does not answer in time, the channel is closed, and own load decides until there is another.
+Frames arrive in order, so neither side ever has to undo what a late message says.
 
-    SCORED  --sent with the next call-->      SENT
+A Placement's state (`State`) says where its request is:
+
+    SCORED  --the channel is open-->          SENT
     SENT    --the router has a worker-->      LEASED
             --no worker is free-->            QUEUED   in the router's decode queue, for at most `wait_s`
-            --it has another table-->         SCORED   twice; then load alone decides
-    QUEUED  --a worker is free-->             LEASED
-            --another table or router-->      SCORED   sent again, without losing its turn
-    any     --the router does not answer-->   LEASED   by own load; reported when the router is back
+    SENT, QUEUED  --the channel is lost-->    SCORED   asked again over the next channel
+    any     --the router does not answer-->   LEASED   by own load
     any     --released, cancelled, late-->    DONE
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
+import contextlib
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.errors import Overloaded
-from eldr_serve.experts.online_predictor import OnlinePredictor
-from eldr_serve.experts.routing_table import ArtifactError, RoutingTable
-from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.queues.wait_estimate import WaitEstimate
+from eldr_serve.channel import CallFailed, OpenCall
+from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.directory import Replicas
-from eldr_serve.router.link import Router, RouterLink
-from eldr_serve.router.messages import Answered, Exchange, Settings
+from eldr_serve.router.link import RouterLink
+from eldr_serve.router.messages import (
+    Answered,
+    Counted,
+    Leased,
+    Place,
+    Queued,
+    Report,
+    Settings,
+    Unplaced,
+    decoder,
+    encode,
+)
 from eldr_serve.router.own_load import OwnLoad
+from eldr_serve.router.scorer import Scorer
+from eldr_serve.router.waiting import WaitingRequests
 from eldr_serve.scheduling import Placement, PlacementRequest, State
 
-logger = logging.getLogger(__name__)
+_MAX_ANSWERED = 1024  # newest ended streams that are kept until they are reported
+_REPORT_S = 0.25
 
-_RESCORES = 2
-_MOST_ANSWERED = 1024  # newest ended streams that are kept until they are reported
-_SAMPLE_EVERY = 16  # one in this many signatures is reported even if the policy reads none
+_answer = decoder(Leased | Queued | Unplaced)
 
 
 class RouterClient:
@@ -50,55 +66,68 @@ class RouterClient:
     Args:
         router, replicas, timeout_s: see RouterLink; if the actor takes longer, own load decides.
         on_predictor: called when a predictor is loaded, which needs prompts' token ids.
+
+    Attributes:
+        name: id of this client at the actor.
+        placements: requests that are not DONE, by id.
+        scorer: settings and predictor.
     """
 
     def __init__(
         self,
-        router: Router,
+        router: RouterCalls,
         replicas: Replicas,
         *,
         timeout_s: float = 1.0,
         on_predictor: Callable[[], None] = lambda: None,
     ) -> None:
-        self._id = uuid.uuid4().hex
-        self.link = RouterLink(self._id, router, replicas, self, timeout_s=timeout_s)
+        self.name = uuid.uuid4().hex
+        self.scorer = Scorer(on_predictor)
+        self.placements: dict[str, Placement] = {}
+        self._link = RouterLink(self.name, router, replicas, self, timeout_s=timeout_s)
         self._own = OwnLoad(replicas)
-        self._scorings = itertools.count()
-        self._table: RoutingTable | None = None
-        self._table_file: bytes | None = None  # that the table was read from
-        self.on_predictor = on_predictor
-        self.predictor: OnlinePredictor | None = None
-        self._predictor_file: bytes | None = None
-        self.tokenizer: str | None = None  # fingerprint of the served tokenizer; None until known
-        self.placements: dict[str, Placement] = {}  # those that are not DONE
-        self._answers: dict[str, asyncio.Future[None]] = {}  # of requests in `place`
-        self._in_queue = 0  # requests of this process in the decode queue
-        self._waits = WaitEstimate(clock=lambda: asyncio.get_running_loop().time())
-        # To be reported to the actor.
-        self._unsent: dict[str, Placement] = {}  # may include placements that are no longer SCORED
-        self._released: list[str] = []
-        self._progress: dict[str, int] = {}
-        self._new_leases: set[str] = set()
-        self._new_counts: set[str] = set()
+        self._waiting = WaitingRequests(timeout_s, self._link.give_up, lambda: self.count("queue_expired"))
+        self._calls: dict[str, OpenCall] = {}  # open calls of requests
+        self._reporting: asyncio.Task[None] | None = None
+        # To be reported.
+        self._progress: set[str] = set()
         self._events: Counter[str] = Counter()
-        self._finished: deque[Answered] = deque(maxlen=_MOST_ANSWERED)
-        self.signature_shape: tuple[int, int] | None = None  # as engines report it
-        self.start, self.stop = self.link.start, self.link.stop
+        self._finished: deque[Answered] = deque(maxlen=_MAX_ANSWERED)
+        self._reported_prediction: dict[str, Any] | None = None
+
+    def start(self) -> None:
+        """Connect to the actor; further calls have no effect."""
+        if self._reporting is None:
+            self._link.start()
+            self._reporting = asyncio.get_running_loop().create_task(self._report_repeatedly())
+
+    async def stop(self) -> None:
+        """Close the connection."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reporting
+        await self._link.stop()
+        self._waiting.stop()
 
     @property
-    def name(self) -> str:
-        """Return the id of this client at the actor."""
-        return self._id
+    def settings(self) -> Settings | None:
+        """Return the live settings; None until known."""
+        return self.scorer.settings
 
     @property
     def router_away(self) -> bool:
-        """Return whether the last call to the actor failed; placements are then made by own load."""
-        return self.link.away
+        """Return whether the actor did not answer in time; placements are then made by own load."""
+        return self._link.away
+
+    def leased(self) -> list[Placement]:
+        """Return the placements that hold a worker."""
+        return [placement for placement in self.placements.values() if placement.state is State.LEASED]
 
     @property
     def leases(self) -> int:
         """Return the number of leases of this process."""
-        return sum(p.state is State.LEASED for p in self.placements.values())
+        return len(self.leased())
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call any other method of the actor (see RouterLink.call).
@@ -107,10 +136,10 @@ class RouterClient:
         """
         if method == "expect_signatures":
             layers, experts = args
-            self.signature_shape = (layers, experts)
-        elif method in ("swap_table", "swap_predictor") and self.signature_shape is not None:
-            await self.link.call("expect_signatures", *self.signature_shape)
-        return await self.link.call(method, *args)
+            self.scorer.shape = (layers, experts)
+        elif method in ("swap_table", "swap_predictor") and self.scorer.shape is not None:
+            await self._link.call("expect_signatures", *self.scorer.shape)
+        return await self._link.call(method, *args)
 
     # -- one request -----------------------------------------------------------------------------
 
@@ -134,35 +163,27 @@ class RouterClient:
         Raises:
             Overloaded: no decode replica is known, or none was free in time.
         """
-        until_s = asyncio.get_running_loop().time() + wait_s
+        self.release(request.request_id)  # of an earlier try
         true = counts
-        if counts is None and token_ids is not None and self.predictor is not None:
-            counts = self.predictor.predict(token_ids)
+        counts = self.scorer.predict(token_ids) if counts is None else counts
         predicted = true is None and counts is not None
         placement = Placement(
-            replace(request, signature=counts, predicted=predicted, may_wait=wait_s > 0), since_s=until_s
+            replace(request, signature=counts, predicted=predicted, may_wait=wait_s > 0),
+            since_s=asyncio.get_running_loop().time() + wait_s,
         )
         self.placements[request.request_id] = placement
         try:
-            for rescore in range(_RESCORES + 2):
-                if self.router_away or placement.state is State.LEASED:
-                    break
-                if rescore > _RESCORES:  # tables change faster than we score: load alone decides
-                    placement.request = replace(placement.request, signature=None)
-                answer = self._answers[request.request_id] = asyncio.get_running_loop().create_future()
-                self._submit(placement)
-                # Not wait_for: in Python 3.11 it swallows a cancellation that meets a finished answer, and
-                # the request of a disconnected client would keep running.
-                await answer
+            if not self.router_away:
+                if self._link.connected:
+                    self._send(placement)
+                await self._waiting.wait(placement)
             if placement.state is not State.LEASED:
-                placement.request = replace(placement.request, signature=counts)
                 self._lease_by_own_load(placement)
         except BaseException:
-            # The request may be queued or hold a lease by now, or a reply with a lease may be in transit.
-            self.release(request.request_id)
+            self.release(request.request_id)  # it may be queued or hold a lease by now
             raise
         if true is not None and token_ids is not None:
-            self._train(token_ids, true, len(token_ids))
+            self.scorer.train(token_ids, true, len(token_ids))
         return placement
 
     def counted(
@@ -175,24 +196,25 @@ class RouterClient:
             counts: unsigned[L,E].
             prompt_tokens: number of counted tokens, including a chat template's, which `token_ids` lack.
         """
-        self._train(token_ids, counts, prompt_tokens)
+        self.scorer.train(token_ids, counts, prompt_tokens)
         placement = self.placements.get(request_id)
         if placement is not None and placement.state is State.LEASED:
             placement.request = replace(
                 placement.request,
-                signature=self._sampled_counts(counts),
+                signature=self.scorer.sampled_counts(counts),
                 prompt_tokens=prompt_tokens,
                 predicted=False,
             )
             self._own.add(placement)
-            self._new_counts.add(request_id)
-            self.link.wake_soon()
+            if request_id in self._calls:  # the blocks were sent with the placement
+                self._calls[request_id].note(encode(Counted(replace(placement.request, blocks=None))))
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
         """Update the number of tokens generated so far; it is reported periodically."""
         placement = self.placements.get(request_id)
         if placement is not None:
-            placement.generated_tokens = self._progress[request_id] = generated_tokens
+            placement.generated_tokens = generated_tokens
+            self._progress.add(request_id)
             self._own.progress(request_id, generated_tokens)
 
     def release(self, request_id: str) -> None:
@@ -201,15 +223,15 @@ class RouterClient:
         Its final number of tokens is reported with the release, since policies learn lengths from it.
         """
         placement = self.placements.pop(request_id, None)
-        if placement is not None:
-            placement.become(State.DONE)
-            self._own.release(request_id)
-            self._new_leases.discard(request_id)
-            self._new_counts.discard(request_id)
-            answer = self._answers.pop(request_id, None)
-            if answer is not None:
-                answer.cancel()  # nothing waits for it any more
-            self._report_release(request_id)
+        if placement is None:
+            return
+        placement.become(State.DONE)
+        self._own.release(request_id)
+        self._progress.discard(request_id)
+        self._waiting.cancel(request_id)
+        call = self._calls.pop(request_id, None)
+        if call is not None:
+            call.close(placement.generated_tokens)
 
     def count(self, event: str) -> None:
         """Increment a counter of `/eldr/status`."""
@@ -219,210 +241,92 @@ class RouterClient:
         """Record the latencies of an ended stream, for the live page."""
         self._finished.append(answered)
 
-    # -- internals -------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
-    def _submit(self, placement: Placement) -> None:
-        """Send the placement with the next call."""
-        if placement.state is not State.SCORED:
-            placement.become(State.SCORED)
-        self._unsent[placement.request_id] = placement
-        self.link.wake()
+    def _send(self, placement: Placement, lease: Leased | None = None) -> None:
+        """Send a request, scored by the live settings, or its lease."""
+        request = placement.request if lease is not None else self.scorer.score(placement.request)
+        message, known = Place(request, lease), self._calls.get(placement.request_id)
+        if known is not None:
+            known.note(encode(message))
+            return
+        call = self._link.place(message, partial(self._received, placement), partial(self._failed, placement))
+        if call is not None:
+            self._calls[placement.request_id] = call
+            if placement.state is State.SCORED:
+                placement.become(State.SENT)
 
-    def _resume(self, placement: Placement) -> None:
-        """Let `place` continue with this placement."""
-        answer = self._answers.pop(placement.request_id, None)
-        if answer is not None and not answer.done():
-            answer.set_result(None)
+    def _received(self, placement: Placement, payload: bytes) -> None:
+        answer = _answer(payload)
+        if isinstance(answer, Leased):
+            answer.give(placement)
+            self._drop_unread(placement)
+            self._own.add(placement)
+        elif isinstance(answer, Queued) and placement.state is State.SENT:
+            placement.become(State.QUEUED)
+            self._waiting.queue(placement.request_id)
+            return
+        self._waiting.resume(placement.request_id)
+
+    def _failed(self, placement: Placement, error: Exception) -> None:
+        if isinstance(error, CallFailed) and self._calls.pop(placement.request_id, None) is not None:
+            self._waiting.resume(placement.request_id)
 
     def _lease_by_own_load(self, placement: Placement) -> None:
         self._own.lease(placement, "router-away" if self.router_away else "no-worker")
         self.count("placed_by_own_load")
         self._drop_unread(placement)
-        self._report_lease(placement.request_id)
+        self.hold([placement])
 
     def _drop_unread(self, placement: Placement) -> None:
         """Drop what the live policy does not read; a restarted actor gets the rest with the lease."""
         placement.request = replace(
-            placement.request, similarity=None, signature=self._counts_for_policy(placement.request.signature)
+            placement.request,
+            similarity=None,
+            signature=self.scorer.read_counts(placement.request.signature),
         )
 
-    def _train(self, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int) -> None:
-        if self.predictor is None or not prompt_tokens:
-            return
-        try:
-            self.predictor.observe(token_ids, counts * (len(token_ids) / prompt_tokens))
-        except ValueError as error:
-            logger.error("the signature predictor cannot be used, nothing is predicted: %s", error)
-            self.predictor = None
+    # -- called by the link, see LinkOwner ----------------------------------------------------------
 
-    def _counts_for_policy(self, counts: NDArray[Any] | None) -> NDArray[Any] | None:
-        """Return the packed counts to send with a placement; None if the policy reads none."""
-        settings = self.link.settings
-        if counts is None or settings is None or not settings.read_counts:
-            return None
-        return _pack(counts)
+    def hold(self, leases: Iterable[Placement]) -> None:
+        for placement in leases:
+            self._send(placement, Leased.of(placement))
 
-    def _sampled_counts(self, counts: NDArray[Any]) -> NDArray[Any] | None:
-        """Return the measured counts to report: those that the policy reads, or else a sample."""
-        sampled = next(self._scorings) % _SAMPLE_EVERY == 0
-        return _pack(counts) if sampled else self._counts_for_policy(counts)
-
-    def _score(self, request: PlacementRequest) -> PlacementRequest:
-        counts, settings = request.signature, self.link.settings
-        if counts is None:
-            return replace(request, signature_missing=True)
-        read = self._counts_for_policy if request.predicted else self._sampled_counts
-        request = replace(request, signature=read(counts))
-        if self._table is None or settings is None:
-            return request
-        try:
-            similarity = self._table.similarity(counts)
-        except ValueError as error:
-            logger.warning("the signature does not fit the live table: %s", error)
-            return replace(request, signature_missing=True)
-        return replace(request, similarity=similarity, table_version=settings.table_version)
-
-    def _queue(self, placement: Placement) -> None:
-        """Let a request wait in the decode queue until `since_s`; refuse it if it would wait longer."""
-        placement.become(State.QUEUED)
-        answer = self._answers.get(placement.request_id)
-        loop = asyncio.get_running_loop()
-        if answer is not None and loop.time() + self._waits.wait_s(self._in_queue + 1) > placement.since_s:
-            self._expire(answer)
-        elif answer is not None:
-            timer = loop.call_at(placement.since_s, self._expire, answer)
-            self._in_queue += 1
-            answer.add_done_callback(lambda _: self._left_the_queue(timer))
-        self.link.poll()
-
-    def _left_the_queue(self, timer: asyncio.TimerHandle) -> None:
-        timer.cancel()
-        self._in_queue -= 1
-        self._waits.departed(empty=not self._in_queue)
-
-    def _expire(self, answer: asyncio.Future[None]) -> None:
-        if not answer.done():
-            self.count("queue_expired")
-            retry_after_s = self._waits.retry_after_s(self._in_queue + 1)
-            why = "no decode worker is free for this request in time"
-            answer.set_exception(Overloaded(why, retry_after_s=retry_after_s))
-
-    def _report_lease(self, request_id: str) -> None:
-        """Report the worker of a lease to the actor."""
-        self._new_leases.add(request_id)
-        self.link.wake()
-
-    def _report_release(self, request_id: str) -> None:
-        self._released.append(request_id)
-        self.link.wake_soon()
-
-    # -- methods for the link (see router_link.LinkDelegate) -----------------------------------------
-
-    def message(self, epoch: str) -> Exchange:
-        sent = [placement for placement in self._unsent.values() if placement.state is State.SCORED]
-        for placement in sent:
-            placement.become(State.SENT)
-        message = Exchange(
-            self._id,
-            tuple(self._score(placement.request) for placement in sent),
-            tuple(self._released),
-            self._progress,
-            tuple(self.placements[request_id] for request_id in self._new_leases),
-            # The blocks were sent with the placement.
-            tuple(
-                replace(self.placements[request_id].request, blocks=None) for request_id in self._new_counts
-            ),
-            epoch,
-            dict(self._events),
-            tuple(self._finished),
-            None if self.predictor is None else self.predictor.status,
-        )
-        self._unsent, self._released, self._progress, self._new_leases = {}, [], {}, set()
-        self._new_counts = set()
-        self._events = Counter()
-        self._finished.clear()
-        return message
-
-    def undelivered(self, message: Exchange) -> None:
-        for request in message.placements:
-            placement = self.placements.get(request.request_id)
-            if placement is not None and placement.state is State.SENT:
-                self._submit(placement)
-        self._new_counts |= {request.request_id for request in message.counted} & self.placements.keys()
-        self._events.update(message.events)
-        self._finished = deque([*message.answered, *self._finished], maxlen=_MOST_ANSWERED)
-
-    def answered(self, placements: tuple[Placement, ...]) -> None:
-        for answer in placements:
-            own = self.placements.get(answer.request_id)
-            if own is None:
-                continue  # released meanwhile; the release is reported
-            if own.state is State.LEASED:
-                if answer.state is State.LEASED and answer.replica != own.replica:
-                    self._report_lease(answer.request_id)
-            elif answer.state is State.LEASED:
-                own.become(State.LEASED)
-                own.replica, own.slot, own.band = answer.replica, answer.slot, answer.band
-                own.similarity, own.best = answer.similarity, answer.best
-                own.reason, own.policy, own.waited_s = answer.reason, answer.policy, answer.waited_s
-                self._drop_unread(own)
-                self._own.add(own)
-                self._resume(own)
-            elif own.state is State.SENT and answer.state is State.QUEUED:
-                self._queue(own)
-            elif own.state is State.SENT:
-                self._resume(own)  # `place` scores and sends it again
-
-    def snapshot(self) -> tuple[Placement, ...]:
-        self._released, self._progress, self._new_leases = [], {}, set()
-        return tuple(p for p in self.placements.values() if p.state is State.LEASED)
-
-    def lost(self) -> None:
-        for request_id in list(self._answers):
-            self._resume(self.placements[request_id])
+    def ask_again(self) -> None:
+        for placement in self._waiting:
+            self._send(placement)
 
     def settings_changed(self, settings: Settings) -> None:
-        if settings.table != self._table_file:
-            self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
-            self._table_file = settings.table
-        if settings.predictor != self._predictor_file:
-            self._predictor_file = settings.predictor
-            self.predictor = self._load_predictor(settings.predictor)
-            if self.predictor is not None:
-                self.on_predictor()
-        for placement in list(self._queued()):
-            self._submit(placement)
+        self.scorer.use(settings)
+        if self._link.connected:
+            self.ask_again()
 
-    def _load_predictor(self, predictor: bytes | None) -> OnlinePredictor | None:
-        if predictor is None:
-            return None
-        made = SignaturePredictor.from_bytes(predictor)
-        try:
-            made.require_fit(model=made.model, tokenizer=self.tokenizer, shape=self.signature_shape)
-        except ArtifactError as error:
-            logger.error("nothing is predicted: %s", error)
-            return None
-        return OnlinePredictor(made)
+    def channel_lost(self) -> None:
+        self._calls.clear()
+        self._waiting.router_lost()
 
-    def tokenised_by(self, fingerprint: str) -> None:
-        """Set the fingerprint of the served tokenizer; a predictor for another one is discarded."""
-        self.tokenizer = fingerprint
-        if self.predictor is not None and self.predictor.predictor.tokenizer != fingerprint:
-            self.predictor = self._load_predictor(self._predictor_file)
+    def router_is_away(self) -> None:
+        for placement in self._waiting:
+            self._waiting.resume(placement.request_id)
 
-    @property
-    def has_updates(self) -> bool:
-        return bool(self._released or self._progress or self._events or self._finished or self._new_counts)
+    # -- reports -----------------------------------------------------------------------------------
 
-    @property
-    def has_queued(self) -> bool:
-        return any(self._queued())
+    async def _report_repeatedly(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            if self._link.connected:
+                self._report()
 
-    def _queued(self) -> Iterator[Placement]:
-        found = (self.placements[request_id] for request_id in self._answers)
-        return (placement for placement in found if placement.state is State.QUEUED)
-
-
-def _pack(counts: NDArray[Any]) -> NDArray[Any]:
-    """Return the counts in the smallest dtype."""
-    return counts.astype(np.min_scalar_type(counts.max(initial=0).item()))
+    def _report(self) -> None:
+        self._link.report_workers()
+        for request_id in self._progress & self._calls.keys():
+            self._calls[request_id].note(tokens=self.placements[request_id].generated_tokens)
+        self._progress.clear()
+        prediction = None if self.scorer.predictor is None else self.scorer.predictor.status
+        if prediction == self._reported_prediction:
+            prediction = None
+        if self._events or self._finished or prediction is not None:
+            self._link.report(Report(dict(self._events), tuple(self._finished), prediction))
+            self._events.clear()
+            self._finished.clear()
+            self._reported_prediction = prediction or self._reported_prediction

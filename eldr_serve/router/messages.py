@@ -1,14 +1,27 @@
-"""Messages between the DecodeRouter actor and its clients."""
+"""Messages between the DecodeRouter actor and its clients, and their encoding.
+
+A client's `subscribe` call opens with Restore; the router answers with Settings, now and after each change;
+its notes are Workers and Report. A `place` call opens with Place; the router answers with Queued, Leased or
+Unplaced; its notes are a further Place, Counted, or no more than the number of generated tokens.
+
+Everything is MessagePack, of msgspec structs and dataclasses. An array is its dtype, shape and bytes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from eldr_serve.scheduling import Placement, PlacementRequest, reads_counts
+from eldr_serve.scheduling import Placement, PlacementRequest, State, reads_counts
+
+OWN_LOAD = "own-load"  # `Leased.policy` of a lease that its client has made
 
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -39,8 +52,29 @@ class Settings:
         return self.shadow is not None or reads_counts(self.policy)
 
 
-@dataclass(frozen=True)
-class Answered:
+class Restore(msgspec.Struct, tag=True, frozen=True):
+    """What a client tells a router that it has connected to; a `place` call for each lease follows.
+
+    Attributes:
+        leases: ids of the requests whose leases the client holds; its other leases have ended.
+        settings: newest settings that the client knows, which a restarted router adopts.
+        signature_shape: (MoE layers, experts) as engines report it, if known.
+    """
+
+    client: str
+    workers: tuple[str, ...] = ()
+    leases: tuple[str, ...] = ()
+    settings: Settings | None = None
+    signature_shape: tuple[int, int] | None = None
+
+
+class Workers(msgspec.Struct, tag=True, frozen=True):
+    """The live decode replicas, as the client knows them."""
+
+    replicas: tuple[str, ...]
+
+
+class Answered(msgspec.Struct, frozen=True):
     """Latencies of a finished stream as its client saw them, from the request's arrival at the ingress.
 
     Attributes:
@@ -52,49 +86,88 @@ class Answered:
     tpot_s: float | None
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """One message from a client: everything that happened since its last one."""
+class Report(msgspec.Struct, tag=True, frozen=True):
+    """What a client has counted since its last report.
 
-    client: str
-    placements: tuple[PlacementRequest, ...] = ()
-    released: tuple[str, ...] = ()
-    progress: dict[str, int] = field(default_factory=dict)  # request id -> generated tokens
-    held: tuple[Placement, ...] = ()  # leases that the client made or corrected itself
-    counted: tuple[PlacementRequest, ...] = ()  # requests leased without true signatures, with them
-    known_epoch: str = ""
-    events: dict[str, int] = field(default_factory=dict)  # counters seen by the client, as increments
-    answered: tuple[Answered, ...] = ()
-    prediction: dict[str, Any] | None = None  # OnlinePredictor.status, where the client has one
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The actor's reply to an Exchange; `placements` are in the order of the exchange.
-
-    Each is LEASED, QUEUED (fetch its lease with `granted`), or still SENT (score and send it again).
+    Attributes:
+        events: increments of the status' counters.
+        prediction: OnlinePredictor.status of a client that has a predictor.
     """
 
-    epoch: str  # a new value means that the actor has restarted
-    settings_version: int
-    placements: tuple[Placement, ...] = ()
-    refused: str | None = None  # why nothing was placed; "unknown-client": call `restore` first
+    events: dict[str, int] = {}
+    answered: tuple[Answered, ...] = ()
+    prediction: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class Restore:
-    """A client's message to a new actor: workers, settings and leases that the old one knew."""
+class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """A request's worker, see Placement."""
 
-    client: str
-    workers: tuple[str, ...]
-    settings: Settings | None
-    leases: tuple[Placement, ...]
-    signature_shape: tuple[int, int] | None = None  # as engines report it, if known
+    replica: str
+    slot: int = -1
+    band: int = 0
+    similarity: float | None = None
+    best: bool = False
+    reason: str = ""
+    policy: str = ""
+    waited_s: float = 0.0
+    generated_tokens: int = 0
+
+    @classmethod
+    def of(cls, placement: Placement) -> Leased:
+        """Return the lease of a placement."""
+        return cls(*(getattr(placement, name) for name in cls.__struct_fields__))
+
+    def give(self, placement: Placement) -> None:
+        """Make this the lease of a placement."""
+        placement.become(State.LEASED)
+        for name in self.__struct_fields__:
+            setattr(placement, name, getattr(self, name))
 
 
-@dataclass(frozen=True)
-class Restored:
-    """The actor's reply to a `Restore`: its incarnation and live settings."""
+class Queued(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """The request waits in the decode queue."""
 
-    epoch: str
-    settings: Settings
+
+class Unplaced(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """The router knows no decode replica; the client decides."""
+
+
+class Place(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """A request for a lease; as a note, the request scored again or leased by its client.
+
+    Attributes:
+        lease: the lease that the client holds already, from own load or from an earlier connection.
+    """
+
+    request: PlacementRequest
+    lease: Leased | None = None
+
+
+class Counted(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """A leased request with its true signature and length."""
+
+    request: PlacementRequest
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
+
+
+def _array(kind: Any, sent: Any) -> NDArray[Any]:
+    name, shape, content = sent
+    dtype = np.dtype(name)
+    if dtype.kind not in "biuf":
+        raise ValueError(f"an array of {name}")
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Return a function that decodes messages of this type; it raises msgspec.DecodeError for others."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_array).decode
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode

@@ -8,6 +8,7 @@ import numpy as np
 
 from eldr_serve.errors import Overloaded
 from eldr_serve.router.directory import Replicas
+from eldr_serve.router.messages import OWN_LOAD
 from eldr_serve.scheduling import LoadLedger, Placement, State
 
 
@@ -45,5 +46,5 @@ class OwnLoad:
         placement.become(State.LEASED)
         least = np.flatnonzero(in_flight == in_flight.min())
         placement.replica, placement.slot = candidates[int(random.choice(least))], -1
-        placement.band, placement.reason, placement.policy = len(candidates), reason, "own-load"
+        placement.band, placement.reason, placement.policy = len(candidates), reason, OWN_LOAD
         self.add(placement)

@@ -71,9 +71,9 @@ class PoolLink:
         live = state.settings
         return RouterView(
             epoch=state.epoch,
-            model_id=state.model_id,
+            model_id=state.check.model_id,
             workers=state.num_workers,
-            clients=state.num_clients,
+            clients=len(state.clients),
             table_version=live.table_version,
             has_table=live.table is not None,
             pool=self._settings,

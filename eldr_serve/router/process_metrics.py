@@ -23,9 +23,9 @@ from eldr_serve.metrics import (
     ROUTER,
     Metric,
 )
-from eldr_serve.router.messages import Answered, Reply
+from eldr_serve.router.messages import Answered
 from eldr_serve.router.state import RouterState
-from eldr_serve.scheduling import Placement, State
+from eldr_serve.scheduling import Placement
 
 PERIOD_S = 1.0  # export interval; Ray drops a gauge that is not set for two of its own reports
 # Ray creates a counter's series at its first increment, and Prometheus sees no increase in a first sample. So
@@ -41,20 +41,20 @@ class RouterMetrics:
         self._seen: Counts[str] = Counts()
         self._created: set[str] = set()
 
-    def placed(self, state: RouterState, reply: Reply, seconds: float) -> None:
+    def placed(self, state: RouterState, seconds: float) -> None:
         """Record the placement of a batch of requests, which took `seconds`."""
-        tags = {"policy": state.settings.policy}
-        self._ray_metrics["eldr_route_seconds"].observe(seconds, tags)
-        for placement in reply.placements:
-            if placement.state is State.LEASED:
-                self._ray_metrics["eldr_band_size"].observe(placement.band, tags)
+        self._ray_metrics["eldr_route_seconds"].observe(seconds, {"policy": state.settings.policy})
 
-    def granted(self, state: RouterState, leases: tuple[Placement, ...]) -> None:
-        """Record leases from the decode queue."""
+    def leased(self, state: RouterState, leases: Iterable[Placement]) -> None:
+        """Record new leases."""
         tags = {"policy": state.settings.policy}
         for lease in leases:
             self._ray_metrics["eldr_band_size"].observe(lease.band, tags)
-            self._ray_metrics["eldr_decode_queue_wait_seconds"].observe(lease.waited_s, tags)
+
+    def waited(self, state: RouterState, lease: Placement) -> None:
+        """Record the wait of a lease from the decode queue."""
+        tags = {"policy": state.settings.policy}
+        self._ray_metrics["eldr_decode_queue_wait_seconds"].observe(lease.waited_s, tags)
 
     def answered(self, state: RouterState, streams: Iterable[Answered]) -> None:
         """Record finished streams."""

@@ -59,7 +59,10 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
         "none: nothing is predicted until one is swapped in",
     )
     client_timeout_s: float = Field(
-        default=30.0, gt=0, description="silence of an ingress after which its leases are dropped, s"
+        default=6.0,
+        gt=0,
+        description="time for an ingress to connect again after its channel is lost, until its leases are "
+        "dropped, s",
     )
     pool: Annotated[PoolSettings | None, BeforeValidator(_not_from_yaml)] = Field(
         default=None, description="set automatically from `signatures`; none: no table of live traffic"

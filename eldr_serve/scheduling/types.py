@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -61,8 +61,8 @@ class PlacementRequest:
 class State(Enum):
     """State of a placement."""
 
-    SCORED = "scored"  # the client sends it with its next call
-    SENT = "sent"  # it was sent to the router
+    SCORED = "scored"  # the client sends it once there is a channel
+    SENT = "sent"  # the router owes an answer
     QUEUED = "queued"  # it waits in the decode queue
     LEASED = "leased"  # it holds a worker
     DONE = "done"  # it ended, was cancelled, or was placed again
@@ -72,7 +72,7 @@ _NEXT = {
     State.SCORED: {State.SENT, State.LEASED, State.DONE},
     State.SENT: {State.SCORED, State.QUEUED, State.LEASED, State.DONE},
     State.QUEUED: {State.SCORED, State.LEASED, State.DONE},
-    State.LEASED: {State.LEASED, State.DONE},
+    State.LEASED: {State.DONE},
     State.DONE: {State.DONE},
 }
 
@@ -118,10 +118,6 @@ class Placement:
         if state not in _NEXT[self.state]:
             raise ValueError(f"request {self.request_id} cannot go from {self.state.value} to {state.value}")
         self.state = state
-
-    def answer(self) -> Placement:
-        """Return a copy for the client, without the arrays that the client has."""
-        return replace(self, request=replace(self.request, signature=None, similarity=None, blocks=None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -116,36 +116,37 @@ MUTATIONS = (
         "if True:",
     ),
     # -- the router's client
-    Mutation("a release is not told", "eldr_serve.router.client", "self._released.append(request_id)"),
     Mutation(
-        "what a message that was not delivered told is never told",
+        "a release is not told", "eldr_serve.router.client", "call.close(placement.generated_tokens)"
+    ),
+    Mutation(
+        "a request that is given up before its lease comes is not released",
+        "eldr_serve.router.client",
+        "self.release(request.request_id)  # it may be queued or hold a lease by now",
+        "self.placements.pop(request.request_id, None)",
+    ),
+    Mutation(
+        "a request whose router is away waits for it",
         "eldr_serve.router.link",
-        'self._epoch = ""  # everything is sent again once the actor is back',
+        "self._owner.router_is_away()",
     ),
     Mutation(
-        "placements of a message that was not delivered are forgotten",
-        "eldr_serve.router.client",
-        "                self._submit(placement)\n        self._new_counts",
-        "                pass\n        self._new_counts",
-    ),
-    Mutation(
-        "a lease that comes after its request has gone is kept",
-        "eldr_serve.router.client",
-        "            self._report_release(request_id)\n\n    def count",
-        "            if answer is None:\n                self._report_release(request_id)\n\n    def count",
-    ),
-    Mutation(
-        "a request whose router is lost waits for it",
-        "eldr_serve.router.client",
-        "self._resume(self.placements[request_id])",
+        "a router that does not answer is not given up",
+        "eldr_serve.router.waiting",
+        'self._on_late(TimeoutError(f"no answer for {self._timeout_s:g} s"))',
     ),
     Mutation("own load is never released", "eldr_serve.router.client", "self._own.release(request_id)"),
     Mutation(
-        "a new actor is not told of leases", "eldr_serve.router.link", "self._delegate.snapshot(),", "(),"
+        "leases are not told over the next channel", "eldr_serve.router.link", "self._owner.hold(leases)"
+    ),
+    Mutation(
+        "leases by own load are told only over the next channel",
+        "eldr_serve.router.client",
+        "self.hold([placement])",
     ),
     Mutation(
         "an event loop waits for GCS while it looks up the router",
-        "eldr_serve.channel.actor_calls",
+        "eldr_serve.router.calls",
         "await asyncio.to_thread(self._find)",
         "self._find()",
     ),
@@ -159,12 +160,22 @@ MUTATIONS = (
     Mutation(
         "leases that clients made are not taken",
         "eldr_serve.router.state",
-        "self._hold(replace(lease, client=message.client))",
+        "self.placer.hold(lease)",
     ),
     Mutation(
         "leases that a client no longer has are kept when it restores the others",
         "eldr_serve.router.state",
         "self.placer.finish(known.request_id)",
+    ),
+    Mutation(
+        "a client that is lost for good is not dropped",
+        "eldr_serve.router.sessions",
+        "asyncio.get_running_loop().call_later(sessions.grace_s, self._drop)",
+    ),
+    Mutation(
+        "a connection that its client has left is still served",
+        "eldr_serve.router.sessions",
+        'before.answer.peer.close("its client has connected again")',
     ),
     Mutation(
         "a request that is given up stays in the decode queue",
@@ -200,6 +211,13 @@ MUTATIONS = (
     Mutation(
         "an engine does not hear a cancel", "eldr_serve.channel.server", "self._calls[call].cancel()"
     ),
+    Mutation(
+        "a router does not hear that a call is closed",
+        "eldr_serve.channel.server",
+        "self._held.pop(call).closed(tokens)",
+        "self._held.pop(call)",
+    ),
+    Mutation("a router does not hear that a channel is lost", "eldr_serve.channel.server", "one.lost()"),
     Mutation(
         "calls of a dead ingress run on",
         "eldr_serve.channel.server",

@@ -35,12 +35,13 @@ from tests.faults.world import (
 ALLOWED = ("ok", "left", "http 503", "http 429")  # outcomes that a client may always see
 LOST_AFTER = 2  # faults; with fewer no stream may be lost, since an answer is resumed once
 _LONG, _LONG_S = 100, 2.0  # tokens and seconds a token of the streams that run while leases are compared
-_STOP_S = 2.0  # duration of the router's stop, longer than clients wait for it
-_RESTORE_S = 1.6  # time after the stop at which clients have sent their leases but got no reply
+_STOP_S = 2.0  # duration of the router's stop
+_WAITED_S = 1.6  # time after the stop at which clients no longer wait for it
+_RESTORE_S = 0.5  # time for which clients have sent their leases but get no reply
 _SICK_REQUESTS = 12  # requests while an engine is sick
 _LOW_LIMIT = 6  # in-flight limit of an ingress, so low that the crowd reaches it
 _EXCHANGE_S = 3.0  # until ingresses have exchanged the tenants' use
-_SETTLE_S = LEASE_S + CLIENT_TIMEOUT_S + 6.0
+_SETTLE_S = LEASE_S + CLIENT_TIMEOUT_S + 12.0
 
 
 @dataclass
@@ -206,11 +207,33 @@ class _Simulation:
         router = world.router()
         assert router is not None
         world.stop(router, _STOP_S)
-        for number, wait_s in enumerate((_RESTORE_S, _STOP_S - _RESTORE_S)):
-            for process in world.live["ingress"]:
-                plan = Plan(0.0, "completions", f"{number} 3", _LONG, True, token_s=_LONG_S, leaves_s=500.0)
-                self._long.append(loop.create_task(ask(world, plan, process)))
-            await asyncio.sleep(wait_s)
+        self._begin_long_at_each(0)
+        await asyncio.sleep(_WAITED_S)
+        for process in world.live["ingress"]:
+            if any(
+                p.state in (State.SCORED, State.SENT) for p in self._client_of(process).placements.values()
+            ):
+                self.run.violations.append(f"requests at {process} wait for a router that is stopped")
+        links = {process: self._client_of(process)._link for process in world.live["ingress"]}
+        until = loop.time() + _STOP_S
+        while links and loop.time() < until:
+            await asyncio.sleep(0.0002)
+            for process in [p for p, link in links.items() if link._channel is not None]:
+                if not links.pop(process).connected:
+                    for end in world.network.of(router):
+                        if end.peer.process is process:
+                            end.stall(_RESTORE_S)
+        self._begin_long_at_each(1)
+        await asyncio.sleep(_RESTORE_S)
+
+    def _begin_long_at_each(self, number: int) -> None:
+        for process in self.world.live["ingress"]:
+            plan = Plan(0.0, "completions", f"{number} 3", _LONG, True, token_s=_LONG_S, leaves_s=500.0)
+            self._long.append(self.world.loop.create_task(ask(self.world, plan, process)))
+
+    @staticmethod
+    def _client_of(process: Process) -> Any:
+        return process.servable_object._client
 
     async def _compare_leases(self) -> None:
         """Check that router and clients agree on all leases while long streams run."""
@@ -256,9 +279,8 @@ class _Simulation:
             zero(f"{process} places of tenants", dict(one.gate.places._held))
             zero(f"{process} retries", world.retries_at_once - one.openai._path._retries._turns._value)
             zero(f"{process} placements", dict(one._client.placements))
-            zero(f"{process} answers awaited", one._client._answers)
-            zero(f"{process} unsent", one._client._unsent)
-            zero(f"{process} releases to report", one._client._released)
+            zero(f"{process} requests that wait for the router", list(one._client._waiting))
+            zero(f"{process} open calls to the router", one._client._calls)
             zero(f"{process} progress to report", one._client._progress)
             zero(f"{process} ended streams to report", len(one._client._finished))
             zero(f"{process} own load", len(one._client._own._ledger))
@@ -271,10 +293,14 @@ class _Simulation:
         state = self._state()
         zero("router leases", dict(state.placer.running))
         zero("router queue", dict(state.placer.queue))
+        sessions = world.router().servable_object._sessions  # type: ignore[union-attr]
+        zero("router calls", dict(sessions.open))
+        zero("router progress", sessions.tokens)
+        zero("router clients too many", len(sessions.by_client) - world.wanted["ingress"])
         zero("router ledger", len(state.placer._ledger))
         zero("router prompt tokens to compute", int(abs(state.placer._ledger._prefill_tokens).sum()))
         known = state.placer.prefixes._caches.keys() | state.placer.prefixes._room.keys()
-        zero("prefixes of workers that have gone", known - set(state._slots))
+        zero("prefixes of workers that have gone", known - set(state.slots))
         for name, engine in world.engines.items():
             if engine.process.alive:
                 zero(f"{name} blocks in use", engine.blocks.in_use)

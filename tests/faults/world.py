@@ -58,7 +58,7 @@ from tests.faults.virtual_time import Process, VirtualLoop, current
 
 ADMIN_KEY = "key"
 LEASE_S = 12.0  # lease of a prompt's KV blocks
-CLIENT_TIMEOUT_S = 12.0  # until the leases of a silent ingress are released
+CLIENT_TIMEOUT_S = 6.0  # until the leases of an ingress without a channel are released
 CALL_S = 10.0
 QUEUE_S = 5.0
 WAIT_S = 2.0  # maximum wait of a tenant's request for admission
@@ -376,6 +376,10 @@ async def _router_address(process: Process) -> Any:
     return await process.servable_object.address()
 
 
+async def _configure(process: Process, settings: RouterSettings) -> None:
+    await process.servable_object.configure(settings)
+
+
 async def _observe_steps(process: Process, *args: Any) -> Any:
     return await process.servable_object.observe_steps(*args)
 
@@ -393,7 +397,9 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
 
     def connect(name: str, settings: RouterSettings) -> Any:
         in_thread()
-        return SimpleNamespace(address=_Remote(world.router, _router_address))
+        return SimpleNamespace(
+            address=_Remote(world.router, _router_address), configure=_Remote(world.router, _configure)
+        )
 
     def in_thread() -> None:
         if not loop.in_thread:

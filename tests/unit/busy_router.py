@@ -14,7 +14,7 @@ from tables import request
 
 from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.ingress.http_server import HttpServer
-from eldr_serve.router.messages import Answered, NamedPolicy, Restore
+from eldr_serve.router.messages import Answered, NamedPolicy, Report, Restore
 from eldr_serve.scheduling import StepCost, StepSums
 
 L, E = 4, 16
@@ -29,7 +29,7 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
     actor = FakeActor(policy=policy, table=None, clock=lambda: now[0])
     state = actor.state
     state.expect_signatures(L, E)
-    state.restore(Restore("c", ("r0", "r1"), None, ()))
+    state.restore(Restore("c", ("r0", "r1")))
     state.set_shadow(NamedPolicy("shortest-queue"))
     favourites = [rng.permutation(E)[:5] for _ in DOMAINS]
     for number in range(90):
@@ -43,8 +43,9 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
             state,
             progress={name: int(rng.integers(1, 60)) for name in running},
             released=tuple(running[:-12]),
-            answered=(Answered(float(rng.gamma(3, 0.1)), float(rng.gamma(9, 0.003))),),
         )
+        answered = Answered(float(rng.gamma(3, 0.1)), float(rng.gamma(9, 0.003)))
+        state.report("c", Report(answered=(answered,)))
         batch = rng.integers(3, 9, 6)
         experts = rng.integers(20, 40, 6)
         for replica in ("r0", "r1"):

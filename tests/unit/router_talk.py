@@ -1,21 +1,26 @@
-"""A router's state, a client of it over a fake actor, a queued policy, and what tests say to them."""
+"""A router's state, a client of it over a channel without a network, a queued policy, and what tests say."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 from tables import counts_for, request, unit_table
 
-from eldr_serve.channel import ChannelLost
+from eldr_serve.channel import Answer, Channel, ChannelLost, ChannelServer
+from eldr_serve.channel.server import _Connection
 from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.router.actor import _ARGUMENTS, _describe
+from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.client import RouterClient
 from eldr_serve.router.directory import ReplicaDirectory
-from eldr_serve.router.messages import Exchange, Reply, Restore
+from eldr_serve.router.messages import Counted, Place, Restore, decoder, encode
+from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Decision, Loads, Placement, PlacementRequest, QueuedPolicy, State
 
@@ -27,14 +32,31 @@ def make(
     data = unit_table(table).to_bytes() if table else None
     state = RouterState(model_id="m", policy=policy, table=data, **options)
     for client in clients:
-        state.restore(Restore(client, tuple(f"r{w}" for w in range(workers)), None, ()))
+        state.restore(Restore(client, tuple(f"r{w}" for w in range(workers))))
     return state
 
 
-def say(state: RouterState, *ask: str | PlacementRequest, client: str = "c", **fields: Any) -> Reply:
-    """Ask for workers, by name alone for a request that may wait, and tell what is in `fields`."""
-    asked = tuple(request(a, may_wait=True) if isinstance(a, str) else a for a in ask)
-    return state.exchange(Exchange(client, asked, known_epoch=state.epoch, **fields))
+def say(
+    state: RouterState,
+    *ask: str | PlacementRequest,
+    client: str = "c",
+    progress: dict[str, int] | None = None,
+    released: Sequence[str] = (),
+    held: Sequence[Placement] = (),
+    counted: Sequence[PlacementRequest] = (),
+) -> list[Placement]:
+    """Ask for workers, by name alone for a request that may wait, after all the other news."""
+    asked = [request(a, may_wait=True) if isinstance(a, str) else a for a in ask]
+    state.progress(progress or {})
+    for name in released:
+        state.finish(name)
+    for lease in held:
+        state.hold(replace(lease, client=client))
+    for known in counted:
+        state.counted(known)
+    placements = [Placement(one, State.SENT, client) for one in asked]
+    state.place(placements)
+    return placements
 
 
 def ask(state: RouterState, name: str, centroid: int | None = None, **fields: Any) -> Placement:
@@ -43,7 +65,7 @@ def ask(state: RouterState, name: str, centroid: int | None = None, **fields: An
         table = RoutingTable.from_bytes(state.settings.table or b"")
         fields["similarity"] = table.similarity(counts_for(centroid))
     asked = request(name, **{"table_version": state.settings.table_version, **fields})
-    (answer,) = say(state, asked).placements
+    (answer,) = say(state, asked)
     return answer
 
 
@@ -53,7 +75,8 @@ def release(state: RouterState, *names: str) -> None:
 
 def leased(name: str, replica: str, **fields: Any) -> Placement:
     """What a client that placed by itself tells."""
-    return Placement(request(name, **{"max_new_tokens": 0, **fields}), State.LEASED, replica=replica)
+    asked = request(name, **{"max_new_tokens": 0, **fields})
+    return Placement(asked, State.LEASED, replica=replica, policy="own-load")
 
 
 def loads(state: RouterState) -> dict[str, tuple[int, int]]:
@@ -61,57 +84,139 @@ def loads(state: RouterState) -> dict[str, tuple[int, int]]:
     return {w["replica"]: (w["in_flight"], w["kv_tokens"]) for w in state.status()["workers"]}
 
 
-class FakeActor:
-    """A RouterState in place of the actor."""
+class _End(asyncio.Transport):
+    """One end of a connection in this process; what is written arrives in order, after the actor's delay."""
 
-    def __init__(self, **options: Any) -> None:
+    other: _End
+
+    def __init__(self, actor: FakeActor, protocol: Any) -> None:
+        super().__init__()
+        self.actor, self.protocol = actor, protocol
+        self.open = True
+        self._last_s = 0.0
+
+    def _later(self, callback: Callable[..., None], *args: Any) -> None:
+        loop = asyncio.get_running_loop()
+        self._last_s = max(self._last_s, loop.time() + self.actor.delay_s)
+        loop.call_at(self._last_s, callback, *args)
+
+    def writelines(self, list_of_data: Any) -> None:
+        self._later(self.other._arrive, b"".join(list_of_data))
+
+    def _arrive(self, data: bytes) -> None:
+        if self.open:
+            self.protocol.data_received(data)
+
+    def abort(self) -> None:
+        if self.open:
+            self.open = False
+            self._later(self.other._lose)
+
+    def _lose(self) -> None:
+        if self.open:
+            self.open = False
+            self.protocol.connection_lost(None)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+class FakeActor(RouterCalls):
+    """The actor's state and sessions without Ray, and the calls of a client of it.
+
+    Attributes:
+        delay_s: time that a message is on its way.
+        messages: notes and requests of clients.
+    """
+
+    def __init__(self, *, grace_s: float = 6.0, **options: Any) -> None:
+        super().__init__(lambda: None)  # type: ignore[arg-type, return-value]
         table = unit_table(2).to_bytes()
         self.options = {"model_id": "m", "policy": "locality-band", "table": table} | options
         self.state = RouterState(**self.options)
-        self.alive = True
+        self.sessions = Sessions(self.state, Mock(), grace_s)
+        self.server = ChannelServer(
+            "secret", self._answer, describe=_describe, limit=10**6, full=RuntimeError,
+            held={"subscribe": self._subscribe, "place": self._place},
+        )  # fmt: skip
+        self._alive = True
         self.delay_s = 0.0
-        self.grant_delay_s = 0.0  # of a poll's answer, after it has left the outbox
-        self.exchanges: list[Exchange] = []
-        self.polls = 0
+        self.messages: list[Any] = []
 
     @property
     def running(self) -> dict[str, Placement]:
         return self.state.placer.running
 
-    def die(self) -> None:
-        self.alive = False
-        self.state.outbox.close()
+    @property
+    def asked(self) -> list[PlacementRequest]:
+        return [one.request for one in self.messages if isinstance(one, Place)]
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be reached; it keeps what it knows."""
+        return self._alive
+
+    @alive.setter
+    def alive(self, alive: bool) -> None:
+        self._alive = alive
+        if not alive:
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        """Lose all connections."""
+        for connection in list(self.server.connections):
+            connection.close("it is lost")
 
     def restart(self) -> None:
-        old, self.state = self.state, RouterState(**self.options)
+        """Forget everything."""
+        self.disconnect()
+        self.state = RouterState(**self.options)
+        self.sessions = Sessions(self.state, Mock(), self.sessions.grace_s)
         self.alive = True
-        old.outbox.close()
 
-    async def poll(self, *args: Any) -> tuple[Placement, ...]:
-        self.polls += 1
-        leases = await self.state.outbox.take(*args)
-        await asyncio.sleep(self.grant_delay_s)
+    def _subscribe(self, body: bytes, answer: Answer) -> Any:
+        held = self.sessions.held["subscribe"](body, answer)
+        return self._heard(held, decoder(Any))
+
+    def _place(self, body: bytes, answer: Answer) -> Any:
+        held = self.sessions.held["place"](body, answer)
+        self.messages.append(decoder(Place)(body))
+        return self._heard(held, decoder(Place | Counted))
+
+    def _heard(self, held: Any, decode: Callable[[bytes], Any]) -> Any:
+        def noted(payload: bytes, tokens: int) -> None:
+            self.messages.append(decode(payload) if payload else tokens)
+            held.noted(payload, tokens)
+
+        return Mock(noted=noted, closed=held.closed, lost=held.lost)
+
+    async def _answer(self, method: str, header: Any, body: bytes, answer: Answer) -> None:
+        found = getattr(self.state, method)
+        result = found(*_ARGUMENTS[method](body)) if callable(found) else found
+        answer.send(encode(result))
+
+    async def configure(self, settings: Any) -> None:
+        """Nothing was deployed anew."""
+
+    def calls(self) -> RouterCalls:
+        """Of another client."""
+        made = RouterCalls(lambda: None)  # type: ignore[arg-type, return-value]
+        made._connect = self._connect  # type: ignore[method-assign]
+        return made
+
+    async def _connect(self) -> Channel:
         if not self.alive:
             raise ChannelLost("it is dead")
-        return leases
-
-    async def call(self, method: str, *args: Any) -> Any:
-        args = pickle.loads(pickle.dumps(args))
-        await asyncio.sleep(self.delay_s)
-        if not self.alive:
-            raise ChannelLost("it is dead")
-        if method == "exchange":
-            self.exchanges.append(args[0])
-        if method == "configure":
-            return None
-        if method == "settings":
-            return self.state.settings
-        if method == "granted":
-            return await self.poll(*args)
-        return getattr(self.state, method)(*args)
-
-    def close(self) -> None:
-        """There is no connection."""
+        channel = Channel("secret", lambda: None)
+        here, there = _End(self, channel), _End(self, _Connection(self.server))
+        here.other, there.other = there, here
+        there.protocol.connection_made(there)
+        channel.connection_made(here)
+        await channel.welcome
+        return channel
 
 
 @asynccontextmanager
@@ -123,8 +228,8 @@ async def connected(
 ) -> AsyncIterator[RouterClient]:
     """A client of the actor."""
     directory = directory or ReplicaDirectory()
-    directory.publish(replicas)
-    client = RouterClient(actor, directory, timeout_s=timeout_s)
+    directory.publish({replica: {} for replica in replicas})
+    client = RouterClient(actor.calls(), directory, timeout_s=timeout_s)
     client.start()
     try:
         yield client
@@ -145,7 +250,9 @@ async def all_is_over(client: RouterClient, actor: FakeActor) -> None:
     assert set(loads(actor.state).values()) <= {(0, 0)}
     assert not client.leases
     assert not client.placements
-    assert not client.has_queued
+    assert not client._calls
+    assert not list(client._waiting)
+    assert not actor.sessions.open
 
 
 SLOTS = "router_talk:Slots"  # loads the policy

@@ -9,11 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "eldr_serve", "examples", "loadgen", "offline", "tools")
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
-# Being rewritten; remove each entry with its reason.
-EXCEPTIONS = {
-    "eldr_serve/router/client.py",
-    "eldr_serve/router/state.py",
-}
 
 
 def functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -42,10 +37,8 @@ def test_files_and_functions_are_short() -> None:
         for path in sorted((ROOT / folder).rglob("*.py"))
         for place, lines in offenders(path.relative_to(ROOT).as_posix(), path.read_text("utf-8"))
     }
-    long = [f"{place} has {lines} lines" for place, lines in found.items() if place not in EXCEPTIONS]
+    long = [f"{place} has {lines} lines" for place, lines in found.items()]
     assert not long, f"split by concern: {'; '.join(long)}"
-    unneeded = sorted(EXCEPTIONS - found.keys())
-    assert not unneeded, f"short by now, remove from EXCEPTIONS: {', '.join(unneeded)}"
 
 
 def test_a_nested_function_counts_as_part_of_the_outer_one() -> None:

@@ -15,7 +15,7 @@ import pytest
 from in_process import python
 
 from eldr_serve.pipeline.prefill_step import PrefillStep
-from eldr_serve.router.link import RouterLink
+from eldr_serve.router.client import RouterClient
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Placement, Placer
 from tests.faults import virtual_time
@@ -84,18 +84,17 @@ class Wrong:
         placer._leave(request_id)
 
     @staticmethod
-    def nothing_is_told_anew(link: RouterLink, error: BaseException) -> None:
-        link.away = True
-        link._delegate.lost()
+    def nothing_is_told_anew(client: RouterClient, leases: list[Placement]) -> None:
+        """The router learns of no lease that it has not made."""
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "wrong", "seeds"),
     [
         (PrefillStep, "prefilled", Wrong.prefill_is_asked_again, 5),
-        (RouterState, "_hold", Wrong.own_leases_are_ignored, 5),
+        (RouterState, "hold", Wrong.own_leases_are_ignored, 5),
         (Placer, "finish", Wrong.the_queue_keeps_it, 40),
-        (RouterLink, "_lose", Wrong.nothing_is_told_anew, 20),
+        (RouterClient, "hold", Wrong.nothing_is_told_anew, 20),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

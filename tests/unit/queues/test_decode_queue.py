@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from hypothesis import settings as hypothesis_settings
@@ -13,20 +11,28 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from router_talk import SLOTS, Slots, leased, loads, make, say
 from tables import counts_for, request, unit_table
 
-from eldr_serve.router.messages import Reply, Restore
-from eldr_serve.router.outbox import Outbox
+from eldr_serve.router.messages import Restore
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Placement, State
 
-router = partial(make, workers=2, table=2, policy=SLOTS)
+
+def router(workers: int = 2, **options: Any) -> RouterState:
+    """It keeps its leases for `fetch`."""
+    state = make(workers=workers, table=2, policy=SLOTS, **options)
+    state.granted = []
+    state.on_leases = state.granted.extend
+    return state
 
 
-def fetch(state: RouterState, client: str = "c") -> dict[str, Placement]:
-    return {lease.request_id: lease for lease in asyncio.run(state.outbox.take(client, 0.0))}
+def fetch(state: RouterState) -> dict[str, Placement]:
+    """New leases, by request."""
+    granted, state.granted = state.granted, []
+    state.on_leases = state.granted.extend
+    return {lease.request_id: lease for lease in granted}
 
 
-def queued(reply: Reply) -> set[str]:
-    return {answer.request_id for answer in reply.placements if answer.state is State.QUEUED}
+def queued(answers: list[Placement]) -> set[str]:
+    return {answer.request_id for answer in answers if answer.state is State.QUEUED}
 
 
 def policy(state: RouterState) -> Slots:
@@ -35,9 +41,10 @@ def policy(state: RouterState) -> Slots:
 
 def test_a_new_incarnation_knows_of_a_request_what_predictors_ask_for() -> None:
     old = router()
-    (lease,) = say(old, request("a", prompt_key="k", may_wait=True)).placements
+    (lease,) = say(old, request("a", prompt_key="k", may_wait=True))
     new = router(clients="")
-    new.restore(Restore("c", ("r0", "r1"), old.settings, (lease,)))
+    new.restore(Restore("c", ("r0", "r1"), ("a",), old.settings))
+    new.hold(replace(lease))
     for state in (old, new):
         asked = policy(state).placed_as["a"]
         assert (asked.prompt_tokens, asked.max_new_tokens, asked.prompt_key) == (10, 20, "k")
@@ -45,10 +52,10 @@ def test_a_new_incarnation_knows_of_a_request_what_predictors_ask_for() -> None:
 
 def test_with_free_slots_nobody_waits() -> None:
     state = router()
-    assert [lease.replica for lease in say(state, "a", "b").placements] == ["r0", "r1"]
-    # A release in the same message frees a slot for the asking client.
-    assert say(state, "c", released=("a",)).placements[0].replica == "r0"
-    assert fetch(state) == {}  # the replies have said it
+    assert [lease.replica for lease in say(state, "a", "b")] == ["r0", "r1"]
+    # A release just before frees a slot for the asking client.
+    assert say(state, "c", released=("a",))[0].replica == "r0"
+    assert fetch(state).keys() == {"a", "b", "c"}
     assert state.counters["queued"] == 0
 
 
@@ -61,12 +68,12 @@ def test_others_wait_in_order_of_arrival_whoever_asked() -> None:
     assert queued(say(state, "z")) == {"z"}
     assert state.status()["decode_queue"] == {"size": 3, "oldest_wait_s": 2.0}
     now[0] = 3.0
+    fetch(state)
     say(state, released=("a", "b"))
     granted = fetch(state)
-    assert granted.keys() == {"x"}
+    assert granted.keys() == {"x", "y"}
     assert (granted["x"].replica, granted["x"].waited_s, granted["x"].reason) == ("r0", 3.0, "slot")
-    assert fetch(state, "d")["y"].replica == "r1"
-    assert fetch(state) == fetch(state, "d") == {}
+    assert (granted["y"].replica, granted["y"].client) == ("r1", "d")
     assert state.counters["queued"] == 3
     assert state.counters["placed"] == 4
 
@@ -75,7 +82,7 @@ def test_what_cannot_wait_is_placed_at_once() -> None:
     state = router(workers=1)
     say(state, "a", "b")
     at_once = [request("c"), request("d", may_wait=True, exclude=("r9",))]
-    assert [answer.reason for answer in say(state, *at_once).placements] == ["at-once"] * 2
+    assert [answer.reason for answer in say(state, *at_once)] == ["at-once"] * 2
     assert not queued(say(router(workers=1, parameters={"queue": False}), "a", "b", "c"))
 
 
@@ -83,6 +90,7 @@ def test_asking_again_keeps_the_turn() -> None:
     state = router(workers=1)
     say(state, "a", "b", "c")
     assert queued(say(state, "b")) == {"b"}
+    fetch(state)
     say(state, released=("a",))
     assert fetch(state).keys() == {"b"}
     assert state.counters["queued"] == 2
@@ -100,15 +108,14 @@ def test_a_swap_makes_scores_of_queued_requests_void() -> None:
     assert not fetch(state)["b"].best
 
 
-def test_what_a_lost_client_had_is_dropped_after_its_timeout_and_what_was_queued_is_counted() -> None:
-    now = [0.0]
-    state = router(workers=1, client_timeout_s=30.0, clock=lambda: now[0])
+def test_what_a_lost_client_had_is_dropped_and_counted() -> None:
+    state = router(workers=1, clients="cd")
     say(state, "a", "b")
-    now[0] = 29.0
-    assert state.drop_silent_clients() == 0
-    now[0] = 31.0
-    assert state.drop_silent_clients() == state.counters["queued_of_lost_clients"] == 1
-    assert loads(state) == {"r0": (0, 0)}
+    say(state, "x", client="d")
+    assert state.drop("c") == state.counters["queued_of_lost_clients"] == 1
+    assert state.clients == {"d"}
+    assert state.placer.running.keys() == {"x"}
+    assert not state.queue_size
 
 
 def test_the_policy_hears_of_progress_and_of_the_last_of_it_before_the_end() -> None:
@@ -133,27 +140,6 @@ def test_a_change_of_workers_ends_no_request_and_a_new_policy_hears_all() -> Non
     assert policy(state).lengths == []
 
 
-async def test_the_newest_poll_returns_when_a_lease_comes_and_all_when_none_does() -> None:
-    outbox = Outbox()
-    assert await outbox.take("c", 0.01) == ()
-    poll = asyncio.create_task(outbox.take("c", 5.0))
-    other = asyncio.create_task(outbox.take("d", 0.05))
-    await asyncio.sleep(0)
-    outbox.put([replace(leased("a", "r0"), client="c")])
-    assert [lease.request_id for lease in await poll] == ["a"]
-    assert await other == ()
-
-    old, new = (asyncio.create_task(outbox.take("c", 5.0)) for _ in range(2))
-    await asyncio.sleep(0)
-    outbox.put([replace(leased("a", "r0"), client="c")])
-    assert await old == ()
-    assert len(await new) == 1
-    last = asyncio.create_task(outbox.take("c", 60.0))
-    await asyncio.sleep(0)
-    outbox.close()
-    assert await last == await outbox.take("c", 60.0) == ()
-
-
 _CLIENTS = st.sampled_from("cd")
 _NUMBERS = st.integers(0, 20)
 
@@ -169,11 +155,18 @@ class Conservation(RuleBasedStateMachine):
         self.waits: dict[str, str] = {}  # request -> client, as the clients know
         self.holds: dict[str, tuple[str, str]] = {}  # request -> client, replica
         self.told: dict[str, int] = {}  # tokens of those that have a worker
+        self.state.on_leases = self.granted
+
+    def granted(self, leases: list[Placement]) -> None:
+        for lease in leases:
+            waited = self.waits.pop(lease.request_id, lease.client)
+            assert waited == lease.client  # granted once
+            assert lease.request_id not in self.holds
+            self.holds[lease.request_id] = (lease.client, lease.replica)
 
     def say(self, client: str, *ask: str, **fields: Any) -> None:
-        reply = say(self.state, *ask, client=client, **fields)
-        assert reply.refused is None
-        for name, answer in zip(ask, reply.placements, strict=True):
+        answers = say(self.state, *ask, client=client, **fields)
+        for name, answer in zip(ask, answers, strict=True):
             waited = self.waits.pop(name, None)
             if answer.state is State.LEASED:
                 self.holds[name] = (client, answer.replica)
@@ -204,12 +197,6 @@ class Conservation(RuleBasedStateMachine):
         self.holds[name] = (client, replica)
         self.say(client, held=(leased(name, replica),))
 
-    @rule(client=_CLIENTS)
-    def fetch(self, client: str) -> None:
-        for name, lease in fetch(self.state, client).items():
-            assert self.waits.pop(name) == client  # granted once, and only to one who waits
-            self.holds[name] = (client, lease.replica)
-
     @rule(number=_NUMBERS, client=_CLIENTS, tokens=st.integers(0, 50))
     def progress(self, number: int, client: str, tokens: int) -> None:
         name = f"{client}{number}"
@@ -236,16 +223,12 @@ class Conservation(RuleBasedStateMachine):
 
     @rule(client=_CLIENTS)
     def lose(self, client: str) -> None:
-        """The client is silent for too long, the other one is not, and then it comes back with nothing."""
-        self.now += 31.0
-        other = "d" if client == "c" else "c"
-        self.say(other)
-        self.state.drop_silent_clients()
-        self.state.outbox.drop(client)
+        """The client is lost for too long, and then it comes back with nothing."""
+        self.state.drop(client)
         self.waits = {name: c for name, c in self.waits.items() if c != client}
         self.told = {name: tokens for name, tokens in self.told.items() if name[0] != client}
         self.holds = {name: held for name, held in self.holds.items() if held[0] != client}
-        self.state.restore(Restore(client, (), None, ()))
+        self.state.restore(Restore(client))
 
     @invariant()
     def each_request_is_in_one_place(self) -> None:
@@ -279,7 +262,6 @@ class Conservation(RuleBasedStateMachine):
         assert status["decode_queue"] == {"size": 0, "oldest_wait_s": 0.0}
         assert set(loads(self.state).values()) <= {(0, 0)}
         assert not self.state.placer.running
-        assert fetch(self.state, "c") == fetch(self.state, "d") == {}
 
 
 TestConservation = Conservation.TestCase

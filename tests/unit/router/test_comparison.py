@@ -94,7 +94,7 @@ def test_a_shadow_comes_back_with_the_settings_of_a_client() -> None:
     old = make(policy="random")
     old.set_shadow(NamedPolicy("least-tokens"))
     new = make(policy="random", clients="")
-    new.restore(Restore("c", ("r0",), old.settings, ()))
+    new.restore(Restore("c", ("r0",), settings=old.settings))
     assert new.settings.shadow == NamedPolicy("least-tokens")
     assert new.status()["comparison"]["now"]["shadow"]["name"] == "least-tokens"
 
@@ -107,7 +107,7 @@ async def test_counts_travel_to_a_policy_that_reads_none_only_for_its_shadow() -
             await client.call("set_shadow", shadow)
             name = f"r{shadow}"
             await client.place(request(name), counts_for(0))
-            (sent,) = [p for e in actor.exchanges for p in e.placements if p.request_id == name]
+            (sent,) = [one for one in actor.asked if one.request_id == name]
             assert (sent.signature is not None) == (shadow is not None)
 
 

@@ -1,81 +1,86 @@
-"""Leases of an ingress follow its channel to the router, over a real channel."""
+"""Leases of a client follow its channel to the router."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-import pytest
-from router_talk import leased, settled
-from tables import request
+from router_talk import FakeActor, all_is_over, connected, settled
+from tables import counts_for, request
 
-from eldr_serve.channel import Channel, ChannelServer
-from eldr_serve.channel.actor_calls import RouterCalls
-from eldr_serve.channel.address import Address
-from eldr_serve.router import actor as decode_router
-from eldr_serve.router.actor import DecodeRouter
-from eldr_serve.router.messages import Exchange, Restore
-from eldr_serve.router.settings import RouterSettings
+from eldr_serve.router.directory import ReplicaDirectory
+from eldr_serve.router.messages import Place, Restore, encode
 
 
-async def _open(handler: Any, **options: Any) -> tuple[Address, ChannelServer]:
-    server = ChannelServer("secret", handler, limit=9, full=RuntimeError, **options)
-    return Address("127.0.0.1", await server.start("127.0.0.1"), "secret"), server
+async def test_leases_of_a_client_go_with_its_channel_unless_it_comes_again() -> None:
+    actor = FakeActor(grace_s=0.2)
+    async with connected(actor, "r0") as again, connected(actor, "r0") as alive:
+        async with connected(actor, "r0") as dead:
+            for name, client in {"dead": dead, "again": again, "alive": alive}.items():
+                await client.place(request(name), None)
+            assert actor.running.keys() == {"dead", "again", "alive"}
+        again._link._channel.close("cut")
+        await settled(lambda: actor.running.keys() == {"again", "alive"})
+        assert actor.state.clients == actor.sessions.by_client.keys() == {again.name, alive.name}
+        assert actor.state.counters["leases_of_lost_clients"] == 1
+        assert not actor.state.counters["leases_restored"]
+        again.release("again")
+        await settled(lambda: actor.running.keys() == {"alive"})
+    await settled(lambda: not actor.running)
+    assert not actor.sessions.by_client
+    assert not actor.sessions.by_peer
 
 
-class _Calls(RouterCalls):
-    def __init__(self, address: Address) -> None:
-        super().__init__(lambda: None)  # type: ignore[arg-type, return-value]
-        self._address = address
-
-    async def _connect(self) -> Channel:
-        return await self._address.connect()
-
-
-def _restore(client: str) -> Restore:
-    return Restore(client, ("r0",), None, (leased(client, "r0"),))
-
-
-async def test_leases_of_an_ingress_go_with_its_channel_unless_it_comes_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(decode_router, "open_channel", _open)
-    monkeypatch.setattr(decode_router, "_GRACE_S", 0.2)
-    router = DecodeRouter(RouterSettings(model_id="m"))
-    address = await router.address()
-    dead, again, alive = (_Calls(address) for _ in range(3))
-    for name, calls in {"dead": dead, "again": again, "alive": alive}.items():
-        await calls.call("restore", _restore(name))
-    assert set(router._state.placer.running) == {"dead", "again", "alive"}
-    dead.close()
-    again.close()
-    await again.call("restore", _restore("again"))
-    await settled(lambda: set(router._state.placer.running) == {"again", "alive"})
-    await settled(lambda: not [name for name in router._peers if name == "dead"])
-    assert router._state.counters["leases_of_lost_clients"] == 1
-    again.close()
-    alive.close()
-    await settled(lambda: not router._state.placer.running)
-    assert not router._peers
-    for task in router._tasks:
-        task.cancel()
-
-
-async def test_what_comes_late_by_a_connection_that_its_client_has_left_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_comes_late_by_a_connection_that_its_client_has_left_changes_nothing() -> None:
     """Nobody would hear of the lease, nor release it."""
-    monkeypatch.setattr(decode_router, "open_channel", _open)
-    router = DecodeRouter(RouterSettings(model_id="m"))
-    address = await router.address()
-    left, now = _Calls(address), _Calls(address)
-    await left.call("restore", _restore("c"))
-    epoch = (await now.call("restore", Restore("c", ("r0",), None, ()))).epoch
-    message = Exchange("c", (request("late"),), known_epoch=epoch)
-    assert (await left.call("exchange", message)).refused == "unknown-client"
-    assert not router._state.placer.running
-    assert (await now.call("exchange", message)).refused is None
-    assert set(router._state.placer.running) == {"late"}
-    left.close()
-    now.close()
-    for task in router._tasks:
-        task.cancel()
+    actor = FakeActor()
+    left, now = await actor.calls().connected(), await actor.calls().connected()
+    nothing: Any = lambda told: None  # noqa: E731
+    for channel in (left, now):
+        channel.open_call("subscribe", encode(Restore("c", ("r0",))), nothing, nothing)
+        await settled(lambda: len(actor.sessions.by_peer) == 1)
+        place = channel.open_call("place", encode(Place(request("a"))), nothing, nothing)
+        await settled(lambda: actor.running.keys() == {"a"})
+    await settled(left.closed.done)
+    assert len(actor.server.connections) == len(actor.sessions.by_client) == 1
+    place.close(3)
+    await settled(lambda: not actor.running)
+    now.close("that was all")
+
+
+async def test_who_has_not_subscribed_gets_no_lease() -> None:
+    actor, errors = FakeActor(), []
+    channel = await actor.calls().connected()
+    channel.open_call("place", encode(Place(request("a"))), lambda told: None, errors.append)
+    await settled(lambda: errors)
+    assert not actor.running
+    channel.close("that was all")
+
+
+async def test_a_release_while_the_channel_is_away_is_told_by_the_next() -> None:
+    actor = FakeActor()
+    async with connected(actor, "r0", "r1") as client:
+        for name in "abc":
+            await client.place(request(name), counts_for(0))
+        client.progress("b", 5)
+        actor.disconnect()
+        client.release("a")
+        await settled(lambda: actor.running.keys() == {"b", "c"})
+        assert actor.running["b"].generated_tokens == 5
+        assert not client.router_away
+        client.release("b")
+        client.release("c")
+        await all_is_over(client, actor)
+
+
+async def test_a_change_of_replicas_is_told_before_the_next_request_and_without_one() -> None:
+    actor, directory = FakeActor(), ReplicaDirectory()
+    async with connected(actor, "r0", directory=directory) as client:
+        await client.place(request("a"), None)
+        directory.publish({"r1": {}})
+        assert (await client.place(request("b"), None)).replica == "r1"
+        directory.publish({"r2": {}})
+        await settled(lambda: actor.state.slots == ["r2"])
+        for name in "ab":
+            client.release(name)
+        await asyncio.sleep(0)

@@ -25,8 +25,9 @@ from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_run import Engines
 from eldr_serve.replicas import true_signature
-from eldr_serve.router import state as router_state
+from eldr_serve.router import settings_check
 from eldr_serve.router.directory import BLOCK_TOKENS
+from eldr_serve.router.messages import Report
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import MarginalCost, prompt_blocks
 from eldr_serve.scheduling.activation import levels_of
@@ -93,7 +94,7 @@ def test_a_predictor_is_swapped_and_one_that_does_not_fit_is_refused_and_the_old
 
 
 def test_what_does_not_fit_in_a_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_state, "_MAX_SETTINGS_BYTES", len(FILE))
+    monkeypatch.setattr(settings_check, "MAX_SETTINGS_BYTES", len(FILE))
     state = make(table=3, policy="marginal-cost")
     with pytest.raises(SwapRefused, match="MiB together"):
         state.swap_predictor(FILE, "t")
@@ -103,7 +104,7 @@ def test_what_does_not_fit_in_a_message_is_refused(monkeypatch: pytest.MonkeyPat
 def test_true_counts_take_the_place_of_predicted_ones_in_load_and_policy() -> None:
     state = make(workers=2, table=None, policy="marginal-cost")
     predicted = request("a", 3, signature=counts(1).astype(np.float16), predicted=True)
-    lease = say(state, predicted).placements[0]
+    lease = say(state, predicted)[0]
     say(state, progress={"a": 4})
     say(state, counted=(request("a", 30, signature=counts(5, 30)), request("gone", 7)))
     assert loads(state)[lease.replica] == (1, 34)
@@ -121,17 +122,13 @@ def test_true_counts_take_the_place_of_predicted_ones_in_load_and_policy() -> No
 
 
 def test_status_says_how_well_clients_predict_until_they_are_gone() -> None:
-    now = [0.0]
-    state = make(table=None, policy="marginal-cost", predictor=FILE, clients="ab", clock=lambda: now[0])
+    state = make(table=None, policy="marginal-cost", predictor=FILE, clients="ab")
     for client, prompts, gain, on in (("a", 30, 0.5, True), ("b", 10, -0.5, False)):
         told = {"on": on, "prompts": prompts, "cosine": gain, "gain": gain}
-        say(state, client=client, prediction=told)
+        state.report(client, Report(prediction=told))
     expected = {"version": 1, "clients": 2, "prompts": 40, "on": 1, "cosine": 0.25, "gain": 0.25}
     assert state.status()["predictor"] == expected
-    now[0] = 20.0
-    say(state, client="a")
-    now[0] = 31.0
-    state.drop_silent_clients()
+    state.drop("b")
     assert state.status()["predictor"]["clients"] == 1
     state.swap_predictor(FILE, "t")
     assert state.status()["predictor"] == {
@@ -176,10 +173,10 @@ async def test_a_client_that_knows_the_engines_shape_predicts_no_other(
     actor = FakeActor(policy="marginal-cost", table=None)
     async with connected(actor, "r0") as client:
         await client.call("expect_signatures", L, E)
-        actor.state._signature_shape = None  # one that has started again
+        actor.state.check.shape = None  # one that has started again
         actor.state.swap_predictor(narrow(), "t")
         await client.place(request("a", 3), None, token_ids=IDS)
-        assert client.predictor is None
+        assert client.scorer.predictor is None
         assert "layers and experts" in caplog.text
         client.release("a")
         await all_is_over(client, actor)
@@ -205,7 +202,7 @@ async def test_a_prediction_stands_in_for_a_missing_signature_and_the_true_one_i
     async with connected(actor, "r0", "r1") as client:
         await client.place(request("first"), counts(0))  # brings the predictor
         lease = await client.place(request("a", 3), None, token_ids=IDS)
-        sent = actor.exchanges[-1].placements[0]
+        sent = actor.asked[-1]
         assert sent.predicted
         assert sent.signature.dtype == np.float16  # half of float32's bytes travel
         np.testing.assert_allclose(sent.signature, predictor().predict(IDS), rtol=1e-3)
@@ -215,9 +212,9 @@ async def test_a_prediction_stands_in_for_a_missing_signature_and_the_true_one_i
         assert (await client.place(request("b"), None)).reason == "marginal-cost"
         assert actor.state.counters["signature_missing"] == 1
         await client.place(request("c", 3), counts(1), token_ids=IDS)
-        assert not actor.exchanges[-1].placements[0].predicted
-        assert client.predictor is not None
-        assert client.predictor.prompts == 1
+        assert not actor.asked[-1].predicted
+        assert client.scorer.predictor is not None
+        assert client.scorer.predictor.prompts == 1
         for name in ("first", "a", "b", "c"):
             client.release(name)
         await all_is_over(client, actor)
@@ -235,8 +232,8 @@ async def test_what_an_engine_counted_reaches_the_router_and_the_one_after_it() 
         true = levels_of(counts(5, 1).reshape(-1).astype(np.float32))
         np.testing.assert_array_equal(held(actor)["a"][1], true)
         assert actor.running["a"].request.prompt_tokens == 40
-        assert client.predictor is not None
-        assert client.predictor.prompts == 2
+        assert client.scorer.predictor is not None
+        assert client.scorer.predictor.prompts == 2
         await settled(lambda: (actor.state.prediction or {})["prompts"] == 2)
         actor.alive = False
         client.release("first")
@@ -245,7 +242,7 @@ async def test_what_an_engine_counted_reaches_the_router_and_the_one_after_it() 
         await settled(lambda: not client.router_away and "a" in actor.running)
         np.testing.assert_array_equal(held(actor)["a"][1], true)
         assert actor.state.settings.predictor == FILE
-        assert client.predictor.prompts == 2  # what it has learnt is not lost
+        assert client.scorer.predictor.prompts == 2  # what it has learnt is not lost
         client.release("a")
         await all_is_over(client, actor)
 
@@ -273,16 +270,16 @@ async def test_a_predictor_that_is_worse_than_the_mean_is_not_asked_and_says_so(
     actor = with_predictor()
     async with connected(actor, "r0") as client:
         await client.place(request("first"), counts(0))
-        assert client.predictor is not None
+        assert client.scorer.predictor is not None
         rng = np.random.default_rng(0)
         with caplog.at_level(logging.WARNING):
             for _ in range(80):  # whose experts have nothing to do with their tokens
                 ids = np.full(3, rng.integers(V), np.uint32)
                 client.counted("gone", ids, counts(int(rng.integers(E))), 3)
-        assert not client.predictor.on
+        assert not client.scorer.predictor.on
         assert "the signature predictor is off" in caplog.text
         await client.place(request("a", 3), None, token_ids=IDS)
-        sent = actor.exchanges[-1].placements[0]
+        sent = actor.asked[-1]
         assert sent.signature_missing
         assert not sent.predicted
         await settled(lambda: (actor.state.prediction or {})["on"] == 0)
@@ -296,13 +293,13 @@ async def test_a_predictor_of_another_shape_or_tokenizer_is_given_up_and_nothing
 ) -> None:
     actor = with_predictor()
     async with connected(actor, "r0") as client:
-        client.tokenizer = "another"
+        client.scorer.tokenizer = "another"
         await client.place(request("a", 3), None, token_ids=IDS)
-        assert client.predictor is None
+        assert client.scorer.predictor is None
         assert "tokenizer t, not another" in caplog.text
-        client.predictor = OnlinePredictor(predictor())
+        client.scorer.predictor = OnlinePredictor(predictor())
         await client.place(request("b", 3), counts(1)[:1], token_ids=IDS)
-        assert client.predictor is None
+        assert client.scorer.predictor is None
         assert "cannot be used" in caplog.text
         for name in "ab":
             client.release(name)
@@ -386,10 +383,10 @@ async def test_the_router_learns_what_was_sent_where_and_its_successor_does_too(
         assert first.replica in ("r0", "r1")
         client.counted("a", IDS, counts(5, 41), 41)
         await settled(lambda: actor.state.counters["signatures_returned"] == 1)
-        assert actor.exchanges[-1].counted[0].blocks is None  # they were told before
+        assert actor.messages[-1].request.blocks is None  # they were told before
         known = actor.state.placer.prefixes
         assert known.cached_tokens([first.replica], prompt).tolist() == [36]
-        actor.die()
+        actor.alive = False
         client.release("gone")
         client.count("anything")
         await settled(lambda: client.router_away)
@@ -460,16 +457,16 @@ async def test_an_ingress_that_hears_of_a_predictor_reads_prompts_by_the_models_
     actor = FakeActor(policy="marginal-cost", table=None)
     async with running_app(actor=actor) as app:
         client = app.ingress._client
-        assert client.tokenizer is None
+        assert client.scorer.tokenizer is None
         actor.state.swap_predictor(FILE, "t")
         body = {"model": "m", "prompt": "hello", "max_tokens": 2}
         assert (await app.post("/v1/completions", body)).status_code == 200
-        await settled(lambda: client.tokenizer == "t")
-        client.predictor = OnlinePredictor(predictor())
-        client.tokenised_by("t")
-        assert client.predictor is not None
-        client.tokenised_by("another")
-        assert client.predictor is None
+        await settled(lambda: client.scorer.tokenizer == "t")
+        client.scorer.predictor = OnlinePredictor(predictor())
+        client.scorer.tokenised_by("t")
+        assert client.scorer.predictor is not None
+        client.scorer.tokenised_by("another")
+        assert client.scorer.predictor is None
 
 
 # -- HTTP --------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ SECOND = RouterSettings(model_id="m", policy="least-tokens", table=unit_table(2)
 
 async def restored(router: DecodeRouter, settings: Settings) -> Settings:
     """What is live after a client that knows these settings has told them."""
-    return (await router.restore(Restore("client", ("r0",), settings, ()))).settings
+    router._state.restore(Restore("client", ("r0",), settings=settings))
+    return await router.settings()
 
 
 async def test_a_changed_deployment_wins_over_a_put_before_it_and_says_so(

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from router_talk import settled
 from tables import counts_for, request, unit_table
 
 from eldr_serve.channel import CallFailed, ChannelLost
-from eldr_serve.channel.actor_calls import RouterCalls
 from eldr_serve.errors import SwapRefused
 from eldr_serve.router.actor import DecodeRouter
+from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.client import RouterClient
 from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.settings import RouterSettings
@@ -30,6 +31,7 @@ class Cluster:
         self.error: Exception | None = None  # of the handle
         self.look_ups = self.addresses = 0
         self.address = self
+        self.configure = SimpleNamespace(remote=lambda settings: self.router.configure(settings))
 
     def find(self) -> Any:
         self.look_ups += 1
@@ -70,8 +72,11 @@ async def test_calls_return_what_the_actor_returns_and_raise_what_it_raises() ->
         assert (await calls.call("swap_table", table)).table == table
         with pytest.raises(SwapRefused, match="unknown policy 'nonsense'"):
             await calls.call("set_policy", "nonsense", {})
-        with pytest.raises(CallFailed, match="has no attribute"):
-            await calls.call("observe_steps", "nonsense")
+        for method in ("observe_steps", "nonsense"):
+            with pytest.raises(CallFailed, match=f"no method '{method}'"):
+                await calls.call(method, "nonsense")
+        with pytest.raises(CallFailed, match="Expected `str`"):
+            await calls.call("set_policy", 1, {})
         settings = await calls.call("settings")
         assert (settings.policy, settings.table) == ("locality-band", table)
         assert cluster.look_ups == cluster.addresses == 1
@@ -98,28 +103,60 @@ async def test_a_router_client_places_through_it_and_goes_on_after_a_restart() -
         await cluster.restart()
         lease = await client.place(request("c"), counts_for(0))
         await settled(lambda: set(cluster.router._state.placer.running) == set("abc"))
-        assert client.link.settings is not None
-        assert client.link.settings.policy == "locality-band"  # what the client knew
+        assert client.settings is not None
+        assert client.settings.policy == "locality-band"  # what the client knew
         await client.stop()
 
 
-async def test_a_lost_channel_ends_its_calls_and_the_next_makes_another() -> None:
+async def test_a_lost_channel_ends_its_calls_and_the_next_makes_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running() as (cluster, calls):
-        poll = asyncio.create_task(calls.call("granted", "nobody", 30.0))
-        await settled(lambda: cluster.router._state.outbox._polls)
+        await calls.call("settings")
+        monkeypatch.setattr(cluster.router, "live", lambda: asyncio.sleep(60))
+        waits = asyncio.create_task(calls.call("live"))
+        channel = await calls.connected()
+        await settled(lambda: channel.in_flight)
         await cluster.restart()
         with pytest.raises(ChannelLost):
-            await poll
+            await waits
         assert (await calls.call("settings")).policy == "random"
         assert (cluster.look_ups, cluster.addresses) == (1, 2)
 
 
-async def test_a_call_that_is_given_up_ends_in_the_actor() -> None:
+async def test_a_call_that_is_given_up_ends_in_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as (cluster, calls):
+        ended = asyncio.Event()
+
+        async def live() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+
+        monkeypatch.setattr(cluster.router, "live", live)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await calls.call("granted", "nobody", 30.0)
-        await settled(lambda: not cluster.router._state.outbox._polls)
+                await calls.call("live")
+        async with asyncio.timeout(5):
+            await ended.wait()
+
+
+async def test_a_redeployed_router_is_told_by_ray_and_its_clients_restore_their_leases() -> None:
+    async with running() as (cluster, calls):
+        directory = ReplicaDirectory()
+        directory.publish({"r0": {}, "r1": {}})
+        client = RouterClient(calls, directory, timeout_s=5.0)
+        client.start()
+        for name in "ab":
+            await client.place(request(name), None)
+        before = cluster.router._state
+        await calls.configure(RouterSettings(model_id="m", policy="random"))
+        assert cluster.router._state is not before
+        client.release("a")
+        await settled(lambda: cluster.router._state.placer.running.keys() == {"b"})
+        assert (await client.place(request("c"), None)).policy == "random"
+        await client.stop()
 
 
 async def test_a_look_up_that_blocks_leaves_the_loop_free_and_is_the_only_one() -> None:

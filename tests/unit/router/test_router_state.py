@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from router_talk import ask, leased, loads, make, release, say
 from tables import request, unit_table
 
 from eldr_serve.errors import SwapRefused
-from eldr_serve.router.messages import Exchange, Restore
+from eldr_serve.router.messages import Restore
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import State, StepCost, StepSums
 
@@ -81,11 +82,11 @@ def test_a_new_incarnation_takes_settings_and_leases_back_from_its_clients() -> 
     old.swap_table(unit_table(2).to_bytes())
     lease = ask(old, "a", 1)
     new = RouterState(model_id="m", policy="random", table=None)
-    refused = new.exchange(Exchange("c", (request("b"),), known_epoch=old.epoch))
-    assert refused.refused == "unknown-client"
-    new.restore(Restore("c", ("r0", "r1", "r2"), old.settings, (lease,)))
-    new.restore(Restore("c", ("r0", "r1", "r2"), old.settings, (lease,)))  # a second client knows it too
+    for _ in range(2):  # a second time, after another loss of the channel
+        new.restore(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
+        new.hold(replace(lease, client="c"))
     assert new.settings == old.settings
+    assert new.counters["leases_restored"] == 1
     assert loads(new) == loads(old)
 
 
@@ -94,7 +95,7 @@ def test_what_an_operator_says_after_a_restart_is_not_undone_by_a_late_client() 
     old.set_policy("random", {})
     new = RouterState(model_id="m", policy="locality-band", table=None)
     new.set_policy("least-tokens", {})
-    new.restore(Restore("late", (), old.settings, ()))
+    new.restore(Restore("late", settings=old.settings))
     assert new.status()["policy"] == "least-tokens"
 
 

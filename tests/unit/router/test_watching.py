@@ -33,7 +33,7 @@ from eldr_serve.metrics import (
     ROUTER,
 )
 from eldr_serve.router import process_metrics as watching
-from eldr_serve.router.messages import Answered, NamedPolicy
+from eldr_serve.router.messages import Answered, NamedPolicy, Report
 from eldr_serve.router.process_metrics import IngressMetrics, LoopMetrics, ReplicaMetrics, RouterMetrics
 
 
@@ -127,7 +127,8 @@ def test_counters_begin_as_good_as_zero_and_grow_with_those_of_the_status(
     for metric in COUNTED.values():
         (begin,) = made[metric.name].samples[policy]
         assert begin + 1 == 1
-    say(state, request("a"), events=dict.fromkeys(COUNTED, 2) | {"of_newer_code": 1})
+    say(state, request("a"))
+    state.report("c", Report(dict.fromkeys(COUNTED, 2) | {"of_newer_code": 1}))
     for _ in range(2):
         metrics.export(state)
     counters = state.status()["counters"]
@@ -145,9 +146,10 @@ def test_counters_begin_as_good_as_zero_and_grow_with_those_of_the_status(
 
 def test_every_metric_of_the_router_has_its_sample(made: dict[str, FakeMetric]) -> None:
     state, metrics = make(policy="shortest-queue", shadow=NamedPolicy("random")), RouterMetrics()
-    reply = say(state, request("a"))
-    metrics.placed(state, reply, 1e-4)
-    metrics.granted(state, reply.placements)
+    (lease,) = say(state, request("a"))
+    metrics.placed(state, 1e-4)
+    metrics.leased(state, [lease])
+    metrics.waited(state, lease)
     metrics.answered(state, [Answered(0.5, None), Answered(0.5, 0.1)])
     status = state.status() | {
         "step_cost": {"steps": 1.0, "relative_error": 0.1},

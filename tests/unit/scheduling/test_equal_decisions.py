@@ -8,7 +8,6 @@ a request again, marginal-cost and balance-band learn it once, and were recorded
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from dataclasses import replace
@@ -52,7 +51,6 @@ class Traffic:
 
     def __init__(self, policy: str, parameters: dict[str, Any], seed: int) -> None:
         self.rng = np.random.default_rng(seed)
-        self.loop = asyncio.new_event_loop()
         self.now = 0.0
         self.policy, self.parameters, self.seed = policy, parameters, seed
         self.replicas = [f"r{w}" for w in range(4)]
@@ -60,6 +58,7 @@ class Traffic:
         self.waiting: dict[str, dict[str, PlacementRequest]] = {"a": {}, "b": {}}
         self.settings: Settings | None = None
         self.placed: list[list[Any]] = []
+        self.leased: list[Placement] = []
         self.start()
 
     def start(self) -> None:
@@ -68,9 +67,12 @@ class Traffic:
             model_id="m", policy=self.policy, parameters=self.parameters,
             table=unit_table(4).to_bytes(), seed=self.seed, clock=lambda: self.now,
         )  # fmt: skip
+        self.state.on_leases = self.leased.extend
         self.state.expect_signatures(L, E)
         for client, leases in self.held.items():
-            self.state.restore(Restore(client, tuple(self.replicas), self.settings, tuple(leases.values())))
+            self.state.restore(Restore(client, tuple(self.replicas), tuple(leases), self.settings))
+            for lease in leases.values():
+                self.state.hold(replace(lease, client=client))
             self.exchange(client, tuple(self.waiting[client].values()))
 
     def request(self, name: str) -> PlacementRequest:
@@ -90,19 +92,31 @@ class Traffic:
             prompt_key=f"k{rng.integers(20)}", may_wait=bool(rng.random() < 0.8),
         )  # fmt: skip
 
-    def exchange(self, client: str, placements: tuple[PlacementRequest, ...], **more: Any) -> None:
-        reply = say(self.state, *placements, client=client, **more)
-        assert reply.refused is None
-        for asked, answer in zip(placements, reply.placements, strict=True):
+    def exchange(
+        self, client: str, placements: tuple[PlacementRequest, ...], *, progress: Any = None,
+        released: tuple[str, ...] = (), held: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self.state.progress(progress or {})
+        for name in released:
+            self.state.finish(name)
+        for name in held:  # even if it is the same replica
+            known = self.state.placer.running[name].request
+            self.state.placer.hold(replace(self.held[client][name], request=known, client=client))
+        answers = say(self.state, *placements, client=client)
+        for answer in answers:
             if answer.state is State.QUEUED:
-                self.waiting[client][asked.request_id] = asked
+                self.waiting[client][answer.request_id] = answer.request
             elif answer.state is State.LEASED:
                 self.take(client, answer)
-        for other in ("a", "b"):
-            for lease in self.loop.run_until_complete(self.state.outbox.take(other, 0.0)):
-                self.take(other, lease)
+        asked = set(map(id, answers))
+        for lease in sorted(self.leased, key=lambda lease: lease.client):
+            if id(lease) not in asked:
+                self.take(lease.client, lease)
+        self.leased.clear()
 
-    def take(self, client: str, lease: Placement) -> None:
+    def take(self, client: str, placed: Placement) -> None:
+        request = replace(placed.request, signature=None, similarity=None, blocks=None)
+        lease = replace(placed, request=request, since_s=0.0)
         self.waiting[client].pop(lease.request_id, None)
         self.held[client][lease.request_id] = lease
         self.placed.append([lease.request_id, lease.replica, lease.band, lease.reason, bool(lease.best)])
@@ -126,7 +140,7 @@ class Traffic:
             if leases and self.rng.random() < 0.05:
                 name = sorted(leases)[0]
                 leases[name] = replace(leases[name], replica=self.replicas[-1])
-                held = (leases[name],)
+                held = (name,)
             self.exchange(client, asked, released=tuple(gone), progress=progress, held=held)
             if step % 40 == 17:
                 self.state.observe_steps(self.steps())

@@ -63,8 +63,8 @@ class Pool:
 
     async def serve(self, workers: int) -> None:
         replicas = tuple(f"r{number}" for number in range(workers))
-        await self.router.restore(Restore("ingress", replicas, None, ()))
-        await self.router.update_workers(replicas)
+        self.router._state.restore(Restore("ingress", replicas))
+        self.router._state.update_workers(replicas)
 
     @property
     def live(self) -> RoutingTable | None:
@@ -207,7 +207,7 @@ async def test_a_table_of_an_operator_is_not_replaced_by_a_first_one() -> None:
 async def test_before_an_ingress_has_restored_its_settings_nothing_is_made() -> None:
     """After a restart the router has no table; the ingresses hold the operator's table."""
     found = Pool()
-    await found.router.update_workers(("r0", "r1"))
+    found.router._state.update_workers(("r0", "r1"))
     found.window.add(traffic([0, 3], 120))
     await found.looks(3)
     assert found.live is None

@@ -6,17 +6,20 @@ A Ray actor call takes 1.5 ms of CPU time, more than a placement.
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError
 
 from eldr_serve.channel import CallFailed, Channel
 from eldr_serve.errors import SwapRefused
+from eldr_serve.router.messages import Settings, decoder, encode
+from eldr_serve.router.settings import RouterSettings
 
-AWAY = (RayError, ConnectionError, TimeoutError, CallFailed)  # raised if the actor cannot answer
+_SETTINGS = ("settings", "set_policy", "set_shadow", "swap_table", "swap_predictor")
+_results = dict.fromkeys(_SETTINGS, decoder(Settings))
+_plain_result = decoder(Any)
 
 
 class RouterCalls:
@@ -41,10 +44,12 @@ class RouterCalls:
             CallFailed: the method failed.
             RayError, ConnectionError: the actor is unavailable.
         """
-        channel = await self._connected()
-        call = channel.call(method, {}, pickle.dumps(args, protocol=5))
+        channel = await self.connected()
+        call = channel.call(method, {}, encode(args))
+        parts = []
         try:
-            chunk = await call.read()
+            while (chunk := await call.read()) is not None:
+                parts.append(chunk.payload)
         except CallFailed as error:
             if error.status < 500:
                 raise SwapRefused(error.body.decode()) from None
@@ -52,7 +57,12 @@ class RouterCalls:
         except asyncio.CancelledError:
             call.cancel()
             raise
-        return pickle.loads(chunk.payload if chunk else b"")
+        return _results.get(method, _plain_result)(b"".join(parts))
+
+    async def configure(self, settings: RouterSettings) -> None:
+        """Tell the actor the deployed settings, see DecodeRouter.configure; raise RayError if it is away."""
+        await self.connected()
+        await self._actor.configure.remote(settings)
 
     def close(self) -> None:
         """Close the channel; the next call opens another."""
@@ -63,7 +73,7 @@ class RouterCalls:
             self._channel.close("the client has stopped")
             self._channel = None
 
-    async def _connected(self) -> Channel:
+    async def connected(self) -> Channel:
         """Return the open channel, or open one; opening continues if the caller is cancelled."""
         if self._channel is None or not self._channel.open:
             if self._connecting is None:

@@ -1,0 +1,120 @@
+"""Scoring of requests in an ingress: similarities to a table, and predictions of expert counts."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.experts.online_predictor import OnlinePredictor
+from eldr_serve.experts.routing_table import ArtifactError, RoutingTable
+from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.router.messages import Settings
+from eldr_serve.scheduling import PlacementRequest
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_EVERY = 16  # one in this many signatures is reported even if the policy reads none
+
+
+class Scorer:
+    """Scores requests by the live settings.
+
+    Args:
+        on_predictor: called when a predictor is loaded, which needs prompts' token ids.
+
+    Attributes:
+        settings: the live settings; None until known.
+        predictor: the live predictor, as it has learnt here.
+        tokenizer: fingerprint of the served tokenizer; None until known.
+        shape: (MoE layers, experts) of signatures as engines report it; None until known.
+    """
+
+    def __init__(self, on_predictor: Callable[[], None]) -> None:
+        self._on_predictor = on_predictor
+        self._numbers = itertools.count()
+        self._table: RoutingTable | None = None
+        self.settings: Settings | None = None
+        self.predictor: OnlinePredictor | None = None
+        self.tokenizer: str | None = None
+        self.shape: tuple[int, int] | None = None
+
+    def use(self, settings: Settings) -> None:
+        """Score by other settings."""
+        before, self.settings = self.settings, settings
+        if settings.table != (before and before.table):
+            self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
+        if settings.predictor != (before and before.predictor):
+            self.predictor = self._load(settings.predictor)
+            if self.predictor is not None:
+                self._on_predictor()
+
+    def _load(self, predictor: bytes | None) -> OnlinePredictor | None:
+        if predictor is None:
+            return None
+        made = SignaturePredictor.from_bytes(predictor)
+        try:
+            made.require_fit(model=made.model, tokenizer=self.tokenizer, shape=self.shape)
+        except ArtifactError as error:
+            logger.error("nothing is predicted: %s", error)
+            return None
+        return OnlinePredictor(made)
+
+    def tokenised_by(self, fingerprint: str) -> None:
+        """Set the fingerprint of the served tokenizer; a predictor for another one is discarded."""
+        self.tokenizer = fingerprint
+        if self.predictor is not None and self.predictor.predictor.tokenizer != fingerprint:
+            self.predictor = self._load(self.settings.predictor if self.settings else None)
+
+    def predict(self, token_ids: NDArray[np.uint32] | None) -> NDArray[Any] | None:
+        """Return the predicted counts of a prompt, float[L, E], if they can be predicted."""
+        if token_ids is None or self.predictor is None:
+            return None
+        return self.predictor.predict(token_ids)
+
+    def train(self, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int) -> None:
+        """Let the predictor learn the true counts of a prompt, see RouterClient.counted."""
+        if self.predictor is None or not prompt_tokens:
+            return
+        try:
+            self.predictor.observe(token_ids, counts * (len(token_ids) / prompt_tokens))
+        except ValueError as error:
+            logger.error("the signature predictor cannot be used, nothing is predicted: %s", error)
+            self.predictor = None
+
+    def read_counts(self, counts: NDArray[Any] | None) -> NDArray[Any] | None:
+        """Return the packed counts to send with a placement; None if the policy reads none."""
+        if counts is None or self.settings is None or not self.settings.read_counts:
+            return None
+        return _pack(counts)
+
+    def sampled_counts(self, counts: NDArray[Any]) -> NDArray[Any] | None:
+        """Return the measured counts to report: those that the policy reads, or else a sample."""
+        sampled = next(self._numbers) % _SAMPLE_EVERY == 0
+        return _pack(counts) if sampled else self.read_counts(counts)
+
+    def score(self, request: PlacementRequest) -> PlacementRequest:
+        """Return the request as it is sent: its counts replaced by what the live policy reads."""
+        counts, settings = request.signature, self.settings
+        if counts is None:
+            return replace(request, signature_missing=True)
+        read = self.read_counts if request.predicted else self.sampled_counts
+        request = replace(request, signature=read(counts))
+        if self._table is None or settings is None:
+            return request
+        try:
+            similarity = self._table.similarity(counts)
+        except ValueError as error:
+            logger.warning("the signature does not fit the live table: %s", error)
+            return replace(request, signature_missing=True)
+        return replace(request, similarity=similarity, table_version=settings.table_version)
+
+
+def _pack(counts: NDArray[Any]) -> NDArray[Any]:
+    """Return the counts in the smallest dtype."""
+    return counts.astype(np.min_scalar_type(counts.max(initial=0).item()))

@@ -1,0 +1,138 @@
+"""The requests of one process that wait for the router: for its answer, and then in its decode queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from eldr_serve.errors import Overloaded
+from eldr_serve.queues.wait_estimate import WaitEstimate
+from eldr_serve.scheduling import Placement, State
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """One request.
+
+    Attributes:
+        answer: done when the request need not wait any more.
+        asked_s: time since when the router owes an answer, on the event loop's clock.
+        expiry: end of the wait in the decode queue, once it has begun.
+    """
+
+    placement: Placement
+    answer: asyncio.Future[None]
+    asked_s: float
+    expiry: asyncio.TimerHandle | None = None
+
+
+class WaitingRequests:
+    """Bounds each wait: an answer may take `timeout_s`, the decode queue as long as the request allows.
+
+    Args:
+        timeout_s: maximum time for an answer, s.
+        on_late: called when the router has owed an answer for longer than that.
+        on_expired: called when a request is refused since no worker is free in time.
+    """
+
+    def __init__(
+        self, timeout_s: float, on_late: Callable[[Exception], None], on_expired: Callable[[], None]
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._on_late, self._on_expired = on_late, on_expired
+        self._waiting: dict[str, _Waiting] = {}
+        self._in_queue = 0
+        self._estimate = WaitEstimate(clock=lambda: asyncio.get_running_loop().time())
+        self._timer: asyncio.TimerHandle | None = None  # of the oldest unanswered request
+
+    def __iter__(self) -> Iterator[Placement]:
+        """Iterate over the placements that wait."""
+        return iter([one.placement for one in self._waiting.values() if not one.answer.done()])
+
+    async def wait(self, placement: Placement) -> None:
+        """Return when `resume` is called for the request.
+
+        Raises:
+            Overloaded: no worker was free in time, or would be.
+            CancelledError: `cancel` was called.
+        """
+        loop, request_id = asyncio.get_running_loop(), placement.request_id
+        waiting = self._waiting[request_id] = _Waiting(placement, loop.create_future(), loop.time())
+        self._watch()
+        try:
+            # Not wait_for: in Python 3.11 it swallows a cancellation that meets a finished answer, and the
+            # request of a disconnected client would keep running.
+            await waiting.answer
+        finally:
+            if self._waiting.get(request_id) is waiting:
+                del self._waiting[request_id]
+            if waiting.expiry is not None:
+                waiting.expiry.cancel()
+                self._in_queue -= 1
+                self._estimate.departed(empty=not self._in_queue)
+
+    def resume(self, request_id: str) -> None:
+        """End a request's wait, if it waits."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None and not waiting.answer.done():
+            waiting.answer.set_result(None)
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request's wait, if it waits."""
+        if request_id in self._waiting:
+            self._waiting[request_id].answer.cancel()
+
+    def queue(self, request_id: str) -> None:
+        """Let a request wait in the decode queue until its `since_s`; refuse it if it would wait longer."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None or waiting.expiry is not None:  # gone, or back in the queue of another router
+            return
+        loop, until_s = asyncio.get_running_loop(), waiting.placement.since_s
+        if loop.time() + self._estimate.wait_s(self._in_queue + 1) > until_s:
+            self._expire(waiting)
+        else:
+            waiting.expiry = loop.call_at(until_s, self._expire, waiting)
+            self._in_queue += 1
+
+    def router_lost(self) -> None:
+        """Let requests wait for an answer again that had one, or were in the decode queue."""
+        now = asyncio.get_running_loop().time()
+        for waiting in self._waiting.values():
+            if waiting.placement.state is State.QUEUED:
+                waiting.asked_s = now
+            if waiting.placement.state in (State.SENT, State.QUEUED):
+                waiting.placement.become(State.SCORED)
+        if self._waiting:
+            self._watch()
+
+    def stop(self) -> None:
+        """Watch the router no longer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire(self, waiting: _Waiting) -> None:
+        if not waiting.answer.done():
+            self._on_expired()
+            retry_after_s = self._estimate.retry_after_s(self._in_queue + 1)
+            why = "no decode worker is free for this request in time"
+            waiting.answer.set_exception(Overloaded(why, retry_after_s=retry_after_s))
+
+    def _watch(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._check_time)
+
+    def _check_time(self) -> None:
+        self._timer = None
+        owed = [
+            one.asked_s
+            for one in self._waiting.values()
+            if one.placement.state in (State.SCORED, State.SENT) and not one.answer.done()
+        ]
+        if not owed:
+            return
+        loop, due_s = asyncio.get_running_loop(), min(owed) + self._timeout_s
+        if due_s > loop.time():
+            self._timer = loop.call_at(due_s, self._check_time)
+        else:
+            self._on_late(TimeoutError(f"no answer for {self._timeout_s:g} s"))
