@@ -47,11 +47,11 @@ browser: ## install Debian's chromium if there is no Chromium
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
 	echo 'no Chromium: install it (Debian: chromium), or tests/unit/loadgen/test_report.py fails' >&2
 
-# tests/unit/tools/test_monitoring.py checks the alert rules and dashboards with it.
+# tests/unit/monitoring/test_monitoring.py checks the alert rules and dashboards with it.
 promtool: ## install Debian's prometheus if there is no promtool
 	@command -v promtool >/dev/null || \
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus >/dev/null; } || \
-	echo 'no promtool: install it (Debian: prometheus), or tests/unit/tools/test_monitoring.py fails' >&2
+	echo 'no promtool: install it (Debian: prometheus), or tests/unit/monitoring/test_monitoring.py fails' >&2
 
 test: setup browser promtool ## run the whole suite, on real engines; all parts run, and the last lines list failures
 	$(BIN)/python tests/suite.py

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("eldr_serve", "tools", "offline", "loadgen", "benchmarks", "examples")
+PACKAGES = ("eldr_serve", "offline", "loadgen", "benchmarks", "examples")
 
 
 def modules() -> Iterator[tuple[str, Path]]:

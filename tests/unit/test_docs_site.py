@@ -22,9 +22,9 @@ import eldr_serve
 import eldr_serve.scheduling
 from benchmarks.__main__ import NAMES
 from benchmarks.papers.reproduce import PAPERS
+from docs.generate.reference import MODULES, locust_help, module_app
 from eldr_serve.cli import app, loaded
 from eldr_serve.scheduling import make_policy
-from tools.docs.reference import MODULES, locust_help, module_app
 
 _FETCHED = {"img": "src", "link": "href", "script": "src", "source": "src", "iframe": "src"}
 _INLINE = re.compile(r"`((?:eldr|make|python -m) [^`]+)`")

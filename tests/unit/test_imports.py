@@ -59,7 +59,6 @@ PARTS = (
     "eldr_serve.cli",
     "eldr_serve",  # what `import eldr_serve` offers
     "loadgen",
-    "tools",
     "examples",
     "offline",
     "benchmarks",
@@ -120,8 +119,6 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve.ingress": (SERVE,),
     "loadgen": (SERVE,),
     "offline": (SERVE,),
-    "tools": (SERVE,),
-    "tools.docs": ("dev",),
     "benchmarks.lib.screenshots": ("dev",),
     "eldr_serve.channel": (SERVE,),
     "offline.calibrate": ENGINE,
@@ -287,7 +284,7 @@ def test_names_of_vllm_are_told_from_sentences(tmp_path: Path) -> None:
     assert found == {"vllm.LLM", "VLLM_PORT", "x-vllm-priority", "of_vllm"}
 
 
-@pytest.mark.parametrize("package", ["loadgen", "offline", "tools"])
+@pytest.mark.parametrize("package", ["loadgen", "offline"])
 def test_jobs_and_tools_take_engines_by_their_protocols(package: str) -> None:
     assert not {
         f"{module} imports {name}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("benchmarks", "eldr_serve", "examples", "loadgen", "offline", "tools")
+FOLDERS = ("benchmarks", "eldr_serve", "examples", "loadgen", "offline", "docs")
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from tools.docs.reference import PAGES
+from docs.generate.reference import PAGES
 
 ROOT = Path(__file__).parents[2]
 _MODEL_CARD = "examples/demo_model/README.md"

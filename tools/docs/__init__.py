@@ -1,1 +1,0 @@
-"""Pages of the documentation site that are made from the code."""
