@@ -236,7 +236,6 @@ class _Connection(Peer):
                 self._calls[call].cancel()
             elif call in self._held:
                 self._held.pop(call).closed(tokens)
-                self.send(frame(Kind.END, call))
         elif kind == Kind.NOTE:
             if call in self._held:
                 self._note(self._held[call], payload, tokens)

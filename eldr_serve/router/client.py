@@ -280,11 +280,8 @@ class RouterClient:
 
     def _drop_unread(self, placement: Placement) -> None:
         """Drop what the live policy does not read; a restarted actor gets the rest with the lease."""
-        placement.request = replace(
-            placement.request,
-            similarity=None,
-            signature=self.scorer.read_counts(placement.request.signature),
-        )
+        # Without a copy, since the request is one already.
+        placement.request.signature = self.scorer.read_counts(placement.request.signature)
 
     # -- called by the link, see LinkOwner ----------------------------------------------------------
 

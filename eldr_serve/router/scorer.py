@@ -104,15 +104,15 @@ class Scorer:
         if counts is None:
             return replace(request, signature_missing=True)
         read = self.read_counts if request.predicted else self.sampled_counts
-        request = replace(request, signature=read(counts))
-        if self._table is None or settings is None:
-            return request
-        try:
-            similarity = self._table.similarity(counts)
-        except ValueError as error:
-            logger.warning("the signature does not fit the live table: %s", error)
-            return replace(request, signature_missing=True)
-        return replace(request, similarity=similarity, table_version=settings.table_version)
+        fields: dict[str, Any] = {"signature": read(counts)}
+        if self._table is not None and settings is not None:
+            try:
+                fields["similarity"] = self._table.similarity(counts)
+                fields["table_version"] = settings.table_version
+            except ValueError as error:
+                logger.warning("the signature does not fit the live table: %s", error)
+                fields["signature_missing"] = True
+        return replace(request, **fields)
 
 
 def _pack(counts: NDArray[Any]) -> NDArray[Any]:
