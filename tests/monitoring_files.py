@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,9 @@ def series() -> dict[str, tuple[str, set[str]]]:
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Prometheus's checker; AssertionError, with what to install, if there is none."""
-    assert shutil.which("promtool"), "no promtool: run `make promtool`, or install Debian's prometheus"
-    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=300, check=False)
+    found = shutil.which("promtool") or shutil.which("promtool", path=Path(sys.executable).parent)
+    assert found, "no promtool: run `make promtool`, or install Debian's prometheus"
+    return subprocess.run([found, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 def expressions() -> Iterator[tuple[str, str]]:
