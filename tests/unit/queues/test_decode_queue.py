@@ -192,10 +192,12 @@ class Conservation(RuleBasedStateMachine):
     def hold(self, number: int, client: str, replica: str) -> None:
         """The client has placed it by itself."""
         name = f"{client}{number}"
+        lease, known = leased(name, replica), self.state.placer.running.get(name)
         self.waits.pop(name, None)
-        self.told.pop(name, None)
+        if known is None or (known.replica, known.policy) != (lease.replica, lease.policy):
+            self.told.pop(name, None)  # else the same lease is restored, with the tokens that are known
         self.holds[name] = (client, replica)
-        self.say(client, held=(leased(name, replica),))
+        self.say(client, held=(lease,))
 
     @rule(number=_NUMBERS, client=_CLIENTS, tokens=st.integers(0, 50))
     def progress(self, number: int, client: str, tokens: int) -> None:
