@@ -85,7 +85,7 @@ class ComposedEngine(ReplayEngine):
 
             return replaced
 
-        for name in ("_keep", "_hold"):  # captured in the graphs, like everything that a hook does
+        for name in ("_copy", "_reference"):  # captured in the graphs, like everything that a hook does
             setattr(ExpertCapture, name, replacing(getattr(ExpertCapture, name)))
         super().__init__(model, device=device, max_num_batched_tokens=step_tokens, **arguments)
 

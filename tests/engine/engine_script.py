@@ -46,7 +46,7 @@ def recorded(on_host: bool) -> Operators:
 
     operators = Operators()
     ours: dict[type, tuple[str, ...]] = {
-        ExpertCapture: ("_keep", "after_forward"),
+        ExpertCapture: ("_copy", "after_forward"),
         StepTimer: ("begin", "stop", "finish", "known"),
         EldrConnector: ("bind_connector_metadata", "_count", "build_connector_worker_meta"),
     }

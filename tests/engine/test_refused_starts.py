@@ -33,7 +33,7 @@ DENSE = Family("Qwen3", {})
             FAMILIES["LFM2-MoE"],
             "prefill",
             "",
-            "NIXL cannot transfer .*SHORT_CONV.*; leave prefill_config out, so that whole replicas serve it",
+            "NIXL cannot transfer .*SHORT_CONV.*; leave prefill_config out: whole replicas transfer nothing",
         ),
     ],
     ids=["dense", "ERNIE-4.5", "another vLLM", "states that NIXL cannot transfer"],
