@@ -174,7 +174,7 @@ def run(rank: int, port: int, path: Path) -> None:
                     assert np.array_equal(slots, evenly(mine, maps, index)), "vLLM's own choice has changed"
         state.rearrange()  # like vLLM after step_interval
         check_weights(rank, layers, placement)
-    refused(lambda: worker(rank, path, kernel_router, "local", False), "must agree")
+    refused(lambda: worker(rank, path, kernel_router, "local", False), "must choose equally")
     other = path.with_name(f"other{rank}.json")
     save([PLACEMENT[0]], other)
     refused(lambda: worker(rank, other, kernel_router, "even", True), "1 layers of 8 slots")
