@@ -37,6 +37,8 @@ LOST_AFTER = 2  # faults; with fewer no stream may be lost, since an answer is r
 _LONG, _LONG_S = 100, 2.0  # tokens and seconds a token of the streams that run while leases are compared
 _STOP_S = 2.0  # duration of the router's stop
 _WAITED_S = 1.6  # time after the stop at which clients no longer wait for it
+_LEFT_S = 2.0  # longer than a client needs to connect again
+_ANSWER_S = 1.1  # maximum time for which a request waits for an answer of the router
 _RESTORE_S = 0.5  # time for which clients have sent their leases but get no reply
 _SICK_REQUESTS = 12  # requests while an engine is sick
 _LOW_LIMIT = 6  # in-flight limit of an ingress, so low that the crowd reaches it
@@ -116,7 +118,9 @@ class _Simulation:
             self._check_outcome(outcome)
         await asyncio.sleep(max(DURATION_S - loop.time(), 0) + 0.01)
         await self._until(self._all_back, 30, "processes that were restarted are not back")
+        await self._until(self._disagreements, CLIENT_TIMEOUT_S + 8.0, "leases, before clients restore them")
         await self._clients_place()
+        await self._clients_leave_their_channels()
         await self._compare_leases()
         await self._until(self._nothing_left, _SETTLE_S, "left behind")
         before = self._tasks()
@@ -210,9 +214,12 @@ class _Simulation:
         self._begin_long_at_each(0)
         await asyncio.sleep(_WAITED_S)
         for process in world.live["ingress"]:
-            if any(
-                p.state in (State.SCORED, State.SENT) for p in self._client_of(process).placements.values()
-            ):
+            waits_s = [
+                loop.time() - one.asked_s
+                for one in self._client_of(process)._waiting._waiting.values()
+                if one.placement.state in (State.SCORED, State.SENT)
+            ]
+            if max(waits_s, default=0.0) > _ANSWER_S:
                 self.run.violations.append(f"requests at {process} wait for a router that is stopped")
         links = {process: self._client_of(process)._link for process in world.live["ingress"]}
         until = loop.time() + _STOP_S
@@ -225,6 +232,16 @@ class _Simulation:
                             end.stall(_RESTORE_S)
         self._begin_long_at_each(1)
         await asyncio.sleep(_RESTORE_S)
+
+    async def _clients_leave_their_channels(self) -> None:
+        """Delay what clients send until they have given the channel up and restored their leases."""
+        router = self.world.router()
+        for process in self.world.live["ingress"]:
+            for end in self.world.network.of(process):
+                if end.peer.process is router:
+                    end.stall(_LEFT_S)
+        self._begin_long_at_each(2)
+        await asyncio.sleep(_LEFT_S + 0.5)
 
     def _begin_long_at_each(self, number: int) -> None:
         for process in self.world.live["ingress"]:

@@ -128,8 +128,9 @@ async def test_of_streams_that_end_while_the_actor_is_away_the_newest_are_kept()
         await settled(lambda: client.router_away)
         assert [answered.ttft_s for answered in client._finished] == [float(n) for n in range(1976, 3000)]
         actor.alive = True
-        await settled(lambda: not client._finished)
+        await settled(lambda: actor.state.view._answers)
         assert len(actor.state.view._answers) == 1024
+        assert not client._finished
         client.release("a")
         await all_is_over(client, actor)
 
