@@ -108,7 +108,7 @@ def deploy(arguments: dict[str, Any]) -> None:
 
 
 def whole() -> bool:
-    """Whether Serve has as many running replicas of each deployment as it wants, and no others."""
+    """Return whether Serve has as many running replicas of each deployment as it wants, and no others."""
     from ray import serve
 
     state = serve.status().applications[NAME]

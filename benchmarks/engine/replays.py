@@ -61,7 +61,7 @@ def _by_rate(rows: Rows, path: Path) -> None:
     lines(rows, "rate_per_s", ["tpot_p50_ms"], path, by="arm", xlabel="requests/s")
 
 
-# As the paper's Figures 11 to 13; 11 and 12 by rate; 16, 15, 14; Table 2.
+# In this order, the ELDR paper's Figures 11 to 13; Figures 11 and 12 by rate; 16; 15; 14; Table 2.
 decode_replay = replay_command(
     "decode_replay",
     [

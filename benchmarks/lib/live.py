@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """Return the report of loadgen.compare; None if it has not finished."""
+        """Return the report of loadgen.compare; None until it has finished."""
         result: dict[str, Any] | None = self._journal.get("result")
         return result
 

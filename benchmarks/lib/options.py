@@ -54,7 +54,7 @@ Longest = Annotated[int, typer.Option(min=1, help="Maximum tokens of a prompt; l
 
 
 def two_policies(value: str) -> tuple[str, str]:
-    """Return the two names of `--policies`; raise BadInput if it has not exactly two."""
+    """Return the two names of `--policies`; raise BadInput unless there are two different ones."""
     names = value.split(",")
     if len(names) != 2 or len(set(names)) != 2:
         raise BadInput(f"--policies are {value}: name two")

@@ -216,7 +216,7 @@ def whole_replicas(
 
 @dataclass(frozen=True)
 class _Rounds:
-    """What all rounds share.
+    """Settings of all rounds.
 
     Attributes:
         names: policies of each side.
@@ -342,7 +342,7 @@ def _chains(
     tag: str,
     sizes: dict[str, int],
 ) -> Chains:
-    """Of a workload, as many as a trial can need."""
+    """Return as many chains of a workload as a trial can need."""
     rng, most = random.Random(seed), sizes["warm_up"] + sizes["requests"] + 4 * sizes["in_flight"]
     if load == "sessions":
         return sessions(records, prompts, answers, rng, tag=tag, count=most)

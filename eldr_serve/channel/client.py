@@ -175,7 +175,7 @@ class OpenCall:
 
     Args:
         received: callback for each message, within the turn of the event loop that reads it.
-        failed: callback for the end of a call that this side has not closed; CallFailed or ChannelLost.
+        failed: callback with CallFailed or ChannelLost, if the call ends and this side has not closed it.
 
     Attributes:
         begun_at: start time on the event loop's clock, s.
@@ -255,7 +255,7 @@ class Channel(Peer):
 
     @property
     def open(self) -> bool:
-        """Whether the engine accepts calls."""
+        """Return whether the engine accepts calls."""
         return not (self._leaving or self.closed.done())
 
     @property

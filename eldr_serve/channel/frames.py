@@ -71,7 +71,7 @@ class Frames:
 
     @property
     def incomplete(self) -> bool:
-        """Whether part of a frame is buffered."""
+        """Return whether part of a frame is buffered."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, int, bytes]]:

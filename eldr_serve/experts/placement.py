@@ -89,7 +89,7 @@ class ExpertPlacement:
 
     @property
     def hosts(self) -> NDArray[np.bool_]:
-        """Whether each rank holds a replica of each expert, bool[L, E, G]."""
+        """Return whether each rank holds a replica of each expert, bool[L, E, G]."""
         return hosts_of(self.physical_to_logical, self.num_experts, self.ranks)
 
     @property

@@ -34,7 +34,7 @@ class GuardedPolicy:
 
     @property
     def queues(self) -> bool:
-        """Whether requests wait for `dispatch`."""
+        """Return whether requests wait for `dispatch`."""
         return isinstance(self.policy, QueuedPolicy) and self.policy.queues
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:

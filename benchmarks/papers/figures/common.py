@@ -42,6 +42,14 @@ class Options:
             raise BadInput(f"give one --trace: {what}")
         return self.traces[0]
 
+    def two_traces(self) -> tuple[Path, Path]:
+        """Return the files of routes and of arrivals; raise BadInput unless two are given."""
+        if len(self.traces) != 2:
+            raise BadInput(
+                "give two --trace: routes (a calibration trace or GPT-OSS-20B records), then arrivals"
+            )
+        return self.traces[0], self.traces[1]
+
 
 @dataclass(frozen=True)
 class Figure:

@@ -92,7 +92,7 @@ def predicted_counts(trace: CalibrationTrace, predictor: SignaturePredictor, mem
 
 
 def recent_mean_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream: Index) -> Counts:
-    """Of each prompt of the stream, what the mean of those shortly before it would say."""
+    """Predict the counts of each prompt of the stream by the mean of the prompts shortly before it."""
     found = np.zeros(trace.prefill_counts.shape, np.float32)
     mean = predictor.mean.copy()
     for member in stream:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ import numpy as np
 from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, each_seed, mean
 from benchmarks.papers.figures.eldr import COST
 from benchmarks.papers.figures.traffic import Traffic
-from eldr_serve.command_errors import BadInput
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.scheduling import make_policy
 from offline.scenario import observed, routes_of
@@ -43,7 +41,7 @@ BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbala
 
 def policies(options: Options) -> Rows:
     """Compare policies by load and barrier; `dominated_by` names those that are better in all four."""
-    experts_path, trace_path = _two(options)
+    experts_path, trace_path = options.two_traces()
     trace = observed(routes_of(experts_path))
     traffic = Traffic(trace_path)
     experts = Experts.replayed(trace)
@@ -101,12 +99,6 @@ def _requests(traffic: Traffic, experts: Experts, options: Options, load: float,
     rate = load * WORKERS * SLOTS / (traffic.mean_output_tokens * step_s)
     number = options.requests or 16 * WORKERS * SLOTS
     return traffic.requests(number, rate, start=seed / len(options.seeds))
-
-
-def _two(options: Options) -> tuple[Path, Path]:
-    if len(options.traces) != 2:
-        raise BadInput("give two --trace: routes (a calibration trace or GPT-OSS-20B records), then arrivals")
-    return options.traces[0], options.traces[1]
 
 
 FIGURES = {

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,7 @@ Index = NDArray[np.int64]
 
 def policies(options: Options) -> Rows:
     """Compare policies by workload and workers: times, and changes against each seed's best balancer."""
-    routes_path, trace_path = _two(options)
+    routes_path, trace_path = options.two_traces()
     trace, records = observed(routes_of(routes_path)), read_trace(trace_path)
     if not all(record.hash_ids for record in records):
         raise BadInput(f"{trace_path} has no prefix blocks; give Mooncake's conversation trace")
@@ -257,12 +256,6 @@ def _at_load(requests: Requests, experts: Experts, cost: StepCost, workers: int)
     busy_s = prompt * cost.per_prompt_token_s + output * step_s / BATCH
     wanted_s = len(requests) * busy_s / (LOAD * workers)
     return replace(requests, arrival_s=requests.arrival_s * (wanted_s / requests.arrival_s[-1]))
-
-
-def _two(options: Options) -> tuple[Path, Path]:
-    if len(options.traces) != 2:
-        raise BadInput("give two --trace: routes (a calibration trace or GPT-OSS-20B records), then arrivals")
-    return options.traces[0], options.traces[1]
 
 
 FIGURES = {

@@ -33,7 +33,7 @@ class Verdict:
 
     @property
     def better(self) -> bool:
-        """Whether the table activates fewer experts than every random grouping."""
+        """Return whether the table activates fewer experts than every random grouping."""
         return self.by_table < self.best_by_load
 
     def __str__(self) -> str:

@@ -113,7 +113,7 @@ class QueuedPolicy(Policy):
 
     @property
     def queues(self) -> bool:
-        """Whether requests wait; if False, `select` places each at once."""
+        """Return whether requests wait; if False, `select` places each at once."""
         return True
 
     @abstractmethod
