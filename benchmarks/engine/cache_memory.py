@@ -22,8 +22,8 @@ import yaml
 
 from benchmarks.lib import options
 from eldr_serve.command_errors import BadInput, run
+from eldr_serve.engine.vllm.block_counts import BlockExpertCounts, cell_dtype
 from eldr_serve.engine.vllm.config import engine_kwargs
-from eldr_serve.engine.vllm.signature_cache import SignatureCache, cell_dtype
 from loadgen.results import publish
 
 GOAL_PCT = 0.5
@@ -71,7 +71,7 @@ def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_g
     """Return a row on both caches of a rank with `kv_gib` GiB of KV cache; the signature cache is real."""
     block_bytes = shape.kv_elements(ranks) * dtype_bytes * block_size
     num_blocks = max(1, int(kv_gib * 2**30 / block_bytes))
-    cache = SignatureCache(num_blocks, block_size, shape.moe_layers, shape.experts)
+    cache = BlockExpertCounts(num_blocks, block_size, shape.moe_layers, shape.experts)
     return {
         "blocks": num_blocks,
         "kv_block_bytes": block_bytes,

@@ -37,7 +37,7 @@ from benchmarks.lib.replay import widened
 from eldr_serve.command_errors import BadInput, run
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.scheduling import Placement, PlacementRequest, Placer, State, StepCost, make_policy
+from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, StepCost, make_policy
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import paired_change_percent
@@ -176,7 +176,7 @@ def placed(
                 64,
                 similarity=table.similarity(data.trace.prefill_counts[number]),
             )
-            (lease,) = placer.submit([Placement(request, State.SENT, "benchmark")])
+            (lease,) = placer.submit([Lease(request, State.SENT, "benchmark")])
             running.append(lease.request_id)
             found[part][names.index(lease.replica)].append(number)
     first, second = ([np.array(mine, np.int64) for mine in part] for part in found)

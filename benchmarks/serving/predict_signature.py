@@ -26,7 +26,7 @@ from benchmarks.lib.synthetic import TOP_K, E, L
 from eldr_serve.command_errors import run
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.scheduling import Placement, PlacementRequest, Placer, State, make_policy, prompt_blocks
+from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, make_policy, prompt_blocks
 from loadgen.results import p50_p99_us, publish, time_calls
 
 VOCABULARY = 151_936
@@ -88,7 +88,7 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         ids = prompts[number % _PROMPTS]
         counts = online.predict(ids)
         held = PlacementRequest(f"held{number}", counts, tokens, 64, predicted=True)
-        lease = Placement(held, State.LEASED, replica=f"w{number % workers}")
+        lease = Lease(held, State.LEASED, replica=f"w{number % workers}")
         placer.hold(lease)
         if number < _PROMPTS:
             placer.prefixes.sent(lease.replica, prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS))
@@ -103,7 +103,7 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         blocks = prompt_blocks(ids, BLOCK_TOKENS)
         hashed = perf_counter()
         request = PlacementRequest("r", counts, tokens, 64, predicted=True, blocks=blocks)
-        placer.submit([Placement(request, State.SENT)])
+        placer.submit([Lease(request, State.SENT)])
         marks.append((begun, predicted, hashed, perf_counter()))
         placer.finish("r")
     taken = np.diff(np.array(marks[warm_up:]), axis=1)

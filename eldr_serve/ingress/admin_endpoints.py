@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 from eldr_serve.channel.away import AWAY
 from eldr_serve.errors import BadRequest, Overloaded, SwapRefused, sentence
 from eldr_serve.ingress.admission import Gate, parse_json
+from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
-from eldr_serve.pipeline.request_run import Engines
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas.expert_swap import place_everywhere
 from eldr_serve.router.client import RouterClient
@@ -117,8 +117,8 @@ class AdminEndpoints:
         """Return the status of this ingress as JSON-able values."""
         return {
             "in_flight": self._gate.in_flight,
-            "waiting": self._gate.places.waiting,
-            "leases": self._client.leases,
+            "waiting": self._gate.limiter.waiting,
+            "leases": self._client.lease_count,
             "router_away": self._client.router_away,
             "warm_pairs": self._warmup.pairs,
             "ready": self._warmup.ready,
@@ -142,7 +142,7 @@ class AdminEndpoints:
                 "ready": self._warmup.ready,
                 "router_away": self._client.router_away,
                 "in_flight": self._gate.in_flight,
-                "leases": self._client.leases,
+                "leases": self._client.lease_count,
             },
             "details": "with Authorization: Bearer ADMIN_KEY",
         }

@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eldr_serve.errors import BadRequest, Refused, error_body
 from eldr_serve.ingress.audit import Audit
+from eldr_serve.limits.concurrency import ConcurrencyLimiter
 from eldr_serve.limits.keys import digest
-from eldr_serve.limits.places import Places
-from eldr_serve.limits.tenants import Tenants, Visit
+from eldr_serve.limits.tenants import Tenants, TokenReservation
 
 MIB = 2**20
 _MAX_ARTIFACT_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
@@ -122,14 +122,14 @@ class Gate:
     ) -> None:
         self.options = options
         self.tenants = Tenants(options.keys_file)
-        self.places = Places(options.max_in_flight, options.max_waiting, options.max_wait_s)
+        self.limiter = ConcurrencyLimiter(options.max_in_flight, options.max_waiting, options.max_wait_s)
         self.count = count
         self._admin_key_sha256 = admin_key_sha256
 
     @property
     def in_flight(self) -> int:
         """Return the number of admitted requests that have not ended."""
-        return self.places.in_flight
+        return self.limiter.in_flight
 
     def check_key(self, headers: Headers) -> None:
         """Raise Refused unless the headers carry the admin key."""
@@ -154,7 +154,7 @@ class Admission:
     tenant's limits. Without a key a client may read the OpenAPI document, health, version and metrics of the
     process, and the parts of /eldr that do not need the admin key.
 
-    The state of an admitted request has its `visit`, which the endpoint fills in.
+    The state of an admitted request has its `reservation` of tokens, which the endpoint makes.
 
     Args:
         gate: returns the gate of the running ingress replica.
@@ -193,15 +193,15 @@ class Admission:
         tenant.admit()
         limit = int(gate.options.max_body_mib * MIB)
         body = await _read(headers, receive, limit, gate.options.body_timeout_s)
-        visit = Visit(tenant)
-        scope.setdefault("state", {})["visit"] = visit
+        reservation = TokenReservation(tenant)
+        scope.setdefault("state", {})["reservation"] = reservation
 
         async def admitted() -> None:
-            async with gate.places.place(tenant):
+            async with gate.limiter.permit(tenant):
                 try:
                     await self._app(scope, _replay(body), send)
                 finally:
-                    visit.settle()
+                    reservation.settle()
 
         await _unless_disconnected(receive, admitted())
 

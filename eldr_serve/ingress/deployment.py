@@ -26,10 +26,10 @@ from eldr_serve.ingress.http_server import HttpServer
 from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
 from eldr_serve.ingress.port import Port, owner_of_port
 from eldr_serve.ingress.request_log import RequestLog
+from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
-from eldr_serve.pipeline.request_run import Engines
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas.autoscaling import IN_FLIGHT
 from eldr_serve.replicas.fleet import Fleet

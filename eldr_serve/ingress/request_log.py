@@ -6,7 +6,8 @@ import json
 import logging
 from typing import TYPE_CHECKING
 
-from eldr_serve.pipeline.request_record import RequestRecord
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.request import Request
 
 if TYPE_CHECKING:
     from eldr_serve.ingress.tracing import Trace, Tracing
@@ -25,23 +26,22 @@ class RequestLog:
         self._every = every
         self._tracing = tracing
 
-    def begin(self, path: str, tenant: str, headers: dict[str, str]) -> RequestRecord:
-        """Return the record of a new request; it is logged when the request has ended.
+    def begin(self, path: str, request: Request) -> RequestContext:
+        """Return the context of a new request, which is logged when the request has ended.
 
-        Args:
-            headers: headers for the engines; with tracing, those of the trace are added.
+        With tracing, the headers of the trace are added to the request's.
         """
-        trace = self._tracing.begin(path, headers) if self._tracing else None
+        trace = self._tracing.begin(path, request.headers) if self._tracing else None
         if trace is None:
-            return RequestRecord(path, tenant, self._ended)
-        headers.update(trace.headers)
-        return RequestRecord(path, tenant, lambda record: self._ended(record, trace), trace.id)
+            return RequestContext(request, path, self._ended)
+        request.headers.update(trace.headers)
+        return RequestContext(request, path, lambda context: self._ended(context, trace), trace_id=trace.id)
 
-    def _ended(self, record: RequestRecord, trace: Trace | None = None) -> None:
-        if self._every or record.failures:  # as a warning, since deployments show warnings
-            logger.warning("request %s", json.dumps(record.line()))
+    def _ended(self, context: RequestContext, trace: Trace | None = None) -> None:
+        if self._every or context.failures:  # as a warning, since deployments show warnings
+            logger.warning("request %s", json.dumps(context.line()))
         if trace is not None:
-            trace.end(record)
+            trace.end(context)
 
     async def stop(self) -> None:
         """Export the remaining spans."""

@@ -17,7 +17,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, format_trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from eldr_serve.ingress.admission import TracingOptions
-from eldr_serve.pipeline.request_record import RequestRecord
+from eldr_serve.pipeline.request_context import RequestContext
 
 _EXPORT_S = 5.0  # time limit of an export with its retries
 _STOP_S = 3.0  # time limit of the last export when the ingress ends
@@ -74,20 +74,20 @@ class Trace:
         self.headers: dict[str, str] = {}
         _PROPAGATOR.inject(self.headers, self._context)
 
-    def end(self, record: RequestRecord) -> None:
+    def end(self, context: RequestContext) -> None:
         """Create the spans."""
         if not self._root.is_recording():
             return
-        for stage in record.stages:
+        for stage in context.stages:
             span = self._tracer.start_span(stage.name, self._context, start_time=self._time_ns(stage.begun_s))
             if stage.worker:
                 span.set_attribute("eldr.worker", stage.worker)
             _set_error(span, stage.error)
             span.end(self._time_ns(stage.ended_s))
-        self._root.set_attributes(_attributes(record))
-        if record.status is None or not 400 <= record.status < 500:  # those are the client's errors
-            _set_error(self._root, record.error)
-        self._root.end(self._time_ns(record.ended_s))
+        self._root.set_attributes(_attributes(context))
+        if context.status is None or not 400 <= context.status < 500:  # those are the client's errors
+            _set_error(self._root, context.error)
+        self._root.end(self._time_ns(context.ended_s))
 
     def _time_ns(self, monotonic_s: float) -> int:
         """Convert a monotonic time to nanoseconds since 1970."""
@@ -99,9 +99,9 @@ def _set_error(span: Span, error: str) -> None:
         span.set_status(StatusCode.ERROR, error)
 
 
-def _attributes(record: RequestRecord) -> dict[str, Any]:
+def _attributes(context: RequestContext) -> dict[str, Any]:
     """Return the known attributes of the request's span."""
-    line = record.line()
+    line = context.line()
     found = {
         "http.response.status_code": line["status"],
         "gen_ai.usage.input_tokens": line["prompt_tokens"],

@@ -12,7 +12,6 @@ from pathlib import Path
 from eldr_serve.channel.away import AWAY
 from eldr_serve.errors import RateLimited, Refused
 from eldr_serve.limits.keys import Keys, KeysError, Limits, digest, read_keys
-from eldr_serve.scheduling import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -108,29 +107,27 @@ class Tenant:
             )
 
 
-class Visit:
-    """One request of a tenant, and the tokens that it uses of the tenant's limit.
+class TokenReservation:
+    """Tokens of a tenant's limit that one request reserves, and later pays by its true usage.
 
     Attributes:
-        lease: newest lease, which has the true usage.
+        used: returns the tokens that the request has used.
     """
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
-        self.lease: Placement | None = None
-        self._prompt = self._reserved = 0
+        self.used: Callable[[], int] = lambda: 0
+        self._reserved = 0
 
-    def reserve(self, prompt: int, output: int) -> None:
-        """Reserve estimated numbers of tokens; raise RateLimited if none are left."""
+    def reserve(self, tokens: int) -> None:
+        """Reserve an estimated number of tokens; raise RateLimited if none are left."""
         self.tenant.check(self.tenant.tokens, "tokens")
-        self._prompt, self._reserved = prompt, prompt + output
-        self.tenant.tokens.take(self._reserved)
+        self._reserved = tokens
+        self.tenant.tokens.take(tokens)
 
     def settle(self) -> None:
         """Replace the reservation by the true usage of the finished request."""
-        used = 0
-        if self.lease is not None:
-            used = (self.lease.request.prompt_tokens or self._prompt) + self.lease.generated_tokens
+        used = self.used()
         self.tenant.tokens.take(used - self._reserved)
         self._reserved = used
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from eldr_serve.channel import CallFailed, CallLate, ChannelLost
 from eldr_serve.pipeline.prefill_step import Health
-from eldr_serve.pipeline.request_run import Run
+from eldr_serve.pipeline.request_context import RequestContext
 
 
 class DecodeFailed(Exception):  # noqa: N818
@@ -26,7 +26,12 @@ class DecodeFailed(Exception):  # noqa: N818
 
 
 def record_failure(
-    run: Run, health: Health, replica: str, error: CallLate | CallFailed | ChannelLost, *, begun: bool
+    context: RequestContext,
+    health: Health,
+    replica: str,
+    error: CallLate | CallFailed | ChannelLost,
+    *,
+    begun: bool,
 ) -> None:
     """Record that a decode call of the replica has failed.
 
@@ -39,12 +44,12 @@ def record_failure(
     """
     alive = isinstance(error, CallFailed)
     if isinstance(error, ChannelLost):
-        run.lost_engines += 1
+        context.lost_engines += 1
     else:
         if isinstance(error, CallLate):
             alive = not begun  # before the first token the blocks may be at fault
-        elif not run.sent and not begun and error.status < 500:
+        elif not context.sent and not begun and error.status < 500:
             raise error
         health.failed(replica, error)
-    if not run.ended:
+    if not context.complete:
         raise DecodeFailed(error, replica, alive=alive, begun=begun) from error

@@ -11,15 +11,17 @@ from typing import Any
 import msgspec
 
 from eldr_serve.channel import Call, CallFailed, CallLate, ChannelLost
+from eldr_serve.engine.calls import prefill_header
 from eldr_serve.errors import Overloaded
+from eldr_serve.pipeline.engines import Engines, HeldPrompt
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.request_run import Engines, Prefilled, Run
+from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.stages import Stages
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 from eldr_serve.queues.rate import Rate
 from eldr_serve.replicas.fleet import Fleet
 from eldr_serve.replicas.outliers import Outliers
-from eldr_serve.request_fields import needs_whole_engine, prefill_header, prompt_head
+from eldr_serve.request import needs_whole_engine, prompt_head
 from eldr_serve.router.client import RouterClient
 from eldr_serve.scheduling.prefill import choose_prefill
 
@@ -103,21 +105,21 @@ class PrefillStep:
 
     # -- prefill engines ---------------------------------------------------------------------------
 
-    async def prefilled(self, run: Run) -> Prefilled | None:
+    async def prefilled(self, context: RequestContext) -> HeldPrompt | None:
         """Like `prefill`, but return None if prefill fails for an answer that has already begun.
 
         Such an answer continues on a decode engine that also prefills.
         """
         try:
-            return await self.prefill(run)
+            return await self.prefill(context)
         except (Overloaded, CallFailed, PrefillFailed) as error:
-            if run.tokens:
-                run.record.failures.append(f"continues on a decode engine without prefill: {error}")
+            if context.tokens:
+                context.failures.append(f"continues on a decode engine without prefill: {error}")
                 self._client.count("whole_without_prefill")
                 return None
             raise
 
-    async def prefill(self, run: Run) -> Prefilled | None:
+    async def prefill(self, context: RequestContext) -> HeldPrompt | None:
         """Prefill the prompt; return None if a decode engine is to compute it.
 
         Raises:
@@ -125,36 +127,36 @@ class PrefillStep:
             PrefillFailed: the engine is at fault.
             CallFailed: the request is at fault.
         """
-        tokens = self._tokens(run)
-        replicas = await self._replicas(run, tokens)
+        tokens = self._tokens(context)
+        replicas = await self._replicas(context, tokens)
         if not replicas:
             self._client.count("whole_without_prefill")
             return None
         in_flight = self._fleet.in_flight
         replica = choose_prefill(
-            prompt_head(run.request.asked),
+            prompt_head(context.request.fields),
             {name: in_flight[name] for name in replicas},
             max_load_ratio=self._engines.max_load_ratio,
-            attempt=run.passed_over,
+            attempt=context.passed_over,
         )
-        ticket = self.queues.enter(replica, tokens, run.key)
+        ticket = self.queues.enter(replica, tokens, context.key)
         try:
-            return await self._call(run, replica, ticket)
+            return await self._call(context, replica, ticket)
         finally:
             self.queues.leave(ticket)
 
-    async def _call(self, run: Run, replica: str, ticket: Ticket) -> Prefilled:
-        request, turn = run.request, ticket.turn
+    async def _call(self, context: RequestContext, replica: str, ticket: Ticket) -> HeldPrompt:
+        request, turn = context.request, ticket.turn
         assert turn is not None
-        request_id = f"{run.request_id}-p{run.prefills}"
-        run.prefills += 1
+        request_id = f"{context.request_id}-p{context.prefills}"
+        context.prefills += 1
         call: Call | None = None
         try:
             header = prefill_header(
-                request.method, request_id, request.headers, request.cache_salt, generated=bytes(run.ids)
+                request.method, request_id, request.headers, request.cache_salt, generated=bytes(context.ids)
             )
             header["prompt_tokens"] = ticket.tokens
-            with run.record.stage("prefill", replica) as stage:
+            with context.stage("prefill", replica) as stage:
                 call = self._fleet.call(replica, "prefill", header, request.body)
                 limit_s = self._options.prefill_limit_s
                 call.expect(limit_s, limit_s, since=lambda: turn.since_s)
@@ -165,7 +167,7 @@ class PrefillStep:
             self._health.failed(replica, error)
             raise PrefillFailed(f"prefill replica {replica} failed: {error}") from error
         except ChannelLost as error:
-            run.lost_engines += 1
+            context.lost_engines += 1
             raise PrefillFailed(f"prefill replica {replica} was lost: {error}") from error
         except BaseException as error:
             if call is not None:
@@ -176,27 +178,27 @@ class PrefillStep:
             self._health.failed(replica, error)
             raise PrefillFailed(f"prefill replica {replica} took too long") from error
         self._health.succeeded(replica)
-        run.prompt = found["token_ids"]
-        self.computed(ticket, len(run.prompt) // 4)
+        context.prompt = found["token_ids"]
+        self.computed(ticket, len(context.prompt) // 4)
         self._client.count("prefills")
         self._stages.record(prefill=stage.seconds)
-        return Prefilled(request_id, replica, found["kv"], stage.ended_s)
+        return HeldPrompt(request_id, replica, found["kv"], stage.ended_s)
 
     # -- whole engines -----------------------------------------------------------------------------
 
-    async def admit_whole(self, run: Run) -> Ticket:
+    async def admit_whole(self, context: RequestContext) -> Ticket:
         """Return the ticket of a prompt that a decode engine prefills; raise Overloaded if none has room.
 
         If an answer arrives only as a whole, it does not show when its prompt has been computed. Such
         prompts are not counted in the queue.
         """
-        asked = run.request.asked
-        if not asked.stream and needs_whole_engine(run.request.method, asked) is not None:
-            return self.queues.enter(None, 0.0, run.key)
-        tokens = self._tokens(run)
-        if (live := list(self._fleet.live)) and not run.is_retry:
-            await self._join(run, tokens, lambda: live)
-        return self.queues.enter(None, tokens, run.key)
+        fields = context.request.fields
+        if not fields.stream and needs_whole_engine(context.request.method, fields) is not None:
+            return self.queues.enter(None, 0.0, context.key)
+        tokens = self._tokens(context)
+        if (live := list(self._fleet.live)) and not context.is_retry:
+            await self._join(context, tokens, lambda: live)
+        return self.queues.enter(None, tokens, context.key)
 
     def computed(self, ticket: Ticket, tokens: int) -> None:
         """Record that the prefill of a prompt has ended."""
@@ -206,24 +208,28 @@ class PrefillStep:
 
     # -- room --------------------------------------------------------------------------------------
 
-    def _tokens(self, run: Run) -> float:
+    def _tokens(self, context: RequestContext) -> float:
         """Estimate the number of tokens to compute: the prompt and the tokens generated so far."""
-        if run.token_ids is not None:
-            prompt = float(len(run.token_ids))
+        if context.token_ids is not None:
+            prompt = float(len(context.token_ids))
         else:
-            prompt = self.queues.sizes.estimate(run.request.asked.prompt, run.request.asked.messages)
-        return prompt + len(run.ids) // 4
+            prompt = self.queues.sizes.estimate(
+                context.request.fields.prompt, context.request.fields.messages
+            )
+        return prompt + len(context.ids) // 4
 
-    async def _replicas(self, run: Run, tokens: float) -> list[str]:
+    async def _replicas(self, context: RequestContext, tokens: float) -> list[str]:
         """Return the prefill replicas that may take the prompt; empty if it continues without prefill."""
-        while await self._room(run, tokens):
-            if run.is_retry:
+        while await self._room(context, tokens):
+            if context.is_retry:
                 return self._with_room()
-            if found := await self._join(run, tokens, self._with_room):
+            if found := await self._join(context, tokens, self._with_room):
                 return found
         return []
 
-    async def _join(self, run: Run, tokens: float, replicas: Callable[[], list[str]]) -> list[str]:
+    async def _join(
+        self, context: RequestContext, tokens: float, replicas: Callable[[], list[str]]
+    ) -> list[str]:
         """Return the replicas whose queue the prompt may join.
 
         Before the first measurement the prompt waits for it briefly, since no retry time can be predicted
@@ -233,7 +239,7 @@ class PrefillStep:
             Overloaded: there are replicas, but none of their queues is short enough.
         """
         names = replicas()
-        found = self.queues.with_room(names, run.key)
+        found = self.queues.with_room(names, context.key)
         if names and not found and not self.queues.is_measured(names):
             try:
                 async with asyncio.timeout(_MEASURE_S):
@@ -241,18 +247,18 @@ class PrefillStep:
             except TimeoutError:
                 pass
             names = replicas()
-            found = self.queues.with_room(names, run.key)
+            found = self.queues.with_room(names, context.key)
         if names and not found:
             self._client.count("refused_prefill_backlog")
             wait_s, bound_s = min(map(self.queues.wait_s, names)), self._options.prefill_queue_s
             why = f"a prompt would wait {wait_s:.0f} s for its prefill; {bound_s:g} s are allowed"
-            raise self._overloaded(why, names, tokens, run.key)
+            raise self._overloaded(why, names, tokens, context.key)
         return found
 
     def _overloaded(self, why: str, replicas: list[str], tokens: float, key: int) -> Overloaded:
         return Overloaded(why, retry_after_s=self.queues.retry_s(replicas, tokens, key))
 
-    async def _room(self, run: Run, tokens: float) -> bool:
+    async def _room(self, context: RequestContext, tokens: float) -> bool:
         """Wait until some prefill replica has room; return False to run without prefill if none is reachable.
 
         Requests without prefill proceed in order of arrival, at a limited rate.
@@ -268,12 +274,12 @@ class PrefillStep:
                     turn_s = None  # the reservation is used
                     return False
                 if now_s >= until_s:
-                    if not run.tokens:  # otherwise it continues on a decode engine
+                    if not context.tokens:  # otherwise it continues on a decode engine
                         self._client.count("refused_prefill_full")
                     if not reached:
                         raise Overloaded("no prefill replica can be reached")
                     why = "the KV caches of all prefill replicas are full"
-                    raise self._overloaded(why, list(self._fleet.live), tokens, run.key)
+                    raise self._overloaded(why, list(self._fleet.live), tokens, context.key)
                 await asyncio.sleep(_ROOM_CHECK_S)
             return True
         finally:

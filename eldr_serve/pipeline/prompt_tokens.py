@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from eldr_serve.engine.protocol import several_prompts
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
-from eldr_serve.request_fields import Asked
+from eldr_serve.request import RequestFields
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +60,14 @@ class PromptTokens:
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"the tokenizer of {self._source} cannot be read: {error}") from error
 
-    async def of(self, asked: Asked) -> NDArray[np.uint32] | None:
+    async def of(self, fields: RequestFields) -> NDArray[np.uint32] | None:
         """Return the token ids, uint32[n]; None for several prompts, embeddings or an unloaded tokenizer."""
-        if asked.prompt is None and isinstance(asked.messages, list):
-            text, special = "\n".join(_texts(asked.messages)), False
-        elif isinstance(asked.prompt, str):
-            text, special = asked.prompt, True
+        if fields.prompt is None and isinstance(fields.messages, list):
+            text, special = "\n".join(_texts(fields.messages)), False
+        elif isinstance(fields.prompt, str):
+            text, special = fields.prompt, True
         else:
-            return _as_token_ids(asked.prompt)
+            return _as_token_ids(fields.prompt)
         if self._tokenizer is None or not text:
             return None
         if len(text) > _LONG:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 from eldr_serve.errors import Overloaded
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.request_run import Run
+from eldr_serve.pipeline.request_context import RequestContext
 
 _KEPT = 0.9  # smoothing factor for the mean duration of a turn
 
@@ -26,9 +26,9 @@ class RetryTurns:
         self._mean_s = 0.0  # mean duration of a turn
 
     @asynccontextmanager
-    async def turn(self, run: Run) -> AsyncIterator[None]:
+    async def turn(self, context: RequestContext) -> AsyncIterator[None]:
         """Wait for a turn if the request has failed before; raise Overloaded on timeout."""
-        failures = len(run.failed) + run.failed_prefills
+        failures = len(context.failed) + context.failed_prefills
         if not failures:
             yield
             return
@@ -39,7 +39,7 @@ class RetryTurns:
             async with asyncio.timeout(self._options.retry_wait_s):
                 await self._turns.acquire()
         except TimeoutError:
-            raise self._overloaded(run) from None
+            raise self._overloaded(context) from None
         finally:
             self._waiting -= 1
         begun_s = time.monotonic()
@@ -49,10 +49,10 @@ class RetryTurns:
             self._turns.release()
             self._mean_s = _KEPT * self._mean_s + (1 - _KEPT) * (time.monotonic() - begun_s)
 
-    def _overloaded(self, run: Run) -> Overloaded:
+    def _overloaded(self, context: RequestContext) -> Overloaded:
         why = (
             "have lost their engine"
-            if run.lost_engines
+            if context.lost_engines
             else "are tried again after a call to an engine has failed"
         )
         wait_s = self._waiting * self._mean_s / self._options.retries_at_once

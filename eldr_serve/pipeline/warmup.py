@@ -17,10 +17,10 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel import Call, CallFailed, ChannelLost
+from eldr_serve.engine.calls import WARM, decode_header, expert_counts_of, prefill_header, warm_up_body
+from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.prefill_step import prefill_answer
-from eldr_serve.pipeline.request_run import Engines
-from eldr_serve.replicas.true_signature import METHOD, TrueSignature
-from eldr_serve.request_fields import WARM, decode_header, prefill_header, signature_of, warm_up_body
+from eldr_serve.replicas.measured_counts import METHOD, MeasuredCounts
 from eldr_serve.router.client import RouterClient
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Warmup:
         body = warm_up_body(self._model_id)
         header = prefill_header("completions", f"{request_id}-p")
         found = await prefill_answer(self._engines.prefill.call(prefill, "prefill", header, body))
-        counts = signature_of(found["kv"])
+        counts = expert_counts_of(found["kv"])
         if counts is None:
             logger.warning("prefill replica %s sends no expert signatures, its pairs are not warmed", prefill)
             await self._engines.prefill.call(prefill, "release", {"id": header["id"]}).end()
@@ -122,7 +122,7 @@ class Warmup:
         request_id = f"{WARM}{uuid.uuid4().hex}"
         shapes: list[tuple[int, ...]] = []
         asked = self._engines.decode.call(decode, METHOD, {"id": request_id})
-        signature = TrueSignature(asked, lambda counts, tokens: shapes.append(counts.shape))
+        signature = MeasuredCounts(asked, lambda counts, tokens: shapes.append(counts.shape))
         try:
             await _read(self._generate(decode, request_id))
             await _read(self._generate(decode, f"{request_id}-n", answers=2))

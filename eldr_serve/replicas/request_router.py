@@ -16,7 +16,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from eldr_serve.request_fields import REPLICA, max_new_tokens, signature_of, transfer_params
+from eldr_serve.engine.calls import REPLICA, expert_counts_of, transfer_params
+from eldr_serve.request import max_new_tokens
 from eldr_serve.router.actor import connect
 from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.client import RouterClient
@@ -159,7 +160,7 @@ class DecodeRequestRouter(DirectoryRouter):
             prompt_tokens=int(params.get("remote_num_tokens") or 0),
             max_new_tokens=max_new_tokens(pending.args[0]),
         )
-        lease = await self._client.place(request, signature_of(params))
+        lease = await self._client.place(request, expert_counts_of(params))
         return _named_replica(candidates, {REPLICA: lease.replica})
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:

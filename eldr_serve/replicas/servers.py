@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.channel import Answer, CallFailed
 from eldr_serve.channel.address import MAX_CALLS, open_channel
+from eldr_serve.engine.calls import WAITED_S, WARM
 from eldr_serve.engine.protocol import DescribesErrors, Engine, EngineConfig, EngineRequest, Prefilled
 from eldr_serve.errors import Refused, error_body, sentence
 from eldr_serve.queues.prefill_queue import QUEUE, Meter
@@ -27,7 +28,6 @@ from eldr_serve.replicas.fleet import METADATA
 from eldr_serve.replicas.kept_log import kept_log
 from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.sampling import Sampler, send_samples
-from eldr_serve.request_fields import WAITED_S, WARM
 from eldr_serve.router.actor import find
 from eldr_serve.router.budget import KV_USAGE, SAMPLE
 from eldr_serve.router.directory import BLOCK_TOKENS, EXPERTS

@@ -9,7 +9,7 @@ by a subscription, another open call; the requests that wait are then scored aga
 If the router does not answer in time, the channel is closed, and own load decides until there is another.
 Frames arrive in order, so neither side ever has to undo what a late message says.
 
-A Placement's state (`State`) says where its request is:
+The state of a Lease (`State`) is one of:
 
     SCORED  --the channel is open-->          SENT
     SENT    --the router has a worker-->      LEASED
@@ -52,7 +52,7 @@ from eldr_serve.router.messages import (
 from eldr_serve.router.own_load import OwnLoad
 from eldr_serve.router.scorer import Scorer
 from eldr_serve.router.waiting import WaitingRequests
-from eldr_serve.scheduling import Placement, PlacementRequest, State
+from eldr_serve.scheduling import Lease, PlacementRequest, State
 
 _MAX_ANSWERED = 1024  # newest ended streams that are kept until they are reported
 _REPORT_S = 0.25
@@ -69,7 +69,7 @@ class RouterClient:
 
     Attributes:
         name: id of this client at the actor.
-        placements: requests that are not DONE, by id.
+        leases: leases that are not DONE, by request id.
         scorer: settings and predictor.
     """
 
@@ -83,7 +83,7 @@ class RouterClient:
     ) -> None:
         self.name = uuid.uuid4().hex
         self.scorer = Scorer(on_predictor)
-        self.placements: dict[str, Placement] = {}
+        self.leases: dict[str, Lease] = {}
         self._link = RouterLink(self.name, router, replicas, self, timeout_s=timeout_s)
         self._own = OwnLoad(replicas)
         self._waiting = WaitingRequests(timeout_s, self._link.give_up, lambda: self.count("queue_expired"))
@@ -120,14 +120,14 @@ class RouterClient:
         """Return whether the actor did not answer in time; placements are then made by own load."""
         return self._link.away
 
-    def leased(self) -> list[Placement]:
-        """Return the placements that hold a worker."""
-        return [placement for placement in self.placements.values() if placement.state is State.LEASED]
+    def held_leases(self) -> list[Lease]:
+        """Return the leases that hold a worker."""
+        return [lease for lease in self.leases.values() if lease.state is State.LEASED]
 
     @property
-    def leases(self) -> int:
+    def lease_count(self) -> int:
         """Return the number of leases of this process."""
-        return len(self.leased())
+        return len(self.held_leases())
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call any other method of the actor (see RouterLink.call).
@@ -150,7 +150,7 @@ class RouterClient:
         *,
         token_ids: NDArray[np.uint32] | None = None,
         wait_s: float = 0.0,
-    ) -> Placement:
+    ) -> Lease:
         """Lease a decode worker. If the router cannot decide, own load does.
 
         Args:
@@ -167,24 +167,24 @@ class RouterClient:
         true = counts
         counts = self.scorer.predict(token_ids) if counts is None else counts
         predicted = true is None and counts is not None
-        placement = Placement(
+        lease = Lease(
             replace(request, signature=counts, predicted=predicted, may_wait=wait_s > 0),
             since_s=asyncio.get_running_loop().time() + wait_s,
         )
-        self.placements[request.request_id] = placement
+        self.leases[request.request_id] = lease
         try:
             if not self.router_away:
                 if self._link.connected:
-                    self._send(placement)
-                await self._waiting.wait(placement)
-            if placement.state is not State.LEASED:
-                self._lease_by_own_load(placement)
+                    self._send(lease)
+                await self._waiting.wait(lease)
+            if lease.state is not State.LEASED:
+                self._lease_by_own_load(lease)
         except BaseException:
             self.release(request.request_id)  # it may be queued or hold a lease by now
             raise
         if true is not None and token_ids is not None:
             self.scorer.train(token_ids, true, len(token_ids))
-        return placement
+        return lease
 
     def counted(
         self, request_id: str, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int
@@ -197,23 +197,23 @@ class RouterClient:
             prompt_tokens: number of counted tokens, including a chat template's, which `token_ids` lack.
         """
         self.scorer.train(token_ids, counts, prompt_tokens)
-        placement = self.placements.get(request_id)
-        if placement is not None and placement.state is State.LEASED:
-            placement.request = replace(
-                placement.request,
+        lease = self.leases.get(request_id)
+        if lease is not None and lease.state is State.LEASED:
+            lease.request = replace(
+                lease.request,
                 signature=self.scorer.sampled_counts(counts),
                 prompt_tokens=prompt_tokens,
                 predicted=False,
             )
-            self._own.add(placement)
+            self._own.add(lease)
             if request_id in self._calls:  # the blocks were sent with the placement
-                self._calls[request_id].note(encode(Counted(replace(placement.request, blocks=None))))
+                self._calls[request_id].note(encode(Counted(replace(lease.request, blocks=None))))
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
         """Update the number of tokens generated so far; it is reported periodically."""
-        placement = self.placements.get(request_id)
-        if placement is not None:
-            placement.generated_tokens = generated_tokens
+        lease = self.leases.get(request_id)
+        if lease is not None:
+            lease.generated_tokens = generated_tokens
             self._progress.add(request_id)
             self._own.progress(request_id, generated_tokens)
 
@@ -222,16 +222,16 @@ class RouterClient:
 
         Its final number of tokens is reported with the release, since policies learn lengths from it.
         """
-        placement = self.placements.pop(request_id, None)
-        if placement is None:
+        lease = self.leases.pop(request_id, None)
+        if lease is None:
             return
-        placement.become(State.DONE)
+        lease.become(State.DONE)
         self._own.release(request_id)
         self._progress.discard(request_id)
         self._waiting.cancel(request_id)
         call = self._calls.pop(request_id, None)
         if call is not None:
-            call.close(placement.generated_tokens)
+            call.close(lease.generated_tokens)
 
     def count(self, event: str) -> None:
         """Increment a counter of `/eldr/status`."""
@@ -243,55 +243,55 @@ class RouterClient:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _send(self, placement: Placement, lease: Leased | None = None) -> None:
-        """Send a request, scored by the live settings, or its lease."""
-        request = placement.request if lease is not None else self.scorer.score(placement.request)
-        message, known = Place(request, lease), self._calls.get(placement.request_id)
+    def _send(self, lease: Lease, held: Leased | None = None) -> None:
+        """Send a request, scored by the live settings, or the lease that it holds."""
+        request = lease.request if held is not None else self.scorer.score(lease.request)
+        message, known = Place(request, held), self._calls.get(lease.request_id)
         if known is not None:
             known.note(encode(message))
             return
-        call = self._link.place(message, partial(self._received, placement), partial(self._failed, placement))
+        call = self._link.place(message, partial(self._received, lease), partial(self._failed, lease))
         if call is not None:
-            self._calls[placement.request_id] = call
-            if placement.state is State.SCORED:
-                placement.become(State.SENT)
+            self._calls[lease.request_id] = call
+            if lease.state is State.SCORED:
+                lease.become(State.SENT)
 
-    def _received(self, placement: Placement, payload: bytes) -> None:
+    def _received(self, lease: Lease, payload: bytes) -> None:
         answer = _answer(payload)
         if isinstance(answer, Leased):
-            answer.give(placement)
-            self._drop_unread(placement)
-            self._own.add(placement)
-        elif isinstance(answer, Queued) and placement.state is State.SENT:
-            placement.become(State.QUEUED)
-            self._waiting.queue(placement.request_id)
+            answer.copy_to(lease)
+            self._drop_unread(lease)
+            self._own.add(lease)
+        elif isinstance(answer, Queued) and lease.state is State.SENT:
+            lease.become(State.QUEUED)
+            self._waiting.queue(lease.request_id)
             return
-        self._waiting.resume(placement.request_id)
+        self._waiting.resume(lease.request_id)
 
-    def _failed(self, placement: Placement, error: Exception) -> None:
-        if isinstance(error, CallFailed) and self._calls.pop(placement.request_id, None) is not None:
-            self._waiting.resume(placement.request_id)
+    def _failed(self, lease: Lease, error: Exception) -> None:
+        if isinstance(error, CallFailed) and self._calls.pop(lease.request_id, None) is not None:
+            self._waiting.resume(lease.request_id)
 
-    def _lease_by_own_load(self, placement: Placement) -> None:
-        self._own.lease(placement, "router-away" if self.router_away else "no-worker")
+    def _lease_by_own_load(self, lease: Lease) -> None:
+        self._own.lease(lease, "router-away" if self.router_away else "no-worker")
         self.count("placed_by_own_load")
-        self._drop_unread(placement)
-        self.hold([placement])
+        self._drop_unread(lease)
+        self.hold([lease])
 
-    def _drop_unread(self, placement: Placement) -> None:
+    def _drop_unread(self, lease: Lease) -> None:
         """Drop what the live policy does not read; a restarted actor gets the rest with the lease."""
         # Without a copy, since the request is one already.
-        placement.request.signature = self.scorer.read_counts(placement.request.signature)
+        lease.request.signature = self.scorer.read_counts(lease.request.signature)
 
     # -- called by the link, see LinkOwner ----------------------------------------------------------
 
-    def hold(self, leases: Iterable[Placement]) -> None:
-        for placement in leases:
-            self._send(placement, Leased.of(placement))
+    def hold(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            self._send(lease, Leased.of(lease))
 
     def ask_again(self) -> None:
-        for placement in self._waiting:
-            self._send(placement)
+        for lease in self._waiting:
+            self._send(lease)
 
     def settings_changed(self, settings: Settings) -> None:
         self.scorer.use(settings)
@@ -303,8 +303,8 @@ class RouterClient:
         self._waiting.router_lost()
 
     def router_is_away(self) -> None:
-        for placement in self._waiting:
-            self._waiting.resume(placement.request_id)
+        for lease in self._waiting:
+            self._waiting.resume(lease.request_id)
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class RouterClient:
     def _report(self) -> None:
         self._link.report_workers()
         for request_id in self._progress & self._calls.keys():
-            self._calls[request_id].note(tokens=self.placements[request_id].generated_tokens)
+            self._calls[request_id].note(tokens=self.leases[request_id].generated_tokens)
         self._progress.clear()
         prediction = None if self.scorer.predictor is None else self.scorer.predictor.status
         if prediction == self._reported_prediction:

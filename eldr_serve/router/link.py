@@ -13,7 +13,7 @@ from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.directory import Replicas
 from eldr_serve.router.messages import Place, Report, Restore, Settings, Workers, decoder, encode
 from eldr_serve.router.scorer import Scorer
-from eldr_serve.scheduling import Placement
+from eldr_serve.scheduling import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,10 @@ class LinkOwner(Protocol):
 
     scorer: Scorer
 
-    def leased(self) -> list[Placement]:
-        """Return the placements that hold a worker."""
+    def held_leases(self) -> list[Lease]:
+        """Return the leases that hold a worker."""
 
-    def hold(self, leases: Iterable[Placement]) -> None:
+    def hold(self, leases: Iterable[Lease]) -> None:
         """Send leases to the router, which has not made them."""
 
     def ask_again(self) -> None:
@@ -152,11 +152,11 @@ class RouterLink:
 
     def _subscribe(self, channel: Channel) -> None:
         self._reported_workers = self._replicas.live
-        leases = self._owner.leased()
+        leases = self._owner.held_leases()
         message = Restore(
             self._name,
             self._reported_workers,
-            tuple(placement.request_id for placement in leases),
+            tuple(lease.request_id for lease in leases),
             self._owner.scorer.settings,
             self._owner.scorer.shape,
         )

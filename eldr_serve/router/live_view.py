@@ -12,7 +12,7 @@ import numpy as np
 
 from eldr_serve.router.messages import Answered
 from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane, Point
-from eldr_serve.scheduling import CentroidTable, Placement, Placer, State, StepSums
+from eldr_serve.scheduling import CentroidTable, Lease, Placer, State, StepSums
 
 _POINTS = 400  # newest requests shown in the signature space
 _SPANNING = 64  # requests whose counts span the plane if there is no table
@@ -27,7 +27,7 @@ class _DrawnRequest:
     """A placed request in the signature space."""
 
     number: int
-    placement: Placement
+    lease: Lease
     point: Point | None = field(default=None)
     plane: object = None  # the plane of `point`
 
@@ -52,11 +52,11 @@ class LiveView:
 
     # -- events of the router ------------------------------------------------------------------------
 
-    def placed(self, placements: Iterable[Placement]) -> None:
+    def placed(self, leases: Iterable[Lease]) -> None:
         """Add requests that have been placed."""
-        for placement in placements:
+        for lease in leases:
             self._number += 1
-            self._drawn.append(_DrawnRequest(self._number, placement))
+            self._drawn.append(_DrawnRequest(self._number, lease))
 
     def answered(self, answers: Iterable[Answered]) -> None:
         """Add streams that have ended."""
@@ -93,10 +93,10 @@ class LiveView:
         }
 
     def _requests(self, placer: Placer) -> dict[str, Any]:
-        placements = [*placer.queue.values(), *placer.running.values()]
-        shown = placements[-_RUNNING:]
+        leases = [*placer.queue.values(), *placer.running.values()]
+        shown = leases[-_RUNNING:]
         return {
-            "not_shown": len(placements) - len(shown),
+            "not_shown": len(leases) - len(shown),
             "columns": ["id", "worker", "generated", "max_new", "prompt", "domain", "reason"],
             "rows": [
                 [p.request_id[:8], p.slot if p.state is State.LEASED else None, p.generated_tokens,
@@ -110,9 +110,9 @@ class LiveView:
         points = []
         for one in self._drawn:
             if plane is not None and one.plane is not plane:
-                one.plane, one.point = plane, plane.place(one.placement.request)
+                one.plane, one.point = plane, plane.place(one.lease.request)
             if plane is not None and one.point is not None:
-                points.append([one.number, *one.point, one.placement.slot, one.placement.request.domain])
+                points.append([one.number, *one.point, one.lease.slot, one.lease.request.domain])
         return {
             "axes": None if plane is None else "centroids" if self._table is not None else "first signatures",
             "centroids": [] if plane is None else list(plane.centroids),
@@ -124,7 +124,7 @@ class LiveView:
         if self._table is not None:
             self._plane = self._plane or CentroidPlane(*self._table)
         elif self._spanned_by < _SPANNING:
-            found = [one.placement.request.signature for one in self._drawn]
+            found = [one.lease.request.signature for one in self._drawn]
             counts = [c for c in found if c is not None and c.ndim == 2 and c.any()][:_SPANNING]
             counts = [c for c in counts if c.shape == counts[0].shape]
             if len(counts) > max(self._spanned_by, 2):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from eldr_serve.scheduling import Placement, PlacementRequest, State, reads_counts
+from eldr_serve.scheduling import Lease, PlacementRequest, State, reads_counts
 
 OWN_LOAD = "own-load"  # `Leased.policy` of a lease that its client has made
 
@@ -100,7 +100,7 @@ class Report(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A request's worker, see Placement."""
+    """The content of a granted lease, see Lease."""
 
     replica: str
     slot: int = -1
@@ -113,15 +113,15 @@ class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
     generated_tokens: int = 0
 
     @classmethod
-    def of(cls, placement: Placement) -> Leased:
-        """Return the lease of a placement."""
-        return cls(*(getattr(placement, name) for name in cls.__struct_fields__))
+    def of(cls, lease: Lease) -> Leased:
+        """Return the content of a lease."""
+        return cls(*(getattr(lease, name) for name in cls.__struct_fields__))
 
-    def give(self, placement: Placement) -> None:
-        """Make this the lease of a placement."""
-        placement.become(State.LEASED)
+    def copy_to(self, lease: Lease) -> None:
+        """Grant the lease with this content."""
+        lease.become(State.LEASED)
         for name in self.__struct_fields__:
-            setattr(placement, name, getattr(self, name))
+            setattr(lease, name, getattr(self, name))
 
 
 class Queued(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -136,11 +136,11 @@ class Place(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """A request for a lease; as a note, the request scored again or leased by its client.
 
     Attributes:
-        lease: the lease that the client holds already, from own load or from an earlier connection.
+        held: the lease that the client holds already, from own load or from an earlier connection.
     """
 
     request: PlacementRequest
-    lease: Leased | None = None
+    held: Leased | None = None
 
 
 class Counted(msgspec.Struct, tag=True, frozen=True, array_like=True):

@@ -9,7 +9,7 @@ import numpy as np
 from eldr_serve.errors import Overloaded
 from eldr_serve.router.directory import Replicas
 from eldr_serve.router.messages import OWN_LOAD
-from eldr_serve.scheduling import LoadLedger, Placement, State
+from eldr_serve.scheduling import Lease, LoadLedger, State
 
 
 class OwnLoad:
@@ -19,7 +19,7 @@ class OwnLoad:
         self._replicas = replicas
         self._ledger = LoadLedger()
 
-    def add(self, lease: Placement) -> None:
+    def add(self, lease: Lease) -> None:
         """Count a lease on its replica, and no longer on an earlier one."""
         self._ledger.add(lease.request_id, lease.replica, lease.request.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
@@ -32,19 +32,19 @@ class OwnLoad:
         """Remove a lease; unknown ones are ignored."""
         self._ledger.release(request_id)
 
-    def lease(self, placement: Placement, reason: str) -> None:
+    def lease(self, lease: Lease, reason: str) -> None:
         """Lease the least loaded replica that has not failed the request, and break ties randomly.
 
         Raises:
             Overloaded: no decode replica is known.
         """
         live = self._replicas.live
-        candidates = [r for r in live if r not in placement.request.exclude] or list(live)
+        candidates = [r for r in live if r not in lease.request.exclude] or list(live)
         if not candidates:
             raise Overloaded("no decode replica is running yet", retry_after_s=5)
         in_flight = self._ledger.loads(self._ledger.places(candidates)).in_flight
-        placement.become(State.LEASED)
+        lease.become(State.LEASED)
         least = np.flatnonzero(in_flight == in_flight.min())
-        placement.replica, placement.slot = candidates[int(random.choice(least))], -1
-        placement.band, placement.reason, placement.policy = len(candidates), reason, OWN_LOAD
-        self.add(placement)
+        lease.replica, lease.slot = candidates[int(random.choice(least))], -1
+        lease.band, lease.reason, lease.policy = len(candidates), reason, OWN_LOAD
+        self.add(lease)

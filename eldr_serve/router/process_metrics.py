@@ -25,7 +25,7 @@ from eldr_serve.metrics import (
 )
 from eldr_serve.router.messages import Answered
 from eldr_serve.router.state import RouterState
-from eldr_serve.scheduling import Placement
+from eldr_serve.scheduling import Lease
 
 PERIOD_S = 1.0  # export interval; Ray drops a gauge that is not set for two of its own reports
 # Ray creates a counter's series at its first increment, and Prometheus sees no increase in a first sample. So
@@ -45,13 +45,13 @@ class RouterMetrics:
         """Record the placement of a batch of requests, which took `seconds`."""
         self._ray_metrics["eldr_route_seconds"].observe(seconds, {"policy": state.settings.policy})
 
-    def leased(self, state: RouterState, leases: Iterable[Placement]) -> None:
+    def leased(self, state: RouterState, leases: Iterable[Lease]) -> None:
         """Record new leases."""
         tags = {"policy": state.settings.policy}
         for lease in leases:
             self._ray_metrics["eldr_band_size"].observe(lease.band, tags)
 
-    def waited(self, state: RouterState, lease: Placement) -> None:
+    def waited(self, state: RouterState, lease: Lease) -> None:
         """Record the wait of a lease from the decode queue."""
         tags = {"policy": state.settings.policy}
         self._ray_metrics["eldr_decode_queue_wait_seconds"].observe(lease.waited_s, tags)

@@ -1,4 +1,4 @@
-"""The router's end of its clients' open calls: one subscription a client, one placement a request.
+"""The router's end of its clients' open calls: one subscription a client, one lease a request.
 
 Releases and leases that clients hold apply at once. Progress and requests for leases are collected for one
 turn of the event loop and applied together, so that the policy runs once for all that one read has brought.
@@ -27,7 +27,7 @@ from eldr_serve.router.messages import (
     encode,
 )
 from eldr_serve.router.state import RouterState
-from eldr_serve.scheduling import Placement, State
+from eldr_serve.scheduling import Lease, State
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Sessions:
         self.by_client: dict[str, _Subscription] = {}  # includes lost ones, until they are dropped
         self.by_peer: dict[object, _Subscription] = {}
         self.open: dict[str, _PlaceCall] = {}  # by request id
-        self.asked: list[Placement] = []
+        self.asked: list[Lease] = []
         self.tokens: dict[str, int] = {}  # progress, by request id
         self._due = False
         self.use(state)
@@ -83,23 +83,23 @@ class Sessions:
             logger.exception("the router cannot place %d requests", len(asked))
         if asked:
             self.metrics.placed(self.state, time.perf_counter() - began)
-        for placement in asked:
-            call = self.open[placement.request_id]
-            if placement.state is State.QUEUED and not call.queued:
+        for lease in asked:
+            call = self.open[lease.request_id]
+            if lease.state is State.QUEUED and not call.queued:
                 call.queued = True
                 call.answer.send(_QUEUED)
-            elif placement.state is State.SENT and not self.state.is_stale(placement.request):
+            elif lease.state is State.SENT and not self.state.is_stale(lease.request):
                 call.answer.send(_UNPLACED)
 
-    def _leased(self, leased: list[Placement]) -> None:
+    def _leased(self, leased: list[Lease]) -> None:
         self.metrics.leased(self.state, leased)
-        for placement in leased:
-            call = self.open.get(placement.request_id)
+        for lease in leased:
+            call = self.open.get(lease.request_id)
             if call is None:  # its client is lost, or connects again
                 continue
             if call.queued:
-                self.metrics.waited(self.state, placement)
-            call.answer.send(encode(Leased.of(placement)))
+                self.metrics.waited(self.state, lease)
+            call.answer.send(encode(Leased.of(lease)))
 
     def _push(self, settings: Settings) -> None:
         message = encode(settings)
@@ -169,18 +169,18 @@ class _PlaceCall:
         self._sessions, self._client, self._request_id = sessions, client, request_id
         self.answer = answer
         self.queued = False
-        self._asked: Placement | None = None  # not yet with the placer
+        self._asked: Lease | None = None  # not yet with the placer
 
     def place(self, message: Place) -> None:
         """Ask for a lease, or take the one that the client holds."""
         self._withdraw()
-        placement = Placement(message.request, State.SENT, self._client)
-        if message.lease is None:
-            self._asked = placement
-            self._sessions.asked.append(placement)
+        lease = Lease(message.request, State.SENT, self._client)
+        if message.held is None:
+            self._asked = lease
+            self._sessions.asked.append(lease)
         else:
-            message.lease.give(placement)
-            self._sessions.state.hold(placement)
+            message.held.copy_to(lease)
+            self._sessions.state.hold(lease)
         self._sessions.act_soon()
 
     def _withdraw(self) -> None:
@@ -198,7 +198,7 @@ class _PlaceCall:
         if isinstance(message, Counted):
             state.counted(message.request)
             self._sessions.act_soon()
-        elif message.lease is not None or self._request_id not in state.placer.running:
+        elif message.held is not None or self._request_id not in state.placer.running:
             self.place(message)
 
     def closed(self, tokens: int) -> None:

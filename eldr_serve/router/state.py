@@ -23,7 +23,7 @@ from eldr_serve.router.messages import OWN_LOAD, NamedPolicy, Report, Restore, S
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router.status import RouterStatus
 from eldr_serve.router.step_costs import StepCosts
-from eldr_serve.scheduling import Placement, PlacementRequest, Placer, State, StepSums
+from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, StepSums
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class RouterState(RouterStatus):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = uuid.uuid4().hex
-        self.on_leases: Callable[[list[Placement]], None] = lambda leased: None
+        self.on_leases: Callable[[list[Lease]], None] = lambda leased: None
         self.on_settings: Callable[[Settings], None] = lambda settings: None
         self.counters: Counter[str] = Counter()
         self.recent: deque[NDArray[Any]] = deque(maxlen=_RECENT)
@@ -146,8 +146,8 @@ class RouterState(RouterStatus):
         except SwapRefused as error:
             logger.error("nothing is predicted: %s", error)
             self._set_predictor(None)
-            for placement in (*self.placer.running.values(), *self.placer.queue.values()):
-                placement.request = self.check.without_misfit(placement.request)
+            for lease in (*self.placer.running.values(), *self.placer.queue.values()):
+                lease.request = self.check.without_misfit(lease.request)
             self._adopt(self.settings)  # make the policy again, without the wrong shape
 
     def _set_predictor(self, predictor: bytes | None) -> None:
@@ -246,8 +246,8 @@ class RouterState(RouterStatus):
 
     def drop(self, client: str) -> int:
         """Release all leases of a client, and return their number. A client that is alive restores them."""
-        lost = [r for r, placement in self.placer.running.items() if placement.client == client]
-        queued = [r for r, placement in self.placer.queue.items() if placement.client == client]
+        lost = [r for r, lease in self.placer.running.items() if lease.client == client]
+        queued = [r for r, lease in self.placer.queue.items() if lease.client == client]
         for request_id in lost + queued:
             self.placer.finish(request_id)
         self.clients.discard(client)
@@ -283,7 +283,7 @@ class RouterState(RouterStatus):
         self.counters["signatures_returned"] += 1
         self._remember(request)
 
-    def hold(self, lease: Placement) -> None:
+    def hold(self, lease: Lease) -> None:
         """Take a lease that its client has made, or received from an earlier incarnation of this actor."""
         lease.request = self.check.without_misfit(lease.request)
         known = self.placer.running.get(lease.request_id)
@@ -304,11 +304,11 @@ class RouterState(RouterStatus):
         """Return whether a request was scored with another table; its client will score it again."""
         return request.similarity is not None and request.table_version != self.settings.table_version
 
-    def place(self, asked: list[Placement]) -> None:
+    def place(self, asked: list[Lease]) -> None:
         """Place or queue requests in state SENT, and dispatch the queue; stale requests stay SENT."""
-        for placement in asked:
-            placement.request = self.check.without_misfit(placement.request)
-            self._remember(placement.request)
+        for lease in asked:
+            lease.request = self.check.without_misfit(lease.request)
+            self._remember(lease.request)
         queued = {p.request_id for p in asked if p.request_id in self.placer.queue}
         leased = self.placer.submit(p for p in asked if not self.is_stale(p.request))
         self.counters["queued"] += sum(p.state is State.QUEUED and p.request_id not in queued for p in asked)
@@ -322,18 +322,18 @@ class RouterState(RouterStatus):
         if request.signature is not None and not request.predicted:
             self.recent.append(request.signature)
 
-    def _lease(self, leased: list[Placement]) -> None:
+    def _lease(self, leased: list[Lease]) -> None:
         self.view.placed(leased)
-        for placement in leased:
+        for lease in leased:
             self.counters["placed"] += 1
-            self.counters[f"reason:{placement.reason}"] += 1
-            self.counters["best_worker"] += placement.best
-            self.counters["signature_missing"] += placement.request.signature_missing
-            self.counters["signature_predicted"] += placement.request.predicted
-            self.counters["rerouted"] += bool(placement.request.exclude)
-            if placement.request.blocks is not None:
-                self.counters["prefill_tokens"] += placement.request.prompt_tokens
-                self.counters["prefill_tokens_cached"] += placement.cached_tokens
+            self.counters[f"reason:{lease.reason}"] += 1
+            self.counters["best_worker"] += lease.best
+            self.counters["signature_missing"] += lease.request.signature_missing
+            self.counters["signature_predicted"] += lease.request.predicted
+            self.counters["rerouted"] += bool(lease.request.exclude)
+            if lease.request.blocks is not None:
+                self.counters["prefill_tokens"] += lease.request.prompt_tokens
+                self.counters["prefill_tokens_cached"] += lease.cached_tokens
         if leased:
             self.on_leases(leased)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from eldr_serve.errors import Overloaded
 from eldr_serve.queues.wait_estimate import WaitEstimate
-from eldr_serve.scheduling import Placement, State
+from eldr_serve.scheduling import Lease, State
 
 
 @dataclass(eq=False, slots=True)
@@ -21,7 +21,7 @@ class _Waiting:
         expiry: end of the wait in the decode queue, once it has begun.
     """
 
-    placement: Placement
+    lease: Lease
     answer: asyncio.Future[None]
     asked_s: float
     expiry: asyncio.TimerHandle | None = None
@@ -46,19 +46,19 @@ class WaitingRequests:
         self._estimate = WaitEstimate(clock=lambda: asyncio.get_running_loop().time())
         self._timer: asyncio.TimerHandle | None = None  # of the oldest unanswered request
 
-    def __iter__(self) -> Iterator[Placement]:
-        """Iterate over the placements that wait."""
-        return iter([one.placement for one in self._waiting.values() if not one.answer.done()])
+    def __iter__(self) -> Iterator[Lease]:
+        """Iterate over the leases that wait."""
+        return iter([one.lease for one in self._waiting.values() if not one.answer.done()])
 
-    async def wait(self, placement: Placement) -> None:
+    async def wait(self, lease: Lease) -> None:
         """Return when `resume` is called for the request.
 
         Raises:
             Overloaded: no worker was free in time, or would be.
             CancelledError: `cancel` was called.
         """
-        loop, request_id = asyncio.get_running_loop(), placement.request_id
-        waiting = self._waiting[request_id] = _Waiting(placement, loop.create_future(), loop.time())
+        loop, request_id = asyncio.get_running_loop(), lease.request_id
+        waiting = self._waiting[request_id] = _Waiting(lease, loop.create_future(), loop.time())
         self._watch()
         try:
             # Not wait_for: in Python 3.11 it swallows a cancellation that meets a finished answer, and the
@@ -88,7 +88,7 @@ class WaitingRequests:
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.expiry is not None:  # gone, or back in the queue of another router
             return
-        loop, until_s = asyncio.get_running_loop(), waiting.placement.since_s
+        loop, until_s = asyncio.get_running_loop(), waiting.lease.since_s
         if loop.time() + self._estimate.wait_s(self._in_queue + 1) > until_s:
             self._expire(waiting)
         else:
@@ -99,10 +99,10 @@ class WaitingRequests:
         """Let requests wait for an answer again that had one, or were in the decode queue."""
         now = asyncio.get_running_loop().time()
         for waiting in self._waiting.values():
-            if waiting.placement.state is State.QUEUED:
+            if waiting.lease.state is State.QUEUED:
                 waiting.asked_s = now
-            if waiting.placement.state in (State.SENT, State.QUEUED):
-                waiting.placement.become(State.SCORED)
+            if waiting.lease.state in (State.SENT, State.QUEUED):
+                waiting.lease.become(State.SCORED)
         if self._waiting:
             self._watch()
 
@@ -127,7 +127,7 @@ class WaitingRequests:
         owed = [
             one.asked_s
             for one in self._waiting.values()
-            if one.placement.state in (State.SCORED, State.SENT) and not one.answer.done()
+            if one.lease.state in (State.SCORED, State.SENT) and not one.answer.done()
         ]
         if not owed:
             return

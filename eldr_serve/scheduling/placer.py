@@ -19,7 +19,7 @@ from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.policies.base import Policy, worker_similarity
 from eldr_serve.scheduling.prefixes import PrefixMap
 from eldr_serve.scheduling.shadow import Shadow
-from eldr_serve.scheduling.types import Decision, Loads, Placement, PlacementRequest, State
+from eldr_serve.scheduling.types import Decision, Lease, Loads, PlacementRequest, State
 
 
 class Placer:
@@ -49,8 +49,8 @@ class Placer:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.running: dict[str, Placement] = {}
-        self.queue: dict[str, Placement] = {}
+        self.running: dict[str, Lease] = {}
+        self.queue: dict[str, Lease] = {}
         self.prefixes = PrefixMap()
         self._policy = GuardedPolicy(policy, failed)
         self._shadow: Shadow | None = None
@@ -109,8 +109,8 @@ class Placer:
 
     def forget_scores(self) -> None:
         """Remove the similarity scores of waiting requests, which a change of the table invalidates."""
-        for placement in self.queue.values():
-            placement.request = replace(placement.request, similarity=None)
+        for lease in self.queue.values():
+            lease.request = replace(lease.request, similarity=None)
 
     def update_cost_model(self, cost: StepCost) -> None:
         """Set the present cost of a decode step."""
@@ -134,45 +134,45 @@ class Placer:
 
     # -- one request -----------------------------------------------------------------------------
 
-    def submit(self, placements: Iterable[Placement] = ()) -> list[Placement]:
+    def submit(self, leases: Iterable[Lease] = ()) -> list[Lease]:
         """Place or queue requests in state SENT; return all new leases, including those of queued requests.
 
         A running request is placed again, and a queued one keeps its turn. A request stays SENT if no worker
         is available at all.
         """
         leased = []
-        for placement in placements:
-            request = placement.request
+        for lease in leases:
+            request = lease.request
             loads = self._loads_for(request)
             if not loads.available.any():
                 continue
             if self._policy.queues and request.may_wait and not request.exclude:
-                self._enqueue(placement)
+                self._enqueue(lease)
             else:
-                leased.append(self._assign(placement, self._policy.select(request, loads, self._rng), loads))
+                leased.append(self._assign(lease, self._policy.select(request, loads, self._rng), loads))
         return leased + self.dispatch()
 
-    def dispatch(self) -> list[Placement]:
+    def dispatch(self) -> list[Lease]:
         """Let the policy assign workers to queued requests; return the new leases."""
         if not self.queue:
             return []
         loads = self.loads()
         if not loads.available.any():
             return []
-        return [self._assign(placement, decision, loads) for placement, decision in self._decisions()]
+        return [self._assign(lease, decision, loads) for lease, decision in self._decisions()]
 
-    def hold(self, placement: Placement) -> None:
+    def hold(self, lease: Lease) -> None:
         """Add a request that is LEASED already, for example by its client."""
-        self.finish(placement.request_id)
-        self._start(placement)
-        self._record_prefix(placement)
+        self.finish(lease.request_id)
+        self._start(lease)
+        self._record_prefix(lease)
 
     def counted(self, request: PlacementRequest) -> None:
         """Replace a request by one with its true signature and length; ignored unless it is running."""
-        placement = self.running.get(request.request_id)
-        if placement is not None:
-            placement.request = request
-            self._start(placement)
+        lease = self.running.get(request.request_id)
+        if lease is not None:
+            lease.request = request
+            self._start(lease)
 
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
         """Set the totals of generated tokens by request id; ignore unknown requests and decreases."""
@@ -197,65 +197,65 @@ class Placer:
 
     # -- implementation --------------------------------------------------------------------------
 
-    def _enqueue(self, placement: Placement) -> None:
-        self._stop(placement.request_id)
-        before = self.queue.get(placement.request_id)
-        placement.since_s = self._clock() if before is None else before.since_s
-        placement.become(State.QUEUED)
-        self.queue[placement.request_id] = placement
+    def _enqueue(self, lease: Lease) -> None:
+        self._stop(lease.request_id)
+        before = self.queue.get(lease.request_id)
+        lease.since_s = self._clock() if before is None else before.since_s
+        lease.become(State.QUEUED)
+        self.queue[lease.request_id] = lease
 
-    def _in_turn(self) -> list[Placement]:
+    def _in_turn(self) -> list[Lease]:
         """Return the queue in the order of the tenants' fair shares."""
         waiting = list(self.queue.values())
-        tenants = [(placement.request.tenant, placement.request.priority) for placement in waiting]
+        tenants = [(lease.request.tenant, lease.request.priority) for lease in waiting]
         if len(set(tenants)) < 2:
             return waiting
-        held = Counter(placement.request.tenant for placement in self.running.values())
+        held = Counter(lease.request.tenant for lease in self.running.values())
         return [waiting[index] for index in fair_order(tenants, held)]
 
-    def _decisions(self) -> Iterator[tuple[Placement, Decision]]:
+    def _decisions(self) -> Iterator[tuple[Lease, Decision]]:
         waiting = self._in_turn()
         if self._policy.queues:
-            requests = [placement.request for placement in waiting]
+            requests = [lease.request for lease in waiting]
             for index, decision in self._policy.dispatch(requests, self.loads(), self._rng):
                 yield waiting[index], decision
         else:  # the policy was changed to one without a queue
-            for placement in waiting:
+            for lease in waiting:
                 yield (
-                    placement,
-                    self._policy.select(placement.request, self._loads_for(placement.request), self._rng),
+                    lease,
+                    self._policy.select(lease.request, self._loads_for(lease.request), self._rng),
                 )
 
-    def _assign(self, placement: Placement, decision: Decision, loads: Loads) -> Placement:
+    def _assign(self, lease: Lease, decision: Decision, loads: Loads) -> Lease:
         worker = self._workers[decision.worker]
         assert worker is not None, "a policy chose a vacant slot"
-        if self.queue.pop(placement.request_id, None) is placement:
-            placement.waited_s = self._clock() - placement.since_s
-        self._stop(placement.request_id)  # a request that is placed again leaves its first worker
-        placement.become(State.LEASED)
-        placement.replica, placement.slot = worker, decision.worker
-        placement.band, placement.similarity = decision.band, decision.similarity
-        placement.best = _is_best(decision.worker, placement.request, loads)
-        placement.reason, placement.policy = decision.reason, self._policy.name
-        self._start(placement, decision)
-        self._record_prefix(placement)
-        if placement.request.blocks is not None:
-            missing = max(0, placement.request.prompt_tokens - placement.cached_tokens)
-            self._ledger.prefills(placement.request_id, missing)
-        return placement
+        if self.queue.pop(lease.request_id, None) is lease:
+            lease.waited_s = self._clock() - lease.since_s
+        self._stop(lease.request_id)  # a request that is placed again leaves its first worker
+        lease.become(State.LEASED)
+        lease.replica, lease.slot = worker, decision.worker
+        lease.band, lease.similarity = decision.band, decision.similarity
+        lease.best = _is_best(decision.worker, lease.request, loads)
+        lease.reason, lease.policy = decision.reason, self._policy.name
+        self._start(lease, decision)
+        self._record_prefix(lease)
+        if lease.request.blocks is not None:
+            missing = max(0, lease.request.prompt_tokens - lease.cached_tokens)
+            self._ledger.prefills(lease.request_id, missing)
+        return lease
 
-    def _record_prefix(self, placement: Placement) -> None:
+    def _record_prefix(self, lease: Lease) -> None:
         """Set the cached tokens of the prompt, then add its blocks to the worker's prefix cache."""
-        blocks = placement.request.blocks
-        if blocks is not None and placement.replica in self._slot:
-            placement.cached_tokens = int(self.prefixes.cached_tokens([placement.replica], blocks)[0])
-            self.prefixes.sent(placement.replica, blocks)
+        blocks = lease.request.blocks
+        if blocks is not None and lease.replica in self._slot:
+            lease.cached_tokens = int(self.prefixes.cached_tokens([lease.replica], blocks)[0])
+            self.prefixes.sent(lease.replica, blocks)
 
-    def _start(self, placement: Placement, decision: Decision | None = None) -> None:
-        self.running[placement.request_id] = placement
-        self._ledger.add(placement.request_id, placement.replica, placement.request.prompt_tokens)
-        self._ledger.progress(placement.request_id, placement.generated_tokens)
-        self._notify_assigned(placement, decision)
+    def _start(self, lease: Lease, decision: Decision | None = None) -> None:
+        self.running[lease.request_id] = lease
+        self._ledger.add(lease.request_id, lease.replica, lease.request.prompt_tokens)
+        self._ledger.progress(lease.request_id, lease.generated_tokens)
+        self._notify_assigned(lease, decision)
 
     def _stop(self, request_id: str) -> None:
         running = self.running.pop(request_id, None)
@@ -265,15 +265,15 @@ class Placer:
             for observer in self._observers():
                 observer.on_finished(request_id)
 
-    def _notify_assigned(self, placement: Placement, decision: Decision | None = None) -> None:
-        slot = self._slot.get(placement.replica)
+    def _notify_assigned(self, lease: Lease, decision: Decision | None = None) -> None:
+        slot = self._slot.get(lease.replica)
         for observer in self._observers():
             if slot is None:
-                observer.on_finished(placement.request_id)
+                observer.on_finished(lease.request_id)
                 continue
-            observer.on_assigned(placement.request, slot, decision)
-            if placement.generated_tokens:
-                observer.on_progress({placement.request_id: placement.generated_tokens})
+            observer.on_assigned(lease.request, slot, decision)
+            if lease.generated_tokens:
+                observer.on_progress({lease.request_id: lease.generated_tokens})
 
     def _observers(self) -> Iterator[GuardedPolicy | Shadow]:
         yield self._policy
@@ -281,8 +281,8 @@ class Placer:
             yield self._shadow
 
     def _notify_running(self) -> None:
-        for placement in self.running.values():
-            self._notify_assigned(placement)
+        for lease in self.running.values():
+            self._notify_assigned(lease)
 
 
 def _is_best(worker: int, request: PlacementRequest, loads: Loads) -> bool:

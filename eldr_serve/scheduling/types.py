@@ -1,4 +1,4 @@
-"""Data types of placement: requests, placements, loads and decisions."""
+"""Data types of placement: requests, leases, loads and decisions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PlacementRequest:
 
 
 class State(Enum):
-    """State of a placement."""
+    """State of a lease."""
 
     SCORED = "scored"  # the client sends it once there is a channel
     SENT = "sent"  # the router owes an answer
@@ -78,13 +78,15 @@ _NEXT = {
 
 
 @dataclass(slots=True)
-class Placement:
-    """The placement of a request, from its scoring to its end; the router and its client each keep one.
+class Lease:
+    """A request's lease of a decode worker, from its scoring to its end.
+
+    The router and its client each keep a copy.
 
     Attributes:
         client: client that sent the request.
         replica: name of the leased worker.
-        slot: slot of that worker in the router; -1 if the router did not place the request.
+        slot: the worker's slot in the router; -1 if the router did not place the request.
         band: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         best: the worker is the one most similar to the signature.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.scheduling import LoadLedger, Placement, Placer, Policy, Saving, Shadow, State
+from eldr_serve.scheduling import Lease, LoadLedger, Placer, Policy, Saving, Shadow, State
 from eldr_serve.scheduling.policies.base import CentroidTable
 from offline.simulation.cluster import Cluster
 from offline.simulation.decode_workers import DecodeWorkers
@@ -201,9 +201,9 @@ class _Simulation:
         if self._prefill is not None:
             self._prefill.leave(self._prefilled_by[j])
         request = self._placements.make(j, self._decode.cacheable_blocks(j))
-        self._submit(now, [Placement(request, State.SENT)])
+        self._submit(now, [Lease(request, State.SENT)])
 
-    def _submit(self, now: float, placements: Sequence[Placement] = ()) -> None:
+    def _submit(self, now: float, placements: Sequence[Lease] = ()) -> None:
         """Place these requests and the decode queue, as far as the policy has workers for them."""
         self._now = now
         if self._cluster.queue_ttl_s is not None:

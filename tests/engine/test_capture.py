@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import (
 from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router
 
 from eldr_serve.engine.vllm import capture as module
+from eldr_serve.engine.vllm.block_counts import active_experts
 from eldr_serve.engine.vllm.capture import ExpertCapture, StepPlan
 from eldr_serve.engine.vllm.host_copy import HostCopies, HostCopy
-from eldr_serve.engine.vllm.signature_cache import active_experts
 
 LAYERS, EXPERTS, K, SIZE = 2, 8, 2, 4
 PLAN = StepPlan(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.engine.routes import pack_routes, unpack_routes
-from eldr_serve.engine.vllm.signature_cache import SignatureCache, active_experts
+from eldr_serve.engine.vllm.block_counts import BlockExpertCounts, active_experts
 
 BLOCKS, SIZE, LAYERS, EXPERTS, K = 6, 4, 2, 5, 2
 Writes = st.lists(  # steps of (block, first offset, tokens): runs of consecutive slots
@@ -28,7 +28,7 @@ def test_rows_equal_a_recount_of_all_writes_since_offset_0(
     steps: list[list[tuple[int, int, int]]], seed: int, dtype: torch.dtype
 ) -> None:
     rng = np.random.default_rng(seed)
-    cache = SignatureCache(BLOCKS, SIZE, LAYERS, EXPERTS)
+    cache = BlockExpertCounts(BLOCKS, SIZE, LAYERS, EXPERTS)
     expected: dict[int, Counter[tuple[int, int]]] = {b: Counter() for b in range(BLOCKS)}
     for step in steps:
         slots: list[int] = []
@@ -63,7 +63,7 @@ def test_rows_equal_a_recount_of_all_writes_since_offset_0(
 
 @pytest.mark.parametrize(("size", "width"), [(255, 1), (256, 2), (32767, 2), (32768, 4)])
 def test_a_block_whose_tokens_all_choose_one_expert_does_not_overflow(size: int, width: int) -> None:
-    cache = SignatureCache(1, size, 1, 2)
+    cache = BlockExpertCounts(1, size, 1, 2)
     cache.record(torch.arange(size), torch.zeros((1, size, 1), dtype=torch.int64), torch.tensor([0]))
     assert cache.total(torch.tensor([0])).tolist() == [[size, 0]]
     assert cache.nbytes == 2 * width

@@ -66,7 +66,7 @@ def prompt_of(fields: dict[str, Any]) -> list[int]:
     return tokens_of(prompt) if isinstance(prompt, str) else list(prompt)
 
 
-def signature_of(prompt: Sequence[int]) -> str:
+def expert_counts_of(prompt: Sequence[int]) -> str:
     """Return a prompt's expert counts, packed."""
     counts = np.zeros((LAYERS, EXPERTS), np.uint32)
     counts[:, prompt[0] % EXPERTS] = len(prompt)
@@ -243,7 +243,7 @@ class PrefillEngine(BlockEngine):
         self._free_abandoned()
         await asyncio.sleep(self.time_s(0.001))  # from the engine's core to its front end
         where = {"engine": self.name, "prompt": engine_id, "blocks": blocks}
-        return Prefilled(np.asarray(prompt, np.uint32), {SIGNATURE: signature_of(prompt)} | where)
+        return Prefilled(np.asarray(prompt, np.uint32), {SIGNATURE: expert_counts_of(prompt)} | where)
 
     def prolong(self, engine_id: str) -> None:
         """Renew the lease."""
@@ -324,7 +324,7 @@ class DecodeEngine(BlockEngine):
         await asyncio.sleep(self.time_s(0.01))
         asked = self._asked.get(request_id)
         if asked is not None and not asked.done():
-            asked.set_result((len(prompt), signature_of(prompt)))
+            asked.set_result((len(prompt), expert_counts_of(prompt)))
         return _cut(prompt)
 
     async def _prolong(self, where: dict[str, Any]) -> None:

@@ -31,14 +31,14 @@ class Mutation:
 MUTATIONS = (
     # -- a request's path
     Mutation(
-        "a lease is not released", "eldr_serve.pipeline.path", "self._client.release(run.request_id)"
+        "a lease is not released", "eldr_serve.pipeline.path", "self._client.release(context.request_id)"
     ),
     Mutation(
         "a retry decodes from blocks that were read before",
         "eldr_serve.pipeline.path",
-        "prefilled = await self.prefill.prefilled(run) if self._splits(run.request) else None",
+        "prefilled = await self.prefill.prefilled(context) if self._splits(context.request) else None",
         "prefilled = run.__dict__.get('kept') or "
-        "(await self.prefill.prefilled(run) if self._splits(run.request) else None)\n"
+        "(await self.prefill.prefilled(context) if self._splits(context.request) else None)\n"
         "                run.__dict__['kept'] = prefilled",
     ),
     Mutation(
@@ -74,18 +74,18 @@ MUTATIONS = (
     Mutation(
         "what was generated is not prefilled again",
         "eldr_serve.pipeline.prefill_step",
-        "request.cache_salt, generated=bytes(run.ids)",
+        "request.cache_salt, generated=bytes(context.ids)",
         "request.cache_salt",
     ),
     Mutation(
         "an answer that goes on elsewhere begins anew",
         "eldr_serve.pipeline.path",
-        "            generated=bytes(run.ids),\n            created",
+        "            generated=bytes(context.ids),\n            created",
         "            created",
     ),
     Mutation(
         "the ids of one token are lost",
-        "eldr_serve.pipeline.request_run",
+        "eldr_serve.pipeline.request_context",
         "self.tokens += chunk.tokens",
         "self.tokens += max(chunk.tokens - 1, 0)",
     ),
@@ -95,8 +95,8 @@ MUTATIONS = (
     Mutation(
         "an answer that prefill does not take again is lost",
         "eldr_serve.pipeline.prefill_step",
-        "if run.tokens:\n                run.record.failures",
-        "if False:\n                run.record.failures",
+        "if context.tokens:\n                context.failures",
+        "if False:\n                context.failures",
     ),
     Mutation(
         "a prompt that fails stays in the queue for prefill",
@@ -106,7 +106,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a signature that nobody waits for is still awaited",
-        "eldr_serve.replicas.true_signature",
+        "eldr_serve.replicas.measured_counts",
         "asyncio.get_running_loop().call_later(_LATER_S, self._call.cancel)",
     ),
     Mutation(
@@ -117,13 +117,13 @@ MUTATIONS = (
     ),
     # -- the router's client
     Mutation(
-        "a release is not told", "eldr_serve.router.client", "call.close(placement.generated_tokens)"
+        "a release is not told", "eldr_serve.router.client", "call.close(lease.generated_tokens)"
     ),
     Mutation(
         "a request that is given up before its lease comes is not released",
         "eldr_serve.router.client",
         "self.release(request.request_id)  # it may be queued or hold a lease by now",
-        "self.placements.pop(request.request_id, None)",
+        "self.leases.pop(request.request_id, None)",
     ),
     Mutation(
         "a request whose router is away waits for it",
@@ -142,7 +142,7 @@ MUTATIONS = (
     Mutation(
         "leases by own load are told only over the next channel",
         "eldr_serve.router.client",
-        "self.hold([placement])",
+        "self.hold([lease])",
     ),
     Mutation(
         "an event loop waits for GCS while it looks up the router",
@@ -231,10 +231,10 @@ MUTATIONS = (
         "if False:",
     ),
     # -- admission and tenants
-    Mutation("a tenant keeps a place", "eldr_serve.limits.places", "self._held[tenant.name] -= 1"),
+    Mutation("a tenant keeps a place", "eldr_serve.limits.concurrency", "self._held[tenant.name] -= 1"),
     Mutation(
         "whoever came first is served first, whatever his tenant holds",
-        "eldr_serve.limits.places",
+        "eldr_serve.limits.concurrency",
         "min(self._waiting, key=lambda t: share(self._held[t.name], t.priority))",
         "next(iter(self._waiting))",
     ),
@@ -249,7 +249,7 @@ MUTATIONS = (
         "return {name: item[1] for name, item in self._taken.items() if name != ingress}",
         "return {}",
     ),
-    Mutation("a place is not given back", "eldr_serve.limits.places", "self.in_flight -= 1"),
+    Mutation("a place is not given back", "eldr_serve.limits.concurrency", "self.in_flight -= 1"),
     Mutation(
         "a client that leaves is not noticed",
         "eldr_serve.ingress.admission",

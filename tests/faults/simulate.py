@@ -273,7 +273,7 @@ class _Simulation:
         in_router = {name: placement.replica for name, placement in self._state().placer.running.items()}
         held: dict[str, str] = {}
         for process in self.world.live["ingress"]:
-            placements = process.servable_object._client.placements
+            placements = process.servable_object._client.leases
             held |= {n: p.replica for n, p in placements.items() if p.state is State.LEASED}
         if in_router == held and held:
             return []
@@ -295,7 +295,7 @@ class _Simulation:
             zero(f"{process} waiting", one.gate.places.waiting)
             zero(f"{process} places of tenants", dict(one.gate.places._held))
             zero(f"{process} retries", world.retries_at_once - one.openai._path._retries._turns._value)
-            zero(f"{process} placements", dict(one._client.placements))
+            zero(f"{process} placements", dict(one._client.leases))
             zero(f"{process} requests that wait for the router", list(one._client._waiting))
             zero(f"{process} open calls to the router", one._client._calls)
             zero(f"{process} progress to report", one._client._progress)
@@ -379,7 +379,7 @@ class _Simulation:
         plan = Plan(0.0, "completions", "3 1 4 1 5", 20, stream=True, token_s=0.1)
         what = "a stream that loses its engine while prefill is sick"
         asked = world.loop.create_task(self._answered(plan, process, what))
-        placements = process.servable_object._client.placements
+        placements = process.servable_object._client.leases
 
         def on() -> list[str]:
             return [p.replica for p in placements.values() if p.generated_tokens]

@@ -35,7 +35,7 @@ from eldr_serve.limits import tenants
 from eldr_serve.limits.keys import Key, Keys, Limits, digest
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.replicas import engine_watch, servers
-from eldr_serve.request_fields import Asked
+from eldr_serve.request import RequestFields
 from eldr_serve.router import actor as decode_router
 from eldr_serve.router import loop_watch
 from eldr_serve.router.actor import DecodeRouter
@@ -112,7 +112,7 @@ class _Tokens:
     async def fingerprint(self) -> str:
         return self.NAME
 
-    async def of(self, asked: Asked) -> NDArray[np.uint32]:
+    async def of(self, asked: RequestFields) -> NDArray[np.uint32]:
         return np.array(prompt_of({k: v for k, v in asked.model_dump().items() if v is not None}), np.uint32)
 
 

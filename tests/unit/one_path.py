@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from fake_fleet import FakeFleet, answering, prefilled
 
+from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.experts.signature import pack_counts
+from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.request_run import Engines
-from eldr_serve.request_fields import SIGNATURE, Asked, Generation
-from eldr_serve.scheduling import Placement, PlacementRequest, State
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.request import Request, RequestFields
+from eldr_serve.scheduling import Lease, PlacementRequest, State
 
 COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
 good_prefill = answering(
@@ -23,10 +25,10 @@ good_prefill = answering(
 good_decode = answering(b"a", b"b", b"c")
 
 
-def generation(method: str = "completions", **fields: Any) -> Generation:
-    """What the ingress makes of a client's request."""
+def asking(method: str = "completions", **fields: Any) -> RequestContext:
+    """Return the context of a client's request, as the ingress makes it."""
     body = {"model": "m", "prompt": "hello", "max_tokens": 5, **fields}
-    return Generation(method, json.dumps(body).encode(), Asked.model_validate(body))
+    return RequestContext(Request(method, json.dumps(body).encode(), RequestFields.model_validate(body)))
 
 
 class Client:
@@ -41,15 +43,13 @@ class Client:
         self.tokens: list[int] = []
         self.events: list[str] = []
 
-    async def place(
-        self, request: PlacementRequest, counts: Any, *, token_ids: Any, wait_s: float
-    ) -> Placement:
+    async def place(self, request: PlacementRequest, counts: Any, *, token_ids: Any, wait_s: float) -> Lease:
         self.placed.append((request, counts))
         self.placed_by.append(token_ids)
         self.waits.append(wait_s)
         self.held.add(request.request_id)
         replica = next(r for r in ("d0", "d1", "d2") if r not in request.exclude)
-        return Placement(request, State.LEASED, replica=replica)
+        return Lease(request, State.LEASED, replica=replica)
 
     def release(self, request_id: str) -> None:
         self.held.discard(request_id)
@@ -80,7 +80,7 @@ class World:
     async def run(self, **fields: Any) -> bytes:
         """The answer; what it leaves to do is done."""
         try:
-            return b"".join([chunk async for chunk in self.path.generate(generation(**fields))])
+            return b"".join([chunk async for chunk in self.path.generate(asking(**fields))])
         finally:
             await asyncio.sleep(0.01)
             assert not self.client.held

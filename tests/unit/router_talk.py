@@ -22,7 +22,7 @@ from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.messages import Counted, Place, Restore, decoder, encode
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.state import RouterState
-from eldr_serve.scheduling import Decision, Loads, Placement, PlacementRequest, QueuedPolicy, State
+from eldr_serve.scheduling import Decision, Lease, Loads, PlacementRequest, QueuedPolicy, State
 
 
 def make(
@@ -42,9 +42,9 @@ def say(
     client: str = "c",
     progress: dict[str, int] | None = None,
     released: Sequence[str] = (),
-    held: Sequence[Placement] = (),
+    held: Sequence[Lease] = (),
     counted: Sequence[PlacementRequest] = (),
-) -> list[Placement]:
+) -> list[Lease]:
     """Ask for workers, by name alone for a request that may wait, after all the other news."""
     asked = [request(a, may_wait=True) if isinstance(a, str) else a for a in ask]
     state.progress(progress or {})
@@ -54,12 +54,12 @@ def say(
         state.hold(replace(lease, client=client))
     for known in counted:
         state.counted(known)
-    placements = [Placement(one, State.SENT, client) for one in asked]
+    placements = [Lease(one, State.SENT, client) for one in asked]
     state.place(placements)
     return placements
 
 
-def ask(state: RouterState, name: str, centroid: int | None = None, **fields: Any) -> Placement:
+def ask(state: RouterState, name: str, centroid: int | None = None, **fields: Any) -> Lease:
     """The answer to a request, which must not wait, of a centroid's signature."""
     if centroid is not None:
         table = RoutingTable.from_bytes(state.settings.table or b"")
@@ -73,10 +73,10 @@ def release(state: RouterState, *names: str) -> None:
     say(state, released=names)
 
 
-def leased(name: str, replica: str, **fields: Any) -> Placement:
+def leased(name: str, replica: str, **fields: Any) -> Lease:
     """What a client that placed by itself tells."""
     asked = request(name, **{"max_new_tokens": 0, **fields})
-    return Placement(asked, State.LEASED, replica=replica, policy="own-load")
+    return Lease(asked, State.LEASED, replica=replica, policy="own-load")
 
 
 def loads(state: RouterState) -> dict[str, tuple[int, int]]:
@@ -147,7 +147,7 @@ class FakeActor(RouterCalls):
         self.messages: list[Any] = []
 
     @property
-    def running(self) -> dict[str, Placement]:
+    def running(self) -> dict[str, Lease]:
         return self.state.placer.running
 
     @property
@@ -248,8 +248,8 @@ async def all_is_over(client: RouterClient, actor: FakeActor) -> None:
     """Wait until neither router nor client holds anything."""
     await settled(lambda: not actor.state.queue_size and not actor.running)
     assert set(loads(actor.state).values()) <= {(0, 0)}
+    assert not client.lease_count
     assert not client.leases
-    assert not client.placements
     assert not client._calls
     assert not list(client._waiting)
     assert not actor.sessions.open

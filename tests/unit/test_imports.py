@@ -41,7 +41,7 @@ PARTS = (
     "eldr_serve.scheduling",
     "eldr_serve.channel",
     "eldr_serve.engine",
-    "eldr_serve.request_fields",
+    "eldr_serve.request",
     "eldr_serve.queues",
     "eldr_serve.limits",
     "eldr_serve.signatures",

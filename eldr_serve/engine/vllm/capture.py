@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eldr_serve.engine.vllm.block_counts import BlockExpertCounts, active_experts
 from eldr_serve.engine.vllm.host_copy import HostCopies, HostCopy, to_device
-from eldr_serve.engine.vllm.signature_cache import SignatureCache, active_experts
 
 
 class Router(Protocol):
@@ -126,7 +126,7 @@ class ExpertCapture:
         shape = (self.num_layers, 0 if on_host else max_tokens, self.top_k)
         self._chosen = torch.zeros(shape, dtype=torch.int16, device=device)
         self.cache = (
-            SignatureCache(num_blocks, block_size, self.num_layers, self.num_experts, device)
+            BlockExpertCounts(num_blocks, block_size, self.num_layers, self.num_experts, device)
             if num_blocks is not None
             else None
         )

@@ -17,7 +17,7 @@ from in_process import python
 from eldr_serve.pipeline.prefill_step import PrefillStep
 from eldr_serve.router.client import RouterClient
 from eldr_serve.router.state import RouterState
-from eldr_serve.scheduling import Placement, Placer
+from eldr_serve.scheduling import Lease, Placer
 from tests.faults import virtual_time
 from tests.faults.clients import Plan
 from tests.faults.fake_engines import Blocks, continuation
@@ -76,7 +76,7 @@ class Wrong:
         return await step.prefill(run)
 
     @staticmethod
-    def own_leases_are_ignored(state: RouterState, lease: Placement) -> None:
+    def own_leases_are_ignored(state: RouterState, lease: Lease) -> None:
         """They are only told by `restore`."""
 
     @staticmethod
@@ -84,7 +84,7 @@ class Wrong:
         placer._leave(request_id)
 
     @staticmethod
-    def nothing_is_told_anew(client: RouterClient, leases: list[Placement]) -> None:
+    def nothing_is_told_anew(client: RouterClient, leases: list[Lease]) -> None:
         """The router learns of no lease that it has not made."""
 
 
@@ -115,7 +115,7 @@ def test_requests_wait_in_the_decode_queue_in_some_runs_and_some_are_given_up_th
         seen["given up"] += request_id in placer.queue
         finish(placer, request_id)
 
-    def enqueued(placer: Placer, placement: Placement) -> None:
+    def enqueued(placer: Placer, placement: Lease) -> None:
         seen["queued"] += 1
         enqueue(placer, placement)
 

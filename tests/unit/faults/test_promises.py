@@ -55,7 +55,7 @@ def held(world: World) -> list[str]:
     """What somebody has: slots, leases, requests and prompts in engines."""
     found = [f"{len(p.servable_object._state.placer.running)} leases" for p in world.live["router"]]
     found += [f"{p.servable_object.gate.in_flight} slots" for p in world.live["ingress"]]
-    found += [f"{p.servable_object._client.leases} own leases" for p in world.live["ingress"]]
+    found += [f"{p.servable_object._client.lease_count} own leases" for p in world.live["ingress"]]
     for engine in world.engines.values():
         found += [f"{engine.running} requests", f"{engine.blocks.in_use} blocks"]
         found += [f"{len(engine.held)} prompts"] if isinstance(engine, PrefillEngine) else []

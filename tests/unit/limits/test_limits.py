@@ -20,7 +20,7 @@ from router_talk import settled
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import parse_request
 from eldr_serve.limits.keys import Keys, add_key, write_keys
-from eldr_serve.request_fields import Asked, tenant_salt
+from eldr_serve.request import RequestFields, tenant_salt
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}
@@ -92,7 +92,7 @@ async def test_engines_get_a_salt_of_the_tenant_and_no_priority_of_the_client(
 
 @given(*[st.tuples(st.text(min_size=1), st.none() | st.text(min_size=1))] * 2)
 def test_salts_are_equal_only_for_equals(one: tuple[str, str | None], other: tuple[str, str | None]) -> None:
-    salts = [tenant_salt(tenant, Asked(cache_salt=salt)) for tenant, salt in (one, other)]
+    salts = [tenant_salt(tenant, RequestFields(cache_salt=salt)) for tenant, salt in (one, other)]
     assert (salts[0] == salts[1]) == (one == other)
 
 
@@ -125,14 +125,14 @@ async def test_whoever_waits_for_a_place_gets_it_in_fair_shares(tmp_path: Path) 
     held = asyncio.Event()
     async with with_tenants(tmp_path, {"a": {}, "b": {}}, max_in_flight=2, prefill=answering(held)) as app:
         posts = [asyncio.create_task(post(app, tenant, COMPLETIONS, HELLO)) for tenant in "aaab"]
-        await settled(lambda: app.ingress.gate.places.waiting == 2)
+        await settled(lambda: app.ingress.gate.limiter.waiting == 2)
         posts[0].cancel()
-        await settled(lambda: app.ingress.gate.places.waiting == 1)
-        assert [tenant.name for tenant in app.ingress.gate.places._waiting] == ["a"]
+        await settled(lambda: app.ingress.gate.limiter.waiting == 1)
+        assert [tenant.name for tenant in app.ingress.gate.limiter._waiting] == ["a"]
         for task in posts:
             task.cancel()
         await asyncio.wait(posts)
-        await settled(lambda: app.ingress.gate.in_flight == app.ingress.gate.places.waiting == 0)
+        await settled(lambda: app.ingress.gate.in_flight == app.ingress.gate.limiter.waiting == 0)
 
 
 async def test_workers_are_shown_to_the_admin_key_alone() -> None:

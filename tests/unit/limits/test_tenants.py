@@ -18,8 +18,7 @@ from eldr_serve.cli import app
 from eldr_serve.errors import RateLimited, Refused
 from eldr_serve.limits.keys import Keys, KeysError, Limits, add_key, digest, read_keys, write_keys
 from eldr_serve.limits.shared_limits import SharedLimits
-from eldr_serve.limits.tenants import Bucket, Tenant, Tenants, Visit
-from eldr_serve.scheduling import Placement, PlacementRequest
+from eldr_serve.limits.tenants import Bucket, Tenant, Tenants, TokenReservation
 
 KEY_OF_A = json.dumps({"sha256": "0" * 64, "tenant": "a"})
 
@@ -79,24 +78,18 @@ def test_a_changed_limit_forgets_no_debt() -> None:
     assert bucket.wait_s() == pytest.approx((180 + 1 - 120) / 2)
 
 
-def lease(prompt: int, generated: int) -> Placement:
-    return Placement(PlacementRequest("r", None, prompt, 0), generated_tokens=generated)
-
-
-@pytest.mark.parametrize(
-    ("found", "used"), [(lease(30, 12), 42), (lease(0, 12), 22), (None, 0)], ids=["split", "whole", "refused"]
-)
-def test_a_request_is_charged_what_it_used(found: Placement | None, used: int) -> None:
+@pytest.mark.parametrize("used", [42, 0])
+def test_a_request_is_charged_what_it_used(used: int) -> None:
     clock = Clock()
     tenant = Tenant("a", Limits(tokens_per_minute=100), clock)
-    visit = Visit(tenant)
-    visit.reserve(10, 500)  # more than a minute has: it runs, and the next ones wait
+    reservation = TokenReservation(tenant)
+    reservation.reserve(510)  # more than a minute has: it runs, and the next ones wait
     with pytest.raises(RateLimited, match="100 tokens a minute") as refused:
-        Visit(tenant).reserve(1, 1)
+        TokenReservation(tenant).reserve(2)
     assert refused.value.retry_after_s == math.ceil((510 + 1 - 100) * 0.6)
-    visit.lease = found
-    visit.settle()
-    visit.settle()
+    reservation.used = lambda: used
+    reservation.settle()
+    reservation.settle()
     tenant.tokens.take(100 - used - 1)
     assert tenant.tokens.wait_s() == 0
     tenant.tokens.take(1)

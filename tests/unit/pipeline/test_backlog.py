@@ -12,12 +12,12 @@ from unittest.mock import patch
 import msgspec
 import pytest
 from fake_fleet import FakeFleet, Sent, answering, prefilled
-from one_path import Client, generation, good_decode
+from one_path import Client, asking, good_decode
 
 from eldr_serve.errors import Overloaded
+from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.request_run import Engines
 from eldr_serve.queues.prefill_queue import QUEUE
 from eldr_serve.replicas.decode_turns import SEATS
 from tests.faults.virtual_time import VirtualLoop
@@ -75,7 +75,7 @@ class World:
             tries += 1
             sent_s = loop.time()
             try:
-                run = self.path.generate(generation(prompt=prompt, stream=True))
+                run = self.path.generate(asking(prompt=prompt, stream=True))
                 assert b"".join([chunk async for chunk in run])
             except Overloaded as refusal:
                 self.statuses[refusal.status] += 1
@@ -147,7 +147,7 @@ def test_an_engine_that_computes_nothing_is_set_aside() -> None:
         assert {type(error) for error in found} == {Overloaded}
 
     async def one(number: int) -> None:
-        async for _ in world.path.generate(generation(prompt=[number] * TOKENS)):
+        async for _ in world.path.generate(asking(prompt=[number] * TOKENS)):
             pass
 
     on_virtual_time(main)

@@ -9,24 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_fleet import TOKEN_IDS, answering, prefilled, refusing
-from one_path import COUNTS, World, generation, good_decode
+from one_path import COUNTS, World, asking, good_decode
 from pydantic import ValidationError
 from router_talk import settled
 
 from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
+from eldr_serve.engine.calls import prefill_header
+from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.errors import Overloaded
 from eldr_serve.pipeline import path
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.request_record import RequestRecord
 from eldr_serve.pipeline.stages import WINDOW, Stages
-from eldr_serve.request_fields import (
-    SIGNATURE,
-    Asked,
-    needs_whole_engine,
-    prefill_header,
-    prompt_head,
-    prompt_key,
-)
+from eldr_serve.request import RequestFields, needs_whole_engine, prompt_head, prompt_key
 from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
 
 DEAD = answering(ChannelLost("it is dead"))
@@ -61,11 +55,11 @@ async def test_the_hand_over_is_timed_where_there_is_one(fields: dict[str, int],
         async for chunk in good_decode(sent):
             yield chunk
 
-    record = RequestRecord()
-    stream = World(decode=slow_decode).path.generate(generation(**fields), record)
+    context = asking(**fields)
+    stream = World(decode=slow_decode).path.generate(context)
     assert b"".join([chunk async for chunk in stream]) == b"abc"
-    assert (record.handover_s is not None) == timed
-    assert not timed or 0.05 <= record.handover_s < 1
+    assert (context.handover_s is not None) == timed
+    assert not timed or 0.05 <= context.handover_s < 1
 
 
 @pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {SIGNATURE: "AAAA"}])
@@ -182,7 +176,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(error: Exception) -
 async def test_a_client_that_does_not_read_ends_its_own_stream() -> None:
     more = asyncio.Event()
     world = World(decode=answering(b"x", more, *[b"x" * 2**18] * 9, asyncio.Event()))
-    stream = world.path.generate(generation())
+    stream = world.path.generate(asking())
     assert await anext(stream) == b"x"
     more.set()
     (sent,) = world.decode.requests
@@ -293,7 +287,7 @@ async def test_progress_counts_tokens_not_chunks() -> None:
 
 def test_equal_prompts_have_equal_keys() -> None:
     def key(**fields: Any) -> str:
-        return prompt_key(Asked(**fields))
+        return prompt_key(RequestFields(**fields))
 
     assert key(prompt="a", max_tokens=3) == key(prompt="a", max_tokens=4)
     assert len({key(prompt=prompt) for prompt in ("a", "b", [1, 2], [1, 3])}) == 4
@@ -308,7 +302,7 @@ def test_equal_prompts_have_equal_keys() -> None:
      {"messages": 5}, {"messages": [5]}, {"messages": [{"role": 5, "content": "\udfff"}]}],
 )  # fmt: skip
 def test_a_prompt_of_any_form_has_a_head(fields: dict[str, Any]) -> None:
-    assert isinstance(prompt_head(Asked(**fields)), bytes)
+    assert isinstance(prompt_head(RequestFields(**fields)), bytes)
 
 
 async def test_a_decode_engine_has_time_to_end_its_read_before_the_blocks_are_released(
@@ -358,7 +352,7 @@ async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) ->
 async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(
     fields: dict[str, Any], reason: str | None
 ) -> None:
-    assert needs_whole_engine("completions", generation(**fields).asked) == reason
+    assert needs_whole_engine("completions", asking(**fields).request.fields) == reason
     world = World()
     await world.run(**fields)
     assert len(world.prefill.requests) == (reason is None)

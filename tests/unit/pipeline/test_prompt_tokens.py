@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
 from eldr_serve.pipeline import prompt_tokens
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
-from eldr_serve.request_fields import Asked
+from eldr_serve.request import RequestFields
 
 MODEL = ROOT / "examples/demo_model" / "weights"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -30,7 +30,7 @@ def ids(text: str, *, special: bool) -> list[int]:
 async def of(**asked: Any) -> list[int] | None:
     tokens = PromptTokens(str(MODEL))
     await tokens.fingerprint()
-    found = await tokens.of(Asked.model_validate(asked))
+    found = await tokens.of(RequestFields.model_validate(asked))
     return None if found is None else found.tolist()
 
 
@@ -92,7 +92,7 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 def test_no_prompt_breaks_it(prompt: Any, messages: Any) -> None:
     tokens = PromptTokens(str(MODEL))
     tokens._tokenizer = TOKENIZER
-    found = asyncio.run(tokens.of(Asked(prompt=prompt, messages=messages)))
+    found = asyncio.run(tokens.of(RequestFields(prompt=prompt, messages=messages)))
     assert found is None or found.dtype == np.uint32
 
 
@@ -105,4 +105,4 @@ async def test_a_tokenizer_is_named_as_calibration_names_it(tmp_path: Path) -> N
     broken = PromptTokens(str(tmp_path))
     with pytest.raises(ValueError, match="cannot be read"):
         await broken.fingerprint()
-    assert await broken.of(Asked(prompt=TEXT)) is None
+    assert await broken.of(RequestFields(prompt=TEXT)) is None

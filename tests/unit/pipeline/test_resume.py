@@ -11,7 +11,7 @@ import pytest
 from fake_fleet import TOKEN_IDS, answering, prefilled, refusing
 from hypothesis import given
 from hypothesis import strategies as st
-from one_path import World, generation
+from one_path import World, asking
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.errors import Overloaded
@@ -175,7 +175,7 @@ async def test_a_few_answers_at_once_are_prefilled_again() -> None:
 
 
 async def _all(world: World) -> bytes:
-    return b"".join([chunk async for chunk in world.path.generate(generation(stream=True))])
+    return b"".join([chunk async for chunk in world.path.generate(asking(stream=True))])
 
 
 async def test_a_whole_answer_that_may_not_go_on_in_time_is_to_be_sent_again() -> None:

@@ -16,7 +16,7 @@ from router_talk import settled
 
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.pipeline import warmup
-from eldr_serve.pipeline.request_run import Engines
+from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas import true_signature
 

@@ -13,7 +13,7 @@ from tables import counts_for, request, unit_table
 
 from eldr_serve.router.messages import Restore
 from eldr_serve.router.state import RouterState
-from eldr_serve.scheduling import Placement, State
+from eldr_serve.scheduling import Lease, State
 
 
 def router(workers: int = 2, **options: Any) -> RouterState:
@@ -24,14 +24,14 @@ def router(workers: int = 2, **options: Any) -> RouterState:
     return state
 
 
-def fetch(state: RouterState) -> dict[str, Placement]:
+def fetch(state: RouterState) -> dict[str, Lease]:
     """New leases, by request."""
     granted, state.granted = state.granted, []
     state.on_leases = state.granted.extend
     return {lease.request_id: lease for lease in granted}
 
 
-def queued(answers: list[Placement]) -> set[str]:
+def queued(answers: list[Lease]) -> set[str]:
     return {answer.request_id for answer in answers if answer.state is State.QUEUED}
 
 
@@ -157,7 +157,7 @@ class Conservation(RuleBasedStateMachine):
         self.told: dict[str, int] = {}  # tokens of those that have a worker
         self.state.on_leases = self.granted
 
-    def granted(self, leases: list[Placement]) -> None:
+    def granted(self, leases: list[Lease]) -> None:
         for lease in leases:
             waited = self.waits.pop(lease.request_id, lease.client)
             assert waited == lease.client  # granted once

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from eldr_serve.errors import Overloaded
+from eldr_serve.limits.concurrency import ConcurrencyLimiter
 from eldr_serve.limits.keys import Limits
-from eldr_serve.limits.places import Places
 from eldr_serve.limits.tenants import Tenant
 from eldr_serve.queues.wait_estimate import WaitEstimate
 from eldr_serve.replicas.decode_turns import SEATS, DecodeTurns
@@ -36,12 +36,12 @@ def test_a_prediction_is_the_mean_interval_times_those_ahead() -> None:
 
 async def test_a_tenant_that_would_wait_too_long_for_a_place_is_refused_at_once() -> None:
     now = 0.0
-    places = Places(1, 100, max_wait_s=3.0)
-    places._waits = WaitEstimate(clock=lambda: now)
+    limiter = ConcurrencyLimiter(1, 100, max_wait_s=3.0)
+    limiter._waits = WaitEstimate(clock=lambda: now)
     ends: list[asyncio.Event] = []
 
     async def holds(tenant: Tenant) -> None:
-        async with places.place(tenant):
+        async with limiter.permit(tenant):
             ends.append(asyncio.Event())
             await ends[-1].wait()
 
@@ -52,17 +52,17 @@ async def test_a_tenant_that_would_wait_too_long_for_a_place_is_refused_at_once(
         now += 1.0
         ends[number].set()
     await asyncio.sleep(0.01)
-    assert (places.in_flight, places.waiting) == (1, 5)
+    assert (limiter.in_flight, limiter.waiting) == (1, 5)
     with pytest.raises(Overloaded) as refused:
         await holds(crowd)
     assert (refused.value.status, refused.value.retry_after_s) == (429, 5)  # 6 places, 0.75 s each
     tasks.append(asyncio.create_task(holds(modest)))  # the other tenant's line is not its own
     await asyncio.sleep(0.01)
-    assert places.waiting == 6
+    assert limiter.waiting == 6
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (places.in_flight, places.waiting) == (0, 0)
+    assert (limiter.in_flight, limiter.waiting) == (0, 0)
 
 
 class World:

@@ -16,10 +16,10 @@ from engine_server import serving
 from router_talk import settled
 
 from eldr_serve.channel import Channel, ChannelLost
+from eldr_serve.engine.calls import WARM, decode_header
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Send
 from eldr_serve.replicas import engine_watch, servers
-from eldr_serve.request_fields import WARM, decode_header
 
 LIMIT_S = 0.1
 

@@ -9,7 +9,7 @@ import pytest
 from fake_fleet import answering, prefilled, refusing
 from hypothesis import given
 from hypothesis import strategies as st
-from one_path import World, generation, good_decode, good_prefill
+from one_path import World, asking, good_decode, good_prefill
 from router_talk import settled
 from test_resume import END, WHOLE, packed
 
@@ -82,7 +82,7 @@ async def test_a_client_that_reads_slowly_is_not_an_engine_that_writes_slowly() 
         more.set()
 
     world = World(decode=steady, gap_limit_s=0.08)
-    stream = world.path.generate(generation(stream=True))
+    stream = world.path.generate(asking(stream=True))
     assert await anext(stream) == b"x"
     await more.wait()
     assert b"".join([chunk async for chunk in stream]) == b"x" * 19

@@ -44,12 +44,12 @@ async def test_a_client_that_leaves_frees_its_slot_lease_and_the_engines_request
         gate, client, placer = service.ingress.gate, service.ingress._client, service.actor
         with process("client", service.port, ENDLESS) as (leaving, first):
             assert await first() == "begun"
-            assert len(await decode.running()) == gate.in_flight == client.leases == 1
+            assert len(await decode.running()) == gate.in_flight == client.lease_count == 1
             await settled(lambda: len(placer.running) == 1)
             leaving.kill()
             leaving.wait()
             async with asyncio.timeout(10 * 0.2):
-                while gate.in_flight or client.leases or placer.running or await decode.running():
+                while gate.in_flight or client.lease_count or placer.running or await decode.running():
                     await asyncio.sleep(0.002)
         assert not await prefill.running()
 
@@ -71,10 +71,10 @@ async def test_a_client_that_reads_nothing_is_cut_off_at_its_buffers_cap_and_dis
                 assert await begun() == "begun"
                 assert await asked() == "asked"
                 await settled(lambda: counted["slow_clients"] == 1, 60)
-                await settled(lambda: gate.in_flight == client.leases == 1, 30)
+                await settled(lambda: gate.in_flight == client.lease_count == 1, 30)
                 (other,) = await quick.running()
-                tokens = client.placements[other].generated_tokens
-                await settled(lambda: client.placements[other].generated_tokens > tokens + 100, 30)
+                tokens = client.leases[other].generated_tokens
+                await settled(lambda: client.leases[other].generated_tokens > tokens + 100, 30)
                 assert deaf.poll() is None  # it is there all the time
             await settled(lambda: not gate.in_flight, 30)
             assert counted["streams_lost"] == 0

@@ -10,8 +10,8 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID
 from ray.serve.request_router import ReplicaID, RequestRouter
 
+from eldr_serve.engine.calls import REPLICA
 from eldr_serve.replicas.request_router import DecodeRequestRouter, DirectoryRouter
-from eldr_serve.request_fields import REPLICA
 from eldr_serve.router.directory import directory
 
 ID = DeploymentID("d")

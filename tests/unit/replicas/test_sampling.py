@@ -16,13 +16,13 @@ from engine_server import COUNTS, serving
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from router_talk import settled
 
+from eldr_serve.engine.calls import WARM, decode_header
 from eldr_serve.engine.keys import SIGNATURE
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.replicas import pool_client, sampling, servers
 from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.sampling import MAX_SAMPLED, Sampler
-from eldr_serve.request_fields import WARM, decode_header
 
 # The destructor is a coroutine, which Serve awaits.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'")

@@ -17,9 +17,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from router_talk import settled
 
 from eldr_serve.channel import CallFailed
+from eldr_serve.engine.calls import decode_header, expert_counts_of, prefill_header
 from eldr_serve.pipeline.prefill_step import prefill_answer
 from eldr_serve.replicas import servers
-from eldr_serve.request_fields import decode_header, prefill_header, signature_of
 from eldr_serve.router.budget import KV_USAGE, SAMPLE
 from eldr_serve.scheduling import StepSums
 
@@ -114,7 +114,7 @@ async def test_a_prompt_is_prefilled_and_held_until_it_is_released() -> None:
         for name, counts in (("a", COUNTS[0]), ("b", COUNTS[1])):
             call = channel.call("prefill", prefill_header("completions", name), b'{"prompt": "x"}')
             found = await prefill_answer(call)
-            np.testing.assert_array_equal(signature_of(found["kv"]), counts)
+            np.testing.assert_array_equal(expert_counts_of(found["kv"]), counts)
             assert len(found["token_ids"]) == 4 * found["tokens"]
         assert server._engine.held == {"a", "b"}
         await channel.call("release", {"id": "a"}).end()

@@ -16,7 +16,7 @@ from eldr_serve.channel import CallFailed, ChannelLost
 from eldr_serve.router.client import RouterClient
 from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.messages import Leased, Queued, Settings, Unplaced, decoder, encode
-from eldr_serve.scheduling import Placement, State
+from eldr_serve.scheduling import Lease, State
 
 EDGES = {
     State.SCORED: {State.SENT, State.LEASED, State.DONE},
@@ -30,7 +30,7 @@ EDGES = {
 @pytest.mark.parametrize("before", State)
 @pytest.mark.parametrize("after", State)
 def test_a_request_goes_along_the_edges_and_no_others(before: State, after: State) -> None:
-    placement = Placement(request("a"), before)
+    placement = Lease(request("a"), before)
     if after in EDGES[before]:
         placement.become(after)
         assert placement.state is after
@@ -123,7 +123,7 @@ class Desk:
 
     @property
     def state(self) -> State:
-        found = self.client.placements.get("a")
+        found = self.client.leases.get("a")
         return State.DONE if found is None else found.state
 
 
@@ -176,14 +176,14 @@ def test_whatever_the_router_says_the_request_ends_and_nothing_stays_behind(step
         desk = Desk()
         await desk.do(*steps, "away", "open")
         leased = (await asyncio.gather(desk.task, return_exceptions=True))[0]
-        assert isinstance(leased, Placement | asyncio.CancelledError)
-        assert (desk.state is State.LEASED) == ("a" in desk.client.placements)
+        assert isinstance(leased, Lease | asyncio.CancelledError)
+        assert (desk.state is State.LEASED) == ("a" in desk.client.leases)
         if desk.state is State.LEASED:  # the router knows where it is
             _, restored, lease = desk.calls["place"].told[0]
             assert restored["request_id"] == "a"
-            assert lease[1] == desk.client.placements["a"].replica
+            assert lease[1] == desk.client.leases["a"].replica
         desk.client.release("a")
-        assert desk.client.leases == 0
+        assert desk.client.lease_count == 0
         assert not desk.client._calls
         assert not list(desk.client._waiting)
         assert "place" not in desk.calls or desk.calls["place"].ended

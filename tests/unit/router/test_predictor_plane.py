@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fake_fleet import Sent, answering
 from ingress_app import KEY, running_app
-from one_path import COUNTS, World, generation
+from one_path import COUNTS, World, asking
 from router_talk import FakeActor, all_is_over, ask, connected, loads, make, say, settled
 from tables import request
 
@@ -21,9 +21,9 @@ from eldr_serve.errors import SwapRefused
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
-from eldr_serve.pipeline.request_run import Engines
 from eldr_serve.replicas import true_signature
 from eldr_serve.router import settings_check
 from eldr_serve.router.directory import BLOCK_TOKENS
@@ -354,8 +354,9 @@ async def test_the_blocks_of_a_prompt_go_with_it_where_decode_engines_prefill() 
     ids = list(range(7))
 
     async def hashes(path: RequestPath = world.path, **fields: Any) -> list[int]:
-        asked = replace(generation(prompt=ids, cache_salt=fields.pop("own", None)), **fields)
-        async for _ in path.generate(asked):
+        context = asking(prompt=ids, cache_salt=fields.pop("own", None))
+        context.request = replace(context.request, **fields)
+        async for _ in path.generate(context):
             pass
         found = world.client.placed[-1][0].blocks
         assert found.block_tokens == 2
@@ -428,7 +429,7 @@ async def test_an_engine_that_counts_nothing_or_is_lost_fails_no_request(
 async def test_a_client_that_goes_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(true_signature, "_LATER_S", 0.001)
     world = whole_world(answering(b"a", asyncio.Event()))
-    stream = world.path.generate(generation(prompt=[1, 2]))
+    stream = world.path.generate(asking(prompt=[1, 2]))
     await anext(stream)
     await stream.aclose()
     await settled(lambda: not any(world.decode.in_flight.values()))

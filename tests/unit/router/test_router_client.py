@@ -13,7 +13,7 @@ from tables import counts_for, request, unit_table
 from eldr_serve.errors import Overloaded, SwapRefused
 from eldr_serve.router.client import RouterClient
 from eldr_serve.router.messages import Answered
-from eldr_serve.scheduling import Placement, State
+from eldr_serve.scheduling import Lease, State
 
 
 async def test_a_signature_is_scored_here_and_placed_there() -> None:
@@ -48,7 +48,7 @@ async def test_counts_travel_where_the_policy_reads_them_and_come_back_after_a_r
         client.release("a")
         client.release("b")
         await settled(lambda: not held())
-        assert not client.placements
+        assert not client.leases
         await client.call("set_policy", "shortest-queue", {})
         await client.place(request("c"), counts_for(0))
         assert actor.asked[-1].signature is None
@@ -185,13 +185,11 @@ def queueing(**options: Any) -> FakeActor:
 
 async def waiting(
     client: RouterClient, actor: FakeActor, name: str, counts: Any = None, wait_s: float = 30.0
-) -> asyncio.Task[Placement]:
+) -> asyncio.Task[Lease]:
     """The placement of a request that is in the queue."""
     size = actor.state.queue_size
     task = asyncio.create_task(client.place(request(name), counts, wait_s=wait_s))
-    await settled(
-        lambda: actor.state.queue_size == size + 1 and client.placements[name].state is State.QUEUED
-    )
+    await settled(lambda: actor.state.queue_size == size + 1 and client.leases[name].state is State.QUEUED)
     return task
 
 
@@ -250,7 +248,7 @@ async def test_a_router_that_falls_silent_while_a_request_waits_in_its_queue_is_
         task = await waiting(client, actor, "c")
         actor.disconnect()
         await settled(
-            lambda: client.placements["c"].state is State.QUEUED and actor.sessions.open.keys() == {*"abc"}
+            lambda: client.leases["c"].state is State.QUEUED and actor.sessions.open.keys() == {*"abc"}
         )
         assert not client.router_away
         client.release("a")
@@ -319,7 +317,7 @@ async def test_whatever_happens_every_request_ends_once_and_nothing_stays_behind
             counts = counts_for(rng.randrange(2))
             try:
                 lease = await client.place(request(name), counts, wait_s=rng.choice([0.005, 1.0]))
-                assert client.placements[name] is lease
+                assert client.leases[name] is lease
                 await asyncio.sleep(rng.expovariate(40))
                 ends[name] = "granted"
             except Overloaded:

@@ -23,7 +23,7 @@ from traces import observed_experts, random_routes
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.router.messages import Restore, Settings
 from eldr_serve.router.state import RouterState
-from eldr_serve.scheduling import Placement, PlacementRequest, State, StepCost, StepSums, make_policy
+from eldr_serve.scheduling import Lease, PlacementRequest, State, StepCost, StepSums, make_policy
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.requests import Requests
 from offline.simulation.run import Change, simulate
@@ -54,11 +54,11 @@ class Traffic:
         self.now = 0.0
         self.policy, self.parameters, self.seed = policy, parameters, seed
         self.replicas = [f"r{w}" for w in range(4)]
-        self.held: dict[str, dict[str, Placement]] = {"a": {}, "b": {}}
+        self.held: dict[str, dict[str, Lease]] = {"a": {}, "b": {}}
         self.waiting: dict[str, dict[str, PlacementRequest]] = {"a": {}, "b": {}}
         self.settings: Settings | None = None
         self.placed: list[list[Any]] = []
-        self.leased: list[Placement] = []
+        self.leased: list[Lease] = []
         self.start()
 
     def start(self) -> None:
@@ -114,7 +114,7 @@ class Traffic:
                 self.take(lease.client, lease)
         self.leased.clear()
 
-    def take(self, client: str, placed: Placement) -> None:
+    def take(self, client: str, placed: Lease) -> None:
         request = replace(placed.request, signature=None, similarity=None, blocks=None)
         lease = replace(placed, request=request, since_s=0.0)
         self.waiting[client].pop(lease.request_id, None)

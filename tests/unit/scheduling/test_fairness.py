@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.scheduling import Placement, PlacementRequest, State, make_policy
+from eldr_serve.scheduling import Lease, PlacementRequest, State, make_policy
 from eldr_serve.scheduling.fairness import fair_order
 from eldr_serve.scheduling.placer import Placer
 
@@ -43,7 +43,7 @@ def test_whoever_gets_a_worker_out_of_the_decode_queue_has_the_smallest_share(wa
         request = PlacementRequest(
             str(number), None, 5, 0, may_wait=True, tenant=tenant, priority=PRIORITIES[tenant]
         )
-        placement = Placement(request)
+        placement = Lease(request)
         placement.become(State.SENT)
         placer.submit([placement])
     rng = np.random.default_rng(0)

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.request_fields import Asked, prompt_head
+from eldr_serve.request import RequestFields, prompt_head
 from eldr_serve.scheduling.prefill import choose_prefill
 
 REPLICAS = [f"p{n}" for n in range(8)]
@@ -51,9 +51,9 @@ def test_each_further_attempt_takes_another_replica() -> None:
 
 def test_heads_of_every_kind_of_request() -> None:
     long = "shared beginning " * 40
-    first, second = (Asked(prompt=long + end) for end in ("a", "b"))
+    first, second = (RequestFields(prompt=long + end) for end in ("a", "b"))
     assert prompt_head(first, 64) == prompt_head(second, 64)
-    assert prompt_head(Asked(prompt=[1, 2, 3]), 2) == b"[1, 2]"
-    chat = Asked(messages=[{"role": "user", "content": long}])
+    assert prompt_head(RequestFields(prompt=[1, 2, 3]), 2) == b"[1, 2]"
+    chat = RequestFields(messages=[{"role": "user", "content": long}])
     assert prompt_head(chat, 64).startswith(b"user:shared")
-    assert prompt_head(Asked(), 64) == prompt_head(Asked(), 64)
+    assert prompt_head(RequestFields(), 64) == prompt_head(RequestFields(), 64)

@@ -13,8 +13,8 @@ from tables import request
 
 from eldr_serve.scheduling import (
     Decision,
+    Lease,
     Loads,
-    Placement,
     PlacementRequest,
     Placer,
     Policy,
@@ -145,14 +145,14 @@ def test_a_policy_sees_what_each_worker_has_of_the_prompt_and_a_placement_what_i
     placer = Placer(Longest(), failed=fail)
     placer.set_workers(["w0", "w1"])
     system, other = list(range(8)), list(range(100, 109))
-    held = Placement(request("first", blocks=blocks(*system, 1)), State.LEASED, replica="w1")
+    held = Lease(request("first", blocks=blocks(*system, 1)), State.LEASED, replica="w1")
     placer.hold(held)  # a client's own choice is known as well
-    lost = Placement(request("lost", blocks=blocks(*other)), State.LEASED, replica="gone")
+    lost = Lease(request("lost", blocks=blocks(*other)), State.LEASED, replica="gone")
     placer.hold(lost)
     assert len(placer.prefixes) == 2
 
-    def place(name: str, *ids: int) -> Placement:
-        (lease,) = placer.submit([Placement(request(name, blocks=blocks(*ids)), State.SENT)])
+    def place(name: str, *ids: int) -> Lease:
+        (lease,) = placer.submit([Lease(request(name, blocks=blocks(*ids)), State.SENT)])
         return lease
 
     assert [(p.replica, p.cached_tokens) for p in (place("a", *system, 2), place("b", *other))] == [

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from eldr_serve.scheduling import (
     Decision,
+    Lease,
     Loads,
-    Placement,
     PlacementRequest,
     Placer,
     Policy,
@@ -87,7 +87,7 @@ def test_both_placements_cost_what_they_cost_from_scratch(
     for number in range(14):
         name = f"r{number}"
         requests[name], generated[name] = a_request(name, rng), 0
-        placer.submit([Placement(requests[name], State.SENT)])
+        placer.submit([Lease(requests[name], State.SENT)])
         more = {n: int(rng.integers(1, 9)) for n in placer.running if rng.random() < 0.6}
         where = {n: p.slot for n, p in placer.running.items()}
         expected.append((where, dict(generated), more))
@@ -117,7 +117,7 @@ def test_a_policy_costs_what_it_costs_in_its_own_shadow(name: str) -> None:
     placer.set_shadow(shadow)
     placer.update_cost_model(COST)
     for number in range(40):
-        placer.submit([Placement(a_request(f"r{number}", rng), State.SENT)])
+        placer.submit([Lease(a_request(f"r{number}", rng), State.SENT)])
         placer.progress({n: p.generated_tokens + 3 for n, p in placer.running.items()})
         if number > 8:
             placer.finish(next(iter(placer.running)))
@@ -150,7 +150,7 @@ def test_the_saving_has_the_sign_of_what_an_operator_gains_and_an_interval_of_bl
     rng = np.random.default_rng(3)
     assert shadow.saving() is None
     for number in range(6):
-        placer.submit([Placement(a_request(f"r{number}", rng), State.SENT)])
+        placer.submit([Lease(a_request(f"r{number}", rng), State.SENT)])
         placer.progress({f"r{number}": 5})
         shadow.catch_up()
         now[0] += 11
@@ -168,7 +168,7 @@ def test_what_runs_already_is_in_the_shadow_and_leaves_a_worker_that_goes() -> N
     rng = np.random.default_rng(5)
     placer = Placer(make_policy("round-robin"), failed=fails)
     placer.set_workers(["a", "b"])
-    placer.submit([Placement(a_request(f"r{n}", rng), State.SENT) for n in range(4)])
+    placer.submit([Lease(a_request(f"r{n}", rng), State.SENT) for n in range(4)])
     placer.progress({"r0": 7})
     policy = Recorded(OneWorker())
     shadow = Shadow(policy)
@@ -196,7 +196,7 @@ def test_nothing_of_the_policy_runs_while_a_request_is_placed_and_it_must_keep_u
     shadow = Shadow(Broken())
     placer.set_shadow(shadow)
     rng = np.random.default_rng(0)
-    (placed,) = placer.submit([Placement(a_request("r", rng), State.SENT)])
+    (placed,) = placer.submit([Lease(a_request("r", rng), State.SENT)])
     assert placed.state is State.LEASED
     with pytest.raises(KeyError):
         shadow.catch_up()

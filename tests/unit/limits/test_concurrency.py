@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.errors import Overloaded
+from eldr_serve.limits.concurrency import ConcurrencyLimiter
 from eldr_serve.limits.keys import Limits
-from eldr_serve.limits.places import Places
 from eldr_serve.limits.tenants import Tenant
 
 PRIORITIES = {"a": 1.0, "b": 2.0, "c": 0.5}
@@ -27,7 +27,7 @@ class Crowd:
     """Requests that hold a place until they are told to end."""
 
     def __init__(self) -> None:
-        self.places = Places(MOST, MOST_WAITING, max_wait_s=100.0)
+        self.limiter = ConcurrencyLimiter(MOST, MOST_WAITING, max_wait_s=100.0)
         self.tenants = {name: Tenant(name, Limits(priority=p)) for name, p in PRIORITIES.items()}
         self.running: list[tuple[str, asyncio.Event, asyncio.Task[None]]] = []
         self.waiting: list[tuple[str, asyncio.Task[None]]] = []
@@ -36,7 +36,7 @@ class Crowd:
     async def _one(self, tenant: str) -> None:
         me = asyncio.current_task()
         assert me is not None
-        async with self.places.place(self.tenants[tenant]):
+        async with self.limiter.permit(self.tenants[tenant]):
             end = asyncio.Event()
             self.running.append((tenant, end, me))
             await end.wait()
@@ -84,13 +84,13 @@ def test_places_are_never_lost_and_go_to_the_smallest_share(steps: list[tuple[st
                     (served,) = Counter(name for name, *_ in crowd.running) - running
                     share = {name: (running[name] + 1) / PRIORITIES[name] for name, _ in queued}
                     assert share[served] == min(share.values())
-            assert crowd.places.in_flight == len(crowd.running) <= MOST
-            assert crowd.places.waiting == len(crowd.waiting) <= MOST_WAITING
+            assert crowd.limiter.in_flight == len(crowd.running) <= MOST
+            assert crowd.limiter.waiting == len(crowd.waiting) <= MOST_WAITING
             assert not crowd.waiting or len(crowd.running) == MOST  # no place stands empty
         while crowd.running:
             await crowd.end(0)
         assert not crowd.waiting
-        assert (crowd.places.in_flight, crowd.places.waiting) == (0, 0)
+        assert (crowd.limiter.in_flight, crowd.limiter.waiting) == (0, 0)
 
     asyncio.run(run())
 
@@ -109,29 +109,29 @@ async def test_who_crowds_the_waiting_room_is_turned_away_first() -> None:
 
 
 async def test_the_nameless_do_not_wait_and_tenants_not_for_ever() -> None:
-    places = Places(1, 9, max_wait_s=0.01)
-    async with places.place(Tenant()):
+    limiter = ConcurrencyLimiter(1, 9, max_wait_s=0.01)
+    async with limiter.permit(Tenant()):
         for tenant in (Tenant(), Tenant("a")):
             with pytest.raises(Overloaded) as refused:
-                async with places.place(tenant):
+                async with limiter.permit(tenant):
                     raise AssertionError("there is no place")
             assert refused.value.status == 429
-        assert places.in_flight == 1
-    assert (places.in_flight, places.waiting) == (0, 0)
+        assert limiter.in_flight == 1
+    assert (limiter.in_flight, limiter.waiting) == (0, 0)
 
 
 async def test_a_place_that_was_given_to_one_who_just_went_is_free_again() -> None:
-    places = Places(1, 9, max_wait_s=10.0)
+    limiter = ConcurrencyLimiter(1, 9, max_wait_s=10.0)
 
     async def waits() -> None:
-        async with places.place(Tenant("a")):
+        async with limiter.permit(Tenant("a")):
             raise AssertionError("it was cancelled")
 
-    async with places.place(Tenant("a")):
+    async with limiter.permit(Tenant("a")):
         task = asyncio.create_task(waits())
         await asyncio.sleep(0)
-    assert places.in_flight == 1  # it has the place, and does not know
+    assert limiter.in_flight == 1  # it has the place, and does not know
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert places.in_flight == 0
+    assert limiter.in_flight == 0

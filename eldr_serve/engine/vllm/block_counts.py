@@ -21,7 +21,7 @@ def cell_dtype(block_size: int) -> torch.dtype:
     return next(kind for kind in kinds if block_size <= torch.iinfo(kind).max)
 
 
-class SignatureCache:
+class BlockExpertCounts:
     """[B,L,E] of `cell_dtype`: number of tokens of block b that chose expert e in layer l.
 
     Rows follow the life cycle of their KV blocks. Writing a block at offset 0 begins a new block, so its

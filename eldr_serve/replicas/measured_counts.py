@@ -19,7 +19,7 @@ _Answer = tuple[int, str]  # tokens of the prompt, its packed counts
 OnCounts = Callable[[NDArray[np.uint32], int], None]  # counts [L, E], tokens of the prompt
 
 
-class TrueSignature:
+class MeasuredCounts:
     """A call for a prompt's expert counts, made before the prompt is sent.
 
     Args:

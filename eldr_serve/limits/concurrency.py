@@ -13,15 +13,15 @@ from eldr_serve.queues.wait_estimate import WaitEstimate
 from eldr_serve.scheduling.fairness import share
 
 
-class Places:
-    """A concurrency limit; named tenants may wait, and the one with the smallest share of places is next.
+class ConcurrencyLimiter:
+    """A concurrency limit; named tenants may wait, and the one with the smallest share of permits is next.
 
     Args:
         most: maximum number of concurrent requests.
         most_waiting: maximum number of waiting requests. Beyond it, the newest request is refused of the
             tenant that has the most waiting requests relative to its priority.
         max_wait_s: maximum wait, s; a request is refused at once if it would wait longer by the rate at which
-            places became free.
+            permits became free.
 
     Attributes:
         in_flight: number of admitted requests.
@@ -40,8 +40,8 @@ class Places:
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
-    async def place(self, tenant: Tenant) -> AsyncIterator[None]:
-        """Hold a place until the context ends; raise Overloaded (429) if none is free in time."""
+    async def permit(self, tenant: Tenant) -> AsyncIterator[None]:
+        """Hold a permit until the context ends; raise Overloaded (429) if none is free in time."""
         if self.in_flight < self._most:  # no request waits in this case
             self._acquire(tenant)
         elif tenant.name:
@@ -54,9 +54,9 @@ class Places:
             self._release(tenant)
 
     def _ahead(self, tenant: Tenant) -> float:
-        """Return how many places become free until a new request of the tenant gets one, itself included.
+        """Return how many permits become free until a new request of the tenant gets one, itself included.
 
-        Among tenants that all wait, each gets places in proportion to its priority.
+        Among tenants that all wait, each gets permits in proportion to its priority.
         """
         priorities = sum(other.priority for other in {*self._waiting, tenant})
         own = len(self._waiting.get(tenant, ())) + 1
@@ -75,7 +75,7 @@ class Places:
             await granted
         except BaseException:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._release(tenant)  # the place was granted while the client disconnected
+                self._release(tenant)  # the permit was granted while the client disconnected
             raise
         finally:
             timer.cancel()

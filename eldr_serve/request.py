@@ -1,0 +1,115 @@
+"""What a client asked: the request for generated text and its fields that placement reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from eldr_serve.engine.protocol import several_prompts
+
+
+class RequestFields(BaseModel):
+    """Request fields that placement and splitting depend on; the engine validates the whole body."""
+
+    model: str | None = None
+    stream: bool | None = False
+    prompt: Any = None
+    prompt_embeds: Any = None
+    messages: Any = None
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = False
+    prompt_logprobs: int | None = None
+    echo: bool | None = False
+    logprobs: int | bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    cache_salt: str | None = Field(default=None, min_length=1)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for generated text."""
+
+    method: str  # "chat" or "completions"
+    body: bytes  # JSON, as the client sent it
+    fields: RequestFields
+    headers: dict[str, str] = field(default_factory=dict)
+    domain: str | None = None  # kind of request as named by the client, for policy `domain`
+    tenant: str = ""
+    priority: float = 1.0  # of the tenant
+    cache_salt: str = ""  # see tenant_salt
+
+
+def sequences(fields: RequestFields) -> int:
+    """Return the number of requested answers: prompts x n; vLLM does not read `best_of`."""
+    prompts = len(fields.prompt) if several_prompts(fields.prompt) else 1
+    if isinstance(fields.prompt_embeds, list):
+        prompts += len(fields.prompt_embeds)
+    return max(prompts, 1) * max(fields.n or 1, 1)
+
+
+def needs_whole_engine(method: str, fields: RequestFields) -> str | None:
+    """Return why the request cannot be split between two engines, or None if it can.
+
+    Several sequences of one request would read the same prompt blocks, which the prefill engine frees after
+    the first read. Log-probabilities of the prompt need the prompt's logits.
+    """
+    if (fields.n or 1) > 1:
+        return "n>1"
+    if fields.best_of not in (None, 1):
+        return "best_of>1"
+    if fields.use_beam_search:
+        return "beam-search"
+    if fields.prompt_logprobs is not None:
+        return "prompt-logprobs"
+    if method == "completions":
+        if several_prompts(fields.prompt):
+            return "several-prompts"
+        if fields.prompt is None:
+            return "prompt-embeddings"
+        if fields.echo and fields.logprobs is not None:
+            return "echo-logprobs"
+    return None
+
+
+def tenant_salt(tenant: str, fields: RequestFields) -> str:
+    """Return a cache salt that isolates a named tenant's prefixes; "" without a name.
+
+    A client's own salt isolates its users within the tenant.
+    """
+    if not tenant:
+        return ""
+    return hashlib.sha256(json.dumps([tenant, fields.cache_salt]).encode()).hexdigest()
+
+
+def prompt_key(fields: RequestFields) -> str:
+    """Return a key that depends only on the prompt, not on other fields."""
+    prompt = fields.messages if fields.prompt is None else fields.prompt
+    return hashlib.blake2b(repr(prompt).encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def prompt_head(fields: RequestFields, prefix_tokens: int = 64) -> bytes:
+    """Return the input of the prefix hash: the first tokens, or 4 characters of text for each."""
+    prompt = fields.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return repr(prompt[:prefix_tokens]).encode()
+    if isinstance(prompt, list) and prompt:
+        prompt = prompt[0]
+    if prompt is None and isinstance(fields.messages, list):
+        prompt = "\n".join(
+            f"{message.get('role')}:{message.get('content')}"
+            for message in fields.messages
+            if isinstance(message, dict)
+        )
+    return str(prompt)[: 4 * prefix_tokens].encode(errors="surrogatepass")
+
+
+def max_new_tokens(request: Any) -> int:
+    """Return the maximum number of tokens in the answer; 0 if the request has no limit."""
+    fields = getattr(request, "max_completion_tokens", None) or getattr(request, "max_tokens", None)
+    return fields if isinstance(fields, int) else 0
