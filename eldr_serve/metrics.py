@@ -70,7 +70,7 @@ _COUNTED = {
     # what was refused before prefill
     "refused_prefill_full": ("requests", "refused (503) because all prefill engines were full"),
     "refused_prefill_backlog": ("requests", "refused (503) because the prefill queue was too long"),
-    "refused_decode_backlog": ("requests", "refused (503) because too many waited for a seat of an engine"),
+    "refused_decode_backlog": ("requests", "refused (503) because too many waited for a slot of an engine"),
     "refused_overload": ("requests", "refused (429) because all places were taken"),
     "refused_limits": ("requests", "refused (429) because a tenant had used up a limit"),
     # signatures and predictions

@@ -52,7 +52,7 @@ def live_placement(
     client, planner = Client(url, admin_key), Planner(LayerCost.load(cost), top_k, prompts, min_gain, seed)
     while True:
         try:
-            recent = ray.get(find(actor_name(application)).recent_signatures.remote())
+            recent = ray.get(find(actor_name(application)).recent_counts.remote())
             if (result := update_placement(planner, client, recent)) is not None:
                 typer.echo(result)
         except ServiceError as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.engine.protocol import Engine, EngineRequest, Prefilled, Sampling, Tracer
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.errors import Refused
@@ -101,8 +101,8 @@ async def prefill_gives_ids_a_handle_and_counts_of_the_prompt(subject: Subject) 
     found = await subject.prefills.prefill(request("prefill"))
     assert found.token_ids.dtype == np.uint32
     assert found.token_ids.tolist() == subject.ids, found.token_ids
-    assert found.kv.keys() - {SIGNATURE}  # location of the blocks
-    _of_prompt(subject, found.kv[SIGNATURE], len(subject.ids))
+    assert found.kv.keys() - {EXPERT_COUNTS}  # location of the blocks
+    _of_prompt(subject, found.kv[EXPERT_COUNTS], len(subject.ids))
     await subject.prefills.release("prefill")
 
 
@@ -179,7 +179,7 @@ async def an_engine_says_how_full_it_is(subject: Subject) -> None:
 
 
 async def a_signature_is_that_of_the_prompt(subject: Subject) -> None:
-    asked = asyncio.create_task(subject.generates.signature("whole prompt"))
+    asked = asyncio.create_task(subject.generates.expert_counts("whole prompt"))
     await asyncio.sleep(0)  # requested before the engine gets the prompt
     await subject.generates.generate(request("whole prompt"), Sent())
     tokens, packed = await asked

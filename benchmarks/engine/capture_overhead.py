@@ -96,7 +96,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     counts = cache.total(ids).cpu().numpy().astype(np.uint32)
     packed = pack_counts(counts)
     narrow = chosen.to(torch.int16)  # as the hooks store them
-    answer = {"eldr_signature": packed, "remote_block_ids": ids.tolist()}
+    answer = {"eldr_expert_counts": packed, "remote_block_ids": ids.tolist()}
 
     table = table_near(counts[None], WORKERS, rng, spec=random_spec(rng), noise=tokens // 4)
     policy = make_policy("locality-band").with_table(table)

@@ -225,7 +225,7 @@ class Bench:
         for label, outcome in case.outcomes.items():
             judge = MarginalCost(affinity=0, cost=self.cost.as_dict())
             ledger = LoadLedger()
-            workers = ledger.places(range(case.load.workers))
+            workers = ledger.rows(range(case.load.workers))
             ends: list[tuple[float, int]] = []
             regret = np.zeros(len(case.requests))
             for j in np.argsort(case.arrival_s):

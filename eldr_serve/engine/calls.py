@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.experts.signature import unpack_counts
 
 # Our own key in `kv_transfer_params`, which engines ignore.
@@ -30,7 +30,7 @@ def transfer_params(request: Any) -> dict[str, Any]:
 
 def expert_counts_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
     """Return the prompt's expert counts, uint32[L,E]; None if they are missing or malformed."""
-    packed = params.get(SIGNATURE)
+    packed = params.get(EXPERT_COUNTS)
     if not isinstance(packed, str):
         return None
     try:
@@ -76,11 +76,11 @@ def decode_header(
 
     The answer continues after `generated` (uint32 ids); `created` is the timestamp of chunks already sent.
     """
-    passed = {key: value for key, value in (params or {}).items() if key != SIGNATURE}
+    passed = {key: value for key, value in (params or {}).items() if key != EXPERT_COUNTS}
     return {
         "method": method, "id": request_id, "kv": passed, "token_ids": token_ids, "headers": headers or {},
         "cache_salt": cache_salt, "generated": generated, "created": created,
-        "domain": domain or "", "signature": (params or {}).get(SIGNATURE) or "",
+        "domain": domain or "", "expert_counts": (params or {}).get(EXPERT_COUNTS) or "",
     }  # fmt: skip
 
 

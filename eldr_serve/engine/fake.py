@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
-from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Sampling, Send
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.samples import SampleBuffer
@@ -31,7 +31,7 @@ class FakeConfig:
     """See protocol.EngineConfig.
 
     Attributes:
-        signatures: uint32[L,E] each; they are assigned to prompts in turn.
+        expert_counts: uint32[L,E] each; they are assigned to prompts in turn.
         prompt_tokens: number of tokens of every prompt.
         prefill_s: duration of a prefill, s.
         step_s: duration of a decode step, s; all streams get their tokens of a step together.
@@ -39,7 +39,7 @@ class FakeConfig:
         top_k: experts per token; a decode step uses the first k of each layer.
     """
 
-    signatures: Sequence[Counts] | Counts
+    expert_counts: Sequence[Counts] | Counts
     prompt_tokens: int = 8
     prefill_s: float = 0.0
     step_s: float = 0.001
@@ -61,7 +61,7 @@ class InProcess:
         """See protocol.Engine."""
         return None
 
-    def seats(self) -> int:
+    def slots(self) -> int:
         """See protocol.Engine."""
         return 0
 
@@ -87,7 +87,7 @@ class FakeEngine(InProcess):
         self.held: set[str] = set()
         self.running: set[str] = set()
         self._config = config
-        self._packed = itertools.cycle([pack_counts(counts) for counts in config.signatures])
+        self._packed = itertools.cycle([pack_counts(counts) for counts in config.expert_counts])
         self._due: defaultdict[int, list[_Answer]] = defaultdict(list)  # by step
         self._number = 0  # number of the newest step
         self._samples = SampleBuffer()
@@ -105,7 +105,7 @@ class FakeEngine(InProcess):
             await asyncio.sleep(self._config.prefill_s)
         self.held.add(request.id)
         ids = np.zeros(self._config.prompt_tokens, np.uint32)
-        return Prefilled(ids, {"held": request.id, SIGNATURE: next(self._packed)})
+        return Prefilled(ids, {"held": request.id, EXPERT_COUNTS: next(self._packed)})
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         """See protocol.Engine; no blocks are transferred."""
@@ -129,11 +129,11 @@ class FakeEngine(InProcess):
         ids = np.frombuffer(request.token_ids, np.uint32)
         if not len(ids):
             ids = np.zeros(self._config.prompt_tokens, np.uint32)
-        prefill = request.signature or next(self._packed)
-        decode = _decode_counts(self._config.signatures[0].shape, steps, self._config.top_k)
+        prefill = request.expert_counts or next(self._packed)
+        decode = _decode_counts(self._config.expert_counts[0].shape, steps, self._config.top_k)
         self._samples.put(request, ids, prefill, pack_counts(decode), steps)
 
-    async def signature(self, request_id: str) -> tuple[int, str]:
+    async def expert_counts(self, request_id: str) -> tuple[int, str]:
         """See protocol.Engine."""
         await asyncio.sleep(self._config.prefill_s)
         return self._config.prompt_tokens, next(self._packed)
@@ -148,7 +148,7 @@ class FakeEngine(InProcess):
 
     async def shape(self) -> tuple[int, int]:
         """See protocol.Engine."""
-        layers, experts = self._config.signatures[0].shape
+        layers, experts = self._config.expert_counts[0].shape
         return layers, experts
 
     def kv_usage(self) -> float:
@@ -211,13 +211,13 @@ class FakeTracer:
     """See protocol.Tracer.
 
     Args:
-        config: the configuration; its signatures are assigned to prompts in turn.
+        config: the configuration; its expert counts are assigned to prompts in turn.
         max_model_len: maximum number of tokens of a prompt and its answer.
     """
 
     def __init__(self, config: FakeConfig, max_model_len: int = 64) -> None:
         self.max_model_len = max_model_len
-        self._signatures = itertools.cycle(config.signatures)
+        self._expert_counts = itertools.cycle(config.expert_counts)
         self._top_k = config.top_k
 
     @property
@@ -230,7 +230,7 @@ class FakeTracer:
         return [self._trace_one(*pair) for pair in zip(prompts, sampling, strict=True)]
 
     def _trace_one(self, prompt: list[int], sampling: Sampling) -> dict[str, Any]:
-        counts = np.asarray(next(self._signatures))
+        counts = np.asarray(next(self._expert_counts))
         layers, experts = counts.shape
         steps = sampling.max_tokens - 1
         routes = np.broadcast_to(np.arange(self._top_k), (steps, layers, self._top_k))

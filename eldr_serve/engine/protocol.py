@@ -53,7 +53,7 @@ class EngineRequest:
         created: timestamp in the events that were sent with `generated`, s since 1970.
         sampled: record an ExpertSample of the request, which `take_samples` returns.
         domain: the client's label for the kind of request, copied to the sample.
-        signature: packed expert counts of the prompt, from the engine that prefilled it, for the sample.
+        expert_counts: packed expert counts of the prompt, from the engine that prefilled it, for the sample.
             Empty if this engine prefills.
     """
 
@@ -69,7 +69,7 @@ class EngineRequest:
     prompt_tokens: float = 0.0
     sampled: bool = False
     domain: str = ""
-    signature: str = ""
+    expert_counts: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Engine(DescribesErrors, Protocol):
             from another engine, if any; None if unknown.
         """
 
-    async def signature(self, request_id: str) -> tuple[int, str]:
-        """Wait until `generate` has computed a prompt, and return its expert signature.
+    async def expert_counts(self, request_id: str) -> tuple[int, str]:
+        """Wait until `generate` has computed a prompt, and return its expert counts.
 
         Call it before `generate`. It never returns if the engine does not count experts.
 
@@ -140,7 +140,7 @@ class Engine(DescribesErrors, Protocol):
         """Free the KV blocks of a prefill that no engine will read; at its end if it still runs."""
 
     async def shape(self) -> tuple[int, int]:
-        """Prefill a test prompt and return the shape (L, E) of its signature.
+        """Prefill a test prompt and return the shape (L, E) of its counts.
 
         Raises:
             ConfigurationError: the engine failed the prompt, or does not count experts; one sentence.
@@ -185,7 +185,7 @@ class Engine(DescribesErrors, Protocol):
         (0, 0) if the engine has no prefix cache.
         """
 
-    def seats(self) -> int:
+    def slots(self) -> int:
         """Return how many requests one step can serve; further requests wait. 0 if unknown."""
 
     def take_steps(self) -> StepSums:

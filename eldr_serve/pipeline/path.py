@@ -127,7 +127,7 @@ class RequestPath:
         try:
             async with self._retries.turn(context):
                 await self._wait_for_decode()
-                self._check_seats(context)
+                self._check_slots(context)
                 prefilled = await self.prefill.prefilled(context) if self._splits(context.request) else None
                 if context.token_ids is None and self._tokens is not None:
                     context.local_token_ids = await self._tokens.of(context.request.fields)
@@ -142,15 +142,15 @@ class RequestPath:
             if ticket is not None:
                 self.prefill.queues.leave(ticket)
 
-    def _check_seats(self, context: RequestContext) -> None:
-        """Raise Overloaded if a new request would wait too long for a seat of a decode engine."""
+    def _check_slots(self, context: RequestContext) -> None:
+        """Raise Overloaded if a new request would wait too long for a slot of a decode engine."""
         if context.is_retry:
             return
-        wait_s, bound_s = self._decode_turns.wait_s(), self._options.seat_wait_s
+        wait_s, bound_s = self._decode_turns.wait_s(), self._options.slot_wait_s
         if wait_s > bound_s:
             self._client.count("refused_decode_backlog")
-            why = f"a request would wait {wait_s:.0f} s for a decode engine's seat; {bound_s:g} s are allowed"
-            # Spread over the time in which that many seats become free.
+            why = f"a request would wait {wait_s:.0f} s for a decode engine's slot; {bound_s:g} s are allowed"
+            # Spread over the time in which that many slots become free.
             raise Overloaded(why, retry_after_s=math.ceil(wait_s - bound_s * random.random()))
 
     async def _answer(
@@ -263,11 +263,11 @@ class RequestPath:
         header = self._decode_header(context, lease, prefilled, ticket)
         turn = self._decode_turns.enter(lease.replica, self.prefill.queues.left_s(ticket))
         call: Call | None = None
-        signature: MeasuredCounts | None = None
+        measured: MeasuredCounts | None = None
         begun = ended = False
         unread = prefilled
         try:
-            signature = self._true_signature(lease, context)
+            measured = self._measured_counts(lease, context)
             call = self._engines.decode.call(lease.replica, "generate", header, request.body)
             call.on_overflow = context.on_overflow
             if request.fields.stream or prefilled is not None:  # others send only complete answers
@@ -296,8 +296,8 @@ class RequestPath:
             self._decode_turns.leave(turn, answered=ended)
             if call is not None and not ended:
                 call.cancel()
-            if signature is not None:
-                signature.finish()
+            if measured is not None:
+                measured.finish()
             if unread is not None:
                 self._release_kv(unread.request_id, unread.replica, reader=call)
 
@@ -318,7 +318,7 @@ class RequestPath:
             domain=request.domain,
         )
         if ticket is not None:
-            self.prefill.queues.place(ticket, lease.replica)
+            self.prefill.queues.assign(ticket, lease.replica)
             header["prompt_tokens"] = ticket.tokens
         return header
 
@@ -328,7 +328,7 @@ class RequestPath:
             known = None if context.token_ids is None else len(context.token_ids)
             self.prefill.computed(ticket, round(ticket.tokens) if known is None else known)
 
-    def _true_signature(self, lease: Lease, context: RequestContext) -> MeasuredCounts | None:
+    def _measured_counts(self, lease: Lease, context: RequestContext) -> MeasuredCounts | None:
         """Report the prompt's expert counts to the router once a whole engine has prefilled it."""
         token_ids = context.token_ids
         if not self._engines.whole or token_ids is None or context.tokens:

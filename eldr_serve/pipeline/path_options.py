@@ -22,10 +22,10 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         description="maximum predicted wait for prefill in a replica, s; a request for which no replica has "
         "room gets 503 at once, with the predicted time until there is room as Retry-After",
     )
-    seat_wait_s: float = Field(
+    slot_wait_s: float = Field(
         default=30.0,
         gt=0,
-        description="maximum predicted wait for a seat in a decode engine, which has `max_num_seqs`, s; a "
+        description="maximum predicted wait for a slot in a decode engine, which has `max_num_seqs`, s; a "
         "request for which no engine has one in time gets 503 at once, before its prefill, with Retry-After",
     )
     prefill_tries: int = Field(
@@ -55,7 +55,7 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         default=60.0,
         gt=0,
         description="time limit for the first token of a decode call, s; the time in which earlier calls "
-        "begin, or in which the replica has more calls than seats, does not count",
+        "begin, or in which the replica has more calls than slots, does not count",
     )
     gap_limit_s: float = Field(
         default=15.0, gt=0, description="time limit for each further token of a decode call, s"

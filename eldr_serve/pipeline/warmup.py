@@ -32,7 +32,7 @@ _WHOLE = ""  # in place of a pair's prefill engine
 
 
 class Warmup:
-    """Warms each pair of live replicas once, and reports the shape of signatures to the router."""
+    """Warms each pair of live replicas once, and reports the shape of expert counts to the router."""
 
     def __init__(
         self, *, engines: Engines, handles: list[DeploymentHandle], client: RouterClient, model_id: str
@@ -105,7 +105,7 @@ class Warmup:
         found = await prefill_answer(self._engines.prefill.call(prefill, "prefill", header, body))
         counts = expert_counts_of(found["kv"])
         if counts is None:
-            logger.warning("prefill replica %s sends no expert signatures, its pairs are not warmed", prefill)
+            logger.warning("prefill replica %s sends no expert counts, its pairs are not warmed", prefill)
             await self._engines.prefill.call(prefill, "release", {"id": header["id"]}).end()
             return
         try:
@@ -116,22 +116,22 @@ class Warmup:
         await _read(call)
         await _read(self._generate(decode, f"{request_id}-n", answers=2))
         self._warm.add((prefill, decode))
-        await self._client.call("expect_signatures", *counts.shape)
+        await self._client.call("expect_counts", *counts.shape)
 
     async def _warm_whole(self, decode: str) -> None:
         request_id = f"{WARM}{uuid.uuid4().hex}"
         shapes: list[tuple[int, ...]] = []
         asked = self._engines.decode.call(decode, METHOD, {"id": request_id})
-        signature = MeasuredCounts(asked, lambda counts, tokens: shapes.append(counts.shape))
+        measured = MeasuredCounts(asked, lambda counts, tokens: shapes.append(counts.shape))
         try:
             await _read(self._generate(decode, request_id))
             await _read(self._generate(decode, f"{request_id}-n", answers=2))
         finally:
-            finished = signature.finish()
+            finished = measured.finish()
         await finished
         self._warm.add((_WHOLE, decode))
         if shapes:
-            await self._client.call("expect_signatures", *shapes[0])
+            await self._client.call("expect_counts", *shapes[0])
         else:
             logger.warning("replica %s counts no experts: its predictions cannot be evaluated", decode)
 

@@ -299,7 +299,7 @@ class PrefillQueues:
         return max(1, math.ceil(self._retries.reserve(key, tokens, after_s, most_s)))
 
     def enter(self, replica: str | None, tokens: float, key: int) -> Ticket:
-        """Count an accepted prompt. The replica may be None until `place` is called."""
+        """Count an accepted prompt. The replica may be None until `assign` is called."""
         self._retries.claim(key)
         ticket = Ticket(tokens)
         if replica is None:
@@ -308,7 +308,7 @@ class PrefillQueues:
             self._begin(ticket, replica)
         return ticket
 
-    def place(self, ticket: Ticket, replica: str) -> None:
+    def assign(self, ticket: Ticket, replica: str) -> None:
         """Add a prompt that had no replica to the queue of this one."""
         self._unplaced -= ticket.tokens
         self._begin(ticket, replica)

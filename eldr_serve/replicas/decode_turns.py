@@ -1,4 +1,4 @@
-"""Estimate when a decode replica, which works on one call per seat, starts to work on a call."""
+"""Estimate when a decode replica, which works on one call per slot, starts to work on a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eldr_serve.queues.turns import Turn, Turns
 from eldr_serve.queues.wait_estimate import WaitEstimate
 from eldr_serve.replicas.fleet import Fleet
 
-SEATS = "eldr_seats"  # field of a replica's metadata, see protocol.Engine.seats
+SLOTS = "eldr_slots"  # field of a replica's metadata, see protocol.Engine.slots
 
 
 class DecodeTurns:
@@ -31,9 +31,9 @@ class DecodeTurns:
             self._waits[turn.replica].departed(empty=not waiting or not self._is_full(turn.replica))
 
     def wait_s(self) -> float:
-        """Return the predicted wait of a new request for the first free seat of any replica, s."""
+        """Return the predicted wait of a new request for the first free slot of any replica, s."""
         live = self._fleet.live
-        if not all(map(self._is_full, live)):  # most often the first replica has a seat
+        if not all(map(self._is_full, live)):  # most often the first replica has a slot
             return 0.0
         return min((self._waits[name].wait_s(self._turns.waiting(name) + 1) for name in live), default=0.0)
 
@@ -45,9 +45,9 @@ class DecodeTurns:
 
     def _is_full(self, replica: str) -> bool:
         directory = self._fleet.directory
-        seats: int = directory.metadata.get(replica, {}).get(SEATS, 0)
+        slots: int = directory.metadata.get(replica, {}).get(SLOTS, 0)
         reported = Report.of(directory.reports.get(replica, {})).calls
-        return 0 < seats < max(reported, self._fleet.in_flight.get(replica, 0))
+        return 0 < slots < max(reported, self._fleet.in_flight.get(replica, 0))
 
 
 def _now() -> float:

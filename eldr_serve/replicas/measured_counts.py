@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from eldr_serve.channel import Call, CallFailed, ChannelLost
 from eldr_serve.experts.signature import unpack_counts
 
-METHOD = "signature"  # see protocol.Engine.signature
+METHOD = "expert_counts"  # see protocol.Engine.expert_counts
 _LATER_S = 1.0  # maximum delay after the answer to the request itself
 
 _Answer = tuple[int, str]  # tokens of the prompt, its packed counts

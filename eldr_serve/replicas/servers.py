@@ -20,9 +20,9 @@ from eldr_serve.engine.calls import WAITED_S, WARM
 from eldr_serve.engine.protocol import DescribesErrors, Engine, EngineConfig, EngineRequest, Prefilled
 from eldr_serve.errors import Refused, error_body, sentence
 from eldr_serve.queues.prefill_queue import QUEUE, Meter
-from eldr_serve.replicas import expert_swap, true_signature
+from eldr_serve.replicas import expert_swap, measured_counts
 from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE
-from eldr_serve.replicas.decode_turns import SEATS
+from eldr_serve.replicas.decode_turns import SLOTS
 from eldr_serve.replicas.engine_watch import EngineWatch
 from eldr_serve.replicas.fleet import METADATA
 from eldr_serve.replicas.kept_log import kept_log
@@ -208,14 +208,14 @@ class DecodeServer(EngineServer):
             self._sending = loop.create_task(send_samples(self._engine, self._sampler, self._pool))
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Return the metadata of an EngineServer, and the prefix block size and seats for ingresses."""
-        own = {BLOCK_TOKENS: self._engine.prefix_cache()[0], SEATS: self._engine.seats()}
+        """Return the metadata of an EngineServer, and the prefix block size and slots for ingresses."""
+        own = {BLOCK_TOKENS: self._engine.prefix_cache()[0], SLOTS: self._engine.slots()}
         return await super().record_replica_metadata() | own
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer the calls of an EngineServer, and those of true_signature and expert_swap."""
-        if method == true_signature.METHOD:
-            answer.send(msgspec.msgpack.encode(await self._engine.signature(header["id"])))
+        """Answer the calls of an EngineServer, and those of measured_counts and expert_swap."""
+        if method == measured_counts.METHOD:
+            answer.send(msgspec.msgpack.encode(await self._engine.expert_counts(header["id"])))
         elif method == expert_swap.METHOD:
             answer.send(await expert_swap.place(self._engine, body), 0)
         elif method == "generate":

@@ -96,9 +96,9 @@ class DecodeRouter:
         """Return the live policy and table."""
         return self._state.settings
 
-    async def expect_signatures(self, num_layers: int, num_experts: int) -> None:
+    async def expect_counts(self, num_layers: int, num_experts: int) -> None:
         """Set the signature shape that engines report."""
-        self._state.expect_signatures(num_layers, num_experts)
+        self._state.expect_counts(num_layers, num_experts)
 
     async def observe_steps(
         self, steps: StepSums, replica: str = "", prefix_cache: tuple[int, int] = (0, 0)
@@ -131,7 +131,7 @@ class DecodeRouter:
         """Record what tenants have used of their limits at an ingress; return the use at each other one."""
         return self._limits.exchange(ingress, taken)
 
-    async def recent_signatures(self) -> list[NDArray[Any]]:
+    async def recent_counts(self) -> list[NDArray[Any]]:
         """Return the expert counts, Unsigned[L,E], of recently placed prompts, the newest last."""
         return list(self._state.recent)
 
@@ -192,7 +192,7 @@ def _arguments(method: str) -> Any:
 _ARGUMENTS = {
     method: _arguments(method)
     for method in (
-        "settings", "expect_signatures", "set_policy", "set_shadow", "swap_table", "swap_predictor",
+        "settings", "expect_counts", "set_policy", "set_shadow", "swap_table", "swap_predictor",
         "share_limits", "status", "live",
     )
 }  # fmt: skip

@@ -132,13 +132,13 @@ class RouterClient:
     async def call(self, method: str, *args: Any) -> Any:
         """Call any other method of the actor (see RouterLink.call).
 
-        Send the shape of signatures before each table or predictor, since a restarted actor does not know it.
+        Send the shape of expert counts before each table or predictor: a restarted actor does not know it.
         """
-        if method == "expect_signatures":
+        if method == "expect_counts":
             layers, experts = args
             self.scorer.shape = (layers, experts)
         elif method in ("swap_table", "swap_predictor") and self.scorer.shape is not None:
-            await self._link.call("expect_signatures", *self.scorer.shape)
+            await self._link.call("expect_counts", *self.scorer.shape)
         return await self._link.call(method, *args)
 
     # -- one request -----------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class RouterClient:
         """Lease a decode worker. If the router cannot decide, own load does.
 
         Args:
-            request: the request without signature, similarity and may_wait, which are set here.
+            request: the request without expert counts, similarity and may_wait, which are set here.
             counts: unsigned[L,E], the prompt's expert counts; None if prefill returned none. They are then
                 predicted if there is a predictor.
             token_ids: uint32[n], the prompt's token ids, if known.
@@ -168,7 +168,7 @@ class RouterClient:
         counts = self.scorer.predict(token_ids) if counts is None else counts
         predicted = true is None and counts is not None
         lease = Lease(
-            replace(request, signature=counts, predicted=predicted, may_wait=wait_s > 0),
+            replace(request, expert_counts=counts, predicted=predicted, may_wait=wait_s > 0),
             since_s=asyncio.get_running_loop().time() + wait_s,
         )
         self.leases[request.request_id] = lease
@@ -201,7 +201,7 @@ class RouterClient:
         if lease is not None and lease.state is State.LEASED:
             lease.request = replace(
                 lease.request,
-                signature=self.scorer.sampled_counts(counts),
+                expert_counts=self.scorer.sampled_counts(counts),
                 prompt_tokens=prompt_tokens,
                 predicted=False,
             )
@@ -281,7 +281,7 @@ class RouterClient:
     def _drop_unread(self, lease: Lease) -> None:
         """Drop what the live policy does not read; a restarted actor gets the rest with the lease."""
         # Without a copy, since the request is one already.
-        lease.request.signature = self.scorer.read_counts(lease.request.signature)
+        lease.request.expert_counts = self.scorer.read_counts(lease.request.expert_counts)
 
     # -- called by the link, see LinkOwner ----------------------------------------------------------
 

@@ -75,15 +75,15 @@ class LiveView:
 
     # -- what the page shows -------------------------------------------------------------------------
 
-    def snapshot(self, placer: Placer, slots: list[str | None], layers: int | None) -> dict[str, Any]:
+    def snapshot(self, placer: Placer, positions: list[str | None], layers: int | None) -> dict[str, Any]:
         """Return the data as JSON-able values; times are s before now, latencies ms.
 
         Args:
-            slots: the replica in each slot.
+            positions: the replica in each position.
             layers: number of MoE layers, by which active experts are divided; None: not known yet.
         """
         now = self._clock()
-        self._steps = {name: reports for name, reports in self._steps.items() if name in slots}
+        self._steps = {name: reports for name, reports in self._steps.items() if name in positions}
         return {
             "requests": self._requests(placer),
             "space": self._space(),
@@ -99,7 +99,7 @@ class LiveView:
             "not_shown": len(leases) - len(shown),
             "columns": ["id", "worker", "generated", "max_new", "prompt", "domain", "reason"],
             "rows": [
-                [p.request_id[:8], p.slot if p.state is State.LEASED else None, p.generated_tokens,
+                [p.request_id[:8], p.position if p.state is State.LEASED else None, p.generated_tokens,
                  p.request.max_new_tokens, p.request.prompt_tokens, p.request.domain, p.reason]
                 for p in shown
             ],
@@ -112,7 +112,7 @@ class LiveView:
             if plane is not None and one.plane is not plane:
                 one.plane, one.point = plane, plane.place(one.lease.request)
             if plane is not None and one.point is not None:
-                points.append([one.number, *one.point, one.lease.slot, one.lease.request.domain])
+                points.append([one.number, *one.point, one.lease.position, one.lease.request.domain])
         return {
             "axes": None if plane is None else "centroids" if self._table is not None else "first signatures",
             "centroids": [] if plane is None else list(plane.centroids),
@@ -124,7 +124,7 @@ class LiveView:
         if self._table is not None:
             self._plane = self._plane or CentroidPlane(*self._table)
         elif self._spanned_by < _SPANNING:
-            found = [one.lease.request.signature for one in self._drawn]
+            found = [one.lease.request.expert_counts for one in self._drawn]
             counts = [c for c in found if c is not None and c.ndim == 2 and c.any()][:_SPANNING]
             counts = [c for c in counts if c.shape == counts[0].shape]
             if len(counts) > max(self._spanned_by, 2):

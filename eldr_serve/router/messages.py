@@ -58,14 +58,14 @@ class Restore(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         leases: ids of the requests whose leases the client holds; its other leases have ended.
         settings: newest settings that the client knows, which a restarted router adopts.
-        signature_shape: (MoE layers, experts) as engines report it, if known.
+        counts_shape: (MoE layers, experts) as engines report it, if known.
     """
 
     client: str
     workers: tuple[str, ...] = ()
     leases: tuple[str, ...] = ()
     settings: Settings | None = None
-    signature_shape: tuple[int, int] | None = None
+    counts_shape: tuple[int, int] | None = None
 
 
 class Workers(msgspec.Struct, tag=True, frozen=True):
@@ -103,7 +103,7 @@ class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """The content of a granted lease, see Lease."""
 
     replica: str
-    slot: int = -1
+    position: int = -1
     band: int = 0
     similarity: float | None = None
     best: bool = False
@@ -144,7 +144,7 @@ class Place(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 class Counted(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A leased request with its true signature and length."""
+    """A leased request with its measured counts and length."""
 
     request: PlacementRequest
 

@@ -42,9 +42,9 @@ class OwnLoad:
         candidates = [r for r in live if r not in lease.request.exclude] or list(live)
         if not candidates:
             raise Overloaded("no decode replica is running yet", retry_after_s=5)
-        in_flight = self._ledger.loads(self._ledger.places(candidates)).in_flight
+        in_flight = self._ledger.loads(self._ledger.rows(candidates)).in_flight
         lease.become(State.LEASED)
         least = np.flatnonzero(in_flight == in_flight.min())
-        lease.replica, lease.slot = candidates[int(random.choice(least))], -1
+        lease.replica, lease.position = candidates[int(random.choice(least))], -1
         lease.band, lease.reason, lease.policy = len(candidates), reason, OWN_LOAD
         self.add(lease)

@@ -19,7 +19,7 @@ from eldr_serve.scheduling import PlacementRequest
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE_EVERY = 16  # one in this many signatures is reported even if the policy reads none
+_SAMPLE_EVERY = 16  # one in this many counts is reported even if the policy reads none
 
 
 class Scorer:
@@ -32,7 +32,7 @@ class Scorer:
         settings: the live settings; None until known.
         predictor: the live predictor, as it has learnt here.
         tokenizer: fingerprint of the served tokenizer; None until known.
-        shape: (MoE layers, experts) of signatures as engines report it; None until known.
+        shape: (MoE layers, experts) of expert counts as engines report it; None until known.
     """
 
     def __init__(self, on_predictor: Callable[[], None]) -> None:
@@ -100,17 +100,17 @@ class Scorer:
 
     def score(self, request: PlacementRequest) -> PlacementRequest:
         """Return the request as it is sent: its counts replaced by what the live policy reads."""
-        counts, settings = request.signature, self.settings
+        counts, settings = request.expert_counts, self.settings
         if counts is None:
             return replace(request, signature_missing=True)
         read = self.read_counts if request.predicted else self.sampled_counts
-        fields: dict[str, Any] = {"signature": read(counts)}
+        fields: dict[str, Any] = {"expert_counts": read(counts)}
         if self._table is not None and settings is not None:
             try:
                 fields["similarity"] = self._table.similarity(counts)
                 fields["table_version"] = settings.table_version
             except ValueError as error:
-                logger.warning("the signature does not fit the live table: %s", error)
+                logger.warning("the counts do not fit the live table: %s", error)
                 fields["signature_missing"] = True
         return replace(request, **fields)
 

@@ -14,7 +14,7 @@ MAX_SETTINGS_BYTES = 60 * 2**20  # table and predictor, which share one frame of
 
 
 class SettingsCheck:
-    """Checks settings against the served model and the shape of signatures.
+    """Checks settings against the served model and the shape of expert counts.
 
     Args:
         model_id: tables and predictors of other models are refused.
@@ -69,7 +69,7 @@ class SettingsCheck:
 
     def without_misfit(self, request: PlacementRequest) -> PlacementRequest:
         """Return the request without its prediction if that has a different shape than the engines'."""
-        counts = request.signature
+        counts = request.expert_counts
         if not request.predicted or counts is None or self.shape is None or counts.shape == self.shape:
             return request
-        return replace(request, signature=None, signature_missing=True, predicted=False)
+        return replace(request, expert_counts=None, signature_missing=True, predicted=False)

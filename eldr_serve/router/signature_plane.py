@@ -54,7 +54,7 @@ class CountsPlane:
 
     def place(self, request: PlacementRequest) -> Point | None:
         """Return the point of the request's counts; None if it has none of this shape."""
-        counts = request.signature
+        counts = request.expert_counts
         if counts is None or counts.size != len(self._axes) or not counts.any():
             return None
         return _point(_unit(counts) @ self._axes)

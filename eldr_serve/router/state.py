@@ -33,9 +33,9 @@ _RECENT = 1024
 class RouterState(RouterStatus):
     """Placement of prefilled requests on decode replicas, for several clients.
 
-    Each decode replica has a slot, and slot i serves centroid i. The slot of a lost replica stays vacant (its
-    centroid's requests go to the next most similar workers) until a new replica takes the lowest vacant slot,
-    so that the other replicas keep their centroids.
+    Each decode replica has a position, and position i serves centroid i. The position of a lost replica
+    stays vacant (its centroid's requests go to the next most similar workers) until a new replica takes the
+    lowest vacant position, so that the other replicas keep their centroids.
 
     Clients limit the wait of their requests in the decode queue, and release those that time out.
 
@@ -49,7 +49,7 @@ class RouterState(RouterStatus):
     Attributes:
         on_leases: callback for new leases, of new and of queued requests.
         on_settings: callback for new settings; it precedes the leases that follow from them.
-        recent: signatures of recently placed prompts, for a refit.
+        recent: expert counts of recently placed prompts, for a refit.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RouterState(RouterStatus):
         self.counters: Counter[str] = Counter()
         self.recent: deque[NDArray[Any]] = deque(maxlen=_RECENT)
         self.clients: set[str] = set()
-        self.slots: list[str | None] = []
+        self.positions: list[str | None] = []
         self.predictions: dict[str, dict[str, Any]] = {}
         self.check = SettingsCheck(model_id)
         self.costs = StepCosts(clock)
@@ -133,7 +133,7 @@ class RouterState(RouterStatus):
         self.counters["predictor_swaps"] += 1
         return self.settings
 
-    def expect_signatures(self, num_layers: int, num_experts: int) -> None:
+    def expect_counts(self, num_layers: int, num_experts: int) -> None:
         """Set the shape that engines report; tables and predictors of other shapes are refused.
 
         If the live predictor has another shape, discard it and its predictions.
@@ -196,7 +196,7 @@ class RouterState(RouterStatus):
             prefix_cache: tokens in a block and in the replica's whole cache; (0, 0) without a cache.
         """
         block_tokens, kv_tokens = prefix_cache
-        if block_tokens and replica in self.slots:  # the last report of a lost replica may be late
+        if block_tokens and replica in self.positions:  # the last report of a lost replica may be late
             self.placer.prefixes.holds(replica, kv_tokens, block_tokens)
         self.view.observe_steps(replica, steps)
         self.comparison.observe_steps(steps)
@@ -213,15 +213,15 @@ class RouterState(RouterStatus):
 
     def _set_workers(self, replicas: Iterable[str]) -> None:
         live = set(replicas)
-        self.slots = [replica if replica in live else None for replica in self.slots]
-        for replica in sorted(live.difference(filter(None, self.slots))):
-            if None in self.slots:
-                self.slots[self.slots.index(None)] = replica
+        self.positions = [replica if replica in live else None for replica in self.positions]
+        for replica in sorted(live.difference(filter(None, self.positions))):
+            if None in self.positions:
+                self.positions[self.positions.index(None)] = replica
             else:
-                self.slots.append(replica)
-        while self.slots and self.slots[-1] is None:
-            self.slots.pop()
-        self.placer.set_workers(self.slots)
+                self.positions.append(replica)
+        while self.positions and self.positions[-1] is None:
+            self.positions.pop()
+        self.placer.set_workers(self.positions)
 
     def restore(self, message: Restore) -> None:
         """Restore from a client what an earlier incarnation of this actor knew, besides leases (`hold`).
@@ -236,8 +236,8 @@ class RouterState(RouterStatus):
         if settings is not None and settings.version > self.settings.version:
             self._adopt(settings)
             self.counters["settings_restored"] += 1
-        if message.signature_shape is not None:  # live settings are not checked against it
-            self.check.shape = message.signature_shape
+        if message.counts_shape is not None:  # live settings are not checked against it
+            self.check.shape = message.counts_shape
         held = set(message.leases)
         for known in [*self.placer.running.values(), *self.placer.queue.values()]:
             if known.client == message.client and known.request_id not in held:
@@ -278,7 +278,7 @@ class RouterState(RouterStatus):
         self.placer.finish(request_id)
 
     def counted(self, request: PlacementRequest) -> None:
-        """Take a leased request's true signature and length."""
+        """Take a leased request's measured counts and length."""
         self.placer.counted(request)
         self.counters["signatures_returned"] += 1
         self._remember(request)
@@ -287,7 +287,7 @@ class RouterState(RouterStatus):
         """Take a lease that its client has made, or received from an earlier incarnation of this actor."""
         lease.request = self.check.without_misfit(lease.request)
         known = self.placer.running.get(lease.request_id)
-        new_counts = lease.request.signature is not None and not lease.request.predicted
+        new_counts = lease.request.expert_counts is not None and not lease.request.predicted
         if known is not None and (known.replica, known.policy) == (lease.replica, lease.policy):
             known.client = lease.client
             self.placer.progress({lease.request_id: lease.generated_tokens})
@@ -319,8 +319,8 @@ class RouterState(RouterStatus):
         self._lease(self.placer.dispatch())
 
     def _remember(self, request: PlacementRequest) -> None:
-        if request.signature is not None and not request.predicted:
-            self.recent.append(request.signature)
+        if request.expert_counts is not None and not request.predicted:
+            self.recent.append(request.expert_counts)
 
     def _lease(self, leased: list[Lease]) -> None:
         self.view.placed(leased)

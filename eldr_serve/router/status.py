@@ -22,7 +22,7 @@ class RouterStatus:
         settings: the live settings.
         table: the live table.
         clients: ids of the clients, also of lost ones until they are dropped.
-        slots: the replica in each slot.
+        positions: the replica in each position.
         predictions: quality of each client's predictions, see OnlinePredictor.status.
         earlier_failures: number of unusable predictions under earlier policies.
     """
@@ -37,7 +37,7 @@ class RouterStatus:
     view: LiveView
     counters: Counter[str]
     clients: set[str]
-    slots: list[str | None]
+    positions: list[str | None]
     predictions: dict[str, dict[str, Any]]
     earlier_failures: int
     clock: Callable[[], float]
@@ -67,13 +67,13 @@ class RouterStatus:
 
     def live(self) -> dict[str, Any]:
         """Return the status and the live page's other data."""
-        shown = self.view.snapshot(self.placer, self.slots, self._layers)
+        shown = self.view.snapshot(self.placer, self.positions, self._layers)
         return self.status() | {"live": shown, "policies": policy_names()}
 
     @property
     def num_workers(self) -> int:
         """Return the number of live decode replicas."""
-        return sum(replica is not None for replica in self.slots)
+        return sum(replica is not None for replica in self.positions)
 
     @property
     def predictor_failures(self) -> int:
@@ -117,13 +117,13 @@ class RouterStatus:
         domains = None if self.table is None else self.table.domains
         return [
             {
-                "worker": slot,
+                "worker": position,
                 "replica": replica,
-                "in_flight": int(loads.in_flight[slot]),
-                "kv_tokens": int(loads.kv_tokens[slot]),
-                "cluster_domain": (domains[slot % len(domains)] or None) if domains else None,
+                "in_flight": int(loads.in_flight[position]),
+                "kv_tokens": int(loads.kv_tokens[position]),
+                "cluster_domain": (domains[position % len(domains)] or None) if domains else None,
             }
-            for slot, replica in enumerate(self.slots)
+            for position, replica in enumerate(self.positions)
             if replica is not None
         ]
 

@@ -70,7 +70,7 @@ class ExpectedActivation:
 
     def levels(self, request: PlacementRequest) -> Levels | None:
         """Return the levels of a request, uint8[L*E], from its counts or else the mean; None without both."""
-        counts = request.signature
+        counts = request.expert_counts
         if counts is not None and self.usable(request):
             if not self._shape:
                 self._shape = counts.shape
@@ -87,7 +87,7 @@ class ExpectedActivation:
 
     def usable(self, request: PlacementRequest) -> bool:
         """Return whether the request has counts of the right shape."""
-        counts = request.signature
+        counts = request.expert_counts
         return (
             counts is not None
             and counts.ndim == 2

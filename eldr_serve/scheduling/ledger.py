@@ -70,17 +70,15 @@ class LoadLedger:
         assert self._in_flight[row] >= 0
         assert self._kv_tokens[row] >= 0
 
-    def places(self, workers: Iterable[Hashable]) -> NDArray[np.int64]:
+    def rows(self, workers: Iterable[Hashable]) -> NDArray[np.int64]:
         """Return the permanent row numbers of these workers, int64[W], for `loads`."""
         return np.array([self._row_of(worker) for worker in workers], np.int64)
 
-    def loads(self, places: NDArray[np.int64], available: NDArray[np.bool_] | None = None) -> Loads:
+    def loads(self, rows: NDArray[np.int64], available: NDArray[np.bool_] | None = None) -> Loads:
         """Return a copy of the loads of the workers in these rows; None: all are available."""
         if available is None:
-            available = np.ones(len(places), bool)
-        return Loads(
-            self._in_flight[places], self._kv_tokens[places], available, self._prefill_tokens[places]
-        )
+            available = np.ones(len(rows), bool)
+        return Loads(self._in_flight[rows], self._kv_tokens[rows], available, self._prefill_tokens[rows])
 
     def _row_of(self, worker: Hashable) -> int:
         row = self._rows.setdefault(worker, len(self._rows))

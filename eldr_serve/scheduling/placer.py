@@ -25,7 +25,7 @@ from eldr_serve.scheduling.types import Decision, Lease, Loads, PlacementRequest
 class Placer:
     """Assigns decode workers to prefilled requests by a policy, and notifies the policy of their progress.
 
-    The slot of a worker is its index in the loads that policies see. Under a policy with a decode queue,
+    The position of a worker is its index in the loads that policies see. Under a policy with a decode queue,
     requests that may wait do so until the policy assigns them a worker. Only `submit` and `dispatch` ask the
     policy, so call one of them after any change of loads or workers.
 
@@ -59,15 +59,15 @@ class Placer:
         self._rng = np.random.default_rng(seed)
         self._clock = clock
         self._workers: list[str | None] = []
-        # Slot of each worker; for each slot its row in the ledger and whether it accepts requests.
-        self._slot: dict[str, int] = {}
+        # Position of each worker; for each position its row in the ledger and whether it accepts requests.
+        self._position: dict[str, int] = {}
         self._ledger_rows = np.zeros(0, np.int64)
         self._open = np.zeros(0, bool)
 
     # -- workers and policy ----------------------------------------------------------------------
 
     def set_workers(self, workers: Sequence[str | None], closed: Iterable[str] = ()) -> None:
-        """Set the worker of each slot, None for a vacant one.
+        """Set the worker of each position, None for a vacant one.
 
         Args:
             closed: workers that accept no more requests.
@@ -75,9 +75,11 @@ class Placer:
         changed = list(workers) != self._workers
         if changed:
             self._workers = list(workers)
-            self._slot = {worker: slot for slot, worker in enumerate(workers) if worker is not None}
-            self._ledger_rows = self._ledger.places(workers)
-            self.prefixes.keep(self._slot)
+            self._position = {
+                worker: position for position, worker in enumerate(workers) if worker is not None
+            }
+            self._ledger_rows = self._ledger.rows(workers)
+            self.prefixes.keep(self._position)
         shut = set(closed)
         self._open = np.array([worker is not None and worker not in shut for worker in workers], bool)
         if self._shadow is not None:
@@ -118,9 +120,9 @@ class Placer:
             observer.update_cost_model(cost)
 
     def loads(self, exclude: Iterable[str] = ()) -> Loads:
-        """Return the loads of all slots; the excluded workers are not available."""
+        """Return the loads of all positions; the excluded workers are not available."""
         available = self._open.copy()
-        available[[self._slot[worker] for worker in exclude if worker in self._slot]] = False
+        available[[self._position[worker] for worker in exclude if worker in self._position]] = False
         return self._ledger.loads(self._ledger_rows, available)
 
     def _loads_for(self, request: PlacementRequest) -> Loads:
@@ -168,7 +170,7 @@ class Placer:
         self._record_prefix(lease)
 
     def counted(self, request: PlacementRequest) -> None:
-        """Replace a request by one with its true signature and length; ignored unless it is running."""
+        """Replace a request by one with its measured counts and length; ignored unless it is running."""
         lease = self.running.get(request.request_id)
         if lease is not None:
             lease.request = request
@@ -228,12 +230,12 @@ class Placer:
 
     def _assign(self, lease: Lease, decision: Decision, loads: Loads) -> Lease:
         worker = self._workers[decision.worker]
-        assert worker is not None, "a policy chose a vacant slot"
+        assert worker is not None, "a policy chose a vacant position"
         if self.queue.pop(lease.request_id, None) is lease:
             lease.waited_s = self._clock() - lease.since_s
         self._stop(lease.request_id)  # a request that is placed again leaves its first worker
         lease.become(State.LEASED)
-        lease.replica, lease.slot = worker, decision.worker
+        lease.replica, lease.position = worker, decision.worker
         lease.band, lease.similarity = decision.band, decision.similarity
         lease.best = _is_best(decision.worker, lease.request, loads)
         lease.reason, lease.policy = decision.reason, self._policy.name
@@ -247,7 +249,7 @@ class Placer:
     def _record_prefix(self, lease: Lease) -> None:
         """Set the cached tokens of the prompt, then add its blocks to the worker's prefix cache."""
         blocks = lease.request.blocks
-        if blocks is not None and lease.replica in self._slot:
+        if blocks is not None and lease.replica in self._position:
             lease.cached_tokens = int(self.prefixes.cached_tokens([lease.replica], blocks)[0])
             self.prefixes.sent(lease.replica, blocks)
 
@@ -266,12 +268,12 @@ class Placer:
                 observer.on_finished(request_id)
 
     def _notify_assigned(self, lease: Lease, decision: Decision | None = None) -> None:
-        slot = self._slot.get(lease.replica)
+        position = self._position.get(lease.replica)
         for observer in self._observers():
-            if slot is None:
+            if position is None:
                 observer.on_finished(lease.request_id)
                 continue
-            observer.on_assigned(lease.request, slot, decision)
+            observer.on_assigned(lease.request, position, decision)
             if lease.generated_tokens:
                 observer.on_progress({lease.request_id: lease.generated_tokens})
 

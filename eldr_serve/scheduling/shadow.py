@@ -89,7 +89,7 @@ class Shadow:
     # -- notifications of the placer ---------------------------------------------------------------
 
     def set_workers(self, workers: Sequence[str | None], open_: NDArray[np.bool_]) -> None:
-        """Set the worker of each slot, and whether it accepts requests."""
+        """Set the worker of each position, and whether it accepts requests."""
         self._events.append(partial(self._set_workers, tuple(workers), open_))
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
@@ -148,7 +148,7 @@ class Shadow:
         stays = {i for i, pair in enumerate(zip(self._workers, workers, strict=False)) if pair[0] == pair[1]}
         self._workers, self._open = workers, open_
         for request in self._requests.values():
-            if self._shadow.slots.get(request.request_id) not in stays:
+            if self._shadow.positions.get(request.request_id) not in stays:
                 self._shadow.finish(request.request_id)
                 self._place(request)
 
@@ -173,9 +173,9 @@ class Shadow:
         known = {name: tokens for name, tokens in generated_tokens.items() if name in self._requests}
         live, other = (side.seconds(self._cost, len(self._workers)) for side in (self._live, self._shadow))
         for name, tokens in known.items():
-            if name in self._live.slots and name in self._shadow.slots:
+            if name in self._live.positions and name in self._shadow.positions:
                 more = tokens - self._generated[name]
-                costs = live[self._live.slots[name]], other[self._shadow.slots[name]]
+                costs = live[self._live.positions[name]], other[self._shadow.positions[name]]
                 self._count(more * np.array([1.0, *costs, 0.0, 0.0]))
         self._generated |= known
         self._live.progress(known)
@@ -205,31 +205,31 @@ class _Placements:
     """The requests of each worker under one policy.
 
     Attributes:
-        slots: worker of each request.
+        positions: worker of each request.
     """
 
     def __init__(self) -> None:
-        self.slots: dict[str, int] = {}
+        self.positions: dict[str, int] = {}
         self._ledger = LoadLedger()
         self._active = ExpectedActivation()
 
-    def assign(self, request: PlacementRequest, slot: int, generated_tokens: int) -> None:
-        self.slots[request.request_id] = slot
-        self._ledger.add(request.request_id, slot, request.prompt_tokens)
+    def assign(self, request: PlacementRequest, position: int, generated_tokens: int) -> None:
+        self.positions[request.request_id] = position
+        self._ledger.add(request.request_id, position, request.prompt_tokens)
         self._ledger.progress(request.request_id, generated_tokens)
-        self._active.on_assigned(request, slot, self._active.levels(request))
+        self._active.on_assigned(request, position, self._active.levels(request))
 
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
         for request_id, tokens in generated_tokens.items():
             self._ledger.progress(request_id, tokens)
 
     def finish(self, request_id: str) -> None:
-        self.slots.pop(request_id, None)
+        self.positions.pop(request_id, None)
         self._ledger.release(request_id)
         self._active.on_finished(request_id)
 
     def loads(self, open_: NDArray[np.bool_]) -> Loads:
-        return self._ledger.loads(self._ledger.places(range(len(open_))), open_)
+        return self._ledger.loads(self._ledger.rows(range(len(open_))), open_)
 
     def seconds(self, cost: StepCost, workers: int) -> NDArray[np.float64]:
         """Return the expected step time of each worker, s, float64[W]."""

@@ -21,13 +21,13 @@ class PlacementRequest:
     Token counts are clipped to [0, 2**31 - 1], since policies add them up in int64.
 
     Attributes:
-        signature: the prompt's expert counts, unsigned[L,E] (or the encoded unit vector); None if unknown.
+        expert_counts: unsigned[L,E], the prompt's counts (or the encoded unit vector); None if unknown.
             Predicted counts are floating[L,E].
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
-            caller has scored the signature, which it may then omit.
+            caller has scored the counts, which it may then omit.
         prompt_key: equal for equal prompts.
-        signature_missing: there is neither a usable signature nor a prediction.
-        predicted: the signature is a prediction from the prompt's tokens.
+        signature_missing: there is neither usable counts nor a prediction.
+        predicted: the counts are a prediction from the prompt's tokens.
         blocks: blocks of the prompt if the worker prefills it too; else None.
         exclude: workers that have just failed this request.
         may_wait: the request may wait in the policy's decode queue; else it is placed at once.
@@ -36,7 +36,7 @@ class PlacementRequest:
     """
 
     request_id: str
-    signature: NDArray[Any] | None
+    expert_counts: NDArray[Any] | None
     prompt_tokens: int
     max_new_tokens: int
     domain: str | None = None
@@ -86,7 +86,7 @@ class Lease:
     Attributes:
         client: client that sent the request.
         replica: name of the leased worker.
-        slot: the worker's slot in the router; -1 if the router did not place the request.
+        position: the worker's position in the router; -1 if the router did not place the request.
         band: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         best: the worker is the one most similar to the signature.
@@ -100,7 +100,7 @@ class Lease:
     state: State = State.SCORED
     client: str = ""
     replica: str = ""
-    slot: int = -1
+    position: int = -1
     band: int = 0
     similarity: float | None = None
     best: bool = False

@@ -60,7 +60,7 @@ class PlacementRequests:
         if table is not None and kind not in self._similarity:
             self._similarity[kind] = table.similarity(self._experts.counts[kind])
         predicted = self._whole is not None and self._experts.predicted is not None
-        known = self._experts.predicted_signature if predicted else self._experts.signature
+        known = self._experts.predicted_counts if predicted else self._experts.expert_counts
         counts = known(kind, prompt) if self._reads_counts else None
         return PlacementRequest(
             str(j), counts, prompt, output, self._experts.domains[kind], self._similarity.get(kind), key,
@@ -69,7 +69,7 @@ class PlacementRequests:
 
     def with_true_counts(self, j: int, request: PlacementRequest) -> PlacementRequest | None:
         """Return the request with the counts of its prefill; None if it has no predicted signature."""
-        if self._experts is None or not request.predicted or request.signature is None:
+        if self._experts is None or not request.predicted or request.expert_counts is None:
             return None
-        counts = self._experts.signature(self._kind[j], self._prompt[j])
-        return replace(request, signature=counts, predicted=False)
+        counts = self._experts.expert_counts(self._kind[j], self._prompt[j])
+        return replace(request, expert_counts=counts, predicted=False)

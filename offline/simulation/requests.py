@@ -79,11 +79,11 @@ class Experts:
         if (np.diff(self.offset) < 1).any():
             raise SimulationError(f"request {int(np.diff(self.offset).argmin())} has no decode step")
 
-    def signature(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
+    def expert_counts(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
         """Return the counts of a prompt of that length: [L,E]."""
         return self._scaled(self.counts[kind], kind, prompt_tokens)
 
-    def predicted_signature(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
+    def predicted_counts(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
         """Return the predicted counts of a prompt of that length: [L,E]."""
         assert self.predicted is not None
         return self._scaled(self.predicted[kind], kind, prompt_tokens)

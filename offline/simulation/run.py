@@ -211,7 +211,7 @@ class _Simulation:
         if placements or self._placer.queue:
             self._report_progress(now)
         for placement in self._placer.submit(placements):
-            self._placed(now, int(placement.request_id), placement.slot)
+            self._placed(now, int(placement.request_id), placement.position)
         if self._shadow is not None:
             self._shadow.catch_up()
 

@@ -45,7 +45,7 @@ async def test_a_signature_selects_its_replica_and_the_lease_ends_with_the_call(
     import ray
 
     def request(centroid: int | None) -> Any:
-        params = {} if centroid is None else {"eldr_signature": pack_counts(counts_for(centroid))}
+        params = {} if centroid is None else {"eldr_expert_counts": pack_counts(counts_for(centroid))}
         return SimpleNamespace(max_tokens=5, kv_transfer_params=params | {"remote_num_tokens": 7})
 
     await other.generate.remote(request(0))  # starts the router actor and reports the replicas to it

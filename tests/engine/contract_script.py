@@ -29,7 +29,7 @@ from tiny_model import EXPERTS, LAYERS, TOP_K
 
 from eldr_serve.engine.backend import EngineRole
 from eldr_serve.engine.chosen import ENGINES
-from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.engine.protocol import Engine
 
 KWARGS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 128}
@@ -149,7 +149,7 @@ async def check(model: str, prefills: Connection) -> dict[str, Any]:
     await there.release("counted")
     engine.take_steps()
     await engine.generate(request("counted", tokens=9), lambda *_: None)
-    found = {"broken": broken, "ids": held.token_ids.tolist(), "counts": held.kv[SIGNATURE]}
+    found = {"broken": broken, "ids": held.token_ids.tolist(), "counts": held.kv[EXPERT_COUNTS]}
     found["steps"] = engine.take_steps().steps
     end(engine)
     return found

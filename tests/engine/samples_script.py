@@ -21,7 +21,7 @@ import numpy as np
 from contract_script import RemoteEngine, end, nixl, serve, start
 
 from eldr_serve.engine.chosen import ENGINES
-from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.engine.protocol import EngineRequest, Sampling
 from eldr_serve.experts.signature import pack_counts
 
@@ -68,7 +68,7 @@ class Client:
             async with self._one_prefill:
                 held = await self._prefills.prefill(self._request(name, prompt))
             kv = dict(held.kv)
-            more |= {"signature": kv.pop(SIGNATURE), "kv": kv, "token_ids": held.token_ids.tobytes()}
+            more |= {"expert_counts": kv.pop(EXPERT_COUNTS), "kv": kv, "token_ids": held.token_ids.tobytes()}
         ids, enough = bytearray(), asyncio.Event()
 
         def on_chunk(payload: bytes, tokens: int, made: bytes = b"") -> None:

@@ -74,7 +74,7 @@ def main(arguments: dict[str, Any], out: Path) -> None:
         prompt = rng.integers(1, 257, length).tolist()
         mine.send((f"p{length}", prompt))
         answered, params = mine.recv()
-        counted = int(unpack_counts(params.pop("eldr_signature")).sum())
+        counted = int(unpack_counts(params.pop("eldr_expert_counts")).sum())
         pulled = run(decoder, f"d{length}", {"prompt_token_ids": prompt}, OUTPUT, params)
         alone = {"prompt_token_ids": prompt, "cache_salt": "computed here"}
         computed = run(decoder, f"c{length}", alone, OUTPUT)

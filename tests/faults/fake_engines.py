@@ -20,7 +20,7 @@ import numpy as np
 
 from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.fake import InProcess
-from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.errors import Refused
 from eldr_serve.experts.sample import ExpertSample
@@ -243,7 +243,7 @@ class PrefillEngine(BlockEngine):
         self._free_abandoned()
         await asyncio.sleep(self.time_s(0.001))  # from the engine's core to its front end
         where = {"engine": self.name, "prompt": engine_id, "blocks": blocks}
-        return Prefilled(np.asarray(prompt, np.uint32), {SIGNATURE: expert_counts_of(prompt)} | where)
+        return Prefilled(np.asarray(prompt, np.uint32), {EXPERT_COUNTS: expert_counts_of(prompt)} | where)
 
     def prolong(self, engine_id: str) -> None:
         """Renew the lease."""

@@ -186,7 +186,7 @@ MUTATIONS = (
     Mutation(
         "prefixes of workers that have gone are remembered",
         "eldr_serve.scheduling.placer",
-        "self.prefixes.keep(self._slot)",
+        "self.prefixes.keep(self._position)",
     ),
     Mutation(
         "prompt tokens of a request that has gone are still to be computed",

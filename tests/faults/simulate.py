@@ -317,7 +317,7 @@ class _Simulation:
         zero("router ledger", len(state.placer._ledger))
         zero("router prompt tokens to compute", int(abs(state.placer._ledger._prefill_tokens).sum()))
         known = state.placer.prefixes._caches.keys() | state.placer.prefixes._room.keys()
-        zero("prefixes of workers that have gone", known - set(state.slots))
+        zero("prefixes of workers that have gone", known - set(state.positions))
         for name, engine in world.engines.items():
             if engine.process.alive:
                 zero(f"{name} blocks in use", engine.blocks.in_use)

@@ -28,7 +28,7 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
     now = [0.0]
     actor = FakeActor(policy=policy, table=None, clock=lambda: now[0])
     state = actor.state
-    state.expect_signatures(L, E)
+    state.expect_counts(L, E)
     state.restore(Restore("c", ("r0", "r1")))
     state.set_shadow(NamedPolicy("shortest-queue"))
     favourites = [rng.permutation(E)[:5] for _ in DOMAINS]
@@ -37,7 +37,7 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
         kind = int(rng.integers(3))
         counts = rng.integers(0, 3, (L, E)).astype(np.uint32)
         counts[:, favourites[kind]] += 20
-        say(state, request(f"request{number}", 40, 60, signature=counts, domain=DOMAINS[kind]))
+        say(state, request(f"request{number}", 40, 60, expert_counts=counts, domain=DOMAINS[kind]))
         running = list(state.placer.running)
         say(
             state,

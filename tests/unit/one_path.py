@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from fake_fleet import FakeFleet, answering, prefilled
 
-from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
@@ -20,7 +20,7 @@ from eldr_serve.scheduling import Lease, PlacementRequest, State
 
 COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
 good_prefill = answering(
-    prefilled(do_remote_prefill=True, remote_request_id="r", **{SIGNATURE: pack_counts(COUNTS)})
+    prefilled(do_remote_prefill=True, remote_request_id="r", **{EXPERT_COUNTS: pack_counts(COUNTS)})
 )
 good_decode = answering(b"a", b"b", b"c")
 

@@ -1,4 +1,4 @@
-"""The KV connector: NIXL's pull connector, which also returns expert signatures in `kv_transfer_params`.
+"""The KV connector: NIXL's pull connector, which also returns expert counts in `kv_transfer_params`.
 
 Load it with `kv_connector="EldrConnector", kv_connector_module_path="eldr_serve.engine.vllm.connector"`
 (see eldr_serve.engine.vllm.config). Roles: kv_producer (prefill), kv_consumer (decode), kv_both
@@ -8,7 +8,7 @@ In each step, the scheduler half lists the prompts that end in it and their bloc
 The worker half counts after the forward (`get_transfer_results`) and returns the sums
 (`build_connector_worker_meta`). The scheduler stores them before it finishes requests
 (eldr_serve.engine.vllm.scheduler), and `request_finished` adds them to the answer. A whole engine's answer
-comes much later, so its sums are sent at once, with the stats (`take_signatures`).
+comes much later, so its sums are sent at once, with the stats (`take_prompt_counts`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from eldr_serve.engine.abandoned import AbandonedPrompts
-from eldr_serve.engine.keys import CALIBRATE, REQUEST, ROUTES, SIGNATURE
+from eldr_serve.engine.keys import CALIBRATE, EXPERT_COUNTS, REQUEST, ROUTES
 from eldr_serve.engine.vllm.capture import ExpertCapture, StepCounts, StepPlan, StepTimer
 from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.engine import check_engine, model_runner
@@ -49,7 +49,7 @@ from eldr_serve.engine.vllm.compat.nixl import (
     polled_nixl,
     side_channel_stopped,
 )
-from eldr_serve.engine.vllm.prompt_counts import Signature
+from eldr_serve.engine.vllm.prompt_counts import PromptCounts
 from eldr_serve.engine.vllm.stats import EldrPromMetrics, EldrStats
 from eldr_serve.engine.vllm.tracked_request import RouteCounts, TrackedRequest
 from eldr_serve.experts.signature import pack_counts
@@ -99,7 +99,7 @@ class EldrConnector(NixlPullConnector):
         self._requests: dict[str, Any] = {}
         self._held: dict[str, str] = {}  # see EldrMetadata.held; since the last step
         self._handshake: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
-        self._signatures: dict[str, Signature] = {}  # of a whole engine, by callers' names; until taken
+        self._prompt_counts: dict[str, PromptCounts] = {}  # of a whole engine, by callers' names; until taken
         # worker half
         self._capture: ExpertCapture | None = None
         self._timer: StepTimer | None = None
@@ -208,7 +208,7 @@ class EldrConnector(NixlPullConnector):
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.prompt_counts is None:
                 tracked.prompt_counts = counts.wait()
-                self._keep_signature(tracked.request, tracked.prompt_counts)
+                self._keep_counts(tracked.request, tracked.prompt_counts)
         routes = meta.counts.routes
         if routes is None:
             return
@@ -217,19 +217,19 @@ class EldrConnector(NixlPullConnector):
             if tracked is not None and tracked.decode is not None:
                 tracked.decode.take(first, chosen, routes.num_experts)
 
-    def _keep_signature(self, request: Any, counts: NDArray[np.int32]) -> None:
-        """Keep the signature of a prompt that decodes here for `take_signatures`."""
+    def _keep_counts(self, request: Any, counts: NDArray[np.int32]) -> None:
+        """Keep the expert counts of a prompt that decodes here for `take_prompt_counts`."""
         params = request.kv_transfer_params or {}
         if REQUEST in params and not params.get("do_remote_decode"):
-            self._signatures[str(params[REQUEST])] = request.num_prompt_tokens, pack_counts(counts)
+            self._prompt_counts[str(params[REQUEST])] = request.num_prompt_tokens, pack_counts(counts)
 
-    def take_signatures(self) -> dict[str, Signature]:
-        """Return the signatures of prompts prefilled since the last call that decode in this engine.
+    def take_prompt_counts(self) -> dict[str, PromptCounts]:
+        """Return the expert counts of prompts prefilled since the last call that decode in this engine.
 
         Returns:
-            Caller's name of the prompt -> signature.
+            Caller's name of the prompt -> its length and packed counts.
         """
-        taken, self._signatures = self._signatures, {}
+        taken, self._prompt_counts = self._prompt_counts, {}
         return taken
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -254,7 +254,7 @@ class EldrConnector(NixlPullConnector):
             counts = tracked.decode_answer(prefilled_here=not self._is_consumer_only)
             return delay_free, (params or {}) | counts or None
         if tracked.prompt_counts is not None and params is not None:
-            params[SIGNATURE] = pack_counts(tracked.prompt_counts)
+            params[EXPERT_COUNTS] = pack_counts(tracked.prompt_counts)
         return delay_free, params
 
     # -- worker half -------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from numpy.typing import ArrayLike
 from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailed
-from eldr_serve.engine.keys import CALIBRATE, CREATED, REQUEST, SIGNATURE
+from eldr_serve.engine.keys import CALIBRATE, CREATED, EXPERT_COUNTS, REQUEST
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
 from eldr_serve.engine.samples import SampleBuffer
-from eldr_serve.engine.vllm import kv_usage, late_metrics, signatures, steps
+from eldr_serve.engine.vllm import kv_usage, late_metrics, prompt_counts, steps
 from eldr_serve.engine.vllm.compat.checked import clear_start
 from eldr_serve.engine.vllm.compat.kv_cache import prefix_cache
 from eldr_serve.engine.vllm.compat.serve_llm import (
@@ -108,7 +108,7 @@ class VllmEngine:
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         """See protocol.Engine; the time is unknown with `disable_log_stats`, or if the answer is resumed."""
         called_s = time.monotonic()
-        if signatures.is_awaited(request.id):
+        if prompt_counts.is_awaited(request.id):
             request = replace(request, kv={REQUEST: request.id})
         parsed = parse_request(request)
         if request.token_ids:
@@ -153,13 +153,13 @@ class VllmEngine:
     def _keep_sample(self, request: EngineRequest, single: Continuation) -> None:
         counts = single.counts
         if request.sampled and counts:
-            prefill = request.signature or counts.get("eldr_prefill", "")
+            prefill = request.expert_counts or counts.get("eldr_prefill", "")
             ids = np.asarray(single.prompt_token_ids, np.uint32)
             self._samples.put(request, ids, prefill, counts["eldr_decode"], counts["eldr_decode_steps"])
 
-    async def signature(self, request_id: str) -> tuple[int, str]:
+    async def expert_counts(self, request_id: str) -> tuple[int, str]:
         """See protocol.Engine; never returns with `disable_log_stats`."""
-        return await signatures.wait_for(request_id)
+        return await prompt_counts.wait_for(request_id)
 
     async def answer(self, request: EngineRequest, send: Send) -> None:
         """See protocol.Engine."""
@@ -189,11 +189,11 @@ class VllmEngine:
                 f"the prefill engine of {self._model_id!r} failed its first prompt: {sentence(error)}"
             ) from error
         try:
-            layers, experts = unpack_counts(found.kv[SIGNATURE]).shape
+            layers, experts = unpack_counts(found.kv[EXPERT_COUNTS]).shape
         except (KeyError, ValueError) as error:
             raise ConfigurationError(
                 f"the prefill engine of {self._model_id!r} (vLLM {vllm.__version__}) answered its first "
-                "prompt without an expert signature, so requests would be placed by load alone: leave "
+                "prompt without expert counts, so requests would be placed by load alone: leave "
                 "kv_connector, kv_role and scheduler_cls in prefill_config's engine_kwargs to eldr-serve"
             ) from error
         await self.release(first.id)
@@ -222,7 +222,7 @@ class VllmEngine:
         """See protocol.Engine."""
         return prefix_cache(engine_client(self.server.engine).vllm_config)
 
-    def seats(self) -> int:
+    def slots(self) -> int:
         """See protocol.Engine."""
         return int(engine_client(self.server.engine).vllm_config.scheduler_config.max_num_seqs)
 

@@ -1,9 +1,9 @@
 """vLLM's schedulers with two changes.
 
 The connector receives the workers' counts earlier: vLLM would pass them on after it has finished the step's
-requests, so a prefill that ends in that step would have no signature. The connector's stats, which reach the
-engine's client process, also contain the share of KV blocks in use and the signatures of prompts that decode
-in this engine.
+requests, so a prefill that ends in that step would have no counts. The connector's stats, which reach the
+engine's client process, also contain the share of KV blocks in use and the expert counts of prompts that
+decode in this engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _CountsFirst:
         if isinstance(self.connector, EldrConnector):
             kv_connector_stats = kv_connector_stats or EldrStats()
             kv_connector_stats.data["kv_usage"] = self.kv_cache_manager.usage
-            kv_connector_stats.data["signatures"] = self.connector.take_signatures()
+            kv_connector_stats.data["prompt_counts"] = self.connector.take_prompt_counts()
         return super().make_stats(spec_decoding_stats, kv_connector_stats, *others, **named)  # type: ignore[misc]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from eldr_serve.engine.vllm import kv_usage, signatures, steps
+from eldr_serve.engine.vllm import kv_usage, prompt_counts, steps
 from eldr_serve.engine.vllm.compat.nixl import NixlKVConnectorStats, NixlPromMetrics
 from eldr_serve.metrics import COUNTER, ENGINE
 
@@ -33,8 +33,8 @@ class EldrStats(KVConnectorStats):
     data: {"nixl": ..., "steps": [{"requests", "kv_tokens", "active_experts" (mean over layers),
     "active_by_layer", "seconds"}] of decode steps, "prompt_steps": [{"requests", "kv_tokens",
     "prompt_tokens", "seconds"}] of steps in which a whole engine computed prompts, "capture_s": [...]}. The
-    scheduler adds "kv_usage", the share of KV blocks in use, and "signatures"
-    (EldrConnector.take_signatures). If a step verifies drafts, its experts and KV tokens include the drafts.
+    scheduler adds "kv_usage", the share of KV blocks in use, and "prompt_counts"
+    (EldrConnector.take_prompt_counts). If a step verifies drafts, its experts and KV tokens include those.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -113,8 +113,8 @@ class EldrPromMetrics(KVConnectorPromMetrics):
             self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
         if "kv_usage" in transfer_stats_data:
             kv_usage.put(transfer_stats_data["kv_usage"])
-        if transfer_stats_data.get("signatures"):
-            signatures.put(transfer_stats_data["signatures"])
+        if transfer_stats_data.get("prompt_counts"):
+            prompt_counts.put(transfer_stats_data["prompt_counts"])
         steps.add(transfer_stats_data["steps"], transfer_stats_data["prompt_steps"])
         if transfer_stats_data["steps"]:
             self._observe_steps(transfer_stats_data["steps"], engine_idx)

@@ -296,10 +296,10 @@ class LocalityBand(Policy):
         assert self.table is not None
         similarity = request.similarity
         if similarity is None:
-            if request.signature is None:
+            if request.expert_counts is None:
                 return None, "no-signature"
             try:
-                similarity = self.table.similarity(request.signature)
+                similarity = self.table.similarity(request.expert_counts)
             except ValueError:
                 return None, "bad-signature"
         if len(similarity) != len(self.table.centroids) or not np.isfinite(similarity).all():

@@ -132,12 +132,12 @@ def _odd_requests(make: Callable[[], Policy]) -> Iterator[str]:
     rng, plain = np.random.default_rng(1), _request("r", np.random.default_rng(1))
     ones = np.ones((_LAYERS, _EXPERTS), np.uint16)
     fields: list[dict[str, Any]] = [
-        {"signature": signature} | more
+        {"expert_counts": signature} | more
         for signature in (None, 0 * ones, ones[:, :3], np.ones(3, np.float32), ones)
         for more in ({}, {"prompt_tokens": 0}, {"domain": None, "prompt_key": None}, {"max_new_tokens": 0})
     ]
     for similarity in (np.full(4, np.nan, np.float32), np.ones(9, np.float32)):
-        fields.append({"signature": None, "similarity": similarity})
+        fields.append({"expert_counts": None, "similarity": similarity})
     yield from _served(make(), rng, [replace(plain, request_id=f"odd{n}", **f) for n, f in enumerate(fields)])
 
 

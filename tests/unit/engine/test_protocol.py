@@ -15,7 +15,7 @@ import pytest
 from engine_contract import CHECKS, Subject, run_check
 
 from eldr_serve.engine.fake import FakeConfig, FakeEngine, FakeTracer
-from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts, unpack_counts
@@ -52,9 +52,9 @@ class CountsMore(FakeEngine):
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         found = await super().prefill(request)
-        counts = unpack_counts(found.kv[SIGNATURE])
+        counts = unpack_counts(found.kv[EXPERT_COUNTS])
         counts[:, 0] += TOP_K
-        return replace(found, kv=found.kv | {SIGNATURE: pack_counts(counts)})
+        return replace(found, kv=found.kv | {EXPERT_COUNTS: pack_counts(counts)})
 
 
 class HoldsNothing(FakeEngine):
@@ -62,7 +62,7 @@ class HoldsNothing(FakeEngine):
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         found = await super().prefill(request)
-        return replace(found, kv={SIGNATURE: found.kv[SIGNATURE]})
+        return replace(found, kv={EXPERT_COUNTS: found.kv[EXPERT_COUNTS]})
 
 
 class OtherShape(FakeEngine):

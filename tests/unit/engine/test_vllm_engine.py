@@ -19,7 +19,7 @@ from ray.serve.llm.deployment import LLMServer
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from eldr_serve.engine.keys import REQUEST, SIGNATURE
+from eldr_serve.engine.keys import EXPERT_COUNTS, REQUEST
 from eldr_serve.engine.protocol import EngineRequest, Prefilled
 from eldr_serve.engine.vllm.compat import serve_llm
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_sets
@@ -342,7 +342,7 @@ async def start(
 
 
 async def test_a_prefill_engine_that_counts_starts_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = {SIGNATURE: pack_counts(np.ones((3, 4), np.uint32))}
+    counted = {EXPERT_COUNTS: pack_counts(np.ones((3, 4), np.uint32))}
     serving, abandoned, shape = await start(monkeypatch, counted)
     assert shape == (3, 4)
     (request,) = serving.seen
@@ -351,7 +351,7 @@ async def test_a_prefill_engine_that_counts_starts_and_holds_nothing(monkeypatch
     assert abandoned == [request.kv_transfer_params[REQUEST]]
 
 
-NO_COUNTS = r"'m' \(vLLM .*without an expert signature.*scheduler_cls"
+NO_COUNTS = r"'m' \(vLLM .*without expert counts.*scheduler_cls"
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ NO_COUNTS = r"'m' \(vLLM .*without an expert signature.*scheduler_cls"
     [
         (None, NO_COUNTS),
         ({"do_remote_prefill": True}, NO_COUNTS),
-        ({SIGNATURE: "?"}, NO_COUNTS),
+        ({EXPERT_COUNTS: "?"}, NO_COUNTS),
         (error(500, "no room"), "'m' failed its first prompt: no room"),
     ],
 )

@@ -106,7 +106,7 @@ def test_policies_of_whole_workers_hear_the_prediction_first_and_then_the_truth(
 
     class Listening(MarginalCost):
         def on_assigned(self, request: Any, worker: int, decision: Any = None) -> None:
-            told.append((request.request_id, request.predicted, float(request.signature[0, 0])))
+            told.append((request.request_id, request.predicted, float(request.expert_counts[0, 0])))
             super().on_assigned(request, worker, decision)
 
     experts = observed_experts(

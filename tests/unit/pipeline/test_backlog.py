@@ -19,7 +19,7 @@ from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.queues.prefill_queue import QUEUE
-from eldr_serve.replicas.decode_turns import SEATS
+from eldr_serve.replicas.decode_turns import SLOTS
 from tests.faults.virtual_time import VirtualLoop
 
 RATE = 9000.0  # throughput of an engine, tokens/s
@@ -157,16 +157,16 @@ def test_an_engine_that_computes_nothing_is_set_aside() -> None:
 @pytest.mark.parametrize("told", [0, 9])
 def test_a_decode_call_without_a_seat_waits_for_one(told: int) -> None:
     """The calls are those of this ingress, or of others as reported by the replica."""
-    seats = asyncio.Semaphore(2)
+    slots = asyncio.Semaphore(2)
 
     async def decode(sent: Sent) -> AsyncIterator[bytes]:
-        async with seats:
+        async with slots:
             for _ in range(20):
                 yield b"x"
                 await asyncio.sleep(10.0)
 
     world = World(answering(prefilled(do_remote_prefill=True)), decode)
-    world.decode.directory.publish({"d0": {SEATS: 2}})
+    world.decode.directory.publish({"d0": {SLOTS: 2}})
 
     async def main() -> None:
         world.decode.directory.sample({"d0": {QUEUE: {"number": 0, "calls": told}}})

@@ -15,7 +15,7 @@ from router_talk import settled
 
 from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
 from eldr_serve.engine.calls import prefill_header
-from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.errors import Overloaded
 from eldr_serve.pipeline import path
 from eldr_serve.pipeline.path_options import PathOptions
@@ -41,7 +41,7 @@ async def test_prefill_then_place_then_decode() -> None:
     (prefill,), (decode,) = world.prefill.requests, world.decode.requests
     assert (prefill.method, decode.method, decode.replica) == ("prefill", "generate", "d0")
     assert decode.kv["do_remote_prefill"]
-    assert SIGNATURE not in decode.kv
+    assert EXPERT_COUNTS not in decode.kv
     assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
     assert prefill.body == decode.body
     assert not world.prefill.released
@@ -62,7 +62,7 @@ async def test_the_hand_over_is_timed_where_there_is_one(fields: dict[str, int],
     assert not timed or 0.05 <= context.handover_s < 1
 
 
-@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {SIGNATURE: "AAAA"}])
+@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {EXPERT_COUNTS: "AAAA"}])
 async def test_a_prefill_without_a_sound_signature_is_placed_all_the_same(params: dict[str, Any]) -> None:
     world = World(prefill=answering(prefilled(**params)))
     assert await world.run() == b"abc"

@@ -18,7 +18,7 @@ from eldr_serve.experts.signature import pack_counts
 from eldr_serve.pipeline import warmup
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.warmup import Warmup
-from eldr_serve.replicas import true_signature
+from eldr_serve.replicas import measured_counts
 
 
 async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_compiled_its_samplers(
@@ -37,14 +37,14 @@ async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_comp
     assert (warm.ready, warm.pairs, decode.requests) == (False, 0, [])
     client.call.assert_not_called()
     assert prefill.released[0][0] == "p0"
-    assert "p0 sends no expert signatures" in caplog.text
+    assert "p0 sends no expert counts" in caplog.text
     prefill.answer = good_prefill
     await settled(lambda: warm.pairs == 1)
     assert not warm.ready
     decode.lost = set()
     await settled(lambda: warm.ready)
     running.cancel()
-    assert client.call.await_args_list == [call("expect_signatures", 3, 4)] * 2
+    assert client.call.await_args_list == [call("expect_counts", 3, 4)] * 2
     for name in ("d0", "d1"):
         sent = [s for s in decode.requests if s.replica == name]
         asked = [(s.fields["n"], s.fields["logprobs"], s.fields["temperature"]) for s in sent]
@@ -84,7 +84,7 @@ async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_warm_decod
 async def test_a_whole_engine_is_warm_once_it_has_answered_and_says_its_signatures_shape(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(true_signature, "_LATER_S", 0.01)
+    monkeypatch.setattr(measured_counts, "_LATER_S", 0.01)
 
     async def engine(sent: Sent) -> AsyncIterator[bytes]:
         if sent.method == "generate":
@@ -103,7 +103,7 @@ async def test_a_whole_engine_is_warm_once_it_has_answered_and_says_its_signatur
     await settled(lambda: warm.ready)
     running.cancel()
     assert warm.pairs == 2
-    assert client.call.await_args_list == [call("expect_signatures", 3, 4)]
+    assert client.call.await_args_list == [call("expect_counts", 3, 4)]
     assert "d1 counts no experts" in caplog.text
     for name in ("d0", "d1"):
         asked, first, second = (s for s in decode.sent if s.replica == name)

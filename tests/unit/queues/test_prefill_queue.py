@@ -242,7 +242,7 @@ def test_a_prompt_without_a_replica_counts_in_all_queues() -> None:
     while queues.with_room(["a", "b"], 0):
         tickets.append(queues.enter(None, 1000, 0))
     assert len(tickets) == 2 * 10 + 1
-    queues.place(tickets[0], "a")
+    queues.assign(tickets[0], "a")
     assert queues.wait_s("a") == 1000 / DEFAULT_RATE
     for ticket in tickets:
         queues.leave(ticket)

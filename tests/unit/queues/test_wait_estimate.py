@@ -13,7 +13,7 @@ from eldr_serve.limits.concurrency import ConcurrencyLimiter
 from eldr_serve.limits.keys import Limits
 from eldr_serve.limits.tenants import Tenant
 from eldr_serve.queues.wait_estimate import WaitEstimate
-from eldr_serve.replicas.decode_turns import SEATS, DecodeTurns
+from eldr_serve.replicas.decode_turns import SLOTS, DecodeTurns
 
 
 def test_a_prediction_is_the_mean_interval_times_those_ahead() -> None:
@@ -68,10 +68,10 @@ async def test_a_tenant_that_would_wait_too_long_for_a_place_is_refused_at_once(
 class World:
     """Decode replicas with calls as an ingress sees them."""
 
-    def __init__(self, **seats: int) -> None:
-        metadata = {name: {SEATS: number} for name, number in seats.items()}
+    def __init__(self, **slots: int) -> None:
+        metadata = {name: {SLOTS: number} for name, number in slots.items()}
         directory = SimpleNamespace(metadata=metadata, reports={})
-        self.fleet: Any = SimpleNamespace(directory=directory, in_flight={}, live=list(seats))
+        self.fleet: Any = SimpleNamespace(directory=directory, in_flight={}, live=list(slots))
         self.turns = DecodeTurns(self.fleet)
 
 
@@ -86,5 +86,5 @@ async def test_the_wait_for_a_seat_is_that_of_the_replica_that_has_one_first() -
             world.turns.leave(turn, answered=True)
             world.turns.leave(turn, answered=True)  # has no effect
     assert 0.01 < world.turns.wait_s() < 0.2  # b: one waits; a: six
-    world.fleet.in_flight["a"] = 2  # a seat is free
+    world.fleet.in_flight["a"] = 2  # a slot is free
     assert world.turns.wait_s() == 0.0

@@ -53,7 +53,7 @@ async def chosen(routing: Any, request: Any, number: int = 0) -> str:
         {"kv_transfer_params": ["boom"]},
         {"kv_transfer_params": {"remote_num_tokens": "boom"}},
         {"kv_transfer_params": {"remote_num_tokens": 10**30}, "max_tokens": 10**30},
-        {"kv_transfer_params": {"eldr_signature": 5}, "max_tokens": "boom"},
+        {"kv_transfer_params": {"eldr_expert_counts": 5}, "max_tokens": "boom"},
         {"kv_transfer_params": {REPLICA: ["b"]}},
         {"request_id": 5},
     ],

@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from router_talk import settled
 
 from eldr_serve.engine.calls import WARM, decode_header
-from eldr_serve.engine.keys import SIGNATURE
+from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.replicas import pool_client, sampling, servers
@@ -170,7 +170,7 @@ async def test_an_actor_that_does_not_answer_is_given_up(monkeypatch: pytest.Mon
 
 async def generate(channel: Any, name: str, **more: Any) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 4, "stream": True}).encode()
-    params = {SIGNATURE: pack_counts(COUNTS[1])}
+    params = {EXPERT_COUNTS: pack_counts(COUNTS[1])}
     header = decode_header("completions", name, params, bytes(4 * 5), domain="poems", **more)
     call = channel.call("generate", header, body)
     while await call.read() is not None:

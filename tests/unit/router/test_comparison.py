@@ -30,7 +30,7 @@ def tokens_of(state: RouterState) -> int | None:
 
 
 def busy(state: RouterState, name: str) -> None:
-    say(state, request(name, signature=counts_for(0)))
+    say(state, request(name, expert_counts=counts_for(0)))
     say(state, progress={name: 9})
 
 
@@ -108,7 +108,7 @@ async def test_counts_travel_to_a_policy_that_reads_none_only_for_its_shadow() -
             name = f"r{shadow}"
             await client.place(request(name), counts_for(0))
             (sent,) = [one for one in actor.asked if one.request_id == name]
-            assert (sent.signature is not None) == (shadow is not None)
+            assert (sent.expert_counts is not None) == (shadow is not None)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 7])
@@ -141,9 +141,9 @@ def test_places_in_the_plane_of_first_signatures_keep_apart_what_is_apart() -> N
         for i in range(12)
     ]
     plane = CountsPlane(counts)
-    points = np.array([plane.place(request(str(i), signature=c)) for i, c in enumerate(counts)])
+    points = np.array([plane.place(request(str(i), expert_counts=c)) for i, c in enumerate(counts)])
     apart = np.linalg.norm(points[:, None] - points[None], axis=-1)
     same = np.arange(12)[:, None] % 3 == np.arange(12) % 3
     assert apart[same].max() < apart[~same].min()
     assert plane.place(request("none")) is None
-    assert plane.place(request("other", signature=np.ones((3, 4), np.uint32))) is None
+    assert plane.place(request("other", expert_counts=np.ones((3, 4), np.uint32))) is None

@@ -80,7 +80,7 @@ async def test_a_change_of_replicas_is_told_before_the_next_request_and_without_
         directory.publish({"r1": {}})
         assert (await client.place(request("b"), None)).replica == "r1"
         directory.publish({"r2": {}})
-        await settled(lambda: actor.state.slots == ["r2"])
+        await settled(lambda: actor.state.positions == ["r2"])
         for name in "ab":
             client.release(name)
         await asyncio.sleep(0)

@@ -24,7 +24,7 @@ from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
-from eldr_serve.replicas import true_signature
+from eldr_serve.replicas import measured_counts
 from eldr_serve.router import settings_check
 from eldr_serve.router.directory import BLOCK_TOKENS
 from eldr_serve.router.messages import Report
@@ -71,7 +71,7 @@ def held(actor: FakeActor) -> dict[str, tuple[int, Any]]:
 
 def test_a_predictor_is_swapped_and_one_that_does_not_fit_is_refused_and_the_old_one_stays() -> None:
     state = make(table=None, policy="marginal-cost")
-    state.expect_signatures(L, E)
+    state.expect_counts(L, E)
     assert state.status()["predictor"] is None
     live = state.swap_predictor(FILE, "t")
     assert (live.predictor, live.predictor_version) == (FILE, 1)
@@ -103,15 +103,15 @@ def test_what_does_not_fit_in_a_message_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_true_counts_take_the_place_of_predicted_ones_in_load_and_policy() -> None:
     state = make(workers=2, table=None, policy="marginal-cost")
-    predicted = request("a", 3, signature=counts(1).astype(np.float16), predicted=True)
+    predicted = request("a", 3, expert_counts=counts(1).astype(np.float16), predicted=True)
     lease = say(state, predicted)[0]
     say(state, progress={"a": 4})
-    say(state, counted=(request("a", 30, signature=counts(5, 30)), request("gone", 7)))
+    say(state, counted=(request("a", 30, expert_counts=counts(5, 30)), request("gone", 7)))
     assert loads(state)[lease.replica] == (1, 34)
     policy = state.placer.policy
     assert isinstance(policy, MarginalCost)
     slot, levels = policy.active.held["a"]
-    assert slot == lease.slot
+    assert slot == lease.position
     np.testing.assert_array_equal(levels, levels_of((counts(5).reshape(-1) / 3).astype(np.float32)))
     counted = {name: state.counters[name] for name in ("signature_predicted", "signatures_returned")}
     assert counted == {"signature_predicted": 1, "signatures_returned": 2}
@@ -149,16 +149,16 @@ def test_a_first_predictor_of_another_shape_is_given_up_and_true_counts_are_read
 ) -> None:
     state = make(table=None, policy="marginal-cost", predictor=narrow())
     wrong = np.full((L, E // 2), 1.0, np.float16)
-    say(state, request("a", 3, signature=wrong, predicted=True))
-    state.expect_signatures(L, E)
+    say(state, request("a", 3, expert_counts=wrong, predicted=True))
+    state.expect_counts(L, E)
     assert state.settings.predictor is None
     assert caplog.messages == [
         f"nothing is predicted: the signature predictor is for layers and experts {(L, E // 2)}, not {(L, E)}"
     ]
     # Of a client that has not heard of it yet.
-    say(state, request("b", 3, signature=wrong, predicted=True))
+    say(state, request("b", 3, expert_counts=wrong, predicted=True))
     assert state.counters["signature_missing"] == 1
-    say(state, request("c", 3, signature=counts(5)))
+    say(state, request("c", 3, expert_counts=counts(5)))
     policy = state.placer.policy
     assert isinstance(policy, MarginalCost)
     true = levels_of((counts(5).reshape(-1) / 3).astype(np.float32))
@@ -172,7 +172,7 @@ async def test_a_client_that_knows_the_engines_shape_predicts_no_other(
 ) -> None:
     actor = FakeActor(policy="marginal-cost", table=None)
     async with connected(actor, "r0") as client:
-        await client.call("expect_signatures", L, E)
+        await client.call("expect_counts", L, E)
         actor.state.check.shape = None  # one that has started again
         actor.state.swap_predictor(narrow(), "t")
         await client.place(request("a", 3), None, token_ids=IDS)
@@ -184,9 +184,9 @@ async def test_a_client_that_knows_the_engines_shape_predicts_no_other(
 
 def test_a_policy_keeps_what_it_has_learnt_when_the_predictor_alone_is_swapped() -> None:
     state = make(table=None, policy="marginal-cost")
-    state.expect_signatures(L, E)
+    state.expect_counts(L, E)
     for name, token in (("a", 1), ("b", 5)):
-        say(state, request(name, 3, signature=counts(token)))
+        say(state, request(name, 3, expert_counts=counts(token)))
     policy = state.placer.policy
     state.swap_predictor(FILE, "t")
     assert state.placer.policy is policy
@@ -204,8 +204,8 @@ async def test_a_prediction_stands_in_for_a_missing_signature_and_the_true_one_i
         lease = await client.place(request("a", 3), None, token_ids=IDS)
         sent = actor.asked[-1]
         assert sent.predicted
-        assert sent.signature.dtype == np.float16  # half of float32's bytes travel
-        np.testing.assert_allclose(sent.signature, predictor().predict(IDS), rtol=1e-3)
+        assert sent.expert_counts.dtype == np.float16  # half of float32's bytes travel
+        np.testing.assert_allclose(sent.expert_counts, predictor().predict(IDS), rtol=1e-3)
         assert lease.reason == "marginal-cost"
         assert actor.state.counters["signature_predicted"] == 1
         # Without token ids there is nothing to predict from, and counts need no prediction.
@@ -311,7 +311,7 @@ async def test_a_predictor_of_another_shape_or_tokenizer_is_given_up_and_nothing
 
 async def whole_engine(sent: Sent) -> Any:
     """Says its prompt's counts before its first token, and then goes on."""
-    if sent.method == true_signature.METHOD:
+    if sent.method == measured_counts.METHOD:
         yield msgspec.msgpack.encode((9, pack_counts(COUNTS)))
         return
     for _ in range(50):  # turns of the loop
@@ -338,7 +338,7 @@ async def test_a_whole_engine_is_sent_the_request_as_it_is_and_says_what_the_pro
     assert (placement.prompt_tokens, given) == (3, None)
     assert world.client.placed_by[0].tolist() == [5, 6, 7]
     asked, sent = world.decode.requests
-    assert (asked.method, sent.method) == (true_signature.METHOD, "generate")
+    assert (asked.method, sent.method) == (measured_counts.METHOD, "generate")
     assert asked.replica == sent.replica == "d0"
     assert sent.header["id"] == asked.header["id"]  # asked before the prompt is sent, by the same name
     assert not sent.header["token_ids"]  # the engine's template is its own business
@@ -410,10 +410,10 @@ async def test_a_prompt_without_token_ids_is_served_by_load() -> None:
 async def test_an_engine_that_counts_nothing_or_is_lost_fails_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(true_signature, "_LATER_S", 0.001)
+    monkeypatch.setattr(measured_counts, "_LATER_S", 0.001)
 
     async def silent(sent: Sent) -> Any:
-        if sent.method == true_signature.METHOD:
+        if sent.method == measured_counts.METHOD:
             await asyncio.sleep(60)
         elif sent.replica == "d0":
             raise RuntimeError("no memory")
@@ -427,7 +427,7 @@ async def test_an_engine_that_counts_nothing_or_is_lost_fails_no_request(
 
 
 async def test_a_client_that_goes_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(true_signature, "_LATER_S", 0.001)
+    monkeypatch.setattr(measured_counts, "_LATER_S", 0.001)
     world = whole_world(answering(b"a", asyncio.Event()))
     stream = world.path.generate(asking(prompt=[1, 2]))
     await anext(stream)

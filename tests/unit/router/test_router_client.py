@@ -38,7 +38,7 @@ async def test_counts_travel_where_the_policy_reads_them_and_come_back_after_a_r
     held = lambda: actor.state.placer.policy.active.held  # noqa: E731
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
         await client.place(request("a"), counts_for(0))
-        assert actor.asked[-1].signature.dtype == "uint8"
+        assert actor.asked[-1].expert_counts.dtype == "uint8"
         actor.alive = False
         away = await client.place(request("b"), counts_for(1))
         assert away.reason == "router-away"
@@ -51,7 +51,7 @@ async def test_counts_travel_where_the_policy_reads_them_and_come_back_after_a_r
         assert not client.leases
         await client.call("set_policy", "shortest-queue", {})
         await client.place(request("c"), counts_for(0))
-        assert actor.asked[-1].signature is None
+        assert actor.asked[-1].expert_counts is None
 
 
 async def test_concurrent_placements_share_a_decision_and_all_releases_arrive(
@@ -139,7 +139,7 @@ async def test_an_actor_that_has_started_again_hears_the_shape_from_its_clients(
     """Who calls it directly, as a refit does, is refused like everybody."""
     actor = FakeActor()
     async with connected(actor, "r0", "r1") as client:
-        await client.call("expect_signatures", 2, 8)
+        await client.call("expect_counts", 2, 8)
         actor.restart()
         await client.place(request("a"), counts_for(0))
         with pytest.raises(SwapRefused, match="report 2 x 8"):
@@ -151,7 +151,7 @@ async def test_an_actor_that_has_started_again_hears_the_shape_from_its_clients(
 async def test_an_actor_that_has_started_again_takes_no_table_of_another_shape() -> None:
     actor = FakeActor()
     async with connected(actor, "r0", "r1") as client:
-        await client.call("expect_signatures", 2, 8)
+        await client.call("expect_counts", 2, 8)
         actor.restart()
         await settled(lambda: actor.sessions.by_peer)
         with pytest.raises(SwapRefused, match="report 2 x 8"):

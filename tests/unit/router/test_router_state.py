@@ -19,7 +19,7 @@ from eldr_serve.scheduling import State, StepCost, StepSums
 def test_a_request_goes_to_the_worker_of_its_centroid_and_counts_there_at_once() -> None:
     state = make()
     lease = ask(state, "a", 1)
-    assert (lease.replica, lease.slot, lease.band, lease.best) == ("r1", 1, 1, True)
+    assert (lease.replica, lease.position, lease.band, lease.best) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
     say(state, progress={"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)
@@ -37,7 +37,7 @@ def test_a_vacant_slot_keeps_the_others_centroids_and_a_newcomer_takes_it() -> N
     assert ask(state, "b", 1).replica == "r0"
     state.update_workers(["r0", "r2", "new"])
     heir = ask(state, "c", 1)
-    assert (heir.replica, heir.slot) == ("new", 1)
+    assert (heir.replica, heir.position) == ("new", 1)
 
 
 def test_a_table_for_fewer_or_more_workers_still_places() -> None:
@@ -68,7 +68,7 @@ def test_without_workers_or_with_scores_of_another_table_nothing_is_placed() -> 
 )
 def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: Any) -> None:
     state = make()
-    state.expect_signatures(2, 8)
+    state.expect_counts(2, 8)
     before = state.settings
     with pytest.raises(SwapRefused, match=r"\A.+\Z"):  # one line
         state.swap_table(bad if isinstance(bad, bytes) else unit_table(3, **bad).to_bytes())
@@ -104,7 +104,7 @@ def test_all_steps_are_in_the_totals_however_old() -> None:
     state = make(clock=lambda: now[0])
     state.observe_steps(StepSums.of([2, 4], [9, 9], [30, 50], [0.01, 0.02]))
     assert state.status()["decode_totals"] is None  # of how many layers is not known
-    state.expect_signatures(5, 64)
+    state.expect_counts(5, 64)
     now[0] += 36_000
     state.observe_steps(StepSums.of([6], [9], [20], [0.03]))
     totals = {"steps": 3, "requests": 12, "active_experts": 20, "seconds": 0.06}
@@ -144,7 +144,7 @@ def test_failures_of_the_predictor_are_in_the_status() -> None:
 def test_recent_signatures_are_kept_for_a_refit_and_no_more() -> None:
     state = make()
     for number in range(1100):
-        say(state, request(f"r{number}", signature=np.full((2, 8), number, np.uint16)))
+        say(state, request(f"r{number}", expert_counts=np.full((2, 8), number, np.uint16)))
         release(state, f"r{number}")
     say(state, request("bare"))
     assert [int(counts[0, 0]) for counts in state.recent] == list(range(76, 1100))

@@ -68,7 +68,7 @@ class Traffic:
             table=unit_table(4).to_bytes(), seed=self.seed, clock=lambda: self.now,
         )  # fmt: skip
         self.state.on_leases = self.leased.extend
-        self.state.expect_signatures(L, E)
+        self.state.expect_counts(L, E)
         for client, leases in self.held.items():
             self.state.restore(Restore(client, tuple(self.replicas), tuple(leases), self.settings))
             for lease in leases.values():
@@ -84,7 +84,7 @@ class Traffic:
             similarity = RoutingTable.from_bytes(live.table).similarity(counts)
         return request(
             name, int(rng.integers(5, 300)), int(rng.integers(1, 80)),
-            signature=counts.astype(np.uint16) if similarity is not None else None,
+            expert_counts=counts.astype(np.uint16) if similarity is not None else None,
             domain=[None, "domain1", "domain2", "elsewhere"][rng.integers(4)],
             similarity=similarity, table_version=live.table_version,
             signature_missing=similarity is None,
@@ -115,7 +115,7 @@ class Traffic:
         self.leased.clear()
 
     def take(self, client: str, placed: Lease) -> None:
-        request = replace(placed.request, signature=None, similarity=None, blocks=None)
+        request = replace(placed.request, expert_counts=None, similarity=None, blocks=None)
         lease = replace(placed, request=request, since_s=0.0)
         self.waiting[client].pop(lease.request_id, None)
         self.held[client][lease.request_id] = lease

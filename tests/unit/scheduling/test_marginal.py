@@ -33,8 +33,8 @@ def request_like(request_id: str, seed: int, tokens: int = 40) -> PlacementReque
 
 
 def probability(h: PlacementRequest) -> np.ndarray:
-    assert h.signature is not None
-    return np.minimum(h.signature.reshape(-1) / h.prompt_tokens, 0.98)
+    assert h.expert_counts is not None
+    return np.minimum(h.expert_counts.reshape(-1) / h.prompt_tokens, 0.98)
 
 
 def expected_union(on_worker: list[PlacementRequest]) -> float:

@@ -170,7 +170,7 @@ class _Fixed(MarginalCost):
     """Knows the requests and workers that it has seen first, and no others."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        assert request.signature is not None
+        assert request.expert_counts is not None
         return super().select(request, loads, rng)
 
     def on_finished(self, request_id: str) -> None:

@@ -94,10 +94,10 @@ def test_of_the_workers_within_the_band_the_least_loaded_is_taken(
     ("fields", "table", "reason"),
     [
         ({}, True, "no-signature"),
-        ({"signature": counts_for(1)}, False, "no-table"),
-        ({"signature": np.zeros((2, 8), np.uint32)}, True, "no-signature"),
-        ({"signature": np.ones((5, 8), np.uint32)}, True, "bad-signature"),
-        ({"signature": np.ones(3, np.float32)}, True, "bad-signature"),
+        ({"expert_counts": counts_for(1)}, False, "no-table"),
+        ({"expert_counts": np.zeros((2, 8), np.uint32)}, True, "no-signature"),
+        ({"expert_counts": np.ones((5, 8), np.uint32)}, True, "bad-signature"),
+        ({"expert_counts": np.ones(3, np.float32)}, True, "bad-signature"),
         ({"similarity": np.ones(9, np.float32)}, True, "bad-signature"),
         ({"similarity": np.full(3, np.nan, np.float32)}, True, "bad-signature"),
     ],
@@ -112,7 +112,7 @@ def test_counts_and_their_encoding_are_placed_alike() -> None:
     table = unit_table(3)
     policy = make_policy("locality-band").with_table(table)
     for signature in (counts_for(2), table.spec.encode(counts_for(2))):
-        assert policy.select(request(signature=signature), loads(0, 0, 0), RNG).worker == 2
+        assert policy.select(request(expert_counts=signature), loads(0, 0, 0), RNG).worker == 2
 
 
 @given(arrays(np.float32, st.integers(1, 12), elements=st.floats(-1, 1, width=32)), st.integers(1, 12))

@@ -32,14 +32,14 @@ class Recorded(Policy):
     """Another policy's choices, remembered."""
 
     def __init__(self, policy: Policy) -> None:
-        self.inner, self.slots = policy, {}  # type: tuple[Policy, dict[str, int]]
+        self.inner, self.positions = policy, {}  # type: tuple[Policy, dict[str, int]]
         self.on_assigned, self.on_progress = policy.on_assigned, policy.on_progress
         self.on_finished, self.update_cost_model = policy.on_finished, policy.update_cost_model
         self.predictor = None
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         decision = self.inner.select(request, loads, rng)
-        self.slots[request.request_id] = decision.worker
+        self.positions[request.request_id] = decision.worker
         return decision
 
 
@@ -56,8 +56,8 @@ def step_seconds(held: list[PlacementRequest], generated: dict[str, int]) -> flo
     """Time of a step of a worker that holds these, from nothing but their counts."""
     idle = np.ones((L, E))
     for request in held:
-        assert request.signature is not None
-        idle *= 1 - probability(levels_of(request.signature / request.prompt_tokens)).astype(float)
+        assert request.expert_counts is not None
+        idle *= 1 - probability(levels_of(request.expert_counts / request.prompt_tokens)).astype(float)
     tokens = sum(r.prompt_tokens + generated[r.request_id] for r in held)
     return float(COST.seconds(len(held), tokens, (1 - idle).sum()))
 
@@ -89,7 +89,7 @@ def test_both_placements_cost_what_they_cost_from_scratch(
         requests[name], generated[name] = a_request(name, rng), 0
         placer.submit([Lease(requests[name], State.SENT)])
         more = {n: int(rng.integers(1, 9)) for n in placer.running if rng.random() < 0.6}
-        where = {n: p.slot for n, p in placer.running.items()}
+        where = {n: p.position for n, p in placer.running.items()}
         expected.append((where, dict(generated), more))
         generated |= {n: generated[n] + k for n, k in more.items()}
         placer.progress({n: generated[n] for n in more})
@@ -101,8 +101,8 @@ def test_both_placements_cost_what_they_cost_from_scratch(
     for where, before, more in expected:
         for name, tokens in more.items():
             sides = []
-            for slots in (where, {n: policy.slots[n] for n in where}):
-                held = [requests[n] for n in where if slots[n] == slots[name]]
+            for positions in (where, {n: policy.positions[n] for n in where}):
+                held = [requests[n] for n in where if positions[n] == positions[name]]
                 sides.append(step_seconds(held, before))
             priced += tokens * np.array([1.0, *sides])
     assert shadow.totals[:3] == pytest.approx(priced, rel=1e-4)
@@ -174,10 +174,10 @@ def test_what_runs_already_is_in_the_shadow_and_leaves_a_worker_that_goes() -> N
     shadow = Shadow(policy)
     placer.set_shadow(shadow)
     shadow.catch_up()
-    assert policy.slots == dict.fromkeys(("r0", "r1", "r2", "r3"), 0)
+    assert policy.positions == dict.fromkeys(("r0", "r1", "r2", "r3"), 0)
     placer.set_workers([None, "b"])  # r0 and r2 end with their worker
     shadow.catch_up()
-    assert {policy.slots[n] for n in ("r1", "r3")} == {1}
+    assert {policy.positions[n] for n in ("r1", "r3")} == {1}
     before = shadow.totals[0]
     placer.progress({"r1": 4, "r0": 9})
     shadow.catch_up()

@@ -245,7 +245,7 @@ async def test_a_table_that_somebody_swaps_in_meanwhile_stays() -> None:
 async def test_a_table_of_another_shape_than_the_engines_is_refused_by_the_router() -> None:
     found = Pool()
     await found.serve(2)
-    await found.router.expect_signatures(4, 8)
+    await found.router.expect_counts(4, 8)
     found.window.add(traffic([0, 3], 60))
     await found.looks()
     assert found.live is None
