@@ -71,7 +71,7 @@ _COUNTED = {
     "refused_prefill_full": ("requests", "refused (503) because all prefill engines were full"),
     "refused_prefill_backlog": ("requests", "refused (503) because the prefill queue was too long"),
     "refused_decode_backlog": ("requests", "refused (503) because too many waited for a slot of an engine"),
-    "refused_overload": ("requests", "refused (429) because all places were taken"),
+    "refused_overload": ("requests", "refused (429) by the concurrency limit"),
     "refused_limits": ("requests", "refused (429) because a tenant had used up a limit"),
     # signatures and predictions
     "signature_missing": ("requests", "placed without a signature"),
@@ -226,8 +226,8 @@ _SPLIT = "with prefill engines"
 OWN = {
     "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "all engines are up and warm"),
     "router_away": Metric("eldr_ingress_router_away", GAUGE, "0 or 1", "the router does not answer"),
-    "in_flight": Metric("eldr_ingress_in_flight", GAUGE, "requests", "requests that hold a place"),
-    "waiting": Metric("eldr_ingress_waiting", GAUGE, "requests", "requests that wait for a place"),
+    "in_flight": Metric("eldr_ingress_in_flight", GAUGE, "requests", "requests admitted that have not ended"),
+    "waiting": Metric("eldr_ingress_waiting", GAUGE, "requests", "requests that wait for admission"),
     "leases": Metric("eldr_ingress_leases", GAUGE, "requests", "requests that hold a decode worker"),
     "warm_pairs": Metric("eldr_ingress_warm_pairs", GAUGE, "pairs", "engine pairs that exchanged blocks"),
     "prefill_in_flight": Metric(
