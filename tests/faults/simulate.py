@@ -292,8 +292,8 @@ class _Simulation:
         for process in world.live["ingress"]:
             one = process.servable_object
             zero(f"{process} in flight", one.gate.in_flight)
-            zero(f"{process} waiting", one.gate.places.waiting)
-            zero(f"{process} places of tenants", dict(one.gate.places._held))
+            zero(f"{process} waiting", one.gate.limiter.waiting)
+            zero(f"{process} places of tenants", dict(one.gate.limiter._held))
             zero(f"{process} retries", world.retries_at_once - one.openai._path._retries._turns._value)
             zero(f"{process} placements", dict(one._client.leases))
             zero(f"{process} requests that wait for the router", list(one._client._waiting))
