@@ -6,14 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.serve.config import AutoscalingConfig
 
 from eldr_serve.config import EldrArgs
-from eldr_serve.engine.backend import EngineRole, EngineSpec
+from eldr_serve.engine.protocol import EngineRole
 from eldr_serve.preflight.document import Document, check_overrides, read_document
 from eldr_serve.preflight.placement import Replicas
+
+if TYPE_CHECKING:
+    from eldr_serve.engine.chosen import EngineSpec
 
 _MODELS = "models"  # folder beside the deployment with config.json files, by model name in small letters
 

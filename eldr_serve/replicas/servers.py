@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, RayError
 from eldr_serve.channel import Answer, CallFailed
 from eldr_serve.channel.address import MAX_CALLS, open_channel
 from eldr_serve.engine.calls import WAITED_S, WARM
-from eldr_serve.engine.protocol import DescribesErrors, Engine, EngineConfig, EngineRequest, Prefilled
+from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled
 from eldr_serve.errors import Refused, error_body, sentence
 from eldr_serve.queues.prefill_queue import QUEUE, Meter
 from eldr_serve.replicas import expert_swap, measured_counts
@@ -286,12 +286,8 @@ def _may_be_sampled(header: dict[str, Any]) -> bool:
     return not header.get("generated") and not header.get("id", WARM).startswith(WARM)
 
 
-def describe(error: Exception, engine: DescribesErrors) -> tuple[int, bytes]:
-    """Return the HTTP status and the response body for an exception.
-
-    Args:
-        engine: describes the errors that the engine raises.
-    """
+def describe(error: Exception, engine: Engine) -> tuple[int, bytes]:
+    """Return the HTTP status and the response body for an exception of the engine."""
     if isinstance(error, CallFailed):
         return error.status, error.body
     if isinstance(error, Refused):

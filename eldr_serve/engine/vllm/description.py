@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eldr_serve.engine.backend import Step
+from eldr_serve.engine.protocol import Step
 from eldr_serve.engine.vllm.agreement import resolved
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.errors import ConfigurationError
@@ -17,7 +17,22 @@ _GPU_BLOCK = 16
 
 
 class VllmDescribed:
-    """See backend.Described; the arguments are those of Backend.describe."""
+    """An engine on a described machine; it computes nothing. Sizes are those of one rank.
+
+    Args:
+        model: folder with the model's config.json.
+        arguments: see VllmSpec.arguments.
+        memory_gib: memory of the GPU, GiB.
+        capability: CUDA compute capability of the GPU; None: the engine runs on a CPU.
+
+    Attributes:
+        max_model_len: maximum number of tokens of a prompt and its answer.
+        memory_utilization: share of a GPU's memory that the engine may take.
+        agreed: resolved arguments that prefill and decode must share; JSON types.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError: the engine would not start.
+    """
 
     def __init__(
         self, model: Path, arguments: dict[str, Any], memory_gib: float, capability: tuple[int, int] | None
@@ -33,15 +48,15 @@ class VllmDescribed:
         self.memory_utilization: float = self._engine.config.cache_config.gpu_memory_utilization
 
     def weight_bytes(self) -> int:
-        """See Described."""
+        """Return the size of the parameters, bytes."""
         return self._engine.weight_bytes()
 
     def kernels(self) -> set[tuple[str, bool]]:
-        """See Described."""
+        """Return (name, whether it hides the experts that it chooses) of the MoE layers' kernels."""
         return self._engine.kernels()
 
     def step(self) -> Step:
-        """See Described."""
+        """Return the sizes of the largest step."""
         config = self._engine.config
         model, scheduler, parallel = config.model_config, config.scheduler_config, config.parallel_config
         text = model.hf_text_config
@@ -64,12 +79,16 @@ class VllmDescribed:
         )
 
     def check(self) -> None:
-        """See Described."""
+        """Raise ConfigurationError if an engine that counts experts would not start."""
         with _configuration_errors():
             self._engine.check()
 
     def kv_cache(self, available: int) -> tuple[int, float]:
-        """See Described."""
+        """Return tokens and concurrent sequences of max_model_len that a cache of `available` bytes holds.
+
+        Raises:
+            ValueError: the cache cannot hold one sequence.
+        """
         return self._engine.kv_cache(available)
 
 
