@@ -36,8 +36,8 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     register_connector,
 )
 from eldr_serve.engine.vllm.continuation import Continuation
-from eldr_serve.engine.vllm.ep.held import HeldExperts
 from eldr_serve.engine.vllm.ep.plugin import switched_on
+from eldr_serve.engine.vllm.ep.swap import HeldExperts
 from eldr_serve.engine.vllm.first_token import first_token
 from eldr_serve.engine.vllm.measured import MEASURED
 from eldr_serve.engine.vllm.plain_stream import PlainStream, is_plain

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, internal_imports
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
-from eldr_serve.engine.vllm.ep.start import start_layer
+from eldr_serve.engine.vllm.ep.transfer import start_layer
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse
 from eldr_serve.experts.placement import Topology
 
