@@ -15,6 +15,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.channel import Answer, CallFailed
+from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, open_channel
 from eldr_serve.engine.calls import WAITED_S, WARM
 from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled
@@ -28,7 +29,6 @@ from eldr_serve.replicas.fleet import METADATA
 from eldr_serve.replicas.kept_log import kept_log
 from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.sampling import Sampler, send_samples
-from eldr_serve.router.actor import find
 from eldr_serve.router.budget import KV_USAGE, SAMPLE
 from eldr_serve.router.directory import BLOCK_TOKENS, EXPERTS
 from eldr_serve.router.loop_watch import LoopWatch
@@ -270,7 +270,7 @@ class DecodeServer(EngineServer):
                 continue
             try:
                 if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
-                    router = await asyncio.to_thread(find, self._router_name)
+                    router = await asyncio.to_thread(find_actor, self._router_name)
                 replica = serve.get_replica_context().replica_id.unique_id
                 self._queued = await router.observe_steps.remote(sums, replica, self._engine.prefix_cache())
                 sums = StepSums()
