@@ -81,7 +81,7 @@ class Prefilled:
     Attributes:
         token_ids: uint32[T], without tokens that a lost engine had generated.
         kv: location of the blocks, for `generate` of the other engine; opaque to callers. Under
-            `keys.SIGNATURE` it has the prompt's expert counts uint32[L,E], packed by `signature.pack_counts`.
+            `keys.EXPERT_COUNTS` it has the prompt's expert counts uint32[L,E], see `signature.pack_counts`.
     """
 
     token_ids: NDArray[np.uint32]

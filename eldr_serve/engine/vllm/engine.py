@@ -75,7 +75,7 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, config: Any) -> VllmEngine:
-        """Start the engine of an LLMConfig (see serving.app).
+        """Start the engine of an LLMConfig (see VllmBackend.spec).
 
         Raises:
             UnsupportedEngineError: vLLM is not a supported version, or refuses the model.

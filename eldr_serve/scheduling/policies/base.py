@@ -41,7 +41,7 @@ class Policy(ABC):
 
     Attributes:
         name: name in settings, decisions and metrics; by default the import path.
-        reads_counts: whether PlacementRequest.signature must be counts, not only a similarity.
+        reads_counts: whether PlacementRequest.expert_counts must be counts, not only a similarity.
         parameters: all parameters of the instance.
         table: the live table, or None.
     """
