@@ -50,17 +50,14 @@ def read_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def print_table(
-    title: str, rows: list[dict[str, Any]], *, columns: Sequence[str] = (), lines: bool = False
-) -> None:
+def print_table(title: str, rows: list[dict[str, Any]], *, lines: bool = False) -> None:
     """Print the rows in full width; a column that a row lacks is empty there.
 
     Args:
-        columns: only these, in this order; empty: all columns of the rows.
         lines: draw a line between rows, whose cells may have several lines.
     """
     table = Table(title=title, show_lines=lines)
-    columns = list(columns or dict.fromkeys(column for row in rows for column in row))
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:
         table.add_column(column, no_wrap=True)
     cells = [[cell(row.get(column, "")) for column in columns] for row in rows]

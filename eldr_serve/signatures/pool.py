@@ -34,7 +34,6 @@ class SignaturePool:
     """
 
     def __init__(self, settings: PoolSettings, index: int = 0) -> None:
-        self._index = index
         self._window = SampleWindow(1)
         self._share = SampleShare(1.0)
         self._configure(settings)
