@@ -63,6 +63,18 @@ def clear_start() -> Iterator[None]:
         raise UnsupportedEngineError(sentence(error) + remedy) from error
 
 
+def refuse(user: str, *refusals: tuple[bool, str]) -> None:
+    """Raise UnsupportedEngineError for the first reason that applies.
+
+    Args:
+        user: the part of eldr-serve that does not support the engine.
+        refusals: (whether the reason applies, reason) pairs.
+    """
+    for applies, reason in refusals:
+        if applies:
+            raise UnsupportedEngineError(f"{user} does not support {reason}")
+
+
 def check_names(user: str, *needed: tuple[Any, str]) -> None:
     """Raise UnsupportedEngineError if an owner lacks a name; these names are not public.
 
