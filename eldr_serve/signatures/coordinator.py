@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from eldr_serve.errors import SwapRefused
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting import MIN_REQUESTS_PER_WORKER
 from eldr_serve.signatures.settings import PoolSettings
 
 logger = logging.getLogger(__name__)
 
-MIN_REQUESTS_PER_WORKER = 8  # as in eldr_serve.experts.fitting.refit, which is imported late
 _GROWTH = 1.5  # after a refused first table, the next one has so many times the samples, or waits every_s
 
 
