@@ -129,13 +129,13 @@ def _machine() -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, str]:
-    """{"gpu", "driver"}: names and driver's version as nvidia-smi says them; nothing where there is none."""
+    """Return {"gpu", "driver"}, names and driver's version from nvidia-smi; empty without a GPU."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    pairs = [line.rsplit(", ", 1) for line in said.strip().splitlines()]
+    pairs = [line.rsplit(", ", 1) for line in output.strip().splitlines()]
     return {"gpu": ", ".join(name for name, _ in pairs), "driver": pairs[0][1]} if pairs else {}
 
 

@@ -136,9 +136,9 @@ class EldrIngress:
         self._port = None if options.port is None else Port(options.host, options.port, owner)
 
     async def check_health(self) -> None:
-        """Serve's health check. The first call starts the background work.
+        """Raise the exception that ended the background work, if any; the first call starts that work.
 
-        Raise the exception that ended the background work, if any.
+        Serve calls this as its health check.
         """
         if self._started is None:
             self._started = asyncio.create_task(self._start())

@@ -66,7 +66,7 @@ class Policy(ABC):
 
     @property
     def predictor_failures(self) -> int:
-        """Number of unusable predictions; 0 without a predictor."""
+        """Return the number of unusable predictions; 0 without a predictor."""
         return 0
 
     def with_table(self, table: CentroidTable | None) -> Policy:
