@@ -117,9 +117,12 @@ class VllmBackend:
         self, model: Path, arguments: dict[str, Any], memory_gib: float, capability: tuple[int, int] | None
     ) -> VllmDescribed:
         """Return an engine as it would be on a machine; see VllmDescribed."""
-        from eldr_serve.engine.vllm.description import VllmDescribed
+        from eldr_serve.engine.vllm.compat.checked import configuration_errors
 
-        return VllmDescribed(model, arguments, memory_gib, capability)
+        with configuration_errors():
+            from eldr_serve.engine.vllm.description import VllmDescribed
+
+            return VllmDescribed(model, arguments, memory_gib, capability)
 
     def tracing(
         self, model: str, device: Device, arguments: dict[str, Any]

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from eldr_serve.engine.protocol import Step
 from eldr_serve.engine.vllm.agreement import resolved
-from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
-from eldr_serve.errors import ConfigurationError
+from eldr_serve.engine.vllm.compat.checked import configuration_errors
+from eldr_serve.engine.vllm.compat.described import DescribedEngine
 
 # Copied from vLLM 0.32.0: default block size on CUDA, tokens; vLLM's CPU platform has other defaults.
 _GPU_BLOCK = 16
 
 
-class VllmDescribed:
+class VllmDescribed(DescribedEngine):
     """An engine on a described machine; it computes nothing. Sizes are those of one rank.
 
     Args:
@@ -39,25 +38,14 @@ class VllmDescribed:
     ) -> None:
         if capability is not None:
             arguments = {"block_size": _GPU_BLOCK} | _batch(memory_gib, capability) | arguments
-        with _configuration_errors():
-            from eldr_serve.engine.vllm.compat.described import DescribedEngine
-
-            self._engine = DescribedEngine(arguments | {"model": str(model)}, capability)
-        self.agreed: Mapping[str, Any] = resolved(self._engine.config)
-        self.max_model_len: int = self._engine.config.model_config.max_model_len
-        self.memory_utilization: float = self._engine.config.cache_config.gpu_memory_utilization
-
-    def weight_bytes(self) -> int:
-        """Return the size of the parameters, bytes."""
-        return self._engine.weight_bytes()
-
-    def kernels(self) -> set[tuple[str, bool]]:
-        """Return (name, whether it hides the experts that it chooses) of the MoE layers' kernels."""
-        return self._engine.kernels()
+        super().__init__(arguments | {"model": str(model)}, capability)
+        self.agreed: Mapping[str, Any] = resolved(self.config)
+        self.max_model_len: int = self.config.model_config.max_model_len
+        self.memory_utilization: float = self.config.cache_config.gpu_memory_utilization
 
     def step(self) -> Step:
         """Return the sizes of the largest step."""
-        config = self._engine.config
+        config = self.config
         model, scheduler, parallel = config.model_config, config.scheduler_config, config.parallel_config
         text = model.hf_text_config
         ranks = 1 if parallel.enable_expert_parallel else parallel.tensor_parallel_size
@@ -80,25 +68,8 @@ class VllmDescribed:
 
     def check(self) -> None:
         """Raise ConfigurationError if an engine that counts experts would not start."""
-        with _configuration_errors():
-            self._engine.check()
-
-    def kv_cache(self, available: int) -> tuple[int, float]:
-        """Return tokens and concurrent sequences of max_model_len that a cache of `available` bytes holds.
-
-        Raises:
-            ValueError: the cache cannot hold one sequence.
-        """
-        return self._engine.kv_cache(available)
-
-
-@contextmanager
-def _configuration_errors() -> Iterator[None]:
-    """Raise errors of our vLLM extension as ConfigurationError."""
-    try:
-        yield
-    except UnsupportedEngineError as error:
-        raise ConfigurationError(str(error)) from error
+        with configuration_errors():
+            super().check()
 
 
 def _batch(memory_gib: float, capability: tuple[int, int]) -> dict[str, int]:

@@ -198,7 +198,7 @@ class DescribedEngine:
                 ) from error
 
     def kv_cache(self, available: int) -> tuple[int, float]:
-        """Return the capacity of a KV cache in tokens, and in concurrent sequences of max_model_len tokens.
+        """Return the capacity of a KV cache: tokens, and concurrent sequences of max_model_len tokens.
 
         Args:
             available: size of the KV cache of one rank, bytes.
