@@ -8,15 +8,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from ray import serve
 from ray.serve.deployment import Application
 
 from eldr_serve.config import DRAIN_S, SCALING, EldrArgs, parse
-from eldr_serve.engine.backend import EngineRole, EngineSpec
 from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.engine.protocol import EngineRole
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.ingress.deployment import EldrIngress, decode_directory, prefill_directory
 from eldr_serve.ingress.http_application import application
@@ -26,6 +26,9 @@ from eldr_serve.router.actor import actor_name
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.signatures.settings import PoolSettings
 from eldr_serve.validation import problem
+
+if TYPE_CHECKING:
+    from eldr_serve.engine.chosen import EngineSpec
 
 _ROUTER = "eldr_serve.replicas.request_router.DirectoryRouter"
 _PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import secrets
 import sys
@@ -20,36 +19,59 @@ _JOBS = "Jobs"
 _REPOSITORY = "In a checkout of the repository"
 _SERVICE = "A running service"
 _DEPLOYMENT = "A deployment"
-# Name -> location of its function, summary.
+# Name -> panel of `eldr --help`, summary; `_imported` has the functions.
 _LAZY = {
-    "check": (
-        "eldr_serve.preflight.command:check",
-        "Check whether a deployment would start on a described cluster.",
-    ),
-    "demo": ("offline.demo:demo", "Serve the demo model and show what placement changes, policy by policy."),
-    "calibrate": ("offline.calibrate:calibrate", "Record which experts prompts use, on one engine."),
-    "fit": ("offline.fit:fit", "Fit a routing table on a calibration trace."),
+    "check": (_DEPLOYMENT, "Check whether a deployment would start on a described cluster."),
+    "demo": (_JOBS, "Serve the demo model and show what placement changes, policy by policy."),
+    "calibrate": (_JOBS, "Record which experts prompts use, on one engine."),
+    "fit": (_JOBS, "Fit a routing table on a calibration trace."),
     "fit-predictor": (
-        "offline.fit_predictor:fit_predictor",
+        _JOBS,
         "Fit a predictor of a prompt's experts from its tokens, on a calibration trace.",
     ),
-    "refit": ("offline.refit:refit", "Fit a table to recent traffic or to a trace, and swap it in."),
-    "place": ("offline.place:place", "Place experts on the ranks of an expert-parallel engine."),
-    "simulate": ("offline.simulate:simulate", "Run a scenario's policies in simulation."),
-    "compare": ("loadgen.compare:compare", "Compare policies on a running service, with intervals."),
-    "reproduce": ("benchmarks.papers.reproduce:reproduce", "Draw a paper's figure in simulation."),
-    "bench": ("benchmarks.__main__:bench", "Run benchmarks; results in benchmarks/results."),
+    "refit": (_JOBS, "Fit a table to recent traffic or to a trace, and swap it in."),
+    "place": (_JOBS, "Place experts on the ranks of an expert-parallel engine."),
+    "simulate": (_JOBS, "Run a scenario's policies in simulation."),
+    "compare": (_JOBS, "Compare policies on a running service, with intervals."),
+    "reproduce": (_REPOSITORY, "Draw a paper's figure in simulation."),
+    "bench": (_REPOSITORY, "Run benchmarks; results in benchmarks/results."),
 }
+
+
+def _imported(name: str) -> Any:
+    """Import the function of a subcommand of `_LAZY`."""
+    command: Any
+    match name:
+        case "check":
+            from eldr_serve.preflight.command import check as command
+        case "demo":
+            from offline.demo import demo as command
+        case "calibrate":
+            from offline.calibrate import calibrate as command
+        case "fit":
+            from offline.fit import fit as command
+        case "fit-predictor":
+            from offline.fit_predictor import fit_predictor as command
+        case "refit":
+            from offline.refit import refit as command
+        case "place":
+            from offline.place import place as command
+        case "simulate":
+            from offline.simulate import simulate as command
+        case "compare":
+            from loadgen.compare import compare as command
+        case "reproduce":
+            from benchmarks.papers.reproduce import reproduce as command
+        case "bench":
+            from benchmarks.__main__ import bench as command
+    return command
 
 
 class _Lazy(TyperCommand):
     """A command that is imported when it is run, completed or shows its help."""
 
-    def __init__(self, name: str, where: str, summary: str) -> None:
-        panels = {"eldr_serve": _DEPLOYMENT, "benchmarks": _REPOSITORY}
-        panel = panels.get(where.partition(".")[0], _JOBS)
+    def __init__(self, name: str, panel: str, summary: str) -> None:
         super().__init__(name, help=summary, rich_help_panel=panel)
-        self._where = where
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
         """Return the context of the imported command."""
@@ -57,13 +79,13 @@ class _Lazy(TyperCommand):
 
     def loaded(self) -> Any:
         """Import the command; raise ValueError, one sentence, if a requirement is not installed."""
-        module, _, function = self._where.partition(":")
+        assert self.name is not None
         app = typer.Typer(add_completion=False)
         try:
-            app.command(self.name)(getattr(importlib.import_module(module), function))
+            app.command(self.name)(_imported(self.name))
         except ModuleNotFoundError as error:
             missing = str(error.name).partition(".")[0]
-            if missing == module.partition(".")[0]:
+            if missing == "benchmarks":
                 raise ValueError(
                     f"it is part of the repository, not of the installed package: clone the repository, run "
                     f"`make setup` in it, then `.venv/bin/eldr {self.name}`"
@@ -128,11 +150,13 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON.")] = False,
 ) -> None:
     """Show workers and their loads, policy, table and counters; details need the admin key."""
+    from eldr_serve.status_text import show_status
+
     found = _client(url, admin_key).status()
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
-        _show(found)
+        show_status(found)
 
 
 @app.command(rich_help_panel=_SERVICE)
@@ -330,60 +354,6 @@ def _client(url: str, admin_key: str | None = None) -> Any:
 
 def _print_json(found: Any) -> None:
     typer.echo(json.dumps(found, indent=1))
-
-
-def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 2))
-    names = ("model", "router", "policy", "table", "predictor", "leases", "decode_queue", "step_cost")
-    for name in (*names, "decode_totals"):
-        if found.get(name) is not None:
-            grid.add_row(name.replace("_", " "), _line(found[name] if name != "policy" else _policy(found)))
-    if found.get("signatures"):
-        grid.add_row("signatures", found["signatures"]["note"])
-    if now := (found.get("comparison") or {}).get("now"):
-        grid.add_row("shadow", _saving(now))
-    grid.add_row("ingress", _line(found.get("ingress", {})))
-    grid.add_row("counters", _line(found.get("counters", {})))
-    workers = Table("worker", "replica", "requests in flight", "KV tokens", "cluster's domain")
-    for row in found.get("workers", []):
-        keys = ("worker", "replica", "in_flight", "kv_tokens", "cluster_domain")
-        workers.add_row(*(str(row.get(key) if row.get(key) is not None else "-") for key in keys))
-    console = Console(markup=False)
-    console.print(grid)
-    console.print(workers)
-
-
-def _policy(found: dict[str, Any]) -> str:
-    return f"{found['policy']} ({_line(found.get('parameters', {}))})".removesuffix(" ()")
-
-
-def _saving(now: dict[str, Any]) -> str:
-    """Describe the saving of the live policy over its shadow."""
-    shadow = f"{now['shadow']['name']} ({_line(now['shadow']['parameters'])})".removesuffix(" ()")
-    if now.get("tokens") is None:
-        return f"{shadow}: no token has been priced yet"
-    interval = "" if now["low_pct"] is None else f" [{now['low_pct']:+.1f}, {now['high_pct']:+.1f}]"
-    return (
-        f"{shadow}: compared with it, the live policy changes the decode step time per token by "
-        f"{now['change_pct']:+.1f} %{interval}, over {now['tokens']} tokens"
-    )
-
-
-def _line(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    if not isinstance(value, dict):
-        return str(value)
-    return ", ".join(f"{key} {_item(item)}" for key, item in value.items())
-
-
-def _item(value: Any) -> str:
-    if not isinstance(value, dict):
-        return _line(value)
-    return f"({_line(value)})" if value else "none"
 
 
 if __name__ == "__main__":

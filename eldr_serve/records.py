@@ -9,6 +9,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from eldr_serve.errors import sentence
+
 A = TypeVar("A")
 R = TypeVar("R", bound="Record")
 
@@ -27,10 +29,10 @@ class Record(BaseModel):
     fingerprint: str = ""  # of the source data
 
 
-def require(condition: bool, sentence: str) -> None:
+def require(condition: bool, message: str) -> None:
     """Raise ArtifactError with this message unless the condition holds."""
     if not condition:
-        raise ArtifactError(sentence)
+        raise ArtifactError(message)
 
 
 def read_file(path: Path | str) -> bytes:
@@ -46,9 +48,7 @@ def parse_record(record: type[R], text: str | bytes, name: str) -> R:
     try:
         return record.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ArtifactError(f"{name} has a record that does not fit, {where}: {first['msg']}") from error
+        raise ArtifactError(f"{name} has a record that does not fit, {sentence(error)}") from error
 
 
 def build(name: str, make: Callable[[], A]) -> A:

@@ -1,4 +1,4 @@
-"""An application of ours on a Ray cluster of its own, which this process starts and stops."""
+"""Start and stop an application of eldr-serve on a Ray cluster of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that t
 
 
 def check_port(port: int) -> None:
-    """BadInput if it, or the next one, is somebody else's."""
+    """Raise BadInput if another process listens at this port or the next one."""
     for wanted in (port, port + 1):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", wanted)) == 0:
@@ -95,12 +95,12 @@ def _wait_until_ready(service: Client, tell: Callable[[str], None]) -> None:
         tell(_replicas_up(state.deployments))
         time.sleep(_POLL_S)
     while not (ingress := _ingress_status(service)).get("ready"):
-        tell(f"{ingress.get('warm_pairs', 0)} pairs of engines have exchanged KV trials")
+        tell(f"{ingress.get('warm_pairs', 0)} pairs of engines have exchanged KV blocks")
         time.sleep(0.5)
 
 
 def deploy(arguments: dict[str, Any]) -> None:
-    """Give Serve the application, anew where it runs already; returns before that is done."""
+    """Deploy the application, or update it if it runs; return before that is done."""
     from ray import serve
 
     target = serve.RunTarget(_builder()(arguments), name=NAME, route_prefix="/")
@@ -117,7 +117,7 @@ def whole() -> bool:
 
 
 def stop() -> None:
-    """End the application and its cluster."""
+    """Stop the application and its cluster."""
     import ray
     from ray import serve
 
@@ -127,7 +127,7 @@ def stop() -> None:
 
 
 def _gpus(arguments: dict[str, Any]) -> int | None:
-    """How many GPUs engines that share one take, so that Ray need not find it; None: Ray looks for itself."""
+    """Return 1 if all engines share one GPU, so that Ray need not look for it; None: Ray looks."""
     shares = [
         config["deployment_config"].get("ray_actor_options", {}).get("num_gpus", 0)
         * config["deployment_config"].get("num_replicas", 1)
@@ -138,7 +138,7 @@ def _gpus(arguments: dict[str, Any]) -> int | None:
 
 
 def _ingress_status(service: Client) -> dict[str, Any]:
-    """Empty while the ingress does not listen yet."""
+    """Return the ingress's part of the status; empty while the ingress does not listen yet."""
     try:
         found: dict[str, Any] = service.status()["ingress"]
     except ServiceError:
@@ -153,7 +153,7 @@ def _builder() -> Callable[[dict[str, Any]], Any]:
 
 
 def _replicas_up(deployments: dict[str, Any]) -> str:
-    """How many replicas of each deployment run, of how many; `deployments` as in `serve.status()`."""
+    """Describe how many replicas of each deployment run; `deployments` are those of `serve.status()`."""
     parts = []
     for name, deployment in sorted(deployments.items()):
         up, total = deployment.replica_states.get("RUNNING", 0), sum(deployment.replica_states.values())

@@ -40,10 +40,10 @@ def save(figure: Figure, path: Path) -> None:
     write_whole(path, rendered(figure, path.suffix.lstrip(".") or "png"))
 
 
-def rendered(figure: Figure, kind: str = "png") -> bytes:
+def rendered(figure: Figure, kind: str = "png", dpi: int = 90) -> bytes:
     """Return the figure in that format (png, svg, pdf)."""
     content = io.BytesIO()
-    figure.savefig(content, format=kind, dpi=90)
+    figure.savefig(content, format=kind, dpi=dpi)
     return content.getvalue()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from matplotlib.figure import Figure
 
 from eldr_serve.dashboard import style
 from loadgen.figures import changes_by_round, step_figure_by_round
-from loadgen.plots import Change, changes, policy_colour
+from loadgen.plots import Change, changes, policy_colour, rendered
 from loadgen.results import cell
 from loadgen.trial import Trial
 
@@ -165,9 +164,7 @@ def _cells(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def _png(figure: Figure) -> str:
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=110)
-    return base64.b64encode(content.getvalue()).decode()
+    return base64.b64encode(rendered(figure, dpi=110)).decode()
 
 
 def _with_interval(row: dict[str, Any], key: str) -> str:

@@ -50,17 +50,14 @@ def read_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def print_table(
-    title: str, rows: list[dict[str, Any]], *, columns: Sequence[str] = (), lines: bool = False
-) -> None:
+def print_table(title: str, rows: list[dict[str, Any]], *, lines: bool = False) -> None:
     """Print the rows in full width; a column that a row lacks is empty there.
 
     Args:
-        columns: only these, in this order; empty: all columns of the rows.
         lines: draw a line between rows, whose cells may have several lines.
     """
     table = Table(title=title, show_lines=lines)
-    columns = list(columns or dict.fromkeys(column for row in rows for column in row))
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:
         table.add_column(column, no_wrap=True)
     cells = [[cell(row.get(column, "")) for column in columns] for row in rows]
@@ -132,13 +129,13 @@ def _machine() -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, str]:
-    """{"gpu", "driver"}: names and driver's version as nvidia-smi says them; nothing where there is none."""
+    """Return {"gpu", "driver"}, names and driver's version from nvidia-smi; empty without a GPU."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    pairs = [line.rsplit(", ", 1) for line in said.strip().splitlines()]
+    pairs = [line.rsplit(", ", 1) for line in output.strip().splitlines()]
     return {"gpu": ", ".join(name for name, _ in pairs), "driver": pairs[0][1]} if pairs else {}
 
 

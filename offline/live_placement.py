@@ -19,12 +19,13 @@ import typer
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
+from eldr_serve.channel.actors import find_actor
 from eldr_serve.client import Client, ServiceError
 from eldr_serve.command_errors import run
 from eldr_serve.errors import sentence
 from eldr_serve.experts.placement import Topology, hosts_of
 from eldr_serve.experts.routing_table import ExpertPlacement
-from eldr_serve.router.actor import actor_name, find
+from eldr_serve.router.actor import actor_name
 from offline.placement.alignment import aligned
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement, placed_work
@@ -52,7 +53,7 @@ def live_placement(
     client, planner = Client(url, admin_key), Planner(LayerCost.load(cost), top_k, prompts, min_gain, seed)
     while True:
         try:
-            recent = ray.get(find(actor_name(application)).recent_counts.remote())
+            recent = ray.get(find_actor(actor_name(application)).recent_counts.remote())
             if (result := update_placement(planner, client, recent)) is not None:
                 typer.echo(result)
         except ServiceError as error:

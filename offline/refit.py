@@ -18,12 +18,13 @@ from typing import Annotated, Any
 import ray
 import typer
 
+from eldr_serve.channel.actors import find_actor
 from eldr_serve.client import Client
 from eldr_serve.command_errors import BadInput, run
 from eldr_serve.errors import Overloaded, SwapRefused
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
-from eldr_serve.router.actor import actor_name, find
+from eldr_serve.router.actor import actor_name
 from eldr_serve.signatures.control import PoolControl
 
 _URL = "http://127.0.0.1:8000"
@@ -115,7 +116,7 @@ def _join_cluster() -> None:
 def _router(application: str) -> Any:
     _join_cluster()
     try:
-        return find(actor_name(application))
+        return find_actor(actor_name(application))
     except ValueError:
         raise BadInput(f"no application {application!r} runs on this Ray cluster") from None
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_serve.command_errors import BadInput
+from eldr_serve.errors import sentence
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
@@ -203,8 +204,7 @@ def read_scenario(path: Path) -> Scenario:
     except yaml.YAMLError as error:
         raise BadInput(f"{path} is not YAML ({error})") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        raise BadInput(f"{path}, {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise BadInput(f"{path}, {sentence(error)}") from error
 
 
 def routes_of(path: Path, *, domains: tuple[str, ...] = ()) -> Routes:

@@ -260,12 +260,12 @@ class Channel(Peer):
 
     @property
     def in_flight(self) -> int:
-        """Number of open calls."""
+        """Return the number of open calls."""
         return len(self._calls)
 
     @property
     def oldest_s(self) -> float:
-        """Age of the oldest open call, s; 0 if there is none."""
+        """Return the age of the oldest open call, s; 0 if there is none."""
         oldest = next(iter(self._calls.values()), None)
         return self._loop.time() - oldest.begun_at if oldest is not None else 0.0
 

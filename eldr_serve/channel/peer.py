@@ -62,7 +62,7 @@ class Peer(asyncio.Protocol, ABC):
 
     @property
     def unsent_bytes(self) -> int:
-        """Size of the write buffer."""
+        """Return the size of the write buffer."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     def close(self, reason: str) -> None:

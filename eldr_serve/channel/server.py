@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def peer(self) -> Peer:
-        """The connection to the caller."""
+        """Return the connection to the caller."""
         return self._connection
 
     def send(self, payload: bytes, tokens: int = 0, ids: bytes = b"") -> None:
@@ -135,7 +135,7 @@ class ChannelServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port; available after `start`."""
+        """Return host and port, after `start`."""
         assert self._server is not None
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port

@@ -1,8 +1,14 @@
-"""The engine backend in use; no other module names one."""
+"""The kind of engine in use; no other module names one."""
 
 from __future__ import annotations
 
-from eldr_serve.engine.backend import Backend
+from typing import TYPE_CHECKING
+
 from eldr_serve.engine.vllm.backend import VllmBackend
 
-ENGINES: Backend = VllmBackend()
+if TYPE_CHECKING:
+    from eldr_serve.engine.vllm.spec import VllmSpec as EngineSpec
+
+__all__ = ["ENGINES", "EngineSpec"]
+
+ENGINES = VllmBackend()

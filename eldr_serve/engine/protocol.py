@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,8 @@ from eldr_serve.experts.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.scheduling.cost import StepSums
 
+EngineRole = Literal["prefill", "decode", "whole"]
+Device = Literal["gpu", "cpu"]
 MAX_SAMPLES = 256  # maximum that an engine keeps until `take_samples`
 
 
@@ -79,24 +81,14 @@ class Prefilled:
     Attributes:
         token_ids: uint32[T], without tokens that a lost engine had generated.
         kv: location of the blocks, for `generate` of the other engine; opaque to callers. Under
-            `keys.SIGNATURE` it has the prompt's expert counts uint32[L,E], packed by `signature.pack_counts`.
+            `keys.EXPERT_COUNTS` it has the prompt's expert counts uint32[L,E], see `signature.pack_counts`.
     """
 
     token_ids: NDArray[np.uint32]
     kv: dict[str, Any]
 
 
-class DescribesErrors(Protocol):
-    """Describes the errors that the methods of an engine raise."""
-
-    def status_of(self, error: Exception) -> int:
-        """Return the HTTP status of an error that a method raised: below 500 if the request is at fault."""
-
-    def parameter_of(self, error: Exception) -> str | None:
-        """Return the field of the request that is at fault; None if no single field is."""
-
-
-class Engine(DescribesErrors, Protocol):
+class Engine(Protocol):
     """A running engine in this process, for one replica of a deployment.
 
     A method that refuses a request raises Refused, or CallFailed with the body for the client.
@@ -198,6 +190,12 @@ class Engine(DescribesErrors, Protocol):
         after at least one decode step. The engine keeps at most MAX_SAMPLES and drops the oldest.
         """
 
+    def status_of(self, error: Exception) -> int:
+        """Return the HTTP status of an error that a method raised: below 500 if the request is at fault."""
+
+    def parameter_of(self, error: Exception) -> str | None:
+        """Return the field of the request that is at fault; None if no single field is."""
+
     async def ping(self) -> None:
         """Return when the engine's core has answered, which it does between two steps and when idle.
 
@@ -217,6 +215,29 @@ class EngineConfig(Protocol):
     @property
     def deployment_config(self) -> dict[str, Any]:
         """Return the options of the Ray Serve deployment."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sizes of the largest step of one rank.
+
+    Attributes:
+        tokens: `max_num_batched_tokens`.
+        sequences: `max_num_seqs`.
+        hidden: hidden size.
+        top_k: experts per token.
+        expert_width: intermediate size of an expert on this rank.
+        vocabulary: number of tokens in the vocabulary.
+        element: size of an activation, bytes.
+    """
+
+    tokens: int
+    sequences: int
+    hidden: int
+    top_k: int
+    expert_width: int
+    vocabulary: int
+    element: int
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Replica choice per batch, including METRO in NumPy, PyTorch and Triton. Does not use Ray or vLLM."""
+"""Expert counts, signatures, routing tables, predictors, expert placement; neither Ray nor vLLM."""

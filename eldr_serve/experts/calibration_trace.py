@@ -103,7 +103,7 @@ class CalibrationTrace(Artifact):
 
     @property
     def prompts(self) -> list[NDArray[np.uint32]]:
-        """Token ids of each prompt.
+        """Return the token ids of each prompt.
 
         Raises:
             ValueError: the trace has no token ids.
@@ -114,13 +114,13 @@ class CalibrationTrace(Artifact):
 
     @property
     def decode_probability(self) -> NDArray[np.float32]:
-        """Share of a request's decode steps that chose each expert, float32[N,L,E] (paper, 4.2.1)."""
+        """Return the share of decode steps that chose each expert, float32[N,L,E] (paper, 4.2.1)."""
         steps = np.maximum(self.decode_steps, 1).astype(np.float32)
         return self.decode_counts.astype(np.float32) / steps[:, None, None]
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the content, recorded in artifacts that are made from the trace."""
+        """Return a hash of the content, recorded in artifacts that are made from the trace."""
         return hashlib.sha256(self.to_bytes()).hexdigest()[:16]
 
     def decode_routes(self, requests: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]]:

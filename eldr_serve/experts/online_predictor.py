@@ -44,12 +44,12 @@ class OnlinePredictor:
 
     @property
     def gain(self) -> float:
-        """1 - squared error / squared error of the recent mean, over recent prompts; 1 is perfect."""
+        """Return 1 - squared error / squared error of the recent mean, over recent prompts."""
         return 1 - self._error / self._error_of_mean if self._error_of_mean else 0.0
 
     @property
     def status(self) -> dict[str, Any]:
-        """Accuracy as JSON-able values."""
+        """Return the accuracy as JSON-able values."""
         return {"on": self.on, "prompts": self.prompts, "cosine": self.cosine, "gain": self.gain}
 
     def predict(self, token_ids: ArrayLike) -> Floats | None:

@@ -51,7 +51,7 @@ class Topology(BaseModel):
 
     @property
     def node_of(self) -> Ints:
-        """Node of each rank, int[G]."""
+        """Return the node of each rank, int[G]."""
         return np.arange(self.ranks) // (self.ranks // self.nodes)
 
 
@@ -94,12 +94,12 @@ class ExpertPlacement:
 
     @property
     def num_redundant(self) -> int:
-        """Slots per layer beyond one per expert: the engines' number of redundant experts."""
+        """Return the slots per layer beyond one per expert, which engines call redundant experts."""
         return int(self.physical_to_logical.shape[1]) - self.num_experts
 
     @property
     def id(self) -> str:
-        """Id of the placement, see placement_id."""
+        """Return the id of the placement, see placement_id."""
         return placement_id(self.physical_to_logical, self.ranks)
 
     def to_json(self) -> bytes:

@@ -107,12 +107,12 @@ class RoutingTable(Artifact):
 
     @property
     def num_layers(self) -> int:
-        """L, number of MoE layers."""
+        """Return L, the number of MoE layers."""
         return int(self.spec.idf.shape[0])
 
     @property
     def num_experts(self) -> int:
-        """E, number of experts per layer."""
+        """Return E, the number of experts per layer."""
         return int(self.spec.idf.shape[1])
 
     def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]:

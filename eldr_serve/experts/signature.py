@@ -60,7 +60,7 @@ class SignatureSpec:
 
     @property
     def dim(self) -> int:
-        """n*E, length of a signature."""
+        """Return n*E, the length of a signature."""
         return len(self.layers) * int(self.idf.shape[1])
 
     @cached_property

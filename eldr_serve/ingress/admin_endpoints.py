@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from eldr_serve.channel.away import AWAY
+from eldr_serve.channel.actors import AWAY
 from eldr_serve.errors import BadRequest, Overloaded, SwapRefused, sentence
 from eldr_serve.ingress.admission import Gate, parse_json
 from eldr_serve.pipeline.engines import Engines

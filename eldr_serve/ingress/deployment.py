@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.handle import DeploymentHandle
 
-from eldr_serve.channel.away import AWAY
+from eldr_serve.channel.actors import AWAY
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
 from eldr_serve.ingress.admission import (
     Gate,
@@ -136,9 +136,9 @@ class EldrIngress:
         self._port = None if options.port is None else Port(options.host, options.port, owner)
 
     async def check_health(self) -> None:
-        """Serve's health check. The first call starts the background work.
+        """Raise the exception that ended the background work, if any; the first call starts that work.
 
-        Raise the exception that ended the background work, if any.
+        Serve calls this as its health check.
         """
         if self._started is None:
             self._started = asyncio.create_task(self._start())

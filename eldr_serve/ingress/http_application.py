@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ray import serve
 from starlette.applications import Starlette
@@ -18,26 +18,17 @@ from eldr_serve.channel import CallFailed, ChannelLost
 from eldr_serve.dashboard import SELF_CONTAINED, live_page
 from eldr_serve.errors import Refused, sentence
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
-from eldr_serve.ingress.admission import Admission, Gate, refusal, refused_response
+from eldr_serve.ingress.admission import Admission, refusal, refused_response
 from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
 
 _GROUPS: dict[str, type] = {"openai": OpenAIEndpoints, "admin": AdminEndpoints}
 
 
-class Replica(Protocol):
-    """An ingress replica, with its endpoints as attributes."""
-
-    gate: Gate
-    openai: OpenAIEndpoints
-    admin: AdminEndpoints
-
-
 def application() -> Starlette:
     """Return the HTTP application of the ingress replica that runs in this process."""
 
-    def replica() -> Replica:
-        found: Replica = serve.get_replica_context().servable_object
-        return found
+    def replica() -> Any:  # an EldrIngress
+        return serve.get_replica_context().servable_object
 
     def endpoint(group: str, name: str, *args: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:

@@ -1,14 +1,19 @@
-"""The port of an ingress replica, shared only by the replicas of one application."""
+"""The port of an ingress replica, shared only by the replicas of one application; who uses a port."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import ray
+
+# taken: no process can listen there; shared: an ingress or Serve proxy of this user shares the port.
+PortState = Literal["free", "shared", "taken"]
 
 
 class PortTaken(OSError):  # noqa: N818
@@ -30,11 +35,9 @@ class Port:
     """
 
     def __init__(self, host: str, port: int, owner: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        self.socket = _socket(host, share=True)
         self._lock: int | None = None
         try:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self.socket.bind((host, port))
             self._lock = _locked(self.number, owner)
         except PortTaken:
@@ -55,6 +58,32 @@ class Port:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def port_state(host: str, port: int) -> PortState:
+    """Return whether a process of this user could listen on a port.
+
+    Raises:
+        OSError: the host is not an address of this machine, or this user may not use the port.
+    """
+    tries: tuple[tuple[bool, PortState], ...] = ((False, "free"), (True, "shared"))
+    for share, found in tries:
+        with _socket(host, share=share) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            return found
+    return "taken"
+
+
+def _socket(host: str, *, share: bool) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, share)
+    return made
 
 
 def owner_of_port(application: str) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from eldr_serve.channel.away import AWAY
+from eldr_serve.channel.actors import AWAY
 from eldr_serve.errors import RateLimited, Refused
 from eldr_serve.limits.keys import Keys, KeysError, Limits, digest, read_keys
 

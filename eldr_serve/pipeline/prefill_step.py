@@ -106,7 +106,7 @@ class PrefillStep:
     # -- prefill engines ---------------------------------------------------------------------------
 
     async def prefilled(self, context: RequestContext) -> HeldPrompt | None:
-        """Like `prefill`, but return None if prefill fails for an answer that has already begun.
+        """Prefill the prompt; return None also if prefill fails for an answer that has already begun.
 
         Such an answer continues on a decode engine that also prefills.
         """

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from eldr_serve.errors import Overloaded
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.request_context import RequestContext
-
-_KEPT = 0.9  # smoothing factor for the mean duration of a turn
+from eldr_serve.queues.wait_estimate import WaitEstimate
 
 
 class RetryTurns:
@@ -23,7 +20,7 @@ class RetryTurns:
         self._options = options
         self._turns = asyncio.Semaphore(options.retries_at_once)
         self._waiting = 0
-        self._mean_s = 0.0  # mean duration of a turn
+        self._waits = WaitEstimate()
 
     @asynccontextmanager
     async def turn(self, context: RequestContext) -> AsyncIterator[None]:
@@ -42,12 +39,11 @@ class RetryTurns:
             raise self._overloaded(context) from None
         finally:
             self._waiting -= 1
-        begun_s = time.monotonic()
         try:
             yield
         finally:
             self._turns.release()
-            self._mean_s = _KEPT * self._mean_s + (1 - _KEPT) * (time.monotonic() - begun_s)
+            self._waits.departed(empty=not self._waiting)
 
     def _overloaded(self, context: RequestContext) -> Overloaded:
         why = (
@@ -55,5 +51,4 @@ class RetryTurns:
             if context.lost_engines
             else "are tried again after a call to an engine has failed"
         )
-        wait_s = self._waiting * self._mean_s / self._options.retries_at_once
-        return Overloaded(f"too many requests {why}", retry_after_s=max(1, math.ceil(wait_s)))
+        return Overloaded(f"too many requests {why}", retry_after_s=self._waits.retry_after_s(self._waiting))

@@ -50,7 +50,7 @@ def check(paths: Sequence[Path], cluster: Cluster, model: Path | None = None) ->
     Args:
         paths: deployment YAML files.
         cluster: function that returns the pools of nodes for a file and the hardware of its engines.
-        model: see read_deployment.
+        model: see build_deployment.
 
     Raises:
         ValueError: the cluster cannot be determined.

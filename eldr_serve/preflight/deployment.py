@@ -6,14 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.serve.config import AutoscalingConfig
 
 from eldr_serve.config import EldrArgs
-from eldr_serve.engine.backend import EngineRole, EngineSpec
-from eldr_serve.preflight.document import Document, check_overrides, read_document
+from eldr_serve.engine.protocol import EngineRole
+from eldr_serve.preflight.document import Document, check_overrides
 from eldr_serve.preflight.placement import Replicas
+
+if TYPE_CHECKING:
+    from eldr_serve.engine.chosen import EngineSpec
 
 _MODELS = "models"  # folder beside the deployment with config.json files, by model name in small letters
 
@@ -78,23 +81,19 @@ class Deployment:
     ignored: tuple[str, ...] = ()
 
 
-def read_deployment(path: Path, model: Path | None = None) -> Deployment:
-    """Read a deployment YAML and build its application without deploying it.
+def build_deployment(path: Path, document: Document, model: Path | None = None) -> Deployment:
+    """Build the application of a deployment YAML without deploying it.
 
     Args:
         path: the file.
+        document: its content.
         model: a config.json, or its folder; default: the one in the model's folder, or in the folder `models`
             beside the deployment.
 
     Raises:
-        ValueError: the file has no eldr-serve application, or one that cannot be built.
+        ValueError: the application cannot be built.
         OSError: a file cannot be read.
     """
-    return build_deployment(path, read_document(path), model)
-
-
-def build_deployment(path: Path, document: Document, model: Path | None = None) -> Deployment:
-    """Build the application of a file without deploying it; see read_deployment."""
     from eldr_serve.app import build  # imports vLLM
 
     built = build(document.application.get("args") or {})

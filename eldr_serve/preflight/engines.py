@@ -47,7 +47,7 @@ class Answer:
         sequences: number of sequences of max_model_len tokens that it holds at the same time.
         max_model_len: maximum length of a sequence, tokens.
         kernels: MoE kernels, and whether each hides the experts that it chooses.
-        agreed: see Described.agreed.
+        agreed: see VllmDescribed.agreed.
     """
 
     refusal: str | None = None

@@ -8,8 +8,8 @@ from itertools import combinations
 from typing import Any, Literal
 
 from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.ingress.port import port_state
 from eldr_serve.limits.keys import KeysError, read_keys
-from eldr_serve.preflight import ports
 from eldr_serve.preflight.deployment import Deployment, EngineDeployment
 from eldr_serve.preflight.engines import Answer
 from eldr_serve.preflight.machine import ACCELERATOR, GIB, Gpu, Pool
@@ -180,7 +180,7 @@ def this_machine(deployment: Deployment) -> Iterator[Finding]:
             continue
         host, port = address
         try:
-            found = ports.state(host, port)
+            found = port_state(host, port)
         except OSError as error:
             reason = error.strerror or error
             yield _error(f"{where} cannot listen at host {host!r} and port {port}: {reason}")

@@ -21,23 +21,21 @@ class Gpu:
         kind: Ray's name of the GPU, an `accelerator_type`.
         memory_gib: total memory that PyTorch reports, GiB, rounded down.
         capability: CUDA compute capability.
-        multiprocessors: number of multiprocessors.
     """
 
     kind: str
     memory_gib: float
     capability: tuple[int, int]
-    multiprocessors: int
 
 
 GPUS = {
     gpu.kind: gpu
     for gpu in (
-        Gpu("H100", 79.1, (9, 0), 132),
-        Gpu("H200", 139.8, (9, 0), 132),
-        Gpu("B200", 178.3, (10, 0), 148),
-        Gpu("A100-80G", 79.1, (8, 0), 108),
-        Gpu("L40S", 44.3, (8, 9), 142),
+        Gpu("H100", 79.1, (9, 0)),
+        Gpu("H200", 139.8, (9, 0)),
+        Gpu("B200", 178.3, (10, 0)),
+        Gpu("A100-80G", 79.1, (8, 0)),
+        Gpu("L40S", 44.3, (8, 9)),
     )
 }
 

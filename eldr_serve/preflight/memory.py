@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eldr_serve.engine.backend import Step
+from eldr_serve.engine.protocol import Step
 from eldr_serve.preflight.machine import GIB
 
 # Fixed part, GiB: on a GPU CUDA context, NCCL buffers and CUDA graphs; on a CPU the engine's Python process.

@@ -82,17 +82,12 @@ class Throughput:
         return True
 
 
-class Meter:
+class Meter(Throughput):
     """Measures, in a replica, the prompts that all ingresses have sent to it."""
-
-    def __init__(self, *, clock: Callable[[], float]) -> None:
-        self._throughput = Throughput(clock=clock)
-        self.enter, self.leave = self._throughput.enter, self._throughput.leave
 
     def report(self, number: int, *, callers: int, calls: int) -> dict[str, float]:
         """Return this replica's report of its queue; see Report."""
-        rate = self._throughput.rate or 0.0
-        tokens = self._throughput.outstanding
+        rate, tokens = self.rate or 0.0, self.outstanding
         return {"number": number, "tokens": tokens, "rate": rate, "callers": callers, "calls": calls}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 
 from eldr_serve.queues.prefill_queue import Report
 from eldr_serve.queues.turns import Turn, Turns
@@ -20,20 +19,26 @@ class DecodeTurns:
         self._fleet = fleet
         self._turns = Turns(clock=_now)
         self.enter = self._turns.enter
-        self._waits: defaultdict[str, WaitEstimate] = defaultdict(lambda: WaitEstimate(clock=_now))
+        self._waits: dict[str, WaitEstimate] = {}  # of replicas with more calls than slots
 
     def leave(self, turn: Turn, *, answered: bool) -> None:
         """Remove a call that has its first token or has ended; see Turns.leave."""
         before = self._turns.waiting(turn.replica)
         self._turns.leave(turn, answered=answered)
         waiting = self._turns.waiting(turn.replica)
-        if waiting < before:
-            self._waits[turn.replica].departed(empty=not waiting or not self._is_full(turn.replica))
+        if waiting == before:
+            return
+        if waiting and self._is_full(turn.replica):
+            self._waits.setdefault(turn.replica, WaitEstimate(clock=_now)).departed(empty=False)
+        else:  # start over; a replica that has gone is not full either
+            self._waits.pop(turn.replica, None)
 
     def wait_s(self) -> float:
         """Return the predicted wait of a new request for the first free slot of any replica, s."""
         live = self._fleet.live
         if not all(map(self._is_full, live)):  # most often the first replica has a slot
+            return 0.0
+        if any(name not in self._waits for name in live):
             return 0.0
         return min((self._waits[name].wait_s(self._turns.waiting(name) + 1) for name in live), default=0.0)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
+from eldr_serve.channel.actors import find_actor
 from eldr_serve.experts.sample import ExpertSample
-from eldr_serve.signatures.pool import find_actor
 from eldr_serve.signatures.settings import pool_actor_name
 
 logger = logging.getLogger(__name__)

@@ -58,7 +58,7 @@ class DirectoryRouter(RequestRouter):
 class DecodeRequestRouter(DirectoryRouter):
     """Leases a replica for each call by the expert counts in its `kv_transfer_params`, until the call ends.
 
-    A call that names a live replica (wire.REPLICA) goes there. A call without parameters, or whose leased
+    A call that names a live replica (calls.REPLICA) goes there. A call without parameters, or whose leased
     replica is gone, goes to the least loaded replica. No call waits in the decode queue, since it would
     block later ones.
 

@@ -15,9 +15,10 @@ from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.channel import Answer, CallFailed
+from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, open_channel
 from eldr_serve.engine.calls import WAITED_S, WARM
-from eldr_serve.engine.protocol import DescribesErrors, Engine, EngineConfig, EngineRequest, Prefilled
+from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled
 from eldr_serve.errors import Refused, error_body, sentence
 from eldr_serve.queues.prefill_queue import QUEUE, Meter
 from eldr_serve.replicas import expert_swap, measured_counts
@@ -28,7 +29,6 @@ from eldr_serve.replicas.fleet import METADATA
 from eldr_serve.replicas.kept_log import kept_log
 from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.sampling import Sampler, send_samples
-from eldr_serve.router.actor import find
 from eldr_serve.router.budget import KV_USAGE, SAMPLE
 from eldr_serve.router.directory import BLOCK_TOKENS, EXPERTS
 from eldr_serve.router.loop_watch import LoopWatch
@@ -270,7 +270,7 @@ class DecodeServer(EngineServer):
                 continue
             try:
                 if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
-                    router = await asyncio.to_thread(find, self._router_name)
+                    router = await asyncio.to_thread(find_actor, self._router_name)
                 replica = serve.get_replica_context().replica_id.unique_id
                 self._queued = await router.observe_steps.remote(sums, replica, self._engine.prefix_cache())
                 sums = StepSums()
@@ -286,12 +286,8 @@ def _may_be_sampled(header: dict[str, Any]) -> bool:
     return not header.get("generated") and not header.get("id", WARM).startswith(WARM)
 
 
-def describe(error: Exception, engine: DescribesErrors) -> tuple[int, bytes]:
-    """Return the HTTP status and the response body for an exception.
-
-    Args:
-        engine: describes the errors that the engine raises.
-    """
+def describe(error: Exception, engine: Engine) -> tuple[int, bytes]:
+    """Return the HTTP status and the response body for an exception of the engine."""
     if isinstance(error, CallFailed):
         return error.status, error.body
     if isinstance(error, Refused):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from eldr_serve.channel import Answer, ChannelServer
+from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, open_channel
 from eldr_serve.errors import SwapRefused, sentence
 from eldr_serve.limits.shared_limits import SharedLimits
@@ -25,7 +26,6 @@ from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import StepSums
 from eldr_serve.signatures.coordinator import RouterView
-from eldr_serve.signatures.settings import NAMESPACE
 
 logger = logging.getLogger(__name__)
 
@@ -211,23 +211,5 @@ def actor_name(application: str) -> str:
 
 
 def connect(name: str, settings: RouterSettings) -> ActorHandle:
-    """Return the named actor; start it if there is none."""
-    handle: ActorHandle = (
-        ray.remote(DecodeRouter)
-        .options(
-            name=name,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_concurrency=1000,
-            num_cpus=0,
-        )
-        .remote(settings)
-    )
-    return handle
-
-
-def find(name: str) -> ActorHandle:
-    """Return the named actor; raise ValueError if no deployment of that name runs."""
-    return ray.get_actor(name, namespace=NAMESPACE)
+    """Return the named DecodeRouter; start it if there is none."""
+    return start_actor(DecodeRouter, name, settings)

@@ -1,22 +1,8 @@
 """Client of the DecodeRouter actor: gets a lease of a decode replica for each request of one process.
 
-A request has one open `place` call on the process's channel to the actor. The router answers it with a lease
-as soon as a worker is free; until then the request is in the decode queue. Progress and true counts are
-one-way notes on the call. Closing the call ends the lease, or the wait for one, and brings the final number
-of tokens; so does losing the channel, after a grace period. Over its next channel the client names its
-leases, opens a call for each of them, and asks again for the workers that it still waits for. Settings come
-by a subscription, another open call; the requests that wait are then scored again.
-If the router does not answer in time, the channel is closed, and own load decides until there is another.
-Frames arrive in order, so neither side ever has to undo what a late message says.
-
-The state of a Lease (`State`) is one of:
-
-    SCORED  --the channel is open-->          SENT
-    SENT    --the router has a worker-->      LEASED
-            --no worker is free-->            QUEUED   in the router's decode queue, for at most `wait_s`
-    SENT, QUEUED  --the channel is lost-->    SCORED   asked again over the next channel
-    any     --the router does not answer-->   LEASED   by own load
-    any     --released, cancelled, late-->    DONE
+docs/request_path.md describes a request's open `place` call and the states of its lease. If the router does
+not answer in time, the channel is closed, and own load decides until there is another. Frames arrive in
+order, so neither side ever has to undo what a late message says.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class WaitingRequests:
             self._watch()
 
     def stop(self) -> None:
-        """Watch the router no longer."""
+        """Stop watching the router."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -154,7 +154,7 @@ class Loads:
 
     @property
     def workers(self) -> NDArray[np.int64]:
-        """Indices of the available workers, ascending."""
+        """Return the indices of the available workers, ascending."""
         return np.flatnonzero(self.available)
 
 

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from eldr_serve.errors import SwapRefused
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting import MIN_REQUESTS_PER_WORKER
 from eldr_serve.signatures.settings import PoolSettings
 
 logger = logging.getLogger(__name__)
 
-MIN_REQUESTS_PER_WORKER = 8  # as in eldr_serve.experts.fitting.refit, which is imported late
 _GROWTH = 1.5  # after a refused first table, the next one has so many times the samples, or waits every_s
 
 
@@ -57,7 +57,6 @@ class Coordinator:
 
     Args:
         trace: returns all samples of the pool.
-        fit: runs a function of signatures.tables, by default in a thread so that the actor stays responsive.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class Coordinator:
         router: Router,
         trace: Callable[[], Awaitable[CalibrationTrace]],
         *,
-        fit: Callable[..., Awaitable[Any]] = asyncio.to_thread,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -74,7 +72,6 @@ class Coordinator:
         self.view: RouterView | None = None
         self._router = router
         self._trace = trace
-        self._fit = fit
         self._clock = clock
         self._working = asyncio.Lock()
         self._before: int | None = None  # number of decode replicas at the last look
@@ -169,7 +166,10 @@ class Coordinator:
             live = await self._router.table() if view.has_table else None
             trace = await self._trace()
             try:
-                made = await self._fitted(live, trace, view, requested)
+                # In a thread, since it imports scikit-learn, and so that the actor stays responsive.
+                made = await asyncio.to_thread(
+                    _make, live, trace, view.workers, self.settings.options.min_gain, requested
+                )
             except ValueError as error:
                 self._refuse(str(error))
                 raise SwapRefused(str(error)) from error
@@ -184,12 +184,6 @@ class Coordinator:
             if version is None:
                 raise SwapRefused("the live table was changed while a new one was fitted")
             self._swapped(made, version, len(trace.ids), view.workers, refit=live is not None)
-
-    async def _fitted(
-        self, live: bytes | None, trace: CalibrationTrace, view: RouterView, requested: bool
-    ) -> Any:
-        # Imported in the thread, since it imports scikit-learn.
-        return await self._fit(_make, live, trace, view.workers, self.settings.options.min_gain, requested)
 
     def _swapped(self, made: Any, version: int, samples: int, workers: int, *, refit: bool) -> None:
         self._refits += refit

@@ -11,12 +11,13 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from eldr_serve.channel.actors import find_actor, start_actor
 from eldr_serve.errors import SwapRefused, sentence
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.signatures.coordinator import Coordinator, RouterView
 from eldr_serve.signatures.sampling import SampleShare
-from eldr_serve.signatures.settings import NAMESPACE, PoolSettings, pool_actor_name
+from eldr_serve.signatures.settings import PoolSettings, pool_actor_name
 from eldr_serve.signatures.window import KeptSample, SampleWindow, trace_of
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ class SignaturePool:
     """
 
     def __init__(self, settings: PoolSettings, index: int = 0) -> None:
-        self._index = index
         self._window = SampleWindow(1)
         self._share = SampleShare(1.0)
         self._configure(settings)
@@ -194,11 +194,6 @@ class _RemoteRouter:
         return version
 
 
-def find_actor(name: str) -> ActorHandle:
-    """Return an actor by its name; raise ValueError if there is none."""
-    return ray.get_actor(name, namespace=NAMESPACE)
-
-
 def find_pool(application: str) -> ActorHandle:
     """Return the coordinating actor; raise ValueError if the application has no pool."""
     return find_actor(pool_actor_name(application, 0))
@@ -207,15 +202,7 @@ def find_pool(application: str) -> ActorHandle:
 def start_pool(settings: PoolSettings) -> None:
     """Start the actors that do not exist yet. Block while Ray's GCS is unavailable."""
     for index in range(settings.options.actors):
-        ray.remote(SignaturePool).options(
-            name=pool_actor_name(settings.application, index),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_concurrency=1000,
-            num_cpus=0,
-        ).remote(settings, index)
+        start_actor(SignaturePool, pool_actor_name(settings.application, index), settings, index)
 
 
 def end_pool(settings: PoolSettings, beyond: int = 0) -> None:

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, Field
 
-NAMESPACE = "eldr"  # of all named actors
-
 
 class SignatureOptions(BaseModel, frozen=True, extra="forbid"):
     """Settings for sampling live traffic and fitting routing tables to it."""
@@ -59,5 +57,5 @@ class PoolSettings:
 
 
 def pool_actor_name(application: str, index: int) -> str:
-    """Return the name of one actor of the application's pool, in NAMESPACE."""
+    """Return the name of one actor of the application's pool."""
     return f"signature-pool:{application}:{index}"

@@ -64,7 +64,7 @@ def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: f
             f"the live table is for {table.num_layers} layers x {table.num_experts} experts, the samples "
             f"have {counts.shape[1]} x {counts.shape[2]}"
         )
-    why = reason(table, counts, workers, workers, min_gain)
+    why = reason(table, counts, workers, min_gain)
     if why is None:
         return None
     seen, unseen = halves(len(trace.ids))

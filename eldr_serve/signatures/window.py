@@ -55,7 +55,6 @@ class SampleWindow:
     def __init__(self, most: int, max_bytes: int = 1 << 62, *, keep_token_ids: bool = True) -> None:
         self.most = most
         self.shape: tuple[int, int] | None = None
-        self.total = 0  # samples accepted so far
         self.refused: Counter[str] = Counter()  # reason -> number of samples
         self._max_bytes = max_bytes
         self._keep_token_ids = keep_token_ids
@@ -92,7 +91,6 @@ class SampleWindow:
                 if why not in self.refused:
                     logger.warning("expert samples are refused: %s", why)
                 self.refused[why] += 1
-        self.total += kept
         return kept
 
     def _put(self, sample: KeptSample) -> None:

@@ -10,8 +10,9 @@ import pytest
 from service import wait_for
 from tables import counts_for, unit_table
 
+from eldr_serve.channel.actors import find_actor
 from eldr_serve.experts.signature import pack_counts
-from eldr_serve.router.actor import actor_name, find
+from eldr_serve.router.actor import actor_name
 from offline.scenario import Scenario
 from offline.simulate import simulated
 
@@ -49,7 +50,7 @@ async def test_a_signature_selects_its_replica_and_the_lease_ends_with_the_call(
         return SimpleNamespace(max_tokens=5, kv_transfer_params=params | {"remote_num_tokens": 7})
 
     await other.generate.remote(request(0))  # starts the router actor and reports the replicas to it
-    router = find(actor_name("other"))
+    router = find_actor(actor_name("other"))
     wait_for(lambda: len(ray.get(router.status.remote())["workers"]) == 2, "the router has both replicas")
     ray.get(router.swap_table.remote(unit_table(2).to_bytes()))
     # Calls are placed by own load while the actor starts, until the client has connected again and has the

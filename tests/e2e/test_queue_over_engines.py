@@ -146,11 +146,12 @@ async def test_a_change_to_a_policy_without_queue_starts_all_queued_requests(ser
 async def test_queued_requests_survive_the_death_of_the_router(service: Service) -> None:
     import ray
 
-    from eldr_serve.router.actor import actor_name, find
+    from eldr_serve.channel.actors import find_actor
+    from eldr_serve.router.actor import actor_name
 
     async with crowd(service, 5) as clients:
         await until(lambda: pool_size(service) == 3)
-        ray.kill(find(actor_name("eldr")), no_restart=False)
+        ray.kill(find_actor(actor_name("eldr")), no_restart=False)
         await until(lambda: service.status().get("leases") == 5)  # no request waits for a dead router
         assert not [client for client in clients if client.done() and client.result().status_code != 200]
 

@@ -55,7 +55,8 @@ async def test_traffic_survives_the_death_of_the_router(
 ) -> None:
     import ray
 
-    from eldr_serve.router.actor import actor_name, find
+    from eldr_serve.channel.actors import find_actor
+    from eldr_serve.router.actor import actor_name
 
     service.set_policy("locality-band", band=0.05)
     before = service.status()
@@ -74,7 +75,7 @@ async def test_traffic_survives_the_death_of_the_router(
 
     async def kill() -> None:
         await asyncio.sleep(1.0)
-        ray.kill(find(actor_name("eldr")), no_restart=False)
+        ray.kill(find_actor(actor_name("eldr")), no_restart=False)
 
     *tokens, _ = await asyncio.gather(*(ask(number) for number in range(60)), kill())
     assert tokens == [30] * 60

@@ -27,10 +27,9 @@ from engine_contract import (
 )
 from tiny_model import EXPERTS, LAYERS, TOP_K
 
-from eldr_serve.engine.backend import EngineRole
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.engine.keys import EXPERT_COUNTS
-from eldr_serve.engine.protocol import Engine
+from eldr_serve.engine.protocol import Engine, EngineRole
 
 KWARGS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 128}
 SHAPE = (LAYERS, EXPERTS)

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from eldr_serve.engine.vllm.compat import ep
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.moe import moe_layers
-from eldr_serve.engine.vllm.ep.start import start_layer
+from eldr_serve.engine.vllm.ep.transfer import start_layer
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse
 from eldr_serve.experts.placement import Topology
 from eldr_serve.experts.routing_table import ExpertPlacement

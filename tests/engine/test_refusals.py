@@ -113,7 +113,7 @@ def test_a_vllm_without_a_required_name_is_refused(monkeypatch: pytest.MonkeyPat
         ("compat.eplb", "vllm.distributed.eplb.eplb_state"),
         ("compat.described", "vllm.model_executor.model_loader.utils"),
         ("compat.serve_llm", "vllm.v1.engine.output_processor"),
-        ("compat.stat_loggers", "vllm.v1.metrics.ray_wrappers"),
+        ("compat.late_metrics", "vllm.v1.metrics.ray_wrappers"),
         ("worker", "vllm.distributed.kv_transfer.kv_connector.v1.nixl"),
     ],
 )

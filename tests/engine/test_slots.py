@@ -17,12 +17,12 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.vllm import connector as module
-from eldr_serve.engine.vllm import steps
 from eldr_serve.engine.vllm.capture import StepCounts, StepPlan, StepTimer
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup
 from eldr_serve.engine.vllm.connector import EldrConnector, EldrMetadata
 from eldr_serve.engine.vllm.host_copy import HostCopy
+from eldr_serve.engine.vllm.measured import MEASURED
 from eldr_serve.engine.vllm.stats import EldrStats
 
 SLOTS = torch.tensor([64, 65, -1, -1])  # two tokens, padded to the size of a graph
@@ -184,12 +184,12 @@ def test_prompts_of_a_whole_engine_are_timed_separately_from_decode(runner: Runn
     other.data["prompt_steps"].append(record | {"seconds": seconds})
     both = other.aggregate(EldrStats({**EldrStats().data, "prompt_steps": other.data["prompt_steps"]}))
     assert not both.is_empty()
-    steps.take()
-    steps.add([], both.data["prompt_steps"])
-    taken = steps.take()
+    MEASURED.take_steps()
+    MEASURED.add_steps([], both.data["prompt_steps"])
+    taken = MEASURED.take_steps()
     assert taken.prompts.tolist() == [2, 2, 0, 2, pytest.approx(2 * seconds)]
     assert (taken.steps, taken.seconds) == (0, 0)
-    assert not steps.take().prompts.any()
+    assert not MEASURED.take_steps().prompts.any()
 
 
 def test_a_step_ends_with_its_forward_not_with_sampling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,8 +198,8 @@ MUTATIONS = (
     Mutation(
         "an engine's event loop waits for GCS",
         "eldr_serve.replicas.servers",
-        "await asyncio.to_thread(find, self._router_name)",
-        "find(self._router_name)",
+        "await asyncio.to_thread(find_actor, self._router_name)",
+        "find_actor(self._router_name)",
     ),
     Mutation("an engine that leaves cuts streams", "eldr_serve.replicas.servers", "await channel.drain()"),
     # -- the channel

@@ -424,7 +424,7 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
             (ingress, "PromptTokens", _Tokens),
             (tenants, "read_keys", _keys),
             (tenants, "_stamp", lambda path: 0),
-            (servers, "find", find),
+            (servers, "find_actor", find),
             (servers, "serve", SimpleNamespace(get_replica_context=context)),
             (decode_router, "open_channel", _open_channel),
             (servers, "open_channel", _open_channel),

@@ -56,12 +56,13 @@ PARTS = (
     "eldr_serve.app",
     "eldr_serve.preflight",
     "eldr_serve.client",
-    "eldr_serve.cli",
+    "eldr_serve.status_text",
     "eldr_serve",  # what `import eldr_serve` offers
     "loadgen",
     "examples",
     "offline",
     "benchmarks",
+    "eldr_serve.cli",  # imports all other commands when they run
 )
 
 

@@ -93,7 +93,7 @@ def compare_specs(prefill: Any, decode: Any) -> None:
 
 
 def resolved(config: Any) -> dict[str, Any]:
-    """Return the value of each resolved field in vLLM's configuration; see Described.agreed."""
+    """Return the value of each resolved field in vLLM's configuration; see VllmDescribed.agreed."""
     found = {}
     for field in AGREED:
         part, _, name = field.resolved.partition(".")
@@ -105,7 +105,7 @@ def resolved(config: Any) -> dict[str, Any]:
 
 
 def differences(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one sentence for each field that resolves to different values; see Backend.differences."""
+    """Yield one sentence for each field that resolves to different values; see VllmBackend.differences."""
     for field in AGREED:
         if field.name in prefill and field.name in decode and prefill[field.name] != decode[field.name]:
             one, other = prefill[field.name], decode[field.name]

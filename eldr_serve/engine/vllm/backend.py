@@ -1,18 +1,28 @@
-"""The vLLM backend, which runs in Ray Serve LLM's deployments."""
+"""Configure, check, start and calibrate vLLM engines, which run in Ray Serve LLM's deployments.
+
+This module is cheap to import: its methods, or `load`, import the engine software when they need it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eldr_serve.engine.backend import Described, Device, EngineRole, EngineSpec
-from eldr_serve.engine.protocol import Engine, Tracer
+from eldr_serve.engine.protocol import Device, Engine, EngineRole, Tracer
 from eldr_serve.engine.vllm.config import ENVIRONMENT, engine_kwargs
+
+if TYPE_CHECKING:
+    from eldr_serve.engine.vllm.description import VllmDescribed
+    from eldr_serve.engine.vllm.spec import VllmSpec
 
 
 class VllmBackend:
-    """See backend.Backend."""
+    """The kind of engine that `eldr_serve.engine.chosen` selects.
+
+    Attributes:
+        describing: environment variables of a process that calls `describe`.
+    """
 
     describing: Mapping[str, str] = {
         "HF_HUB_OFFLINE": "1",
@@ -23,81 +33,116 @@ class VllmBackend:
     }
 
     def load(self) -> None:
-        """See Backend."""
+        """Import the engine software; call it before any other module may import that software."""
         import eldr_serve.engine.vllm.imports  # noqa: F401
 
     def check(self) -> None:
-        """See Backend."""
+        """Raise RuntimeError, one sentence, if an installed package is not a supported version."""
         from eldr_serve.engine.vllm.compat.serve_llm import check_ray
 
         check_ray()
 
     def version(self) -> str:
-        """See Backend."""
+        """Return the version of the engine software."""
         import vllm
 
         return str(vllm.__version__)
 
     def requests(self) -> Mapping[str, Any]:
-        """See Backend."""
+        """Return the types of clients' requests by method (see EngineRequest)."""
         from eldr_serve.engine.vllm.requests import REQUESTS
 
         return REQUESTS
 
     def check_config(self, where: str, config: Mapping[str, Any]) -> None:
-        """See Backend."""
+        """Check names and simple values of a role's configuration without importing engine code.
+
+        Args:
+            where: name of the configuration in the file.
+            config: the configuration; it is not modified.
+
+        Raises:
+            ConfigurationError: a name or value is wrong; one sentence.
+        """
         from eldr_serve.engine.vllm.check_config import check_config
 
         check_config(where, config)
 
-    def spec(self, role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> EngineSpec:
-        """See Backend; the configuration is Ray Serve LLM's LLMConfig."""
+    def spec(self, role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> VllmSpec:
+        """Return the specification of the engines, with the settings added that expert counts need.
+
+        Args:
+            role: role of the engines.
+            config: the role's configuration, Ray Serve LLM's LLMConfig; it is modified.
+            kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
+
+        Raises:
+            ValueError, TypeError: the configuration cannot be used; a ValidationError has the location.
+        """
         from eldr_serve.engine.vllm.compat.arguments import check_arguments
         from eldr_serve.engine.vllm.spec import VllmSpec, llm_config
 
         check_arguments("engine_kwargs", config.get("engine_kwargs") or {})
         return VllmSpec(llm_config(role, config, kv_lease_s=kv_lease_s))
 
-    def compare(self, prefill: EngineSpec, decode: EngineSpec) -> None:
-        """See Backend."""
+    def compare(self, prefill: VllmSpec, decode: VllmSpec) -> None:
+        """Raise ConfigurationError unless both roles agree on the fields that must be equal."""
         from eldr_serve.engine.vllm.agreement import compare_specs
 
         compare_specs(prefill, decode)
 
     def differences(self, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[str]:
-        """See Backend."""
+        """Return one sentence for each field that must be equal but differs.
+
+        Args:
+            prefill, decode: see VllmDescribed.agreed.
+        """
         from eldr_serve.engine.vllm.agreement import differences
 
         return list(differences(prefill, decode))
 
     async def start(self, config: Any) -> Engine:
-        """See Backend; takes an LLMConfig."""
+        """Start the engine of a replica, configured by an LLMConfig."""
         from eldr_serve.engine.vllm.engine import VllmEngine
 
         return await VllmEngine.start(config)
 
     def deployment_options(self, config: Any) -> dict[str, Any]:
-        """See Backend; takes an LLMConfig."""
+        """Return the options of an LLMConfig's Ray Serve deployment, with the resources of a replica."""
         from eldr_serve.engine.vllm.compat.serve_llm import deployment_options
 
         return deployment_options(config)
 
     def describe(
         self, model: Path, arguments: dict[str, Any], memory_gib: float, capability: tuple[int, int] | None
-    ) -> Described:
-        """See Backend."""
-        from eldr_serve.engine.vllm.description import VllmDescribed
+    ) -> VllmDescribed:
+        """Return an engine as it would be on a machine; see VllmDescribed."""
+        from eldr_serve.engine.vllm.compat.checked import configuration_errors
 
-        return VllmDescribed(model, arguments, memory_gib, capability)
+        with configuration_errors():
+            from eldr_serve.engine.vllm.description import VllmDescribed
+
+            return VllmDescribed(model, arguments, memory_gib, capability)
 
     def tracing(
         self, model: str, device: Device, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """See Backend."""
+        """Return the settings for `tracer`, and the environment variables of its process.
+
+        Args:
+            model: location of the model.
+            device: the hardware that the engine runs on.
+            arguments: arguments of a deployment's engine.
+        """
         return {"model": model, **engine_kwargs("calibrate", device=device, **arguments)}, dict(ENVIRONMENT)
 
     def tracer(self, settings: dict[str, Any], port: int) -> Tracer:
-        """See Backend."""
+        """Start an engine for calibration.
+
+        Args:
+            settings: see `tracing`.
+            port: first port at which its ranks may listen.
+        """
         from eldr_serve.engine.vllm.tracer import VllmTracer
 
         return VllmTracer(settings, port)

@@ -49,7 +49,7 @@ from eldr_serve.engine.vllm.compat.nixl import (
     polled_nixl,
     side_channel_stopped,
 )
-from eldr_serve.engine.vllm.prompt_counts import PromptCounts
+from eldr_serve.engine.vllm.measured import PromptCounts
 from eldr_serve.engine.vllm.stats import EldrPromMetrics, EldrStats
 from eldr_serve.engine.vllm.tracked_request import RouteCounts, TrackedRequest
 from eldr_serve.experts.signature import pack_counts

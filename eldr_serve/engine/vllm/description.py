@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eldr_serve.engine.backend import Step
+from eldr_serve.engine.protocol import Step
 from eldr_serve.engine.vllm.agreement import resolved
-from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
-from eldr_serve.errors import ConfigurationError
+from eldr_serve.engine.vllm.compat.checked import configuration_errors
+from eldr_serve.engine.vllm.compat.described import DescribedEngine
 
 # Copied from vLLM 0.32.0: default block size on CUDA, tokens; vLLM's CPU platform has other defaults.
 _GPU_BLOCK = 16
 
 
-class VllmDescribed:
-    """See backend.Described; the arguments are those of Backend.describe."""
+class VllmDescribed(DescribedEngine):
+    """An engine on a described machine; it computes nothing. Sizes are those of one rank.
+
+    Args:
+        model: folder with the model's config.json.
+        arguments: see VllmSpec.arguments.
+        memory_gib: memory of the GPU, GiB.
+        capability: CUDA compute capability of the GPU; None: the engine runs on a CPU.
+
+    Attributes:
+        max_model_len: maximum number of tokens of a prompt and its answer.
+        memory_utilization: share of a GPU's memory that the engine may take.
+        agreed: resolved arguments that prefill and decode must share; JSON types.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError: the engine would not start.
+    """
 
     def __init__(
         self, model: Path, arguments: dict[str, Any], memory_gib: float, capability: tuple[int, int] | None
     ) -> None:
         if capability is not None:
             arguments = {"block_size": _GPU_BLOCK} | _batch(memory_gib, capability) | arguments
-        with _configuration_errors():
-            from eldr_serve.engine.vllm.compat.described import DescribedEngine
-
-            self._engine = DescribedEngine(arguments | {"model": str(model)}, capability)
-        self.agreed: Mapping[str, Any] = resolved(self._engine.config)
-        self.max_model_len: int = self._engine.config.model_config.max_model_len
-        self.memory_utilization: float = self._engine.config.cache_config.gpu_memory_utilization
-
-    def weight_bytes(self) -> int:
-        """See Described."""
-        return self._engine.weight_bytes()
-
-    def kernels(self) -> set[tuple[str, bool]]:
-        """See Described."""
-        return self._engine.kernels()
+        super().__init__(arguments | {"model": str(model)}, capability)
+        self.agreed: Mapping[str, Any] = resolved(self.config)
+        self.max_model_len: int = self.config.model_config.max_model_len
+        self.memory_utilization: float = self.config.cache_config.gpu_memory_utilization
 
     def step(self) -> Step:
-        """See Described."""
-        config = self._engine.config
+        """Return the sizes of the largest step."""
+        config = self.config
         model, scheduler, parallel = config.model_config, config.scheduler_config, config.parallel_config
         text = model.hf_text_config
         ranks = 1 if parallel.enable_expert_parallel else parallel.tensor_parallel_size
@@ -64,22 +67,9 @@ class VllmDescribed:
         )
 
     def check(self) -> None:
-        """See Described."""
-        with _configuration_errors():
-            self._engine.check()
-
-    def kv_cache(self, available: int) -> tuple[int, float]:
-        """See Described."""
-        return self._engine.kv_cache(available)
-
-
-@contextmanager
-def _configuration_errors() -> Iterator[None]:
-    """Raise errors of our vLLM extension as ConfigurationError."""
-    try:
-        yield
-    except UnsupportedEngineError as error:
-        raise ConfigurationError(str(error)) from error
+        """Raise ConfigurationError if an engine that counts experts would not start."""
+        with configuration_errors():
+            super().check()
 
 
 def _batch(memory_gib: float, capability: tuple[int, int]) -> dict[str, int]:

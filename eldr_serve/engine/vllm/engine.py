@@ -20,7 +20,7 @@ from eldr_serve.channel import CallFailed
 from eldr_serve.engine.keys import CALIBRATE, CREATED, EXPERT_COUNTS, REQUEST
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
 from eldr_serve.engine.samples import SampleBuffer
-from eldr_serve.engine.vllm import kv_usage, late_metrics, prompt_counts, steps
+from eldr_serve.engine.vllm.compat import late_metrics
 from eldr_serve.engine.vllm.compat.checked import clear_start
 from eldr_serve.engine.vllm.compat.kv_cache import prefix_cache
 from eldr_serve.engine.vllm.compat.serve_llm import (
@@ -35,11 +35,11 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     parameter_of,
     register_connector,
 )
-from eldr_serve.engine.vllm.compat.stat_loggers import replace_ray_logger
 from eldr_serve.engine.vllm.continuation import Continuation
-from eldr_serve.engine.vllm.ep.held import HeldExperts
 from eldr_serve.engine.vllm.ep.plugin import switched_on
+from eldr_serve.engine.vllm.ep.swap import HeldExperts
 from eldr_serve.engine.vllm.first_token import first_token
+from eldr_serve.engine.vllm.measured import MEASURED
 from eldr_serve.engine.vllm.plain_stream import PlainStream, is_plain
 from eldr_serve.engine.vllm.requests import parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, Refused, sentence
@@ -75,7 +75,7 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, config: Any) -> VllmEngine:
-        """Start the engine of an LLMConfig (see serving.app).
+        """Start the engine of an LLMConfig (see VllmBackend.spec).
 
         Raises:
             UnsupportedEngineError: vLLM is not a supported version, or refuses the model.
@@ -85,7 +85,7 @@ class VllmEngine:
         server = QuietLLMServer.sync_init(config)
         with clear_start():
             await server.start()
-        replace_ray_logger(engine_client(server.engine), late_metrics.LateStatLogger)
+        late_metrics.replace_ray_logger(engine_client(server.engine), late_metrics.LateStatLogger)
         check_serving(server.engine)  # fail now rather than at the first request
         engine = cls(server, config.model_id)
         parallel = engine_client(server.engine).vllm_config.parallel_config
@@ -108,7 +108,7 @@ class VllmEngine:
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         """See protocol.Engine; the time is unknown with `disable_log_stats`, or if the answer is resumed."""
         called_s = time.monotonic()
-        if prompt_counts.is_awaited(request.id):
+        if MEASURED.awaits_counts(request.id):
             request = replace(request, kv={REQUEST: request.id})
         parsed = parse_request(request)
         if request.token_ids:
@@ -159,7 +159,7 @@ class VllmEngine:
 
     async def expert_counts(self, request_id: str) -> tuple[int, str]:
         """See protocol.Engine; never returns with `disable_log_stats`."""
-        return await prompt_counts.wait_for(request_id)
+        return await MEASURED.counts_of(request_id)
 
     async def answer(self, request: EngineRequest, send: Send) -> None:
         """See protocol.Engine."""
@@ -216,7 +216,7 @@ class VllmEngine:
 
     def kv_usage(self) -> float:
         """See protocol.Engine."""
-        return kv_usage.last()
+        return MEASURED.kv_usage
 
     def prefix_cache(self) -> tuple[int, int]:
         """See protocol.Engine."""
@@ -228,7 +228,7 @@ class VllmEngine:
 
     def take_steps(self) -> StepSums:
         """See protocol.Engine."""
-        return steps.take()
+        return MEASURED.take_steps()
 
     def take_samples(self) -> list[ExpertSample]:
         """See protocol.Engine; an engine that drafts tokens records no samples."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.errors import sentence
 from eldr_serve.experts.replica_choice import Rule
 
 CONFIG_KEY = "eldr_experts"
@@ -57,6 +58,4 @@ def parse(config: type[Config], given: Any) -> Config:
     try:
         return config.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UnsupportedEngineError(f"{CONFIG_KEY} does not fit, {where}: {first['msg']}") from error
+        raise UnsupportedEngineError(f"{CONFIG_KEY} does not fit, {sentence(error)}") from error

@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
-from eldr_serve.engine.backend import Device, EngineRole
+from eldr_serve.engine.protocol import Device, EngineRole
 from eldr_serve.engine.vllm.compat.serve_llm import (
     LocalModel,
     OneProcessLLMConfig,
@@ -27,7 +27,7 @@ _PORT_BASE: dict[EngineRole, int] = {"prefill": 20000, "decode": 22000, "whole":
 
 
 def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> LLMConfig:
-    """Return Ray's LLMConfig with our connector and scheduler added; see Backend.spec."""
+    """Return Ray's LLMConfig with our connector and scheduler added; see VllmBackend.spec."""
     for part in ("engine_kwargs", "experimental_configs", "runtime_env"):
         config[part] = config.get(part) or {}
     loading = config.get("model_loading_config") or {}
@@ -60,17 +60,22 @@ def _in_one_process(kwargs: dict[str, Any], accelerator: str) -> bool:
 
     It does on a CPU unless the arguments name an executor, and on a GPU if they name "uni".
     """
-    ranks = kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1)
     asked = kwargs.get("distributed_executor_backend")
-    return bool(ranks == 1 and asked == (None if accelerator == "cpu" else "uni"))
+    return _ranks(kwargs) == 1 and asked == (None if accelerator == "cpu" else "uni")
+
+
+def _ranks(kwargs: dict[str, Any]) -> int:
+    return int(kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1))
 
 
 @dataclass(frozen=True)
 class VllmSpec:
-    """See backend.EngineSpec.
+    """The engines of one role, as configured by a deployment's `prefill_config` or `decode_config`.
 
     Attributes:
         config: Ray Serve LLM's configuration.
+        fixed_port: environment variable that would give all replicas the same NIXL port.
+        host_kv_variable: environment variable that sets the size of a KV cache on a CPU.
     """
 
     config: LLMConfig
@@ -79,60 +84,59 @@ class VllmSpec:
 
     @property
     def model_id(self) -> str:
-        """See EngineSpec."""
+        """Return the model name that requests use."""
         return str(self.config.model_id)
 
     @property
     def model_source(self) -> str:
-        """See EngineSpec."""
+        """Return the location of the model: a folder, a URL, or a name on the model hub."""
         return str(self.config.model_loading_config.model_source or self.model_id)
 
     @property
     def tokenizer(self) -> str:
-        """See EngineSpec."""
+        """Return the location of the tokenizer, in the same form as `model_source`."""
         return str(self.config.model_loading_config.tokenizer_source or self.model_source)
 
     @property
     def model_card(self) -> dict[str, Any]:
-        """See EngineSpec."""
+        """Return the model's entry in `GET /v1/models`."""
         card: dict[str, Any] = to_model_metadata(self.model_id, self.config).model_dump()
         return card | {"created": int(time.time())}
 
     @property
     def deployment_config(self) -> dict[str, Any]:
-        """See EngineSpec."""
+        """Return the options of the Ray Serve deployment."""
         options: dict[str, Any] = self.config.deployment_config
         return options
 
     @property
     def device(self) -> Device:
-        """See EngineSpec."""
+        """Return the hardware that the engines run on."""
         return "cpu" if self.config.accelerator_config.kind == "cpu" else "gpu"
 
     @property
     def ranks(self) -> int:
-        """See EngineSpec."""
-        kwargs = self.config.engine_kwargs
-        return int(kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1))
+        """Return the number of processes, and of GPUs, of one engine."""
+        return _ranks(self.config.engine_kwargs)
 
     @property
     def environment(self) -> dict[str, str]:
-        """See EngineSpec."""
+        """Return the environment variables that the file sets for the engine's processes."""
         return dict((self.config.runtime_env or {}).get("env_vars") or {})
 
     @property
     def host_kv_gib(self) -> float | None:
-        """See EngineSpec; vLLM's default is 4 GiB."""
+        """Return the size of a CPU engine's KV cache, GiB; None if the file does not set it."""
         value = self.environment.get(self.host_kv_variable)
         return None if value is None else float(value)
 
     @property
     def deployment_name(self) -> str:
-        """See EngineSpec."""
+        """Return the name of the Ray Serve deployment, without the prefix."""
         return str(self.deployment_config.get("name") or deployment_name(self.config))
 
     def ports(self, replicas: int) -> list[int]:
-        """See EngineSpec; an engine takes as many consecutive ports as it has ranks."""
+        """Return the first port of each replica's NIXL side channel; each rank takes one, consecutively."""
         fixed = self.environment.get(self.fixed_port)
         if fixed is not None:
             return [int(fixed)] * replicas
@@ -140,16 +144,22 @@ class VllmSpec:
         return [base + rank * self.ranks for rank in range(replicas)]
 
     def placement(self) -> tuple[list[dict[str, float]], str]:
-        """See EngineSpec."""
+        """Return bundles and strategy of the placement group of one replica."""
         return engine_placement(self.config)
 
     def arguments(self) -> dict[str, Any]:
-        """See EngineSpec; they are those of AsyncEngineArgs, without the model."""
+        """Return the arguments of AsyncEngineArgs without the model, for VllmBackend.describe; JSON types."""
         kwargs: dict[str, Any] = self.config.get_engine_config().engine_kwargs
         return kwargs
 
     def deployment(self, server: type, *, name_prefix: str, **arguments: Any) -> Application:
-        """See EngineSpec."""
+        """Build the Ray Serve deployment of these engines. Ray need not be running.
+
+        Args:
+            server: class of a replica; it is called with `llm_config`, the argument of VllmBackend.start.
+            name_prefix: prefix of the deployment's name, before the model's name.
+            arguments: further arguments of the class.
+        """
         return build_llm_deployment(
             self.config, name_prefix=name_prefix, deployment_cls=server, bind_kwargs=arguments
         )

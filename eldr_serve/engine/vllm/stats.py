@@ -6,8 +6,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from eldr_serve.engine.vllm import kv_usage, prompt_counts, steps
 from eldr_serve.engine.vllm.compat.nixl import NixlKVConnectorStats, NixlPromMetrics
+from eldr_serve.engine.vllm.measured import MEASURED
 from eldr_serve.metrics import COUNTER, ENGINE
 
 _MAX_RECORDS = 4096  # between two readings of the metrics; the oldest are dropped
@@ -112,10 +112,10 @@ class EldrPromMetrics(KVConnectorPromMetrics):
         if transfer_stats_data.get("nixl"):
             self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
         if "kv_usage" in transfer_stats_data:
-            kv_usage.put(transfer_stats_data["kv_usage"])
+            MEASURED.kv_usage = transfer_stats_data["kv_usage"]
         if transfer_stats_data.get("prompt_counts"):
-            prompt_counts.put(transfer_stats_data["prompt_counts"])
-        steps.add(transfer_stats_data["steps"], transfer_stats_data["prompt_steps"])
+            MEASURED.deliver_counts(transfer_stats_data["prompt_counts"])
+        MEASURED.add_steps(transfer_stats_data["steps"], transfer_stats_data["prompt_steps"])
         if transfer_stats_data["steps"]:
             self._observe_steps(transfer_stats_data["steps"], engine_idx)
         for seconds in transfer_stats_data["capture_s"]:

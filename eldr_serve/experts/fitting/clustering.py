@@ -20,7 +20,7 @@ class Clusters:
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """Number of points in each cluster, int64[k]."""
+        """Return the number of points in each cluster, int64[k]."""
         return np.bincount(self.labels, minlength=len(self.centroids))
 
 

@@ -58,7 +58,7 @@ class LayerSelection:
 
     @property
     def kept(self) -> NDArray[np.int64]:
-        """Layers up to the maximum of rho, ascending."""
+        """Return the layers up to the maximum of rho, ascending."""
         return np.sort(self.order[: int(np.argmax(self.rho)) + 1])
 
 

@@ -8,28 +8,24 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from eldr_serve.experts.fitting import MIN_REQUESTS_PER_WORKER
 from eldr_serve.experts.fitting.clustering import balanced_kmeans
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import Counts
 
-MIN_REQUESTS_PER_WORKER = 8  # with fewer, a cluster is meaningless
 
-
-def reason(
-    table: RoutingTable, counts: Counts, workers: int, before: int | None, min_gain: float, *, seed: int = 0
-) -> str | None:
+def reason(table: RoutingTable, counts: Counts, workers: int, min_gain: float) -> str | None:
     """Return the reason to refit the table to these counts, or None.
 
     Args:
         counts: unsigned[N,L,E], counts of prompts.
-        workers, before: number of decode replicas now and at the last check; no refit is due while it
-            changes.
+        workers: number of decode replicas.
     """
-    if workers != before or len(counts) < MIN_REQUESTS_PER_WORKER * max(workers, len(table.centroids)):
+    if len(counts) < MIN_REQUESTS_PER_WORKER * max(workers, len(table.centroids)):
         return None
     if len(table.centroids) != workers:
         return f"{workers} decode replicas serve, and the table is for {len(table.centroids)}"
-    gained = gain(table, counts, seed=seed)
+    gained = gain(table, counts)
     return f"traffic has drifted, by a cosine of {gained:.3f}" if gained >= min_gain else None
 
 

@@ -41,7 +41,7 @@ class Policy(ABC):
 
     Attributes:
         name: name in settings, decisions and metrics; by default the import path.
-        reads_counts: whether PlacementRequest.signature must be counts, not only a similarity.
+        reads_counts: whether PlacementRequest.expert_counts must be counts, not only a similarity.
         parameters: all parameters of the instance.
         table: the live table, or None.
     """
@@ -66,7 +66,7 @@ class Policy(ABC):
 
     @property
     def predictor_failures(self) -> int:
-        """Number of unusable predictions; 0 without a predictor."""
+        """Return the number of unusable predictions; 0 without a predictor."""
         return 0
 
     def with_table(self, table: CentroidTable | None) -> Policy:

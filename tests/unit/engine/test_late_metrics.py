@@ -32,12 +32,12 @@ from vllm.v1.metrics.stats import (
 )
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from eldr_serve.engine.vllm import kv_usage, late_metrics, prompt_counts, steps
+from eldr_serve.engine.vllm.compat import late_metrics
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.late_metrics import LateStatLogger, replace_ray_logger
 from eldr_serve.engine.vllm.compat.nixl import NixlKVConnectorStats
-from eldr_serve.engine.vllm.compat.stat_loggers import replace_ray_logger
 from eldr_serve.engine.vllm.engine import VllmEngine
-from eldr_serve.engine.vllm.late_metrics import LateStatLogger
+from eldr_serve.engine.vllm.measured import MEASURED
 
 Told = dict[tuple[Any, ...], list[float]]
 
@@ -229,9 +229,9 @@ async def test_what_ray_did_not_take_once_does_not_end_the_telling(
 
 async def test_what_somebody_waits_for_comes_with_its_step(told: Told) -> None:
     late = LateStatLogger(_config(), [0])
-    waiting = asyncio.create_task(prompt_counts.wait_for("prompt"))
+    waiting = asyncio.create_task(MEASURED.counts_of("prompt"))
     await asyncio.sleep(0)
-    steps.take()
+    MEASURED.take_steps()
     step = {
         "requests": 2,
         "kv_tokens": 9,
@@ -243,8 +243,8 @@ async def test_what_somebody_waits_for_comes_with_its_step(told: Told) -> None:
     data |= {"kv_usage": 0.375, "prompt_counts": {"prompt": (3, "counts")}}
     late.record(SchedulerStats(kv_connector_stats=data), None)
     assert not told
-    assert kv_usage.last() == 0.375
-    assert steps.take().seconds == 0.25
+    assert MEASURED.kv_usage == 0.375
+    assert MEASURED.take_steps().seconds == 0.25
     async with asyncio.timeout(20):
         assert await waiting == (3, "counts")
 

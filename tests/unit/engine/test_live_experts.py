@@ -12,10 +12,9 @@ from torch import distributed as dist
 
 from benchmarks.lib.ep_ranks import on_ranks
 from eldr_serve.engine.vllm.ep import live as live_module
-from eldr_serve.engine.vllm.ep.held import HeldExperts
 from eldr_serve.engine.vllm.ep.layer import KEPT, LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
-from eldr_serve.engine.vllm.ep.swap import PlacementError, swap_placement
+from eldr_serve.engine.vllm.ep.swap import HeldExperts, PlacementError, swap_placement
 from eldr_serve.errors import Refused
 from eldr_serve.experts.placement import Topology, placement_id
 from eldr_serve.experts.routing_table import ExpertPlacement

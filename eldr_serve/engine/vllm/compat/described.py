@@ -7,7 +7,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -117,13 +117,6 @@ def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
             setattr(module, name, value)
 
 
-class KvCapacity(NamedTuple):
-    """Capacity of a KV cache: number of tokens, and of concurrent sequences of max_model_len tokens."""
-
-    tokens: int
-    sequences: float
-
-
 def _block_sizes(declared: int | MultipleOf) -> str:
     return f"multiples of {declared.base}" if isinstance(declared, MultipleOf) else str(declared)
 
@@ -204,8 +197,8 @@ class DescribedEngine:
                     f"block_size is {size}: attention on CPUs supports only {' and '.join(taken)}"
                 ) from error
 
-    def kv_cache(self, available: int) -> KvCapacity:
-        """Return the capacity of a KV cache.
+    def kv_cache(self, available: int) -> tuple[int, float]:
+        """Return the capacity of a KV cache: tokens, and concurrent sequences of max_model_len tokens.
 
         Args:
             available: size of the KV cache of one rank, bytes.
@@ -215,7 +208,7 @@ class DescribedEngine:
         """
         planned = self._planned(available)
         sequences = kv_cache_utils.get_max_concurrency_for_kv_cache_config(self.config, planned)
-        return KvCapacity(int(sequences * self.config.model_config.max_model_len), sequences)
+        return int(sequences * self.config.model_config.max_model_len), sequences
 
     def _planned(self, available: int) -> KVCacheConfig:
         specs = {

@@ -6,10 +6,10 @@ import vllm
 from vllm.config import VllmConfig
 
 from eldr_serve.engine.vllm.compat.checked import (
-    UnsupportedEngineError,
     check_names,
     check_version,
     internal_imports,
+    refuse,
 )
 
 with internal_imports():
@@ -23,7 +23,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
         part.check()
     check_names("the ELDR connector", (VllmConfig, "use_v2_model_runner"))
     parallel = vllm_config.parallel_config
-    refusals = (
+    refuse(
+        "the ELDR connector",
         (
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism, where a stage sees only its own layers: set pipeline_parallel_size to 1",
@@ -57,9 +58,6 @@ def check_engine(vllm_config: VllmConfig) -> None:
             "enable_return_routed_experts, since vLLM's own capture would replace this one: leave it out",
         ),
     )
-    for refused, reason in refusals:
-        if refused:
-            raise UnsupportedEngineError(f"the ELDR connector does not support {reason}")
 
 
 def model_runner(vllm_config: VllmConfig) -> str:

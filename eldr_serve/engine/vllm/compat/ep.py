@@ -10,10 +10,10 @@ import vllm
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 
-from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, internal_imports
+from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, internal_imports, refuse
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
-from eldr_serve.engine.vllm.ep.start import start_layer
+from eldr_serve.engine.vllm.ep.transfer import start_layer
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse
 from eldr_serve.experts.placement import Topology
 
@@ -102,16 +102,14 @@ def _config(vllm_config: VllmConfig) -> CpuExpertsConfig:
 def _check(vllm_config: VllmConfig, moe: Any) -> None:
     parallel = vllm_config.parallel_config
     experts, ranks = moe.num_experts, moe.moe_parallel_config.ep_size
-    refusals = (
+    refuse(
+        "expert parallelism on CPUs",
         (parallel.data_parallel_size > 1, "data parallelism: ranks must see all tokens of a batch"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: ranks must have all layers"),
         (moe.is_sequence_parallel, "sequence parallelism: ranks must see all tokens of a batch"),
         (experts % ranks > 0, f"{experts} experts on {ranks} ranks: they must divide"),
         (vllm_config.speculative_config is not None, "speculative decoding"),
     )
-    for refused, reason in refusals:
-        if refused:
-            raise UnsupportedEngineError(f"expert parallelism on CPUs does not support {reason}")
 
 
 def _placed(kernel: Any, vllm_config: VllmConfig) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from vllm.config import VllmConfig
 
-from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_names, internal_imports
+from eldr_serve.engine.vllm.compat.checked import check_names, internal_imports, refuse
 
 with internal_imports():
     from vllm.distributed import get_ep_group
@@ -38,7 +38,8 @@ def check_expert_placement(vllm_config: VllmConfig) -> None:
         (EplbLayerState, "logical_replica_count"),
     )
     parallel = vllm_config.parallel_config
-    refusals = (
+    refuse(
+        "expert placement",
         (not parallel.enable_eplb, "an engine without enable_expert_parallel and enable_eplb"),
         (parallel.eplb_config.use_async, "asynchronous EPLB: set use_async to false"),
         (parallel.enable_elastic_ep, "elastic expert parallelism: ranks would come and go"),
@@ -48,9 +49,6 @@ def check_expert_placement(vllm_config: VllmConfig) -> None:
             "speculative decoding: a draft model has its own experts",
         ),
     )
-    for refused, reason in refusals:
-        if refused:
-            raise UnsupportedEngineError(f"expert placement does not support {reason}")
 
 
 def routes_own_tokens(layer: Any) -> bool:

@@ -209,7 +209,7 @@ class BalanceRouteHorizon(BalanceRoute):
 
     @property
     def predictor(self) -> Predictor:
-        """Predictor of the ends of requests; may be set to any object of the protocol."""
+        """Return the predictor of the ends of requests; it may be set to any object of the protocol."""
         return self._forecast.predictor
 
     @predictor.setter

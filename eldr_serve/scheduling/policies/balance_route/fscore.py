@@ -31,7 +31,7 @@ class FScore:
 
     @cached_property
     def gain(self) -> float:
-        """F of one token within the margins."""
+        """Return F of one token within the margins."""
         return self.beta * float(self.weights.sum())
 
     @classmethod

@@ -56,22 +56,22 @@ class RunningRequests:
 
     @property
     def age(self) -> NDArray[np.int64]:
-        """Number of generated tokens."""
+        """Return the number of generated tokens."""
         return self._columns[2, : len(self)]
 
     @property
     def _max_age(self) -> NDArray[np.int64]:
-        """Age at which the request must end, its limit of new tokens."""
+        """Return the age at which the request must end, its limit of new tokens."""
         return self._columns[3, : len(self)]
 
     @property
     def _predicted_at(self) -> NDArray[np.int64]:
-        """Age at which r was last set; -1 if never."""
+        """Return the age at which r was last set; -1 if never."""
         return self._columns[4, : len(self)]
 
     @property
     def _expected_end(self) -> NDArray[np.int64]:
-        """Expected age at the end, from the last prediction."""
+        """Return the expected age at the end, from the last prediction."""
         return self._columns[5, : len(self)]
 
     def add(
@@ -132,7 +132,7 @@ class RunningRequests:
 
     @property
     def remaining(self) -> NDArray[np.int64]:
-        """Expected remaining tokens r, int64[n] in [1, H]."""
+        """Return the expected remaining tokens r, int64[n] in [1, H]."""
         return np.clip(self._expected_end - self.age, 1, self.horizon)
 
     def project(self, num_workers: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
