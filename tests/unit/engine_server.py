@@ -1,4 +1,4 @@
-"""A replica of an engine deployment over an engine that computes nothing, and a channel to it."""
+"""A replica of an engine deployment over a fake engine, and a channel to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTS = np.arange(24, dtype=np.uint32).reshape(2, 3, 4)
 async def serving(
     kind: Any, *, engine: Any = FakeEngine.start, stall_limit_s: float = 60.0, **arguments: Any
 ) -> AsyncIterator[tuple[Any, Channel]]:
-    """A server as Serve makes it, and an ingress's channel to it."""
+    """Run a server as Serve makes it; yield it and an ingress's channel to it."""
     server = object.__new__(kind)
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
         await server.__init__(

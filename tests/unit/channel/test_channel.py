@@ -1,4 +1,4 @@
-"""Both ends of a channel over real sockets: calls, cancellation, and peers that break the rules or vanish."""
+"""Both ends of a channel over real sockets: calls, cancellation, and peers that are faulty or vanish."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HELLO = frame(Kind.HELLO, 0, bytes([VERSION]) + SECRET.encode())
 
 
 class Engine:
-    """Answers calls as their names say, and knows which of them run."""
+    """An engine whose methods are named after what they do; it records which calls run."""
 
     def __init__(self, limit: int = 1000, report: Any = dict) -> None:
         self.running: list[str] = []
@@ -78,7 +78,8 @@ async def connected(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
             channel.close("the test ends")
 
 
-async def whole(call: Any) -> tuple[bytes, int]:
+async def read_all(call: Any) -> tuple[bytes, int]:
+    """Return the whole answer and its number of tokens."""
     payload, tokens = b"", 0
     while (chunk := await call.read()) is not None:
         payload, tokens = payload + chunk.payload, tokens + chunk.tokens
@@ -91,7 +92,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_pings_carry_the_engines_report_to_those_whom_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pings_carry_the_report_to_authenticated_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_module, "PING_S", 0.02)
     numbers = iter(range(1000))
     async with connected(report=lambda: {"number": next(numbers)}) as (engine, channel):
@@ -99,7 +100,7 @@ async def test_pings_carry_the_engines_report_to_those_whom_it_knows(monkeypatch
         channel.on_report = reports.append
         reader, writer = await asyncio.open_connection("127.0.0.1", engine.server.address[1])
         await until(lambda: len(reports) > 3)
-        assert reports[1:] == [{"number": found["number"] + 1} for found in reports[:-1]]
+        assert reports[1:] == [{"number": report["number"] + 1} for report in reports[:-1]]
         writer.close()
         assert b"number" not in await reader.read()
 
@@ -107,12 +108,12 @@ async def test_pings_carry_the_engines_report_to_those_whom_it_knows(monkeypatch
 async def test_many_calls_share_a_connection_and_each_gets_its_own_answer() -> None:
     async with connected() as (engine, channel):
         calls = [channel.call("echo", {"parts": [b"a", b"b"]}, b"%d" % n) for n in range(200)]
-        answers = await asyncio.gather(*(whole(call) for call in calls))
+        answers = await asyncio.gather(*(read_all(call) for call in calls))
         assert answers == [(b"a%db%d" % (n, n), 2) for n in range(200)]
         await until(lambda: not channel.in_flight and not engine.server.in_flight)
 
 
-async def test_what_the_engine_refuses_is_told_with_its_status_and_words() -> None:
+async def test_a_refused_call_raises_the_status_and_body_of_the_engine() -> None:
     async with connected(limit=1) as (engine, channel):
         with pytest.raises(CallFailed) as refused:
             await channel.call("refuse", {}).read()
@@ -122,14 +123,14 @@ async def test_what_the_engine_refuses_is_told_with_its_status_and_words() -> No
         with pytest.raises(CallFailed, match="full"):  # more calls than the limit
             await channel.call("echo", {"parts": []}).read()
         engine.go_on.set()
-        assert await whole(waiting) == (b"done", 1)
+        assert await read_all(waiting) == (b"done", 1)
 
 
-async def test_a_cancelled_call_ends_in_the_engine_and_then_here() -> None:
+async def test_a_cancelled_call_ends_in_the_engine_first() -> None:
     async with connected() as (engine, channel):
-        before = channel.call("wait", {})
-        before.cancel()  # perhaps before the engine has begun with it
-        await before.end()
+        unread = channel.call("wait", {})
+        unread.cancel()  # the engine may not have begun it
+        await unread.end()
         begun = channel.call("wait", {})
         await begun.read()
         begun.cancel()
@@ -137,19 +138,19 @@ async def test_a_cancelled_call_ends_in_the_engine_and_then_here() -> None:
         await begun.end()
         assert not engine.running
         begun.cancel()
-        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+        assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
 
 
-async def test_who_reads_nothing_is_cut_off_and_disturbs_nobody() -> None:
+async def test_a_reader_that_reads_nothing_is_disconnected_and_disturbs_no_other_call() -> None:
     async with connected() as (engine, channel):
         flood = channel.call("flood", {})
         await until(lambda: engine.begun and not engine.running)
-        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+        assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
         with pytest.raises(SlowReader):
             await flood.read()
 
 
-async def test_when_the_ingress_goes_its_calls_end_in_the_engine() -> None:
+async def test_calls_end_in_the_engine_when_the_ingress_disconnects() -> None:
     async with connected() as (engine, channel):
         calls = [channel.call("wait", {}) for _ in range(3)]
         await until(lambda: len(engine.running) == 3)
@@ -157,12 +158,12 @@ async def test_when_the_ingress_goes_its_calls_end_in_the_engine() -> None:
         await until(lambda: not engine.running)
         for call in calls:
             with pytest.raises(ChannelLost):
-                await whole(call)
+                await read_all(call)
         with pytest.raises(ChannelLost):
             channel.call("echo", {})
 
 
-async def test_when_the_engine_goes_all_calls_are_lost_at_once() -> None:
+async def test_all_calls_are_lost_at_once_when_the_engine_stops() -> None:
     async with connected() as (engine, channel):
         call = channel.call("wait", {})
         await call.read()
@@ -174,7 +175,7 @@ async def test_when_the_engine_goes_all_calls_are_lost_at_once() -> None:
         assert not channel.open
 
 
-async def test_a_draining_engine_takes_nobody_else_and_ends_what_it_has() -> None:
+async def test_a_draining_engine_refuses_new_calls_and_finishes_the_running_ones() -> None:
     async with connected() as (engine, channel):
         call = channel.call("wait", {})
         await call.read()
@@ -182,20 +183,20 @@ async def test_a_draining_engine_takes_nobody_else_and_ends_what_it_has() -> Non
         await until(lambda: not channel.open)
         assert not draining.done()
         engine.go_on.set()
-        assert await whole(call) == (b"done", 1)
+        assert await read_all(call) == (b"done", 1)
         await draining
 
 
-async def test_a_call_that_was_on_its_way_to_a_draining_engine_is_answered() -> None:
+async def test_a_call_in_transit_to_a_draining_engine_is_answered() -> None:
     async with connected() as (engine, channel):
         draining = asyncio.create_task(engine.server.drain())
         await asyncio.sleep(0)
-        call = channel.call("wait", {})  # the engine was idle, and its word has not been heard yet
+        call = channel.call("wait", {})  # the idle engine drains, but the notice has not arrived yet
         await call.read()
         assert not channel.open
         assert not draining.done()
         engine.go_on.set()
-        assert await whole(call) == (b"done", 1)
+        assert await read_all(call) == (b"done", 1)
         await draining
 
 
@@ -209,13 +210,13 @@ async def test_a_call_that_was_on_its_way_to_a_draining_engine_is_answered() -> 
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         HEAD.pack(2**31, Kind.HELLO, 0, 0),
         HELLO + HEAD.pack(MAX_FRAME_BYTES + 1, Kind.CALL, 1, 0),
-        HELLO + frame(Kind.DATA, 1, b"what only engines send"),
+        HELLO + frame(Kind.DATA, 1, b"only engines send this"),
         HELLO + HEAD.pack(0, 77, 1, 0),
-        HELLO + frame(Kind.CALL, 1, b"\xc1 is no msgpack"),
+        HELLO + frame(Kind.CALL, 1, b"\xc1 is not msgpack"),
         HELLO + frame(Kind.CALL, 1, b"\x93\x01\x80\xc4\x00"),  # the method is a number
     ],
 )
-async def test_a_stranger_or_a_broken_frame_closes_that_connection_and_nothing_else(
+async def test_an_unauthenticated_peer_or_a_malformed_frame_closes_only_its_own_connection(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with connected() as (engine, channel):
@@ -231,30 +232,11 @@ async def test_a_stranger_or_a_broken_frame_closes_that_connection_and_nothing_e
             writer.close()
         assert any("is closed" in record.getMessage() for record in caplog.records)
         engine.go_on.set()
-        assert await whole(call) == (b"done", 1)
-
-
-async def test_a_frame_that_is_cut_off_costs_its_own_connection_alone() -> None:
-    async with connected() as (engine, channel):
-        _, port = engine.server.address
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HELLO + frame(Kind.CALL, 1, b"x" * 100)[:-50])
-        await writer.drain()
-        writer.close()
-        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
-
-
-async def test_nobody_is_listened_to_for_long_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eldr_serve.channel.server._HELLO_S", 0.05)
-    async with listening() as (_, port):
-        reader, _ = await asyncio.open_connection("127.0.0.1", port)
-        async with asyncio.timeout(5):
-            while await reader.read(100):
-                pass
+        assert await read_all(call) == (b"done", 1)
 
 
 @pytest.mark.parametrize("silent", ["engine", "ingress"])
-async def test_a_peer_that_is_stopped_is_noticed(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_peer_is_disconnected(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_module, "PING_S", 0.02)
     monkeypatch.setattr("eldr_serve.channel.server._SILENT_S", 0.1)
     monkeypatch.setattr(client_module, "SILENT_S", 0.1)
@@ -277,7 +259,7 @@ async def test_a_peer_that_is_stopped_is_noticed(silent: str, monkeypatch: pytes
         await until(lambda: not engine.running)
 
 
-async def test_no_channel_where_nobody_listens_or_the_secret_is_wrong() -> None:
+async def test_connecting_fails_with_a_wrong_secret_or_without_a_server() -> None:
     async with listening() as (engine, port):
         with pytest.raises(ChannelLost):
             await Channel.connect("127.0.0.1", port, "wrong")
@@ -289,7 +271,7 @@ async def test_no_channel_where_nobody_listens_or_the_secret_is_wrong() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=40))), st.data()
 )
-def test_frames_come_out_as_they_went_in_however_they_are_cut(sent: Any, data: st.DataObject) -> None:
+def test_frames_are_parsed_however_the_stream_is_split(sent: Any, data: st.DataObject) -> None:
     stream = b"".join(frame(kind, call, payload, 7) for kind, call, payload in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     frames, found = Frames(40), []
@@ -298,6 +280,6 @@ def test_frames_come_out_as_they_went_in_however_they_are_cut(sent: Any, data: s
     assert found == [(kind, call, 7, payload) for kind, call, payload in sent]
 
 
-def test_a_frame_that_is_too_long_is_refused_before_it_has_come() -> None:
+def test_a_frame_that_is_too_long_is_refused_by_its_header() -> None:
     with pytest.raises(BrokenFrame):
         list(Frames(40).feed(HEAD.pack(41, Kind.DATA, 0, 0)))

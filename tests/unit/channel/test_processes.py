@@ -1,4 +1,4 @@
-"""Ends of a channel in processes of their own, which are killed and stopped."""
+"""Channels between processes that are killed and stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from test_channel import HELLO, SECRET, Engine, until, whole
+from test_channel import HELLO, SECRET, Engine, read_all, until
 
 from eldr_serve.channel import Channel, ChannelLost, Chunk
 from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, Kind, frame
@@ -47,13 +47,10 @@ asyncio.run(main())
 async def process(
     code: str, stderr: int | None = None, **values: Any
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """The process and the first line that it says."""
+    """Run the code in a process; yield it and its first line of output."""
+    code = code.format(path=sys.path, **values)
     started = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        code.format(path=sys.path, **values),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=stderr,
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=stderr
     )
     assert started.stdout is not None
     try:
@@ -71,13 +68,13 @@ async def test_an_engine_that_is_killed_or_stopped_loses_its_calls(how: int, wit
         call = channel.call("wait", {})
         assert await call.read()
         engine.send_signal(how)
-        async with asyncio.timeout(10 * within_s):  # the bound is on an idle machine
+        async with asyncio.timeout(10 * within_s):  # the bound holds on an idle machine
             with pytest.raises(ChannelLost):
                 await call.read()
         assert not channel.open
 
 
-async def test_the_calls_of_an_ingress_that_is_killed_end() -> None:
+async def test_calls_end_in_the_engine_when_the_ingress_is_killed() -> None:
     engine = Engine()
     port = await engine.server.start("127.0.0.1")
     async with process(_INGRESS, port=port, secret=SECRET) as (ingress, _):
@@ -87,7 +84,7 @@ async def test_the_calls_of_an_ingress_that_is_killed_end() -> None:
     await engine.server.stop()
 
 
-async def test_who_breaks_the_rules_costs_an_engine_process_its_connection_and_one_line() -> None:
+async def test_a_faulty_peer_costs_an_engine_process_one_connection_and_one_log_line() -> None:
     async with process(_ENGINE, stderr=asyncio.subprocess.PIPE) as (engine, port):
         assert engine.stderr is not None
         channel = await Channel.connect("127.0.0.1", int(port), SECRET)
@@ -106,14 +103,13 @@ async def test_who_breaks_the_rules_costs_an_engine_process_its_connection_and_o
             writer.close()
             async with asyncio.timeout(10):
                 assert b"is closed" in await engine.stderr.readline()
-        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+        assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
         assert channel.open
         engine.kill()
         assert await engine.stderr.read() == b""
 
 
-async def test_a_stopped_engine_that_goes_on_has_ended_what_was_lost() -> None:
-    """The ingress closed the channel meanwhile: the engine's calls are cancelled when it wakes."""
+async def test_a_stopped_engine_that_continues_ends_its_lost_calls() -> None:
     async with process(_ENGINE) as (engine, port):
         channel = await Channel.connect("127.0.0.1", int(port), SECRET)
         call = channel.call("wait", {})
@@ -122,9 +118,9 @@ async def test_a_stopped_engine_that_goes_on_has_ended_what_was_lost() -> None:
         started = time.monotonic()
         with pytest.raises(ChannelLost, match="silent"):
             await call.read()
-        assert time.monotonic() - started > 1  # it was given time to be late
+        assert time.monotonic() - started > 1  # a late ping is no loss
         engine.send_signal(signal.SIGCONT)
-        again = await Channel.connect("127.0.0.1", int(port), SECRET)
+        channel = await Channel.connect("127.0.0.1", int(port), SECRET)
         await asyncio.sleep(0.2)
-        assert await again.call("running", {}).read() == Chunk(b"running", 0)  # the lost one is not
-        again.close("the test ends")
+        assert await channel.call("running", {}).read() == Chunk(b"running", 0)  # the lost call has ended
+        channel.close("the test ends")

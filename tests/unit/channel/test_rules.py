@@ -1,4 +1,4 @@
-"""Channels whose other end breaks the rules: one line in the log; and when an end looks at the other."""
+"""Peers that break the protocol cost one line in the log; when a silent peer is noticed; batched writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from test_channel import HELLO, SECRET, connected, listening, until, whole
+from test_channel import HELLO, SECRET, connected, listening, read_all, until
 
 from eldr_serve.channel import Channel, ChannelLost
 from eldr_serve.channel.client import SILENT_S
@@ -44,7 +44,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("sent", [CUT, HEAD.pack(2**31, Kind.CALL, 2, 0), HEAD.pack(0, 77, 1, 0)])
 @pytest.mark.parametrize("calls", [0, 2])
-async def test_an_engine_says_it_in_one_line_whatever_it_works_at(
+async def test_an_engine_logs_one_line_for_a_malformed_frame(
     sent: bytes, calls: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with connected() as (engine, channel):
@@ -59,10 +59,10 @@ async def test_an_engine_says_it_in_one_line_whatever_it_works_at(
         await until(lambda: len(engine.server.connections) == 1 and not engine.running)
         (line,) = lines(caplog)
         assert "is closed" in line
-        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+        assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
 
 
-async def test_a_missing_hello_is_told(
+async def test_a_connection_without_a_hello_is_closed_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("eldr_serve.channel.server._HELLO_S", 0.05)
@@ -82,12 +82,12 @@ async def test_a_missing_hello_is_told(
         frame(Kind.DATA, 1, b"x" * 10)[:-5],
         HEAD.pack(MAX_FRAME_BYTES + 1, Kind.DATA, 1, 0),
         HEAD.pack(0, 77, 1, 0),
-        frame(Kind.CALL, 1, b"what only ingresses send"),
+        frame(Kind.CALL, 1, b"only ingresses send this"),
         frame(Kind.TOKENS, 1, b"abc", 2),
-        frame(Kind.END, 1, b"\xc1 is no msgpack"),
+        frame(Kind.END, 1, b"\xc1 is not msgpack"),
     ],
 )
-async def test_an_ingress_leaves_an_engine_process_that_breaks_the_rules_in_one_line(
+async def test_an_ingress_closes_the_channel_to_a_faulty_engine_process_with_one_line(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     end = "cut" if sent.startswith(frame(Kind.DATA, 1, b"x" * 10)[:4]) else "open"
@@ -101,33 +101,33 @@ async def test_an_ingress_leaves_an_engine_process_that_breaks_the_rules_in_one_
         async with connected() as (_, other):
             channel = await Channel.connect("127.0.0.1", port, SECRET)
             with caplog.at_level(logging.WARNING), pytest.raises(ChannelLost):
-                await whole(channel.call("echo", {}))
+                await read_all(channel.call("echo", {}))
             (line,) = lines(caplog)
             assert "is closed" in line
-            assert await whole(other.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+            assert await read_all(other.call("echo", {"parts": [b"a"]})) == (b"a", 1)
     finally:
         process.kill()
         await process.wait()
 
 
-@pytest.mark.parametrize("last_word_s", [0.0, 0.01, 0.5, 0.99, 1.5])
-def test_a_silent_engine_is_noticed_when_the_limit_is_over_and_not_a_tick_later(last_word_s: float) -> None:
+@pytest.mark.parametrize("last_frame_s", [0.0, 0.01, 0.5, 0.99, 1.5])
+def test_a_silent_engine_is_noticed_right_after_the_limit(last_frame_s: float) -> None:
     loop = VirtualLoop(random.Random(0))
 
     async def main() -> float:
         channel = Channel(SECRET, lambda: None)
         channel.connection_made(Mock(get_extra_info=lambda name: None))
-        await asyncio.sleep(last_word_s)
+        await asyncio.sleep(last_frame_s)
         channel.data_received(frame(Kind.PING))
-        spoke_s = loop.time()
+        received_s = loop.time()
         await channel.closed
         channel.welcome.exception()
-        return loop.time() - spoke_s
+        return loop.time() - received_s
 
     assert SILENT_S <= loop.run(main()) < SILENT_S + 0.2
 
 
-async def test_an_engine_writes_once_a_turn_for_all_its_streams() -> None:
+async def test_an_engine_writes_all_streams_at_once_in_each_turn() -> None:
     async with connected() as (engine, channel):
         (connection,) = engine.server.connections
         written: list[int] = []
@@ -140,6 +140,6 @@ async def test_an_engine_writes_once_a_turn_for_all_its_streams() -> None:
         for call in calls:
             await call.read()
         written.clear()
-        engine.go_on.set()  # all of them send in the same turn
-        assert [await whole(call) for call in calls] == [(b"done", 1)] * 50
+        engine.go_on.set()  # all calls send in the same turn
+        assert [await read_all(call) for call in calls] == [(b"done", 1)] * 50
         assert len(written) <= 2  # their parts, and their ends

@@ -1,4 +1,4 @@
-"""A process that runs an ingress replica imports no engine: neither it nor what Serve sends there."""
+"""A process that runs an ingress replica imports no engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ray import cloudpickle
 
 async def main():
     kind, arguments = map(cloudpickle.loads, cloudpickle.load(sys.stdin.buffer))
-    import eldr_serve.replicas.request_router  # where its handles choose replicas
+    import eldr_serve.replicas.request_router  # its handles choose replicas there
     made = kind.__new__(kind)
     kind.__mro__[1].__init__(made, **arguments)
     made._client.start()
@@ -33,14 +33,14 @@ found = sorted(name for name in sys.modules if any(f"{name}.".startswith(f"{e}."
 print("imported:", *found[:5])
 import os
 sys.stdout.flush()
-os._exit(0)  # past the destructor, which Serve awaits
+os._exit(0)  # skip the destructor, which Serve awaits
 """
 
 
-def sent() -> bytes:
-    """What Serve's controller sends to a node that is to run an ingress replica."""
+def ingress_replica() -> bytes:
+    """Return what Serve's controller sends to a node that will run an ingress replica."""
     document = yaml.safe_load((ROOT / "deployments/cpu_demo.yaml").read_text())
-    resources = Mock(return_value={})  # Ray's would be those of its cluster
+    resources = Mock(return_value={})  # without a Ray cluster
     with patch.object(VllmBackend, "deployment_options", resources):
         built = finalized(build_app(document["applications"][0]["args"]), name="app", default_runtime_env={})
     (ingress,) = (one for one in built.deployments if one.name == built.ingress_deployment_name)
@@ -51,7 +51,7 @@ def sent() -> bytes:
 
 def test_an_ingress_replica_imports_no_engine() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _REPLICA], input=sent(), capture_output=True, timeout=120, cwd=ROOT,
+        [sys.executable, "-c", _REPLICA], input=ingress_replica(), capture_output=True, timeout=120, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()

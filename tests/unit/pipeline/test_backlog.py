@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-from fake_fleet import FakeFleet, Sent, answering, prefilled
-from one_path import Client, asking, good_decode
+from fake_fleet import FakeFleet, Sent, answer_with, prefill_result
+from request_path import Client, good_decode, request_context
 
 from eldr_serve.errors import Overloaded
 from eldr_serve.pipeline.engines import Engines
@@ -75,7 +75,7 @@ class World:
             tries += 1
             sent_s = loop.time()
             try:
-                run = self.path.generate(asking(prompt=prompt, stream=True))
+                run = self.path.generate(request_context(prompt=prompt, stream=True))
                 assert b"".join([chunk async for chunk in run])
             except Overloaded as refusal:
                 self.statuses[refusal.status] += 1
@@ -140,14 +140,14 @@ def test_a_prompt_that_others_overtake_is_tried_again() -> None:
 
 
 def test_an_engine_that_computes_nothing_is_set_aside() -> None:
-    world = World(answering(asyncio.Event()))
+    world = World(answer_with(asyncio.Event()))
 
     async def main() -> None:
         found = await asyncio.gather(*map(one, range(5)), return_exceptions=True)
         assert {type(error) for error in found} == {Overloaded}
 
     async def one(number: int) -> None:
-        async for _ in world.path.generate(asking(prompt=[number] * TOKENS)):
+        async for _ in world.path.generate(request_context(prompt=[number] * TOKENS)):
             pass
 
     on_virtual_time(main)
@@ -165,7 +165,7 @@ def test_a_decode_call_without_a_seat_waits_for_one(told: int) -> None:
                 yield b"x"
                 await asyncio.sleep(10.0)
 
-    world = World(answering(prefilled(do_remote_prefill=True)), decode)
+    world = World(answer_with(prefill_result(do_remote_prefill=True)), decode)
     world.decode.directory.publish({"d0": {SLOTS: 2}})
 
     async def main() -> None:

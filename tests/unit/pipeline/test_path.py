@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_fleet import TOKEN_IDS, answering, prefilled, refusing
-from one_path import COUNTS, World, asking, good_decode
+from fake_fleet import TOKEN_IDS, answer_with, prefill_result, refusal
+from fake_router import wait_until
 from pydantic import ValidationError
-from router_talk import settled
+from request_path import COUNTS, Pipeline, good_decode, request_context
 
 from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
 from eldr_serve.engine.calls import prefill_header
@@ -23,29 +23,29 @@ from eldr_serve.pipeline.stages import WINDOW, Stages
 from eldr_serve.request import RequestFields, needs_whole_engine, prompt_head, prompt_key
 from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
 
-DEAD = answering(ChannelLost("it is dead"))
+DEAD = answer_with(ChannelLost("it is dead"))
 
 
 def on_d0(failure: Any) -> Any:
     """A decode deployment whose replica d0 fails so, and the others answer."""
-    d0, others = answering(failure), answering(b"a")
+    d0, others = answer_with(failure), answer_with(b"a")
     return lambda sent: (d0 if sent.replica == "d0" else others)(sent)
 
 
 async def test_prefill_then_place_then_decode() -> None:
-    world = World()
-    assert await world.run() == b"abc"
-    ((placement, counts),) = world.client.placed
+    pipeline = Pipeline()
+    assert await pipeline.run() == b"abc"
+    ((placement, counts),) = pipeline.client.placed
     np.testing.assert_array_equal(counts, COUNTS)
     assert placement.prompt_tokens == 7
-    (prefill,), (decode,) = world.prefill.requests, world.decode.requests
+    (prefill,), (decode,) = pipeline.prefill.requests, pipeline.decode.requests
     assert (prefill.method, decode.method, decode.replica) == ("prefill", "generate", "d0")
     assert decode.kv["do_remote_prefill"]
     assert EXPERT_COUNTS not in decode.kv
     assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
     assert prefill.body == decode.body
-    assert not world.prefill.released
-    assert set(world.path.stages.summary()) == {"prefill", "place", "first_token", "handover"}
+    assert not pipeline.prefill.released
+    assert set(pipeline.path.stages.summary()) == {"prefill", "place", "first_token", "handover"}
 
 
 @pytest.mark.parametrize(("fields", "timed"), [({}, True), ({"n": 2}, False)])
@@ -55,8 +55,8 @@ async def test_the_hand_over_is_timed_where_there_is_one(fields: dict[str, int],
         async for chunk in good_decode(sent):
             yield chunk
 
-    context = asking(**fields)
-    stream = World(decode=slow_decode).path.generate(context)
+    context = request_context(**fields)
+    stream = Pipeline(decode=slow_decode).path.generate(context)
     assert b"".join([chunk async for chunk in stream]) == b"abc"
     assert (context.handover_s is not None) == timed
     assert not timed or 0.05 <= context.handover_s < 1
@@ -64,28 +64,28 @@ async def test_the_hand_over_is_timed_where_there_is_one(fields: dict[str, int],
 
 @pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {EXPERT_COUNTS: "AAAA"}])
 async def test_a_prefill_without_a_sound_signature_is_placed_all_the_same(params: dict[str, Any]) -> None:
-    world = World(prefill=answering(prefilled(**params)))
-    assert await world.run() == b"abc"
-    assert world.client.placed[0][1] is None
+    pipeline = Pipeline(prefill=answer_with(prefill_result(**params)))
+    assert await pipeline.run() == b"abc"
+    assert pipeline.client.placed[0][1] is None
 
 
 async def test_a_failing_prefill_is_tried_on_the_next_replica_in_rank() -> None:
-    answers = iter([DEAD, answering(prefilled())])
-    world = World(prefill=lambda sent: next(answers)(sent))
-    assert await world.run() == b"abc"
-    first, second = world.prefill.requests
+    answers = iter([DEAD, answer_with(prefill_result())])
+    pipeline = Pipeline(prefill=lambda sent: next(answers)(sent))
+    assert await pipeline.run() == b"abc"
+    first, second = pipeline.prefill.requests
     assert first.replica != second.replica
     assert first.header["id"] != second.header["id"]
-    assert world.client.events.count("prefill_retries") == 1
+    assert pipeline.client.events.count("prefill_retries") == 1
 
 
 async def test_when_no_prefill_works_the_client_is_told_to_come_again() -> None:
-    world = World(prefill=answering(refusing(503)), prefill_tries=2)
+    pipeline = Pipeline(prefill=answer_with(refusal(503)), prefill_tries=2)
     with pytest.raises(Overloaded) as refusal:
-        await world.run()
+        await pipeline.run()
     assert refusal.value.retry_after_s >= 1
-    assert len(world.prefill.requests) == 2
-    assert not world.client.placed
+    assert len(pipeline.prefill.requests) == 2
+    assert not pipeline.client.placed
 
 
 @pytest.fixture(autouse=True)
@@ -96,156 +96,158 @@ def without_notice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_a_request_that_is_wrong_is_not_tried_again(leg: str) -> None:
-    world = World(**{leg: answering(refusing(400, "wrong"))})
+    pipeline = Pipeline(**{leg: answer_with(refusal(400, "wrong"))})
     with pytest.raises(CallFailed, match="wrong") as refused:
-        await world.run()
+        await pipeline.run()
     assert refused.value.status == 400
-    assert len(world.prefill.requests) == 1
-    assert len(world.decode.requests) == (leg == "decode")
-    await settled(lambda: len(world.prefill.released) == len(world.decode.requests))
+    assert len(pipeline.prefill.requests) == 1
+    assert len(pipeline.decode.requests) == (leg == "decode")
+    await wait_until(lambda: len(pipeline.prefill.released) == len(pipeline.decode.requests))
 
 
 @pytest.mark.parametrize(
     ("failure", "alive", "released"),
     [
         (ChannelLost("away"), False, 0),  # it may still read the blocks, until their lease ends
-        (refusing(500), True, 1),
+        (refusal(500), True, 1),
     ],
     ids=["lost", "fails"],
 )
 async def test_a_decode_that_fails_before_its_first_token_is_prefilled_again_and_placed_elsewhere(
     failure: Any, alive: bool, released: int
 ) -> None:
-    world = World(decode=on_d0(failure), queue_ttl_s=7.0)
-    assert await world.run() == b"a"
-    assert world.client.placed[1][0].exclude == ("d0",)
-    assert world.client.waits == [7.0, 0.0]  # one that has failed somewhere does not wait
-    first, second = world.prefill.requests
+    pipeline = Pipeline(decode=on_d0(failure), queue_ttl_s=7.0)
+    assert await pipeline.run() == b"a"
+    assert pipeline.client.placed[1][0].exclude == ("d0",)
+    assert pipeline.client.waits == [7.0, 0.0]  # one that has failed somewhere does not wait
+    first, second = pipeline.prefill.requests
     assert first.header["id"] != second.header["id"]
     # By its prefix cache the engine of the first prefill makes the second one cheap. But if a decode engine
     # lives and cannot serve, it may be the blocks that it could not read.
     assert (first.replica != second.replica) == alive
-    await settled(lambda: len(world.prefill.released) == released)
+    await wait_until(lambda: len(pipeline.prefill.released) == released)
 
 
 async def test_a_replica_without_a_channel_has_read_no_blocks() -> None:
-    world = World()
-    world.decode.lost = {"d0"}
-    assert await world.run() == b"abc"
-    first, _ = world.prefill.requests
-    assert world.prefill.released == [(first.replica, first.header["id"])]
+    pipeline = Pipeline()
+    pipeline.decode.lost = {"d0"}
+    assert await pipeline.run() == b"abc"
+    first, _ = pipeline.prefill.requests
+    assert pipeline.prefill.released == [(first.replica, first.header["id"])]
 
 
 async def test_when_no_decode_works_the_blocks_of_every_prefill_are_released() -> None:
-    world = World(decode=answering(refusing(500)), decode_tries=2)
+    pipeline = Pipeline(decode=answer_with(refusal(500)), decode_tries=2)
     with pytest.raises(Overloaded):
-        await world.run()
-    await settled(lambda: len(world.prefill.released) == 2)
-    assert world.prefill.released == [(sent.replica, sent.header["id"]) for sent in world.prefill.requests]
+        await pipeline.run()
+    await wait_until(lambda: len(pipeline.prefill.released) == 2)
+    assert pipeline.prefill.released == [
+        (sent.replica, sent.header["id"]) for sent in pipeline.prefill.requests
+    ]
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_after_the_last_try_nobody_waits(leg: str) -> None:
-    world = World(**{leg: DEAD}, prefill_tries=1, decode_tries=1, retry_backoff_s=60.0)
+    pipeline = Pipeline(**{leg: DEAD}, prefill_tries=1, decode_tries=1, retry_backoff_s=60.0)
     async with asyncio.timeout(10):
         with pytest.raises(Overloaded):
-            await world.run()
+            await pipeline.run()
 
 
 async def test_prefill_tries_are_of_the_whole_request() -> None:
     calls = iter(range(99))
-    every_other = (DEAD, answering(prefilled()))
-    world = World(
+    every_other = (DEAD, answer_with(prefill_result()))
+    pipeline = Pipeline(
         prefill=lambda sent: every_other[next(calls) % 2](sent), decode=DEAD, prefill_tries=3, decode_tries=9
     )
     with pytest.raises(Overloaded, match="3 prefill attempts failed"):
-        await world.run()
-    assert len(world.prefill.requests) == 5
+        await pipeline.run()
+    assert len(pipeline.prefill.requests) == 5
 
 
-@pytest.mark.parametrize("error", [ChannelLost("gone"), refusing(500)])
+@pytest.mark.parametrize("error", [ChannelLost("gone"), refusal(500)])
 async def test_a_stream_that_breaks_ends_with_an_error_event(error: Exception) -> None:
-    world = World(decode=answering(b"a", error))
-    answer = await world.run(stream=True)
+    pipeline = Pipeline(decode=answer_with(b"a", error))
+    answer = await pipeline.run(stream=True)
     assert answer.startswith(b"adata: ")
     assert b'"engine_lost"' in answer
     assert answer.endswith(b"data: [DONE]\n\n")
-    assert world.client.events[-1] == "streams_lost"
+    assert pipeline.client.events[-1] == "streams_lost"
 
 
 async def test_a_client_that_does_not_read_ends_its_own_stream() -> None:
     more = asyncio.Event()
-    world = World(decode=answering(b"x", more, *[b"x" * 2**18] * 9, asyncio.Event()))
-    stream = world.path.generate(asking())
+    pipeline = Pipeline(decode=answer_with(b"x", more, *[b"x" * 2**18] * 9, asyncio.Event()))
+    stream = pipeline.path.generate(request_context())
     assert await anext(stream) == b"x"
     more.set()
-    (sent,) = world.decode.requests
-    await settled(lambda: sent.cancelled)
+    (sent,) = pipeline.decode.requests
+    await wait_until(lambda: sent.cancelled)
     with pytest.raises(SlowReader):
         await anext(stream)
-    assert not world.client.held
+    assert not pipeline.client.leases
 
 
 async def test_while_every_prefill_replica_is_full_a_request_waits_and_then_is_told_to_come_again() -> None:
     full = {KV_USAGE: 1.0, SAMPLE: 0}
-    world = World(prefill_wait_s=0.2)
-    budget = world.prefill.directory.budget = PrefillBudget(0.9)
+    pipeline = Pipeline(prefill_wait_s=0.2)
+    budget = pipeline.prefill.directory.budget = PrefillBudget(0.9)
     budget.take({"p0": full, "p1": full})
     with pytest.raises(Overloaded, match="are full"):
-        await world.run()
-    assert not world.prefill.requests
-    assert world.client.events == ["refused_prefill_full"]
-    late = asyncio.create_task(world.run())
+        await pipeline.run()
+    assert not pipeline.prefill.requests
+    assert pipeline.client.events == ["refused_prefill_full"]
+    late = asyncio.create_task(pipeline.run())
     await asyncio.sleep(0.06)
     budget.take({"p0": full, "p1": full | {KV_USAGE: 0.5, SAMPLE: 1}})
     assert await late == b"abc"
-    assert [sent.replica for sent in world.prefill.requests] == ["p1"]
+    assert [sent.replica for sent in pipeline.prefill.requests] == ["p1"]
 
 
 async def test_without_any_prefill_replica_the_client_is_told_to_come_again() -> None:
-    world = World(prefill_wait_s=0.05, whole_per_s=0.0)
-    world.prefill.lost = {"p0", "p1"}
+    pipeline = Pipeline(prefill_wait_s=0.05, whole_per_s=0.0)
+    pipeline.prefill.lost = {"p0", "p1"}
     with pytest.raises(Overloaded, match="no prefill replica can be reached"):
-        await world.run()
+        await pipeline.run()
 
 
 async def test_a_request_waits_a_little_for_the_first_decode_replica() -> None:
     """An ingress that has just started, or whose decode replicas are all being replaced."""
-    world = World(prefill_wait_s=60.0)
-    world.decode.lost = {"d0", "d1", "d2"}
-    answer = asyncio.create_task(world.run())
+    pipeline = Pipeline(prefill_wait_s=60.0)
+    pipeline.decode.lost = {"d0", "d1", "d2"}
+    answer = asyncio.create_task(pipeline.run())
     await asyncio.sleep(0.1)
-    assert not world.prefill.requests
-    world.decode.lost = {"d1", "d2"}
+    assert not pipeline.prefill.requests
+    pipeline.decode.lost = {"d1", "d2"}
     assert await answer == b"abc"
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["away", "dies"])
 async def test_without_prefill_a_few_requests_a_second_run_whole_on_decode_engines(dies: bool) -> None:
     async def prefill(sent: Any) -> AsyncIterator[Any]:
-        world.prefill.lost = {"p0", "p1"}
+        pipeline.prefill.lost = {"p0", "p1"}
         raise ChannelLost("it is dead")
         yield
 
-    world = World(prefill=prefill, prefill_wait_s=0.0, whole_per_s=0.001)
+    pipeline = Pipeline(prefill=prefill, prefill_wait_s=0.0, whole_per_s=0.001)
     if not dies:
-        world.prefill.lost = {"p0", "p1"}
-    assert await world.run() == b"abc"
-    (decode,) = world.decode.requests
+        pipeline.prefill.lost = {"p0", "p1"}
+    assert await pipeline.run() == b"abc"
+    (decode,) = pipeline.decode.requests
     assert not decode.kv
-    assert world.client.events[-1] == "whole_without_prefill"
+    assert pipeline.client.events[-1] == "whole_without_prefill"
     with pytest.raises(Overloaded, match="no prefill replica can be reached"):
-        await world.run()
+        await pipeline.run()
 
 
 async def test_those_that_run_whole_do_so_in_the_order_in_which_they_came() -> None:
     """However many ask, nobody is overtaken until its time is over; who leaves makes room for the next."""
-    world = World(prefill_wait_s=60.0, whole_per_s=40.0)
-    world.prefill.lost = {"p0", "p1"}
+    pipeline = Pipeline(prefill_wait_s=60.0, whole_per_s=40.0)
+    pipeline.prefill.lost = {"p0", "p1"}
     ended: list[int] = []
 
     async def one(number: int) -> None:
-        assert await world.run() == b"abc"
+        assert await pipeline.run() == b"abc"
         ended.append(number)
 
     tasks = []
@@ -265,12 +267,12 @@ async def test_a_request_that_waits_too_long_gives_its_prompts_blocks_back() -> 
     async def no_room(*_: Any, **__: Any) -> Any:
         raise Overloaded("in time")
 
-    world = World()
-    world.client.place = no_room
+    pipeline = Pipeline()
+    pipeline.client.place = no_room
     with pytest.raises(Overloaded):
-        await world.run()
-    assert len(world.prefill.released) == 1
-    assert not world.decode.requests
+        await pipeline.run()
+    assert len(pipeline.prefill.released) == 1
+    assert not pipeline.decode.requests
 
 
 def test_the_wait_for_a_worker_ends_within_the_lease_of_the_prompts_blocks() -> None:
@@ -280,9 +282,9 @@ def test_the_wait_for_a_worker_ends_within_the_lease_of_the_prompts_blocks() -> 
 
 
 async def test_progress_counts_tokens_not_chunks() -> None:
-    world = World(decode=answering((b"a", 0), (b"b", 3), (b"c", 1), (b"d", 0)))
-    assert await world.run() == b"abcd"
-    assert world.client.tokens[-1] == 4
+    pipeline = Pipeline(decode=answer_with((b"a", 0), (b"b", 3), (b"c", 1), (b"d", 0)))
+    assert await pipeline.run() == b"abcd"
+    assert pipeline.client.tokens[-1] == 4
 
 
 def test_equal_prompts_have_equal_keys() -> None:
@@ -310,28 +312,28 @@ async def test_a_decode_engine_has_time_to_end_its_read_before_the_blocks_are_re
 ) -> None:
     """The decode engine notifies the prefill engine, perhaps after the cancelled call has ended."""
     monkeypatch.setattr(path, "_NOTICE_S", 0.3)
-    world = World(decode=answering(asyncio.Event()))
-    task = asyncio.create_task(world.run())
-    await settled(lambda: world.decode.requests)
+    pipeline = Pipeline(decode=answer_with(asyncio.Event()))
+    task = asyncio.create_task(pipeline.run())
+    await wait_until(lambda: pipeline.decode.requests)
     task.cancel()
-    await settled(lambda: world.decode.requests[-1].running.done())
+    await wait_until(lambda: pipeline.decode.requests[-1].running.done())
     await asyncio.sleep(0.1)
-    assert not world.prefill.released
-    await settled(lambda: world.prefill.released)
+    assert not pipeline.prefill.released
+    await wait_until(lambda: pipeline.prefill.released)
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) -> None:
-    world = World(**{leg: answering(asyncio.Event())})
-    task = asyncio.create_task(world.run())
-    await settled(lambda: getattr(world, leg).requests)
+    pipeline = Pipeline(**{leg: answer_with(asyncio.Event())})
+    task = asyncio.create_task(pipeline.run())
+    await wait_until(lambda: getattr(pipeline, leg).requests)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert getattr(world, leg).requests[-1].cancelled
-    (prefill,) = world.prefill.requests
-    await settled(lambda: world.prefill.released)
-    assert world.prefill.released == [(prefill.replica, prefill.header["id"])]
+    assert getattr(pipeline, leg).requests[-1].cancelled
+    (prefill,) = pipeline.prefill.requests
+    await wait_until(lambda: pipeline.prefill.released)
+    assert pipeline.prefill.released == [(prefill.replica, prefill.header["id"])]
 
 
 @pytest.mark.parametrize(
@@ -352,11 +354,11 @@ async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) ->
 async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(
     fields: dict[str, Any], reason: str | None
 ) -> None:
-    assert needs_whole_engine("completions", asking(**fields).request.fields) == reason
-    world = World()
-    await world.run(**fields)
-    assert len(world.prefill.requests) == (reason is None)
-    assert ("do_remote_prefill" in world.decode.requests[0].kv) == (reason is None)
+    assert needs_whole_engine("completions", request_context(**fields).request.fields) == reason
+    pipeline = Pipeline()
+    await pipeline.run(**fields)
+    assert len(pipeline.prefill.requests) == (reason is None)
+    assert ("do_remote_prefill" in pipeline.decode.requests[0].kv) == (reason is None)
 
 
 def test_a_prefill_call_names_its_blocks() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_fleet import TOKEN_IDS, answering, prefilled, refusing
+from fake_fleet import TOKEN_IDS, answer_with, prefill_result, refusal
 from hypothesis import given
 from hypothesis import strategies as st
-from one_path import World, asking
+from request_path import Pipeline, request_context
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.errors import Overloaded
@@ -69,89 +69,89 @@ WHOLE = b"".join(EVENTS)
 async def test_an_answer_goes_on_wherever_its_engine_is_lost(
     cut: int, sizes: list[int], stream: bool, dies: bool
 ) -> None:
-    world = World(decode=Engines((cut, LOST if dies else refusing(500)), sizes=sizes))
-    answer = await world.run(stream=stream)
+    pipeline = Pipeline(decode=Engines((cut, LOST if dies else refusal(500)), sizes=sizes))
+    answer = await pipeline.run(stream=stream)
     assert answer == (WHOLE + END if stream else WHOLE)
-    first, *rest = world.decode.requests
+    first, *rest = pipeline.decode.requests
     for second in rest:
         assert second.replica != first.replica
         assert second.header["id"] == first.header["id"]  # which the client sees
         assert second.header["token_ids"] == first.header["token_ids"] == TOKEN_IDS
-        assert world.prefill.requests[-1].header["generated"] == second.header["generated"]
-    assert world.client.tokens[-1] == TOKENS
+        assert pipeline.prefill.requests[-1].header["generated"] == second.header["generated"]
+    assert pipeline.client.tokens[-1] == TOKENS
     went_on = rest and rest[0].header["generated"]
-    assert ("resumed" in world.client.events) == bool(went_on)
+    assert ("resumed" in pipeline.client.events) == bool(went_on)
 
 
 async def test_a_stream_goes_on_once() -> None:
-    world = World(decode=Engines((3, LOST), (2, LOST)), decode_tries=9)
-    answer = await world.run(stream=True)
+    pipeline = Pipeline(decode=Engines((3, LOST), (2, LOST)), decode_tries=9)
+    answer = await pipeline.run(stream=True)
     assert answer.startswith(b"".join(EVENTS[:5]) + b'data: {"error"')
     assert b'"engine_lost"' in answer
-    assert len(world.decode.requests) == 2
-    assert world.client.events[-1] == "streams_lost"
+    assert len(pipeline.decode.requests) == 2
+    assert pipeline.client.events[-1] == "streams_lost"
 
 
 async def test_a_second_engine_that_fails_before_a_token_is_not_the_last_one() -> None:
-    world = World(decode=Engines((3, LOST), (0, LOST)))
-    assert await world.run(stream=True) == WHOLE + END
-    assert [sent.replica for sent in world.decode.requests] == ["d0", "d1", "d2"]
+    pipeline = Pipeline(decode=Engines((3, LOST), (0, LOST)))
+    assert await pipeline.run(stream=True) == WHOLE + END
+    assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d1", "d2"]
 
 
 async def test_a_whole_answer_goes_on_as_long_as_there_are_tries() -> None:
-    world = World(decode=Engines((3, LOST), (2, LOST)))
-    assert await world.run(stream=False) == WHOLE
-    assert world.decode.requests[-1].header["generated"] == packed(*range(5))
+    pipeline = Pipeline(decode=Engines((3, LOST), (2, LOST)))
+    assert await pipeline.run(stream=False) == WHOLE
+    assert pipeline.decode.requests[-1].header["generated"] == packed(*range(5))
 
 
 async def test_without_ids_a_stream_ends_and_a_whole_answer_starts_again() -> None:
-    lost = await World(decode=Engines((3, LOST), told=False)).run(stream=True)
+    lost = await Pipeline(decode=Engines((3, LOST), told=False)).run(stream=True)
     assert lost.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
-    world = World(decode=Engines((3, LOST), told=False))
-    assert await world.run(stream=False) == WHOLE
-    assert world.decode.requests[-1].header["generated"] == b""
+    pipeline = Pipeline(decode=Engines((3, LOST), told=False))
+    assert await pipeline.run(stream=False) == WHOLE
+    assert pipeline.decode.requests[-1].header["generated"] == b""
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_is_lost_after_an_answers_end_is_nothing(stream: bool) -> None:
-    world = World(decode=Engines((None, None), (None, None)))
-    assert await world.run(stream=stream) == (WHOLE + END if stream else WHOLE)
-    assert len(world.decode.requests) == 1
+    pipeline = Pipeline(decode=Engines((None, None), (None, None)))
+    assert await pipeline.run(stream=stream) == (WHOLE + END if stream else WHOLE)
+    assert len(pipeline.decode.requests) == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("failure", [refusing(400), refusing(503), LOST])
+@pytest.mark.parametrize("failure", [refusal(400), refusal(503), LOST])
 async def test_an_answer_that_no_engine_prefills_again_goes_on_whole(
     failure: Exception, stream: bool
 ) -> None:
     """A prefill engine may hold less than a prompt and what was generated from it."""
-    answers = iter([answering(prefilled()), answering(failure)])
-    world = World(prefill=lambda sent: next(answers)(sent), decode=Engines((3, LOST)))
-    assert await world.run(stream=stream) == (WHOLE + END if stream else WHOLE)
-    second = world.decode.requests[-1].header
+    answers = iter([answer_with(prefill_result()), answer_with(failure)])
+    pipeline = Pipeline(prefill=lambda sent: next(answers)(sent), decode=Engines((3, LOST)))
+    assert await pipeline.run(stream=stream) == (WHOLE + END if stream else WHOLE)
+    second = pipeline.decode.requests[-1].header
     assert (second["kv"], second["generated"]) == ({}, packed(0, 1, 2))
     assert second["token_ids"] == TOKEN_IDS
-    assert world.client.events == ["prefills", "whole_without_prefill", "resumed"]
+    assert pipeline.client.events == ["prefills", "whole_without_prefill", "resumed"]
 
 
 async def test_an_answer_that_finds_no_room_in_prefill_goes_on_whole() -> None:
     full = {KV_USAGE: 1.0, SAMPLE: 0}
-    world = World(decode=Engines((3, LOST)), prefill_wait_s=0.0)
-    budget = world.prefill.directory.budget = PrefillBudget(0.9)
+    pipeline = Pipeline(decode=Engines((3, LOST)), prefill_wait_s=0.0)
+    budget = pipeline.prefill.directory.budget = PrefillBudget(0.9)
 
     async def decode(sent: Any) -> AsyncIterator[Any]:
         budget.take({"p0": full, "p1": full})
         async for chunk in engines(sent):
             yield chunk
 
-    engines, world.decode.answer = world.decode.answer, decode
-    assert await world.run(stream=True) == WHOLE + END
-    assert world.client.events == ["prefills", "whole_without_prefill", "resumed"]
+    engines, pipeline.decode.answer = pipeline.decode.answer, decode
+    assert await pipeline.run(stream=True) == WHOLE + END
+    assert pipeline.client.events == ["prefills", "whole_without_prefill", "resumed"]
 
 
 async def test_a_stream_that_no_engine_takes_again_ends_with_an_error() -> None:
-    world = World(decode=Engines((3, LOST), *[(0, refusing(400))] * 9))
-    answer = await world.run(stream=True)
+    pipeline = Pipeline(decode=Engines((3, LOST), *[(0, refusal(400))] * 9))
+    answer = await pipeline.run(stream=True)
     assert answer.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
 
 
@@ -163,10 +163,12 @@ async def test_a_few_answers_at_once_are_prefilled_again() -> None:
         if sent.header["generated"]:
             first.set()
             await go_on.wait()
-        yield prefilled()
+        yield prefill_result()
 
-    world = World(prefill=prefill, decode=Engines((3, LOST), (3, LOST)), retries_at_once=1, retry_wait_s=0.05)
-    answers = [asyncio.create_task(_all(world)) for _ in range(2)]
+    pipeline = Pipeline(
+        prefill=prefill, decode=Engines((3, LOST), (3, LOST)), retries_at_once=1, retry_wait_s=0.05
+    )
+    answers = [asyncio.create_task(_all(pipeline)) for _ in range(2)]
     await first.wait()
     done, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED, timeout=20)
     go_on.set()
@@ -174,22 +176,22 @@ async def test_a_few_answers_at_once_are_prefilled_again() -> None:
     assert WHOLE + END in await asyncio.gather(*answers)
 
 
-async def _all(world: World) -> bytes:
-    return b"".join([chunk async for chunk in world.path.generate(asking(stream=True))])
+async def _all(pipeline: Pipeline) -> bytes:
+    return b"".join([chunk async for chunk in pipeline.path.generate(request_context(stream=True))])
 
 
 async def test_a_whole_answer_that_may_not_go_on_in_time_is_to_be_sent_again() -> None:
-    world = World(decode=Engines((3, LOST)), retry_wait_s=0.0)
-    world.path._retries._turns = asyncio.Semaphore(0)
+    pipeline = Pipeline(decode=Engines((3, LOST)), retry_wait_s=0.0)
+    pipeline.path._retries._turns = asyncio.Semaphore(0)
     with pytest.raises(Overloaded, match="too many requests have lost their engine"):
-        await world.run(stream=False)
+        await pipeline.run(stream=False)
 
 
 async def test_a_request_whose_engine_was_not_lost_is_not_told_that_it_was() -> None:
-    world = World(decode=Engines((3, refusing(500))), retry_wait_s=0.0)
-    world.path._retries._turns = asyncio.Semaphore(0)
+    pipeline = Pipeline(decode=Engines((3, refusal(500))), retry_wait_s=0.0)
+    pipeline.path._retries._turns = asyncio.Semaphore(0)
     with pytest.raises(Overloaded, match="are tried again after a call to an engine has failed"):
-        await world.run(stream=False)
+        await pipeline.run(stream=False)
 
 
 def taken(rate: Rate) -> bool:

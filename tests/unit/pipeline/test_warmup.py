@@ -9,10 +9,10 @@ from unittest.mock import AsyncMock, Mock, call
 
 import msgspec
 import pytest
-from fake_fleet import FakeFleet, Sent, answering, prefilled
+from fake_fleet import FakeFleet, Sent, answer_with, prefill_result
+from fake_router import wait_until
 from ingress_app import answers
-from one_path import COUNTS, good_prefill
-from router_talk import settled
+from request_path import COUNTS, good_prefill
 
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.pipeline import warmup
@@ -26,23 +26,23 @@ async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_comp
 ) -> None:
     monkeypatch.setattr(warmup, "_FIRST_PERIOD_S", 0.001)
     monkeypatch.setattr(warmup, "_PERIOD_S", 0.001)
-    prefill = FakeFleet(answering(prefilled(do_remote_prefill=True)), "p0")  # uncounted
+    prefill = FakeFleet(answer_with(prefill_result(do_remote_prefill=True)), "p0")  # uncounted
     decode, client = FakeFleet(answers, "d0", "d1"), Mock(call=AsyncMock())
     healthy: Any = Mock(check_health=Mock(remote=AsyncMock()))
     fleets: Any = prefill, decode
     warm = Warmup(engines=Engines(*fleets), handles=[healthy], client=client, model_id="m")
     decode.lost = {"d1"}  # no channel to it yet
     running = asyncio.create_task(warm.run())
-    await settled(lambda: len(prefill.released) >= 2)
+    await wait_until(lambda: len(prefill.released) >= 2)
     assert (warm.ready, warm.pairs, decode.requests) == (False, 0, [])
     client.call.assert_not_called()
     assert prefill.released[0][0] == "p0"
     assert "p0 sends no expert counts" in caplog.text
     prefill.answer = good_prefill
-    await settled(lambda: warm.pairs == 1)
+    await wait_until(lambda: warm.pairs == 1)
     assert not warm.ready
     decode.lost = set()
-    await settled(lambda: warm.ready)
+    await wait_until(lambda: warm.ready)
     running.cancel()
     assert client.call.await_args_list == [call("expect_counts", 3, 4)] * 2
     for name in ("d0", "d1"):
@@ -67,10 +67,10 @@ async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_warm_decod
     await asyncio.sleep(0)
     assert warm.awaited == "the engines are not up yet"
     up.set()
-    await settled(lambda: warm.pairs == 1)
+    await wait_until(lambda: warm.pairs == 1)
     assert warm.awaited == "1 of 2 pairs of engines are warm"
     decode.lost = set()
-    await settled(lambda: warm.awaited is None)
+    await wait_until(lambda: warm.awaited is None)
     decode.lost = {"d2"}
     decode.directory.publish({"d0": {}, "d1": {}, "d2": {}})  # one more, which is cold
     assert (warm.ready, warm.awaited) == (False, None)
@@ -100,7 +100,7 @@ async def test_a_whole_engine_is_warm_once_it_has_answered_and_says_its_signatur
     fleets: Any = prefill, decode
     warm = Warmup(engines=Engines(*fleets, whole=True), handles=[healthy], client=client, model_id="m")
     running = asyncio.create_task(warm.run())
-    await settled(lambda: warm.ready)
+    await wait_until(lambda: warm.ready)
     running.cancel()
     assert warm.pairs == 2
     assert client.call.await_args_list == [call("expect_counts", 3, 4)]

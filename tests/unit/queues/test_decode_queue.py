@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fake_router import SLOTS, SlotPolicy, client_lease, loads, place, router_state
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from router_talk import SLOTS, Slots, leased, loads, make, say
 from tables import counts_for, request, unit_table
 
 from eldr_serve.router.messages import Restore
@@ -18,7 +18,7 @@ from eldr_serve.scheduling import Lease, State
 
 def router(workers: int = 2, **options: Any) -> RouterState:
     """It keeps its leases for `fetch`."""
-    state = make(workers=workers, table=2, policy=SLOTS, **options)
+    state = router_state(workers=workers, table=2, policy=SLOTS, **options)
     state.granted = []
     state.on_leases = state.granted.extend
     return state
@@ -35,13 +35,13 @@ def queued(answers: list[Lease]) -> set[str]:
     return {answer.request_id for answer in answers if answer.state is State.QUEUED}
 
 
-def policy(state: RouterState) -> Slots:
+def policy(state: RouterState) -> SlotPolicy:
     return state.placer.policy
 
 
 def test_a_new_incarnation_knows_of_a_request_what_predictors_ask_for() -> None:
     old = router()
-    (lease,) = say(old, request("a", prompt_key="k", may_wait=True))
+    (lease,) = place(old, request("a", prompt_key="k", may_wait=True))
     new = router(clients="")
     new.restore(Restore("c", ("r0", "r1"), ("a",), old.settings))
     new.hold(replace(lease))
@@ -52,9 +52,9 @@ def test_a_new_incarnation_knows_of_a_request_what_predictors_ask_for() -> None:
 
 def test_with_free_slots_nobody_waits() -> None:
     state = router()
-    assert [lease.replica for lease in say(state, "a", "b")] == ["r0", "r1"]
-    # A release just before frees a slot for the asking client.
-    assert say(state, "c", released=("a",))[0].replica == "r0"
+    assert [lease.replica for lease in place(state, "a", "b")] == ["r0", "r1"]
+    # A release just before frees a slot for the request_context client.
+    assert place(state, "c", released=("a",))[0].replica == "r0"
     assert fetch(state).keys() == {"a", "b", "c"}
     assert state.counters["queued"] == 0
 
@@ -62,14 +62,14 @@ def test_with_free_slots_nobody_waits() -> None:
 def test_others_wait_in_order_of_arrival_whoever_asked() -> None:
     now = [0.0]
     state = router(clients="cd", clock=lambda: now[0])
-    assert queued(say(state, "a", "b", "x")) == {"x"}
+    assert queued(place(state, "a", "b", "x")) == {"x"}
     now[0] = 2.0
-    assert queued(say(state, "y", client="d")) == {"y"}
-    assert queued(say(state, "z")) == {"z"}
+    assert queued(place(state, "y", client="d")) == {"y"}
+    assert queued(place(state, "z")) == {"z"}
     assert state.status()["decode_queue"] == {"size": 3, "oldest_wait_s": 2.0}
     now[0] = 3.0
     fetch(state)
-    say(state, released=("a", "b"))
+    place(state, released=("a", "b"))
     granted = fetch(state)
     assert granted.keys() == {"x", "y"}
     assert (granted["x"].replica, granted["x"].waited_s, granted["x"].reason) == ("r0", 3.0, "slot")
@@ -80,38 +80,38 @@ def test_others_wait_in_order_of_arrival_whoever_asked() -> None:
 
 def test_what_cannot_wait_is_placed_at_once() -> None:
     state = router(workers=1)
-    say(state, "a", "b")
+    place(state, "a", "b")
     at_once = [request("c"), request("d", may_wait=True, exclude=("r9",))]
-    assert [answer.reason for answer in say(state, *at_once)] == ["at-once"] * 2
-    assert not queued(say(router(workers=1, parameters={"queue": False}), "a", "b", "c"))
+    assert [answer.reason for answer in place(state, *at_once)] == ["at-once"] * 2
+    assert not queued(place(router(workers=1, parameters={"queue": False}), "a", "b", "c"))
 
 
 def test_asking_again_keeps_the_turn() -> None:
     state = router(workers=1)
-    say(state, "a", "b", "c")
-    assert queued(say(state, "b")) == {"b"}
+    place(state, "a", "b", "c")
+    assert queued(place(state, "b")) == {"b"}
     fetch(state)
-    say(state, released=("a",))
+    place(state, released=("a",))
     assert fetch(state).keys() == {"b"}
     assert state.counters["queued"] == 2
 
 
 def test_a_swap_makes_scores_of_queued_requests_void() -> None:
     state = router(workers=1)
-    say(state, "a")
+    place(state, "a")
     score = unit_table(2).similarity(counts_for(1))
-    assert queued(say(state, request("b", similarity=score, table_version=1, may_wait=True))) == {"b"}
+    assert queued(place(state, request("b", similarity=score, table_version=1, may_wait=True))) == {"b"}
     assert policy(state).waiting[0].similarity is not None
     state.swap_table(unit_table(3).to_bytes())
     assert policy(state).waiting[0].similarity is None
-    say(state, released=("a",))
+    place(state, released=("a",))
     assert not fetch(state)["b"].best
 
 
 def test_what_a_lost_client_had_is_dropped_and_counted() -> None:
     state = router(workers=1, clients="cd")
-    say(state, "a", "b")
-    say(state, "x", client="d")
+    place(state, "a", "b")
+    place(state, "x", client="d")
     assert state.drop("c") == state.counters["queued_of_lost_clients"] == 1
     assert state.clients == {"d"}
     assert state.placer.running.keys() == {"x"}
@@ -120,17 +120,17 @@ def test_what_a_lost_client_had_is_dropped_and_counted() -> None:
 
 def test_the_policy_hears_of_progress_and_of_the_last_of_it_before_the_end() -> None:
     state = router()
-    say(state, "a")
-    say(state, progress={"a": 3, "unknown": 9})
+    place(state, "a")
+    place(state, progress={"a": 3, "unknown": 9})
     assert policy(state).generated == {"a": 3}
-    say(state, progress={"a": 7}, released=("a",))
+    place(state, progress={"a": 7}, released=("a",))
     assert policy(state).lengths == [7]
 
 
 def test_a_change_of_workers_ends_no_request_and_a_new_policy_hears_all() -> None:
     state = router()
-    say(state, "a", "b", progress={})
-    say(state, progress={"b": 4})
+    place(state, "a", "b", progress={})
+    place(state, progress={"b": 4})
     state.update_workers(["r1", "r2"])
     assert policy(state).running == {"b": 1}  # r2 sits where r0 was
     assert policy(state).lengths == [0]  # of a, whose worker is gone
@@ -165,7 +165,7 @@ class Conservation(RuleBasedStateMachine):
             self.holds[lease.request_id] = (lease.client, lease.replica)
 
     def say(self, client: str, *ask: str, **fields: Any) -> None:
-        answers = say(self.state, *ask, client=client, **fields)
+        answers = place(self.state, *ask, client=client, **fields)
         for name, answer in zip(ask, answers, strict=True):
             waited = self.waits.pop(name, None)
             if answer.state is State.LEASED:
@@ -192,7 +192,7 @@ class Conservation(RuleBasedStateMachine):
     def hold(self, number: int, client: str, replica: str) -> None:
         """The client has placed it by itself."""
         name = f"{client}{number}"
-        lease, known = leased(name, replica), self.state.placer.running.get(name)
+        lease, known = client_lease(name, replica), self.state.placer.running.get(name)
         self.waits.pop(name, None)
         if known is None or (known.replica, known.policy) != (lease.replica, lease.policy):
             self.told.pop(name, None)  # else the same lease is restored, with the tokens that are known

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from engine_server import serving
-from router_talk import settled
+from fake_router import wait_until
 
 from eldr_serve.channel import Channel, ChannelLost
 from eldr_serve.engine.calls import WARM, decode_header
@@ -105,7 +105,7 @@ async def test_a_core_that_stands_still_is_lost_until_it_goes_on(
             await call.read()
     assert loop.time() - asked_s >= LIMIT_S
     assert not channel.open
-    await settled(lambda: not server._channel.in_flight)  # nothing of them is left in the engine
+    await wait_until(lambda: not server._channel.in_flight)  # nothing of them is left in the engine
     with pytest.raises(ChannelLost):
         await server._address.connect()
     with pytest.raises(RuntimeError, match="answered nothing"):
@@ -156,13 +156,13 @@ async def test_a_core_that_dies_is_lost_at_once_and_for_good(
     server, channel = replica
     server._engine.runs.clear()
     call = generate(channel)
-    await settled(lambda: server._channel.in_flight == 1)
+    await wait_until(lambda: server._channel.in_flight == 1)
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 3600.0)
     await asyncio.sleep(0.05)  # the look that was due
     server._engine.kill()
     with pytest.raises((servers.CallFailed, ChannelLost)):
         await call.read()
-    await settled(lambda: not channel.open)
+    await wait_until(lambda: not channel.open)
     with pytest.raises(RuntimeError, match="exited"):
         await server.check_health()
     assert server._watching.done()
@@ -175,7 +175,7 @@ async def test_a_core_that_dies_is_lost_at_once_and_for_good(
 async def test_a_core_that_dies_idle_is_lost_too(replica: tuple[Any, Channel]) -> None:
     server, channel = replica
     server._engine.kill()
-    await settled(lambda: not channel.open)
+    await wait_until(lambda: not channel.open)
 
 
 async def test_before_its_first_answer_to_a_client_an_engine_may_compile_for_long(
@@ -189,7 +189,7 @@ async def test_before_its_first_answer_to_a_client_an_engine_may_compile_for_lon
     assert channel.open
     server._engine.runs.set()
     assert await call.read()
-    await settled(lambda: server._life.proven)
+    await wait_until(lambda: server._life.proven)
 
 
 async def test_time_in_which_the_replica_itself_did_not_run_does_not_count(
@@ -201,7 +201,7 @@ async def test_time_in_which_the_replica_itself_did_not_run_does_not_count(
     server._engine.runs.clear()
     asked = server._engine.pings
     call = generate(channel)
-    await settled(lambda: server._engine.pings > asked)
+    await wait_until(lambda: server._engine.pings > asked)
     time.sleep(5 * LIMIT_S)  # the whole loop stands still
     await asyncio.sleep(0.02)  # the timer that is late comes first
     server._engine.runs.set()
@@ -212,7 +212,7 @@ async def test_time_in_which_the_replica_itself_did_not_run_does_not_count(
 async def test_an_engine_without_calls_is_asked_nothing(replica: tuple[Any, Channel]) -> None:
     server, channel = replica
     assert await answer(channel)
-    await settled(lambda: not server._channel.in_flight)
+    await wait_until(lambda: not server._channel.in_flight)
     await asyncio.sleep(0.05)
     asked = server._engine.pings
     await asyncio.sleep(0.1)

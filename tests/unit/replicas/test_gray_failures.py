@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_fleet import answering, prefilled, refusing
+from fake_fleet import answer_with, prefill_result, refusal
+from fake_router import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from one_path import World, asking, good_decode, good_prefill
-from router_talk import settled
+from request_path import Pipeline, good_decode, good_prefill, request_context
 from test_resume import END, WHOLE, packed
 
 from eldr_serve.channel import Call, CallLate
@@ -25,8 +25,8 @@ def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
 
 def going_on(*chunks: Any) -> Any:
     """Sends the first of these, or what follows them, if it is asked to go on."""
-    first = answering(*chunks)
-    rest = answering(
+    first = answer_with(*chunks)
+    rest = answer_with(
         (WHOLE[len(b"".join(c[0] for c in chunks if isinstance(c, tuple))) :] + END, 3, packed(1, 2, 3))
     )
     return lambda sent: (rest if sent.header["generated"] else first)(sent)
@@ -34,33 +34,33 @@ def going_on(*chunks: Any) -> Any:
 
 async def test_a_decode_engine_without_a_first_token_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path, "_NOTICE_S", 0.1)
-    world = World(decode=on("d0", answering(asyncio.Event())), first_token_limit_s=0.05)
-    assert await world.run() == b"abc"
-    first, second = world.decode.requests
+    pipeline = Pipeline(decode=on("d0", answer_with(asyncio.Event())), first_token_limit_s=0.05)
+    assert await pipeline.run() == b"abc"
+    first, second = pipeline.decode.requests
     assert first.cancelled
-    assert world.client.placed[1][0].exclude == ("d0",)
-    lost, _ = world.prefill.requests
+    assert pipeline.client.placed[1][0].exclude == ("d0",)
+    lost, _ = pipeline.prefill.requests
     # Its blocks are free when the engine has left the call, not before.
-    await settled(lambda: world.prefill.released == [(lost.replica, lost.header["id"])])
+    await wait_until(lambda: pipeline.prefill.released == [(lost.replica, lost.header["id"])])
     assert second.replica == "d1"
 
 
 async def test_a_stream_that_stands_still_goes_on_elsewhere() -> None:
-    world = World(decode=going_on((WHOLE[:10], 1, packed(0)), asyncio.Event()), gap_limit_s=0.05)
-    assert await world.run(stream=True) == WHOLE + END
-    first, second = world.decode.requests
+    pipeline = Pipeline(decode=going_on((WHOLE[:10], 1, packed(0)), asyncio.Event()), gap_limit_s=0.05)
+    assert await pipeline.run(stream=True) == WHOLE + END
+    first, second = pipeline.decode.requests
     assert first.cancelled
     assert second.header["generated"] == packed(0)
 
 
 async def test_a_prefill_that_takes_too_long_is_tried_elsewhere_and_its_blocks_are_released() -> None:
-    answers = iter([answering(asyncio.Event()), good_prefill])
-    world = World(prefill=lambda sent: next(answers)(sent), prefill_limit_s=0.05)
-    assert await world.run() == b"abc"
-    first, second = world.prefill.requests
+    answers = iter([answer_with(asyncio.Event()), good_prefill])
+    pipeline = Pipeline(prefill=lambda sent: next(answers)(sent), prefill_limit_s=0.05)
+    assert await pipeline.run() == b"abc"
+    first, second = pipeline.prefill.requests
     assert first.cancelled
     assert first.replica != second.replica
-    assert world.prefill.released == [(first.replica, first.header["id"])]
+    assert pipeline.prefill.released == [(first.replica, first.header["id"])]
 
 
 async def test_answers_that_say_nothing_before_their_end_have_no_limit() -> None:
@@ -68,8 +68,8 @@ async def test_answers_that_say_nothing_before_their_end_have_no_limit() -> None
         await asyncio.sleep(0.1)
         yield b"whole"
 
-    world = World(decode=slow, first_token_limit_s=0.01, gap_limit_s=0.01)
-    assert await world.run(n=2) == b"whole"
+    pipeline = Pipeline(decode=slow, first_token_limit_s=0.01, gap_limit_s=0.01)
+    assert await pipeline.run(n=2) == b"whole"
 
 
 async def test_a_client_that_reads_slowly_is_not_an_engine_that_writes_slowly() -> None:
@@ -81,29 +81,29 @@ async def test_a_client_that_reads_slowly_is_not_an_engine_that_writes_slowly() 
             await asyncio.sleep(0.005)
         more.set()
 
-    world = World(decode=steady, gap_limit_s=0.08)
-    stream = world.path.generate(asking(stream=True))
+    pipeline = Pipeline(decode=steady, gap_limit_s=0.08)
+    stream = pipeline.path.generate(request_context(stream=True))
     assert await anext(stream) == b"x"
     await more.wait()
     assert b"".join([chunk async for chunk in stream]) == b"x" * 19
 
 
 async def test_a_replica_that_fails_again_and_again_gets_no_requests_for_a_while() -> None:
-    world = World(decode=on("d0", answering(refusing(500))), prefill=answering(prefilled()))
+    pipeline = Pipeline(decode=on("d0", answer_with(refusal(500))), prefill=answer_with(prefill_result()))
     for _ in range(3):
-        assert await world.run() == b"abc"
-    assert world.client.events.count("set_aside") == 1
-    world.decode.sent.clear()
-    assert await world.run() == b"abc"
-    assert [sent.replica for sent in world.decode.requests] == ["d1"]
-    assert world.client.placed[-1][0].exclude == ("d0",)
+        assert await pipeline.run() == b"abc"
+    assert pipeline.client.events.count("set_aside") == 1
+    pipeline.decode.sent.clear()
+    assert await pipeline.run() == b"abc"
+    assert [sent.replica for sent in pipeline.decode.requests] == ["d1"]
+    assert pipeline.client.placed[-1][0].exclude == ("d0",)
 
 
 async def test_a_replica_that_is_full_is_not_set_aside() -> None:
-    world = World(decode=on("d0", answering(refusing(503))))
+    pipeline = Pipeline(decode=on("d0", answer_with(refusal(503))))
     for _ in range(9):
-        assert await world.run() == b"abc"
-    assert "set_aside" not in world.client.events
+        assert await pipeline.run() == b"abc"
+    assert "set_aside" not in pipeline.client.events
 
 
 async def test_a_call_is_late_once_and_tells_its_engine() -> None:

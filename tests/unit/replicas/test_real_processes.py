@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from engine_server import serving
+from fake_router import wait_until
 from fleet_processes import Replica, process, replica, running_ingress
-from router_talk import settled
 
 from eldr_serve.replicas import servers
 
@@ -45,7 +45,7 @@ async def test_a_client_that_leaves_frees_its_slot_lease_and_the_engines_request
         with process("client", service.port, ENDLESS) as (leaving, first):
             assert await first() == "begun"
             assert len(await decode.running()) == gate.in_flight == client.lease_count == 1
-            await settled(lambda: len(placer.running) == 1)
+            await wait_until(lambda: len(placer.running) == 1)
             leaving.kill()
             leaving.wait()
             async with asyncio.timeout(10 * 0.2):
@@ -70,13 +70,13 @@ async def test_a_client_that_reads_nothing_is_cut_off_at_its_buffers_cap_and_dis
             ):
                 assert await begun() == "begun"
                 assert await asked() == "asked"
-                await settled(lambda: counted["slow_clients"] == 1, 60)
-                await settled(lambda: gate.in_flight == client.lease_count == 1, 30)
+                await wait_until(lambda: counted["slow_clients"] == 1, 60)
+                await wait_until(lambda: gate.in_flight == client.lease_count == 1, 30)
                 (other,) = await quick.running()
                 tokens = client.leases[other].generated_tokens
-                await settled(lambda: client.leases[other].generated_tokens > tokens + 100, 30)
+                await wait_until(lambda: client.leases[other].generated_tokens > tokens + 100, 30)
                 assert deaf.poll() is None  # it is there all the time
-            await settled(lambda: not gate.in_flight, 30)
+            await wait_until(lambda: not gate.in_flight, 30)
             assert counted["streams_lost"] == 0
 
 
@@ -100,7 +100,9 @@ async def test_an_engine_that_is_killed_before_its_first_token_costs_nobody_an_a
             ]
             fleet = getattr(service.ingress, f"_{role}")
             # All but those at the victim have their answers.
-            await settled(lambda: sum(not task.done() for task in asked) == fleet.in_flight["victim"] > 0, 30)
+            await wait_until(
+                lambda: sum(not task.done() for task in asked) == fleet.in_flight["victim"] > 0, 30
+            )
             async with asyncio.timeout(30):
                 while len(await victim.running()) < fleet.in_flight["victim"]:
                     await asyncio.sleep(0.01)
@@ -125,10 +127,10 @@ async def test_an_ingress_that_is_killed_frees_its_requests_in_the_engines() -> 
         with process("ingress", {"p": told[0]}, {"d": told[1]}) as (killed, first):
             url = f"http://127.0.0.1:{await first()}/v1/completions"
             asked = [asyncio.create_task(client.post(url, json=ENDLESS)) for _ in range(3)]
-            await settled(lambda: len(decodes._engine.running) == 3, 30)
+            await wait_until(lambda: len(decodes._engine.running) == 3, 30)
             killed.kill()
             killed.wait()
-            await settled(lambda: not decodes._engine.running, 10 * 2)
+            await wait_until(lambda: not decodes._engine.running, 10 * 2)
         assert not decodes._channel.in_flight
         for task in asked:
             with pytest.raises(httpx.TransportError):

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_server import COUNTS, serving
+from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from router_talk import settled
 
 from eldr_serve.engine.calls import WARM, decode_header
 from eldr_serve.engine.keys import EXPERT_COUNTS
@@ -186,19 +186,19 @@ async def test_a_decode_replica_sends_samples_and_takes_the_share(monkeypatch: p
         await generate(channel, WARM + "up")
         await generate(channel, "resumed", generated=bytes(8))
         await generate(channel, "first")
-        await settled(lambda: pool.ids)
+        await wait_until(lambda: pool.ids)
         ((_, (sample,)),) = pool.got
         assert (sample.request_id, sample.domain) == ("first", "poems")
         assert (len(sample.token_ids), sample.decode_steps) == (5, 3)
         np.testing.assert_array_equal(sample.prefill_counts, COUNTS[1])
         assert sample.decode_counts.shape == COUNTS[1].shape
-        await settled(lambda: server._sampler.share == 0.0)
+        await wait_until(lambda: server._sampler.share == 0.0)
         await generate(channel, "second")
         assert server._engine.take_samples() == []
         pool.shares["signature-pool:mine:0"] = 1.0  # the pool is asked again although there are no samples
-        await settled(lambda: server._sampler.share == 1.0)
+        await wait_until(lambda: server._sampler.share == 1.0)
         await generate(channel, "third")
-        await settled(lambda: pool.ids == ["first", "third"])
+        await wait_until(lambda: pool.ids == ["first", "third"])
 
 
 async def test_requests_are_served_while_the_pool_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ async def test_requests_are_served_while_the_pool_is_away(monkeypatch: pytest.Mo
     async with serving(servers.DecodeServer, **kwargs) as (server, channel):
         for number in range(3):
             await generate(channel, f"{number}")
-        await settled(lambda: server._pool.dropped == 3)
+        await wait_until(lambda: server._pool.dropped == 3)
         assert not server._sending.done()
 
 

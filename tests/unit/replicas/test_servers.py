@@ -13,8 +13,8 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 from engine_server import COUNTS, serving
+from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from router_talk import settled
 
 from eldr_serve.channel import CallFailed
 from eldr_serve.engine.calls import decode_header, expert_counts_of, prefill_header
@@ -38,7 +38,7 @@ async def report(monkeypatch: pytest.MonkeyPatch, find: Any, until: Any) -> None
     engine = SimpleNamespace(take_steps=lambda: StepSums(steps=1.0), prefix_cache=lambda: (32, 960))
     server: Any = SimpleNamespace(_router_name="router", _engine=engine)
     reporting = asyncio.create_task(servers.DecodeServer._report_steps(server))
-    await settled(until)
+    await wait_until(until)
     reporting.cancel()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from router_talk import FakeActor, ask, connected, make, say
+from fake_router import FakeActor, connected, place, place_one, router_state
 from tables import counts_for, request, unit_table
 
 from eldr_serve.errors import SwapRefused
@@ -30,25 +30,25 @@ def tokens_of(state: RouterState) -> int | None:
 
 
 def busy(state: RouterState, name: str) -> None:
-    say(state, request(name, expert_counts=counts_for(0)))
-    say(state, progress={name: 9})
+    place(state, request(name, expert_counts=counts_for(0)))
+    place(state, progress={name: 9})
 
 
 def test_a_shadow_that_fails_is_off_and_counted_and_requests_are_placed() -> None:
-    state = make(policy="shortest-queue", shadow=NamedPolicy("test_comparison:Broken"))
-    assert ask(state, "a", 1).state is State.LEASED
+    state = router_state(policy="shortest-queue", shadow=NamedPolicy("test_comparison:Broken"))
+    assert place_one(state, "a", 1).state is State.LEASED
     assert state.comparison.catch_up() is False
     shown = state.status()
     assert shown["counters"]["shadow_errors"] == 1
     assert shown["comparison"]["now"] is None
     assert "mine" in shown["comparison"]["failed"]
-    assert ask(state, "b", 1).state is State.LEASED
+    assert place_one(state, "b", 1).state is State.LEASED
     assert "policy_errors" not in state.status()["counters"]
 
 
 @pytest.mark.parametrize("bad", [NamedPolicy("nosuch"), NamedPolicy("random", {"x": 1})])
 def test_a_shadow_that_there_is_not_is_refused_and_the_old_one_stays(bad: NamedPolicy) -> None:
-    state = make(shadow=NamedPolicy("random"))
+    state = router_state(shadow=NamedPolicy("random"))
     before = state.settings
     with pytest.raises(SwapRefused, match=r"\A.+\Z"):
         state.set_shadow(bad)
@@ -56,7 +56,7 @@ def test_a_shadow_that_there_is_not_is_refused_and_the_old_one_stays(bad: NamedP
 
 
 def test_each_change_begins_a_comparison_and_the_one_before_is_remembered() -> None:
-    state = make(policy="shortest-queue")
+    state = router_state(policy="shortest-queue")
     state.set_shadow(NamedPolicy("locality-band", {"band": 0.3}))
     busy(state, "a")
     assert tokens_of(state) == 9
@@ -72,7 +72,7 @@ def test_each_change_begins_a_comparison_and_the_one_before_is_remembered() -> N
 
 
 def test_a_policy_against_itself_is_not_remembered() -> None:
-    state = make(policy="shortest-queue", shadow=NamedPolicy("locality-band", {"band": 0.3}))
+    state = router_state(policy="shortest-queue", shadow=NamedPolicy("locality-band", {"band": 0.3}))
     turns = [("locality-band", {"band": 0.3, "max_load_ratio": None}), ("locality-band", {}), ("random", {})]
     for number, (policy, parameters) in enumerate(turns):  # as `eldr compare` does, the first is the shadow
         busy(state, f"request{number}")
@@ -83,7 +83,7 @@ def test_a_policy_against_itself_is_not_remembered() -> None:
 
 
 def test_a_new_shadow_leaves_what_the_live_policy_has_learnt() -> None:
-    state = make(policy="marginal-cost", table=None)
+    state = router_state(policy="marginal-cost", table=None)
     busy(state, "a")
     policy = state.placer.policy
     state.set_shadow(NamedPolicy("random"))
@@ -91,9 +91,9 @@ def test_a_new_shadow_leaves_what_the_live_policy_has_learnt() -> None:
 
 
 def test_a_shadow_comes_back_with_the_settings_of_a_client() -> None:
-    old = make(policy="random")
+    old = router_state(policy="random")
     old.set_shadow(NamedPolicy("least-tokens"))
-    new = make(policy="random", clients="")
+    new = router_state(policy="random", clients="")
     new.restore(Restore("c", ("r0",), settings=old.settings))
     assert new.settings.shadow == NamedPolicy("least-tokens")
     assert new.status()["comparison"]["now"]["shadow"]["name"] == "least-tokens"
@@ -107,7 +107,7 @@ async def test_counts_travel_to_a_policy_that_reads_none_only_for_its_shadow() -
             await client.call("set_shadow", shadow)
             name = f"r{shadow}"
             await client.place(request(name), counts_for(0))
-            (sent,) = [one for one in actor.asked if one.request_id == name]
+            (sent,) = [one for one in actor.requests if one.request_id == name]
             assert (sent.expert_counts is not None) == (shadow is not None)
 
 

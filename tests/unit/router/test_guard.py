@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from router_talk import ask, leased, loads, make, release, say
+from fake_router import client_lease, loads, place, place_one, release, router_state
 from tables import request
 
 from eldr_serve.scheduling import (
@@ -29,12 +29,16 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("policy", HORIZON)
 @pytest.mark.parametrize("tokens", [10**30, 2**63, 2**63 - 1, -(10**30)])
 def test_a_placement_of_absurd_size_is_placed_and_so_are_those_after_it(policy: str, tokens: int) -> None:
-    state = make(policy=policy)
-    assert ask(state, "absurd", max_new_tokens=tokens).state is State.LEASED
-    say(state, held=(leased("elsewhere", "r1", max_new_tokens=tokens),))
+    state = router_state(policy=policy)
+    assert place_one(state, "absurd", max_new_tokens=tokens).state is State.LEASED
+    place(state, held=(client_lease("elsewhere", "r1", max_new_tokens=tokens),))
     for number in range(3):
-        assert ask(state, str(number)).state is State.LEASED
-        say(state, progress={"absurd": 1 + number}, held=(leased("elsewhere", "r1", max_new_tokens=tokens),))
+        assert place_one(state, str(number)).state is State.LEASED
+        place(
+            state,
+            progress={"absurd": 1 + number},
+            held=(client_lease("elsewhere", "r1", max_new_tokens=tokens),),
+        )
     state.set_policy(policy, {})
     assert loads(state)["r1"][0] >= 1
     release(state, "absurd", "elsewhere", "0", "1", "2")

@@ -13,11 +13,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from busy_router import E, L, busy_actor, served
-from fake_fleet import answering
+from fake_fleet import answer_with
+from fake_router import FakeActor
 from ingress_app import KEY, App, running_app
 from PIL import Image
 from playwright.async_api import Page
-from router_talk import FakeActor
 from tables import unit_table
 
 from benchmarks.lib.screenshots import VIEWS, browser, taken
@@ -127,7 +127,7 @@ async def test_a_chart_joins_no_points_across_idle_minutes() -> None:
 
 async def test_requests_that_are_stuck_in_prefill_are_counted_aged_and_red() -> None:
     held, ages = asyncio.Event(), {"r0": 4.9, "r1": 43.2}
-    async with opened(busy_actor(), prefill=answering(held)) as (app, page):
+    async with opened(busy_actor(), prefill=answer_with(held)) as (app, page):
         with patch.object(type(app.prefill), "oldest_s", ages):
             posts = [
                 asyncio.create_task(app.post("/v1/completions", {"model": "m", "prompt": f"p{n}"}))
@@ -252,7 +252,7 @@ async def test_screenshots_are_small_and_fit_each_width() -> None:
 
 async def test_latencies_of_streams_come_from_the_ingress() -> None:
     actor = FakeActor()
-    async with running_app(actor=actor, decode=answering(*[b"data: x\n\n"] * 3)) as app:
+    async with running_app(actor=actor, decode=answer_with(*[b"data: x\n\n"] * 3)) as app:
         body = {"model": "m", "prompt": "hello", "stream": True}
         await asyncio.gather(*(app.post("/v1/completions", body) for _ in range(5)))
         async with asyncio.timeout(5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from router_talk import FakeActor, all_is_over, connected, settled
+from fake_router import FakeActor, connected, wait_until, wait_until_idle
 from tables import counts_for, request
 
 from eldr_serve.router.directory import ReplicaDirectory
@@ -20,13 +20,13 @@ async def test_leases_of_a_client_go_with_its_channel_unless_it_comes_again() ->
                 await client.place(request(name), None)
             assert actor.running.keys() == {"dead", "again", "alive"}
         again._link._channel.close("cut")
-        await settled(lambda: actor.running.keys() == {"again", "alive"})
+        await wait_until(lambda: actor.running.keys() == {"again", "alive"})
         assert actor.state.clients == actor.sessions.by_client.keys() == {again.name, alive.name}
         assert actor.state.counters["leases_of_lost_clients"] == 1
         assert not actor.state.counters["leases_restored"]
         again.release("again")
-        await settled(lambda: actor.running.keys() == {"alive"})
-    await settled(lambda: not actor.running)
+        await wait_until(lambda: actor.running.keys() == {"alive"})
+    await wait_until(lambda: not actor.running)
     assert not actor.sessions.by_client
     assert not actor.sessions.by_peer
 
@@ -38,13 +38,13 @@ async def test_what_comes_late_by_a_connection_that_its_client_has_left_changes_
     nothing: Any = lambda told: None  # noqa: E731
     for channel in (left, now):
         channel.open_call("subscribe", encode(Restore("c", ("r0",))), nothing, nothing)
-        await settled(lambda: len(actor.sessions.by_peer) == 1)
+        await wait_until(lambda: len(actor.sessions.by_peer) == 1)
         place = channel.open_call("place", encode(Place(request("a"))), nothing, nothing)
-        await settled(lambda: actor.running.keys() == {"a"})
-    await settled(left.closed.done)
+        await wait_until(lambda: actor.running.keys() == {"a"})
+    await wait_until(left.closed.done)
     assert len(actor.server.connections) == len(actor.sessions.by_client) == 1
     place.close(3)
-    await settled(lambda: not actor.running)
+    await wait_until(lambda: not actor.running)
     now.close("that was all")
 
 
@@ -52,7 +52,7 @@ async def test_who_has_not_subscribed_gets_no_lease() -> None:
     actor, errors = FakeActor(), []
     channel = await actor.calls().connected()
     channel.open_call("place", encode(Place(request("a"))), lambda told: None, errors.append)
-    await settled(lambda: errors)
+    await wait_until(lambda: errors)
     assert not actor.running
     channel.close("that was all")
 
@@ -65,12 +65,12 @@ async def test_a_release_while_the_channel_is_away_is_told_by_the_next() -> None
         client.progress("b", 5)
         actor.disconnect()
         client.release("a")
-        await settled(lambda: actor.running.keys() == {"b", "c"})
+        await wait_until(lambda: actor.running.keys() == {"b", "c"})
         assert actor.running["b"].generated_tokens == 5
         assert not client.router_away
         client.release("b")
         client.release("c")
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_a_change_of_replicas_is_told_before_the_next_request_and_without_one() -> None:
@@ -80,7 +80,7 @@ async def test_a_change_of_replicas_is_told_before_the_next_request_and_without_
         directory.publish({"r1": {}})
         assert (await client.place(request("b"), None)).replica == "r1"
         directory.publish({"r2": {}})
-        await settled(lambda: actor.state.positions == ["r2"])
+        await wait_until(lambda: actor.state.positions == ["r2"])
         for name in "ab":
             client.release(name)
         await asyncio.sleep(0)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
+from fake_router import FakeActor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router_talk import FakeActor
 from tables import request, unit_table
 
 from eldr_serve.channel import CallFailed, ChannelLost

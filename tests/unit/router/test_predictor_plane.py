@@ -10,10 +10,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fake_fleet import Sent, answering
+from fake_fleet import Sent, answer_with
+from fake_router import (
+    FakeActor,
+    connected,
+    loads,
+    place,
+    place_one,
+    router_state,
+    wait_until,
+    wait_until_idle,
+)
 from ingress_app import KEY, running_app
-from one_path import COUNTS, World, asking
-from router_talk import FakeActor, all_is_over, ask, connected, loads, make, say, settled
+from request_path import COUNTS, Pipeline, request_context
 from tables import request
 
 from eldr_serve.engine.vllm import signatures
@@ -70,7 +79,7 @@ def held(actor: FakeActor) -> dict[str, tuple[int, Any]]:
 
 
 def test_a_predictor_is_swapped_and_one_that_does_not_fit_is_refused_and_the_old_one_stays() -> None:
-    state = make(table=None, policy="marginal-cost")
+    state = router_state(table=None, policy="marginal-cost")
     state.expect_counts(L, E)
     assert state.status()["predictor"] is None
     live = state.swap_predictor(FILE, "t")
@@ -95,18 +104,18 @@ def test_a_predictor_is_swapped_and_one_that_does_not_fit_is_refused_and_the_old
 
 def test_what_does_not_fit_in_a_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_check, "MAX_SETTINGS_BYTES", len(FILE))
-    state = make(table=3, policy="marginal-cost")
+    state = router_state(table=3, policy="marginal-cost")
     with pytest.raises(SwapRefused, match="MiB together"):
         state.swap_predictor(FILE, "t")
     assert state.settings.predictor is None
 
 
 def test_true_counts_take_the_place_of_predicted_ones_in_load_and_policy() -> None:
-    state = make(workers=2, table=None, policy="marginal-cost")
+    state = router_state(workers=2, table=None, policy="marginal-cost")
     predicted = request("a", 3, expert_counts=counts(1).astype(np.float16), predicted=True)
-    lease = say(state, predicted)[0]
-    say(state, progress={"a": 4})
-    say(state, counted=(request("a", 30, expert_counts=counts(5, 30)), request("gone", 7)))
+    lease = place(state, predicted)[0]
+    place(state, progress={"a": 4})
+    place(state, counted=(request("a", 30, expert_counts=counts(5, 30)), request("gone", 7)))
     assert loads(state)[lease.replica] == (1, 34)
     policy = state.placer.policy
     assert isinstance(policy, MarginalCost)
@@ -115,14 +124,14 @@ def test_true_counts_take_the_place_of_predicted_ones_in_load_and_policy() -> No
     np.testing.assert_array_equal(levels, levels_of((counts(5).reshape(-1) / 3).astype(np.float32)))
     counted = {name: state.counters[name] for name in ("signature_predicted", "signatures_returned")}
     assert counted == {"signature_predicted": 1, "signatures_returned": 2}
-    say(state, released=("a",))
+    place(state, released=("a",))
     assert set(loads(state).values()) == {(0, 0)}
     assert not policy.active.held
     assert not policy.active.depth.any()
 
 
 def test_status_says_how_well_clients_predict_until_they_are_gone() -> None:
-    state = make(table=None, policy="marginal-cost", predictor=FILE, clients="ab")
+    state = router_state(table=None, policy="marginal-cost", predictor=FILE, clients="ab")
     for client, prompts, gain, on in (("a", 30, 0.5, True), ("b", 10, -0.5, False)):
         told = {"on": on, "prompts": prompts, "cosine": gain, "gain": gain}
         state.report(client, Report(prediction=told))
@@ -147,23 +156,23 @@ def narrow() -> bytes:
 def test_a_first_predictor_of_another_shape_is_given_up_and_true_counts_are_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    state = make(table=None, policy="marginal-cost", predictor=narrow())
+    state = router_state(table=None, policy="marginal-cost", predictor=narrow())
     wrong = np.full((L, E // 2), 1.0, np.float16)
-    say(state, request("a", 3, expert_counts=wrong, predicted=True))
+    place(state, request("a", 3, expert_counts=wrong, predicted=True))
     state.expect_counts(L, E)
     assert state.settings.predictor is None
     assert caplog.messages == [
         f"nothing is predicted: the signature predictor is for layers and experts {(L, E // 2)}, not {(L, E)}"
     ]
     # Of a client that has not heard of it yet.
-    say(state, request("b", 3, expert_counts=wrong, predicted=True))
+    place(state, request("b", 3, expert_counts=wrong, predicted=True))
     assert state.counters["signature_missing"] == 1
-    say(state, request("c", 3, expert_counts=counts(5)))
+    place(state, request("c", 3, expert_counts=counts(5)))
     policy = state.placer.policy
     assert isinstance(policy, MarginalCost)
     true = levels_of((counts(5).reshape(-1) / 3).astype(np.float32))
     np.testing.assert_array_equal(policy.active.held["c"][1], true)
-    say(state, released=("a", "b", "c"))
+    place(state, released=("a", "b", "c"))
     assert set(loads(state).values()) == {(0, 0)}
 
 
@@ -179,14 +188,14 @@ async def test_a_client_that_knows_the_engines_shape_predicts_no_other(
         assert client.scorer.predictor is None
         assert "layers and experts" in caplog.text
         client.release("a")
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 def test_a_policy_keeps_what_it_has_learnt_when_the_predictor_alone_is_swapped() -> None:
-    state = make(table=None, policy="marginal-cost")
+    state = router_state(table=None, policy="marginal-cost")
     state.expect_counts(L, E)
     for name, token in (("a", 1), ("b", 5)):
-        say(state, request(name, 3, expert_counts=counts(token)))
+        place(state, request(name, 3, expert_counts=counts(token)))
     policy = state.placer.policy
     state.swap_predictor(FILE, "t")
     assert state.placer.policy is policy
@@ -202,7 +211,7 @@ async def test_a_prediction_stands_in_for_a_missing_signature_and_the_true_one_i
     async with connected(actor, "r0", "r1") as client:
         await client.place(request("first"), counts(0))  # brings the predictor
         lease = await client.place(request("a", 3), None, token_ids=IDS)
-        sent = actor.asked[-1]
+        sent = actor.requests[-1]
         assert sent.predicted
         assert sent.expert_counts.dtype == np.float16  # half of float32's bytes travel
         np.testing.assert_allclose(sent.expert_counts, predictor().predict(IDS), rtol=1e-3)
@@ -212,12 +221,12 @@ async def test_a_prediction_stands_in_for_a_missing_signature_and_the_true_one_i
         assert (await client.place(request("b"), None)).reason == "marginal-cost"
         assert actor.state.counters["signature_missing"] == 1
         await client.place(request("c", 3), counts(1), token_ids=IDS)
-        assert not actor.asked[-1].predicted
+        assert not actor.requests[-1].predicted
         assert client.scorer.predictor is not None
         assert client.scorer.predictor.prompts == 1
         for name in ("first", "a", "b", "c"):
             client.release(name)
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_what_an_engine_counted_reaches_the_router_and_the_one_after_it() -> None:
@@ -228,23 +237,23 @@ async def test_what_an_engine_counted_reaches_the_router_and_the_one_after_it() 
         await client.place(request("a", 3), None, token_ids=IDS)
         client.counted("a", IDS, counts(5, 40), 40)
         client.counted("gone", IDS, counts(5, 40), 40)
-        await settled(lambda: actor.state.counters["signatures_returned"] == 1)
+        await wait_until(lambda: actor.state.counters["signatures_returned"] == 1)
         true = levels_of(counts(5, 1).reshape(-1).astype(np.float32))
         np.testing.assert_array_equal(held(actor)["a"][1], true)
         assert actor.running["a"].request.prompt_tokens == 40
         assert client.scorer.predictor is not None
         assert client.scorer.predictor.prompts == 2
-        await settled(lambda: (actor.state.prediction or {})["prompts"] == 2)
+        await wait_until(lambda: (actor.state.prediction or {})["prompts"] == 2)
         actor.alive = False
         client.release("first")
-        await settled(lambda: client.router_away)
+        await wait_until(lambda: client.router_away)
         actor.restart()
-        await settled(lambda: not client.router_away and "a" in actor.running)
+        await wait_until(lambda: not client.router_away and "a" in actor.running)
         np.testing.assert_array_equal(held(actor)["a"][1], true)
         assert actor.state.settings.predictor == FILE
         assert client.scorer.predictor.prompts == 2  # what it has learnt is not lost
         client.release("a")
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_counts_of_a_message_that_was_not_delivered_are_told_again_to_the_same_actor() -> None:
@@ -254,14 +263,14 @@ async def test_counts_of_a_message_that_was_not_delivered_are_told_again_to_the_
         await client.place(request("a", 3), None, token_ids=IDS)
         actor.alive = False
         client.counted("a", IDS, counts(5, 40), 40)
-        await settled(lambda: client.router_away)
+        await wait_until(lambda: client.router_away)
         assert actor.running["a"].request.predicted
         actor.alive = True
-        await settled(lambda: not actor.running["a"].request.predicted)
+        await wait_until(lambda: not actor.running["a"].request.predicted)
         assert actor.running["a"].request.prompt_tokens == 40
         for name in ("first", "a"):
             client.release(name)
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_a_predictor_that_is_worse_than_the_mean_is_not_asked_and_says_so(
@@ -279,13 +288,13 @@ async def test_a_predictor_that_is_worse_than_the_mean_is_not_asked_and_says_so(
         assert not client.scorer.predictor.on
         assert "the signature predictor is off" in caplog.text
         await client.place(request("a", 3), None, token_ids=IDS)
-        sent = actor.asked[-1]
+        sent = actor.requests[-1]
         assert sent.signature_missing
         assert not sent.predicted
-        await settled(lambda: (actor.state.prediction or {})["on"] == 0)
+        await wait_until(lambda: (actor.state.prediction or {})["on"] == 0)
         for name in ("first", "a"):
             client.release(name)
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_a_predictor_of_another_shape_or_tokenizer_is_given_up_and_nothing_fails(
@@ -303,7 +312,7 @@ async def test_a_predictor_of_another_shape_or_tokenizer_is_given_up_and_nothing
         assert "cannot be used" in caplog.text
         for name in "ab":
             client.release(name)
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 # -- the path over whole engines ---------------------------------------------------------------------
@@ -320,45 +329,48 @@ async def whole_engine(sent: Sent) -> Any:
         yield token
 
 
-def whole_world(decode: Any = whole_engine) -> World:
-    world = World(decode=decode)
-    fleets: Any = world.prefill, world.decode
+def whole_world(decode: Any = whole_engine) -> Pipeline:
+    pipeline = Pipeline(decode=decode)
+    fleets: Any = pipeline.prefill, pipeline.decode
     tokens: Any = PromptTokens("")
-    world.path = RequestPath(
-        engines=Engines(*fleets, whole=True), client=world.client, options=world.path._options, tokens=tokens
+    pipeline.path = RequestPath(
+        engines=Engines(*fleets, whole=True),
+        client=pipeline.client,
+        options=pipeline.path._options,
+        tokens=tokens,
     )
-    return world
+    return pipeline
 
 
 async def test_a_whole_engine_is_sent_the_request_as_it_is_and_says_what_the_prompt_uses() -> None:
-    world = whole_world()
-    assert await world.run(prompt=[5, 6, 7]) == b"ab"
-    assert not world.prefill.requests
-    ((placement, given),) = world.client.placed
+    pipeline = whole_world()
+    assert await pipeline.run(prompt=[5, 6, 7]) == b"ab"
+    assert not pipeline.prefill.requests
+    ((placement, given),) = pipeline.client.placed
     assert (placement.prompt_tokens, given) == (3, None)
-    assert world.client.placed_by[0].tolist() == [5, 6, 7]
-    asked, sent = world.decode.requests
+    assert pipeline.client.token_ids[0].tolist() == [5, 6, 7]
+    asked, sent = pipeline.decode.requests
     assert (asked.method, sent.method) == (measured_counts.METHOD, "generate")
     assert asked.replica == sent.replica == "d0"
     assert sent.header["id"] == asked.header["id"]  # asked before the prompt is sent, by the same name
     assert not sent.header["token_ids"]  # the engine's template is its own business
-    ((name, ids, found, tokens),) = world.client.counts
+    ((name, ids, found, tokens),) = pipeline.client.counts
     assert name == placement.request_id
     assert (ids.tolist(), tokens) == ([5, 6, 7], 9)
     np.testing.assert_array_equal(found, COUNTS)
 
 
 async def test_the_blocks_of_a_prompt_go_with_it_where_decode_engines_prefill() -> None:
-    world = whole_world()
-    world.decode.directory.publish({"d0": {BLOCK_TOKENS: 2}, "d1": {}})
+    pipeline = whole_world()
+    pipeline.decode.directory.publish({"d0": {BLOCK_TOKENS: 2}, "d1": {}})
     ids = list(range(7))
 
-    async def hashes(path: RequestPath = world.path, **fields: Any) -> list[int]:
-        context = asking(prompt=ids, cache_salt=fields.pop("own", None))
+    async def hashes(path: RequestPath = pipeline.path, **fields: Any) -> list[int]:
+        context = request_context(prompt=ids, cache_salt=fields.pop("own", None))
         context.request = replace(context.request, **fields)
         async for _ in path.generate(context):
             pass
-        found = world.client.placed[-1][0].blocks
+        found = pipeline.client.placed[-1][0].blocks
         assert found.block_tokens == 2
         return list(found.hashes.tolist())
 
@@ -368,9 +380,9 @@ async def test_the_blocks_of_a_prompt_go_with_it_where_decode_engines_prefill() 
     of_tenant, of_user = await hashes(cache_salt="tenant"), await hashes(own="user")
     assert len({*mine, *of_tenant, *of_user}) == 9
     assert await hashes(cache_salt="tenant", own="user") == of_tenant  # the tenant's has the user's in it
-    await world.run(prompt=["a", "b"], n=2)
-    assert world.client.placed[-1][0].blocks is None  # its ids are not known
-    split = World()
+    await pipeline.run(prompt=["a", "b"], n=2)
+    assert pipeline.client.placed[-1][0].blocks is None  # its ids are not known
+    split = Pipeline()
     split.decode.directory.publish({"d0": {BLOCK_TOKENS: 2}})
     await split.run(prompt=ids)
     assert split.client.placed[-1][0].blocks is None  # another engine prefills
@@ -383,28 +395,28 @@ async def test_the_router_learns_what_was_sent_where_and_its_successor_does_too(
         first = await client.place(request("a", 40, blocks=prompt), None, token_ids=IDS)
         assert first.replica in ("r0", "r1")
         client.counted("a", IDS, counts(5, 41), 41)
-        await settled(lambda: actor.state.counters["signatures_returned"] == 1)
+        await wait_until(lambda: actor.state.counters["signatures_returned"] == 1)
         assert actor.messages[-1].request.blocks is None  # they were told before
         known = actor.state.placer.prefixes
         assert known.cached_tokens([first.replica], prompt).tolist() == [36]
         actor.alive = False
         client.release("gone")
         client.count("anything")
-        await settled(lambda: client.router_away)
+        await wait_until(lambda: client.router_away)
         actor.restart()
-        await settled(lambda: not client.router_away and "a" in actor.running)
+        await wait_until(lambda: not client.router_away and "a" in actor.running)
         known = actor.state.placer.prefixes
         assert known.cached_tokens([first.replica], prompt).tolist() == [36]
         client.release("a")
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_a_prompt_without_token_ids_is_served_by_load() -> None:
-    world = whole_world()
-    assert await world.run(prompt=["a", "b"], n=2) == b"ab"
-    (sent,) = world.decode.requests
+    pipeline = whole_world()
+    assert await pipeline.run(prompt=["a", "b"], n=2) == b"ab"
+    (sent,) = pipeline.decode.requests
     assert (sent.method, sent.kv) == ("generate", {})
-    assert world.client.placed[0][0].prompt_tokens == 0
+    assert pipeline.client.placed[0][0].prompt_tokens == 0
 
 
 async def test_an_engine_that_counts_nothing_or_is_lost_fails_no_request(
@@ -419,30 +431,30 @@ async def test_an_engine_that_counts_nothing_or_is_lost_fails_no_request(
             raise RuntimeError("no memory")
         yield b"x"
 
-    world = whole_world(silent)
-    assert await world.run(prompt=[5]) == b"x"
-    assert [sent.replica for sent in world.decode.requests] == ["d0", "d0", "d1", "d1"]
-    assert not world.client.counts
-    await settled(lambda: not any(world.decode.in_flight.values()))  # nobody waits for it any more
+    pipeline = whole_world(silent)
+    assert await pipeline.run(prompt=[5]) == b"x"
+    assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d0", "d1", "d1"]
+    assert not pipeline.client.counts
+    await wait_until(lambda: not any(pipeline.decode.in_flight.values()))  # nobody waits for it any more
 
 
 async def test_a_client_that_goes_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_counts, "_LATER_S", 0.001)
-    world = whole_world(answering(b"a", asyncio.Event()))
-    stream = world.path.generate(asking(prompt=[1, 2]))
+    pipeline = whole_world(answer_with(b"a", asyncio.Event()))
+    stream = pipeline.path.generate(request_context(prompt=[1, 2]))
     await anext(stream)
     await stream.aclose()
-    await settled(lambda: not any(world.decode.in_flight.values()))
-    assert not world.client.held
+    await wait_until(lambda: not any(pipeline.decode.in_flight.values()))
+    assert not pipeline.client.leases
 
 
 async def test_the_engines_end_answers_whoever_asked_first_and_forgets_the_rest() -> None:
-    asking, gone = (asyncio.create_task(signatures.wait_for(name)) for name in "ab")
+    request_context, gone = (asyncio.create_task(signatures.wait_for(name)) for name in "ab")
     await asyncio.sleep(0)
     assert [signatures.is_awaited(name) for name in "abc"] == [True, True, False]
     gone.cancel()
     await asyncio.to_thread(signatures.put, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unasked")})
-    assert await asking == (9, "packed")
+    assert await request_context == (9, "packed")
     assert not signatures._waiting
 
 
@@ -462,7 +474,7 @@ async def test_an_ingress_that_hears_of_a_predictor_reads_prompts_by_the_models_
         actor.state.swap_predictor(FILE, "t")
         body = {"model": "m", "prompt": "hello", "max_tokens": 2}
         assert (await app.post("/v1/completions", body)).status_code == 200
-        await settled(lambda: client.scorer.tokenizer == "t")
+        await wait_until(lambda: client.scorer.tokenizer == "t")
         client.scorer.predictor = OnlinePredictor(predictor())
         client.scorer.tokenised_by("t")
         assert client.scorer.predictor is not None
@@ -495,6 +507,6 @@ async def test_a_predictor_is_put_by_the_operator_alone_and_refused_in_one_sente
 
 
 def test_a_request_with_a_predicted_signature_is_placed_by_a_table_too() -> None:
-    state = make(predictor=FILE)
-    assert ask(state, "a", 1, predicted=True).replica == "r1"
+    state = router_state(predictor=FILE)
+    assert place_one(state, "a", 1, predicted=True).replica == "r1"
     assert state.counters["signature_predicted"] == 1

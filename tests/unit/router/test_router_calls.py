@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from router_talk import settled
 from tables import counts_for, request, unit_table
 
 from eldr_serve.channel import CallFailed, ChannelLost
@@ -102,7 +102,7 @@ async def test_a_router_client_places_through_it_and_goes_on_after_a_restart() -
         assert (lease.replica, lease.reason) == ("r1", "locality-band")
         await cluster.restart()
         lease = await client.place(request("c"), counts_for(0))
-        await settled(lambda: set(cluster.router._state.placer.running) == set("abc"))
+        await wait_until(lambda: set(cluster.router._state.placer.running) == set("abc"))
         assert client.settings is not None
         assert client.settings.policy == "locality-band"  # what the client knew
         await client.stop()
@@ -116,7 +116,7 @@ async def test_a_lost_channel_ends_its_calls_and_the_next_makes_another(
         monkeypatch.setattr(cluster.router, "live", lambda: asyncio.sleep(60))
         waits = asyncio.create_task(calls.call("live"))
         channel = await calls.connected()
-        await settled(lambda: channel.in_flight)
+        await wait_until(lambda: channel.in_flight)
         await cluster.restart()
         with pytest.raises(ChannelLost):
             await waits
@@ -154,7 +154,7 @@ async def test_a_redeployed_router_is_told_by_ray_and_its_clients_restore_their_
         await calls.configure(RouterSettings(model_id="m", policy="random"))
         assert cluster.router._state is not before
         client.release("a")
-        await settled(lambda: cluster.router._state.placer.running.keys() == {"b"})
+        await wait_until(lambda: cluster.router._state.placer.running.keys() == {"b"})
         assert (await client.place(request("c"), None)).policy == "random"
         await client.stop()
 

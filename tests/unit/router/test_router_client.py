@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from router_talk import SLOTS, FakeActor, all_is_over, connected, settled
+from fake_router import SLOTS, FakeActor, connected, wait_until, wait_until_idle
 from tables import counts_for, request, unit_table
 
 from eldr_serve.errors import Overloaded, SwapRefused
@@ -22,7 +22,7 @@ async def test_a_signature_is_scored_here_and_placed_there() -> None:
         for name in "ab":  # the first brings the table
             lease = await client.place(request(name), counts_for(1))
             assert (lease.replica, lease.reason, lease.best) == ("r1", "locality-band", True)
-        assert actor.asked[-1].similarity.shape == (2,)
+        assert actor.requests[-1].similarity.shape == (2,)
         # A swap between scoring and placing: it is scored again.
         actor.state.swap_table(unit_table(2, band=0.0).to_bytes())
         lease = await client.place(request("c"), counts_for(1))
@@ -38,20 +38,20 @@ async def test_counts_travel_where_the_policy_reads_them_and_come_back_after_a_r
     held = lambda: actor.state.placer.policy.active.held  # noqa: E731
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
         await client.place(request("a"), counts_for(0))
-        assert actor.asked[-1].expert_counts.dtype == "uint8"
+        assert actor.requests[-1].expert_counts.dtype == "uint8"
         actor.alive = False
         away = await client.place(request("b"), counts_for(1))
         assert away.reason == "router-away"
         actor.restart()
-        await settled(lambda: not client.router_away and len(actor.running) == 2)
+        await wait_until(lambda: not client.router_away and len(actor.running) == 2)
         assert set(held()) == {"a", "b"}
         client.release("a")
         client.release("b")
-        await settled(lambda: not held())
+        await wait_until(lambda: not held())
         assert not client.leases
         await client.call("set_policy", "shortest-queue", {})
         await client.place(request("c"), counts_for(0))
-        assert actor.asked[-1].expert_counts is None
+        assert actor.requests[-1].expert_counts is None
 
 
 async def test_concurrent_placements_share_a_decision_and_all_releases_arrive(
@@ -69,7 +69,7 @@ async def test_concurrent_placements_share_a_decision_and_all_releases_arrive(
             client.progress(str(n), n)
             client.release(str(n))
             client.release(str(n))
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 @pytest.mark.parametrize("how", ["dead", "slow"])
@@ -91,11 +91,11 @@ async def test_while_the_actor_is_away_own_load_places_and_afterwards_it_knows_a
         client.release("away0")
         actor.delay_s = 0.0
         actor.restart()
-        await settled(lambda: not client.router_away)
+        await wait_until(lambda: not client.router_away)
         await client.place(request("after"), counts_for(1))
         assert set(actor.running) == {"before", "news", "away1", "away2", "away3", "after"}
         assert actor.state.settings == policy
-        await settled(lambda: actor.state.counters["placed_by_own_load"] == 4)
+        await wait_until(lambda: actor.state.counters["placed_by_own_load"] == 4)
 
 
 async def test_while_the_actor_is_away_nothing_piles_up_for_it() -> None:
@@ -109,13 +109,13 @@ async def test_while_the_actor_is_away_nothing_piles_up_for_it() -> None:
             client.progress(f"{number}", 3)
             client.release(f"{number}")
         client.release("a")
-        await settled(lambda: client.router_away and not client._progress)
+        await wait_until(lambda: client.router_away and not client._progress)
         assert not client._calls
         actor.alive = True  # the same one, which has kept what it knew
-        await settled(lambda: set(actor.running) == {"b", "c"})
+        await wait_until(lambda: set(actor.running) == {"b", "c"})
         for name in "bc":
             client.release(name)
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_of_streams_that_end_while_the_actor_is_away_the_newest_are_kept() -> None:
@@ -125,14 +125,14 @@ async def test_of_streams_that_end_while_the_actor_is_away_the_newest_are_kept()
         actor.alive = False
         for number in range(3000):
             client.answered_client(Answered(float(number), None))
-        await settled(lambda: client.router_away)
+        await wait_until(lambda: client.router_away)
         assert [answered.ttft_s for answered in client._finished] == [float(n) for n in range(1976, 3000)]
         actor.alive = True
-        await settled(lambda: actor.state.view._answers)
+        await wait_until(lambda: actor.state.view._answers)
         assert len(actor.state.view._answers) == 1024
         assert not client._finished
         client.release("a")
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_an_actor_that_has_started_again_hears_the_shape_from_its_clients() -> None:
@@ -145,7 +145,7 @@ async def test_an_actor_that_has_started_again_hears_the_shape_from_its_clients(
         with pytest.raises(SwapRefused, match="report 2 x 8"):
             actor.state.swap_table(unit_table(2, num_experts=16).to_bytes())
         client.release("a")
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_an_actor_that_has_started_again_takes_no_table_of_another_shape() -> None:
@@ -153,7 +153,7 @@ async def test_an_actor_that_has_started_again_takes_no_table_of_another_shape()
     async with connected(actor, "r0", "r1") as client:
         await client.call("expect_counts", 2, 8)
         actor.restart()
-        await settled(lambda: actor.sessions.by_peer)
+        await wait_until(lambda: actor.sessions.by_peer)
         with pytest.raises(SwapRefused, match="report 2 x 8"):
             await client.call("swap_table", unit_table(2, num_experts=16).to_bytes())
         assert (await client.call("swap_table", unit_table(2).to_bytes())).table_version > 1
@@ -189,7 +189,7 @@ async def waiting(
     """The placement of a request that is in the queue."""
     size = actor.state.queue_size
     task = asyncio.create_task(client.place(request(name), counts, wait_s=wait_s))
-    await settled(lambda: actor.state.queue_size == size + 1 and client.leases[name].state is State.QUEUED)
+    await wait_until(lambda: actor.state.queue_size == size + 1 and client.leases[name].state is State.QUEUED)
     return task
 
 
@@ -208,7 +208,7 @@ async def test_a_queued_request_gets_its_lease_when_there_is_room() -> None:
         assert (lease.request_id, lease.replica, lease.reason) == ("b", "r0", "slot")
         assert lease.waited_s > 0
         client.release("b")
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
         assert actor.state.placer.policy.lengths == [0, 17, 0]  # all progress is told before the release
 
 
@@ -221,8 +221,8 @@ async def test_who_waits_too_long_is_told_to_come_again() -> None:
             await task
         assert (refusal.value.status, refusal.value.retry_after_s) == (503, 1)
         client.release("a")
-        await all_is_over(client, actor)
-        await settled(lambda: actor.state.counters["queue_expired"] == 1)
+        await wait_until_idle(client, actor)
+        await wait_until(lambda: actor.state.counters["queue_expired"] == 1)
 
 
 async def test_queued_requests_are_asked_for_again_when_the_actor_starts_anew() -> None:
@@ -232,7 +232,7 @@ async def test_queued_requests_are_asked_for_again_when_the_actor_starts_anew() 
         task = await waiting(client, actor, "b", wait_s=2.0)
         started = asyncio.get_running_loop().time()
         actor.restart()
-        await settled(lambda: actor.state.queue_size == 1)
+        await wait_until(lambda: actor.state.queue_size == 1)
         assert not task.done()
         with pytest.raises(Overloaded):
             await task
@@ -247,7 +247,7 @@ async def test_a_router_that_falls_silent_while_a_request_waits_in_its_queue_is_
             await client.place(request(name), None, wait_s=30.0)
         task = await waiting(client, actor, "c")
         actor.disconnect()
-        await settled(
+        await wait_until(
             lambda: client.leases["c"].state is State.QUEUED and actor.sessions.open.keys() == {*"abc"}
         )
         assert not client.router_away
@@ -255,7 +255,7 @@ async def test_a_router_that_falls_silent_while_a_request_waits_in_its_queue_is_
         assert (await asyncio.wait_for(task, 10)).reason == "slot"
         client.release("b")
         client.release("c")
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_requests_that_wait_are_scored_again_after_a_swap() -> None:
@@ -264,13 +264,13 @@ async def test_requests_that_wait_are_scored_again_after_a_swap() -> None:
         await client.place(request("a"), None, wait_s=30.0)
         task = await waiting(client, actor, "b", counts_for(0))
         version = actor.state.swap_table(unit_table(3).to_bytes()).table_version
-        await settled(lambda: actor.state.placer.queue["b"].request.table_version == version)
+        await wait_until(lambda: actor.state.placer.queue["b"].request.table_version == version)
         assert actor.state.placer.queue["b"].request.similarity.shape == (3,)
         assert actor.state.counters["queued"] == 1
         client.release("a")
         assert (await task).best
         client.release("b")
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_a_call_that_the_router_cannot_answer_is_placed_by_own_load(
@@ -284,10 +284,10 @@ async def test_a_call_that_the_router_cannot_answer_is_placed_by_own_load(
         assert (lease.replica, lease.reason) == ("r0", "no-worker")
         assert "cannot place 1 requests" in caplog.text
         monkeypatch.undo()
-        await settled(lambda: actor.running.keys() == {"a", "b"})
+        await wait_until(lambda: actor.running.keys() == {"a", "b"})
         for name in "ab":
             client.release(name)
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 async def test_a_client_whose_workers_the_router_does_not_know_places_by_own_load_and_says_so() -> None:
@@ -296,11 +296,11 @@ async def test_a_client_whose_workers_the_router_does_not_know_places_by_own_loa
         await client.place(request("a"), None)
         actor.state.update_workers([])  # of another client
         assert (await client.place(request("b"), None)).reason == "no-worker"
-        await settled(lambda: actor.running.keys() == {"a", "b"})
+        await wait_until(lambda: actor.running.keys() == {"a", "b"})
         assert actor.state.counters["placed_by_client"] == 1
         for name in "ab":
             client.release(name)
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -354,4 +354,4 @@ async def test_whatever_happens_every_request_ends_once_and_nothing_stays_behind
         await asyncio.gather(disturbing, *tasks, return_exceptions=True)
         assert {*ends.values()} >= {"granted", "expired"}
         assert len(ends) + sum(task.cancelled() for task in tasks) >= 250
-        await all_is_over(client, actor)
+        await wait_until_idle(client, actor)

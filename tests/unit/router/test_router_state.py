@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from router_talk import ask, leased, loads, make, release, say
+from fake_router import client_lease, loads, place, place_one, release, router_state
 from tables import request, unit_table
 
 from eldr_serve.errors import SwapRefused
@@ -17,49 +17,49 @@ from eldr_serve.scheduling import State, StepCost, StepSums
 
 
 def test_a_request_goes_to_the_worker_of_its_centroid_and_counts_there_at_once() -> None:
-    state = make()
-    lease = ask(state, "a", 1)
+    state = router_state()
+    lease = place_one(state, "a", 1)
     assert (lease.replica, lease.position, lease.band, lease.best) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
-    say(state, progress={"a": 7, "unknown": 3})
+    place(state, progress={"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)
-    say(state, held=(leased("a", "r2"),))  # it was served elsewhere
+    place(state, held=(client_lease("a", "r2"),))  # it was served elsewhere
     assert loads(state)["r2"][0] == 1
     release(state, "a", "a", "unknown")
     assert set(loads(state).values()) == {(0, 0)}
 
 
 def test_a_vacant_slot_keeps_the_others_centroids_and_a_newcomer_takes_it() -> None:
-    state = make()
+    state = router_state()
     state.update_workers(["r0", "r2"])
-    assert ask(state, "a", 2).replica == "r2"
+    assert place_one(state, "a", 2).replica == "r2"
     # Its worker is gone: the others are equally far, load decides.
-    assert ask(state, "b", 1).replica == "r0"
+    assert place_one(state, "b", 1).replica == "r0"
     state.update_workers(["r0", "r2", "new"])
-    heir = ask(state, "c", 1)
+    heir = place_one(state, "c", 1)
     assert (heir.replica, heir.position) == ("new", 1)
 
 
 def test_a_table_for_fewer_or_more_workers_still_places() -> None:
     for k in (1, 2, 5):
-        state = make(workers=3, table=k)
+        state = router_state(workers=3, table=k)
         assert state.status()["table"]["refit_advised"]
-        assert {ask(state, str(n), n % k).state for n in range(12)} == {State.LEASED}
+        assert {place_one(state, str(n), n % k).state for n in range(12)} == {State.LEASED}
         assert sum(n for n, _ in loads(state).values()) == 12
 
 
 def test_an_excluded_replica_is_taken_only_if_there_is_no_other() -> None:
-    state = make()
-    ask(state, "a", 1)
-    assert ask(state, "a", 1, exclude=("r1",)).replica != "r1"
+    state = router_state()
+    place_one(state, "a", 1)
+    assert place_one(state, "a", 1, exclude=("r1",)).replica != "r1"
     assert sum(n for n, _ in loads(state).values()) == 1  # it has left its first worker
     assert state.counters["rerouted"] == 1
-    assert ask(make(workers=1, table=None), "a", exclude=("r0",)).replica == "r0"
+    assert place_one(router_state(workers=1, table=None), "a", exclude=("r0",)).replica == "r0"
 
 
 def test_without_workers_or_with_scores_of_another_table_nothing_is_placed() -> None:
-    for state, version in ((make(), 99), (make(workers=0), 1)):
-        assert ask(state, "a", 1, table_version=version).state is State.SENT
+    for state, version in ((router_state(), 99), (router_state(workers=0), 1)):
+        assert place_one(state, "a", 1, table_version=version).state is State.SENT
         assert not state.status()["leases"]
 
 
@@ -67,20 +67,20 @@ def test_without_workers_or_with_scores_of_another_table_nothing_is_placed() -> 
     "bad", [{"model": "other"}, {"num_layers": 3}, {"num_experts": 16}, b"\x00" * 64, b""], ids=repr
 )
 def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: Any) -> None:
-    state = make()
+    state = router_state()
     state.expect_counts(2, 8)
     before = state.settings
     with pytest.raises(SwapRefused, match=r"\A.+\Z"):  # one line
         state.swap_table(bad if isinstance(bad, bytes) else unit_table(3, **bad).to_bytes())
     assert state.settings is before
-    assert ask(state, "a", 1).state is State.LEASED
+    assert place_one(state, "a", 1).state is State.LEASED
 
 
 def test_a_new_incarnation_takes_settings_and_leases_back_from_its_clients() -> None:
-    old = make()
+    old = router_state()
     old.set_policy("locality-band", {"band": 0.0})
     old.swap_table(unit_table(2).to_bytes())
-    lease = ask(old, "a", 1)
+    lease = place_one(old, "a", 1)
     new = RouterState(model_id="m", policy="random", table=None)
     for _ in range(2):  # a second time, after another loss of the channel
         new.restore(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
@@ -91,7 +91,7 @@ def test_a_new_incarnation_takes_settings_and_leases_back_from_its_clients() -> 
 
 
 def test_what_an_operator_says_after_a_restart_is_not_undone_by_a_late_client() -> None:
-    old = make()
+    old = router_state()
     old.set_policy("random", {})
     new = RouterState(model_id="m", policy="locality-band", table=None)
     new.set_policy("least-tokens", {})
@@ -101,7 +101,7 @@ def test_what_an_operator_says_after_a_restart_is_not_undone_by_a_late_client() 
 
 def test_all_steps_are_in_the_totals_however_old() -> None:
     now = [0.0]
-    state = make(clock=lambda: now[0])
+    state = router_state(clock=lambda: now[0])
     state.observe_steps(StepSums.of([2, 4], [9, 9], [30, 50], [0.01, 0.02]))
     assert state.status()["decode_totals"] is None  # of how many layers is not known
     state.expect_counts(5, 64)
@@ -114,7 +114,7 @@ def test_all_steps_are_in_the_totals_however_old() -> None:
 
 def test_the_policy_follows_what_steps_cost() -> None:
     now = [0.0]
-    state = make(policy="marginal-cost", clock=lambda: now[0])
+    state = router_state(policy="marginal-cost", clock=lambda: now[0])
     assert state.status()["step_cost"] == {"steps": 0.0}
     rng = np.random.default_rng(0)
     batch, experts = rng.integers(1, 30, 300), rng.integers(10, 200, 300)
@@ -130,11 +130,11 @@ def test_the_policy_follows_what_steps_cost() -> None:
 
 
 def test_failures_of_the_predictor_are_in_the_status() -> None:
-    state = make(policy="balance-route-horizon")
+    state = router_state(policy="balance-route-horizon")
     assert state.status()["counters"]["predictor_failures"] == 0
     state.placer.policy.predictor = None  # which fails in whatever it is asked
     for name in "ab":  # it is asked about those that run when the next is placed
-        ask(state, name)
+        place_one(state, name)
     failures = state.status()["counters"]["predictor_failures"]
     assert failures > 0
     state.set_policy("shortest-queue", {})
@@ -142,11 +142,11 @@ def test_failures_of_the_predictor_are_in_the_status() -> None:
 
 
 def test_recent_signatures_are_kept_for_a_refit_and_no_more() -> None:
-    state = make()
+    state = router_state()
     for number in range(1100):
-        say(state, request(f"r{number}", expert_counts=np.full((2, 8), number, np.uint16)))
+        place(state, request(f"r{number}", expert_counts=np.full((2, 8), number, np.uint16)))
         release(state, f"r{number}")
-    say(state, request("bare"))
+    place(state, request("bare"))
     assert [int(counts[0, 0]) for counts in state.recent] == list(range(76, 1100))
 
 
@@ -154,9 +154,9 @@ def test_recent_signatures_are_kept_for_a_refit_and_no_more() -> None:
 @pytest.mark.parametrize("fitted", [2, 3, 4])
 def test_a_newcomer_takes_part_at_once(policy: str, fitted: int) -> None:
     """Whether the table has a centroid for it or not."""
-    state = make(workers=3, table=fitted, policy=policy)
+    state = router_state(workers=3, table=fitted, policy=policy)
     for number in range(12):
-        ask(state, f"before{number}", number % fitted)
+        place_one(state, f"before{number}", number % fitted)
     state.update_workers(["r0", "r1", "r2", "new"])
-    placed = {ask(state, f"after{number}", number % fitted).replica for number in range(4)}
+    placed = {place_one(state, f"after{number}", number % fitted).replica for number in range(4)}
     assert "new" in placed

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_router import place, request, router_state
 from ingress_app import running_app
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from ray._private.telemetry.open_telemetry_metric_recorder import OpenTelemetryMetricRecorder
-from router_talk import make, request, say
 from shipped import ROOT
 
 from eldr_serve.metrics import (
@@ -94,7 +94,7 @@ def _counted() -> Iterator[str]:
 
 
 def test_each_counter_that_the_code_counts_has_a_metric_and_no_metric_is_without_one() -> None:
-    counted = set(_counted()) | set(make().status()["counters"])
+    counted = set(_counted()) | set(router_state().status()["counters"])
     assert "reason:" in counted
     assert counted - {"reason:"} == set(COUNTED)
 
@@ -121,13 +121,13 @@ def test_names_are_as_prometheus_has_them() -> None:
 def test_counters_begin_as_good_as_zero_and_grow_with_those_of_the_status(
     made: dict[str, FakeMetric],
 ) -> None:
-    state, metrics = make(policy="shortest-queue"), RouterMetrics()
+    state, metrics = router_state(policy="shortest-queue"), RouterMetrics()
     metrics.export(state)
     policy = (("policy", "shortest-queue"),)
     for metric in COUNTED.values():
         (begin,) = made[metric.name].samples[policy]
         assert begin + 1 == 1
-    say(state, request("a"))
+    place(state, request("a"))
     state.report("c", Report(dict.fromkeys(COUNTED, 2) | {"of_newer_code": 1}))
     for _ in range(2):
         metrics.export(state)
@@ -145,8 +145,8 @@ def test_counters_begin_as_good_as_zero_and_grow_with_those_of_the_status(
 
 
 def test_every_metric_of_the_router_has_its_sample(made: dict[str, FakeMetric]) -> None:
-    state, metrics = make(policy="shortest-queue", shadow=NamedPolicy("random")), RouterMetrics()
-    (lease,) = say(state, request("a"))
+    state, metrics = router_state(policy="shortest-queue", shadow=NamedPolicy("random")), RouterMetrics()
+    (lease,) = place(state, request("a"))
     metrics.placed(state, 1e-4)
     metrics.leased(state, [lease])
     metrics.waited(state, lease)
