@@ -106,14 +106,12 @@ async def test_a_lost_stream_is_logged_with_status_and_error(log: Any) -> None:
     assert line["failures"]
 
 
-@pytest.mark.parametrize("log_all", [False, True])
+@pytest.mark.parametrize("log_requests", ["failed", "all"])
 @pytest.mark.parametrize("refused", [refusal(400, "wrong"), Overloaded("all are full")])
 async def test_a_refused_request_is_logged_only_if_all_are(
-    log: Any, log_all: bool, refused: Exception, monkeypatch: pytest.MonkeyPatch
+    log: Any, log_requests: str, refused: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_app(
-        prefill=answer_with(refused), **({"log_requests": "all"} if log_all else {})
-    ) as app:
+    async with running_app(prefill=answer_with(refused), log_requests=log_requests) as app:
         if isinstance(refused, Overloaded):  # no replica has room
 
             async def full(run: Any) -> None:
@@ -123,7 +121,8 @@ async def test_a_refused_request_is_logged_only_if_all_are(
         answer = await app.post(COMPLETIONS, HELLO)
     assert answer.status_code == refused.status  # type: ignore[attr-defined]
     assert "x-eldr-request" in answer.headers
-    assert [(line["status"], line["failures"]) for line in log()] == [(answer.status_code, [])] * log_all
+    logged = [(line["status"], line["failures"]) for line in log()]
+    assert logged == [(answer.status_code, [])] * (log_requests == "all")
 
 
 async def test_an_internal_error_is_logged(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,12 +255,7 @@ async def test_spans_are_sent_to_the_endpoint() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"endpoint": "collector:4318"},
-        {"endpoint": ENDPOINT, "sample": 1.5},
-        {"endpoint": ENDPOINT, "x": 1},
-    ],
+    [{}, {"endpoint": "host:4318"}, {"endpoint": ENDPOINT, "sample": 1.5}, {"endpoint": ENDPOINT, "x": 1}],
 )
 def test_invalid_tracing_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="tracing"):

@@ -1,4 +1,4 @@
-"""The path of one request over fake engines: retries, placement after failure, releases."""
+"""The path of one request over fake engines: retries, placement after a failure, releases."""
 
 from __future__ import annotations
 
@@ -26,18 +26,24 @@ from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
 DEAD = answer_with(ChannelLost("it is dead"))
 
 
-def on_d0(failure: Any) -> Any:
-    """A decode deployment whose replica d0 fails so, and the others answer."""
+@pytest.fixture(autouse=True)
+def without_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the wait for a notice: the fake decode engines read no blocks."""
+    monkeypatch.setattr(path, "_NOTICE_S", 0.0)
+
+
+def d0_fails(failure: Any) -> Any:
+    """Return decode engines of which d0 fails."""
     d0, others = answer_with(failure), answer_with(b"a")
     return lambda sent: (d0 if sent.replica == "d0" else others)(sent)
 
 
-async def test_prefill_then_place_then_decode() -> None:
+async def test_a_request_is_prefilled_placed_and_decoded() -> None:
     pipeline = Pipeline()
     assert await pipeline.run() == b"abc"
-    ((placement, counts),) = pipeline.client.placed
+    ((placed, counts),) = pipeline.client.placed
     np.testing.assert_array_equal(counts, COUNTS)
-    assert placement.prompt_tokens == 7
+    assert placed.prompt_tokens == 7
     (prefill,), (decode,) = pipeline.prefill.requests, pipeline.decode.requests
     assert (prefill.method, decode.method, decode.replica) == ("prefill", "generate", "d0")
     assert decode.kv["do_remote_prefill"]
@@ -49,7 +55,7 @@ async def test_prefill_then_place_then_decode() -> None:
 
 
 @pytest.mark.parametrize(("fields", "timed"), [({}, True), ({"n": 2}, False)])
-async def test_the_hand_over_is_timed_where_there_is_one(fields: dict[str, int], timed: bool) -> None:
+async def test_the_handover_of_a_split_request_is_timed(fields: dict[str, int], timed: bool) -> None:
     async def slow_decode(sent: Any) -> AsyncIterator[Any]:
         await asyncio.sleep(0.05)
         async for chunk in good_decode(sent):
@@ -63,13 +69,13 @@ async def test_the_hand_over_is_timed_where_there_is_one(fields: dict[str, int],
 
 
 @pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {EXPERT_COUNTS: "AAAA"}])
-async def test_a_prefill_without_a_sound_signature_is_placed_all_the_same(params: dict[str, Any]) -> None:
+async def test_a_prefill_without_valid_expert_counts_is_placed_without_them(params: dict[str, Any]) -> None:
     pipeline = Pipeline(prefill=answer_with(prefill_result(**params)))
     assert await pipeline.run() == b"abc"
     assert pipeline.client.placed[0][1] is None
 
 
-async def test_a_failing_prefill_is_tried_on_the_next_replica_in_rank() -> None:
+async def test_a_failed_prefill_is_retried_on_the_next_replica() -> None:
     answers = iter([DEAD, answer_with(prefill_result())])
     pipeline = Pipeline(prefill=lambda sent: next(answers)(sent))
     assert await pipeline.run() == b"abc"
@@ -79,23 +85,17 @@ async def test_a_failing_prefill_is_tried_on_the_next_replica_in_rank() -> None:
     assert pipeline.client.events.count("prefill_retries") == 1
 
 
-async def test_when_no_prefill_works_the_client_is_told_to_come_again() -> None:
+async def test_a_request_is_refused_with_a_retry_time_if_all_prefills_fail() -> None:
     pipeline = Pipeline(prefill=answer_with(refusal(503)), prefill_tries=2)
-    with pytest.raises(Overloaded) as refusal:
+    with pytest.raises(Overloaded) as refused:
         await pipeline.run()
-    assert refusal.value.retry_after_s >= 1
+    assert refused.value.retry_after_s >= 1
     assert len(pipeline.prefill.requests) == 2
     assert not pipeline.client.placed
 
 
-@pytest.fixture(autouse=True)
-def without_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the wait for a notice: the fake decode engines read no blocks."""
-    monkeypatch.setattr(path, "_NOTICE_S", 0.0)
-
-
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_a_request_that_is_wrong_is_not_tried_again(leg: str) -> None:
+async def test_an_invalid_request_is_not_retried(leg: str) -> None:
     pipeline = Pipeline(**{leg: answer_with(refusal(400, "wrong"))})
     with pytest.raises(CallFailed, match="wrong") as refused:
         await pipeline.run()
@@ -108,27 +108,27 @@ async def test_a_request_that_is_wrong_is_not_tried_again(leg: str) -> None:
 @pytest.mark.parametrize(
     ("failure", "alive", "released"),
     [
-        (ChannelLost("away"), False, 0),  # it may still read the blocks, until their lease ends
+        (ChannelLost("away"), False, 0),  # the engine may still read the blocks, until their KV lease ends
         (refusal(500), True, 1),
     ],
     ids=["lost", "fails"],
 )
-async def test_a_decode_that_fails_before_its_first_token_is_prefilled_again_and_placed_elsewhere(
+async def test_a_request_is_prefilled_again_and_placed_elsewhere_if_decode_fails_before_a_token(
     failure: Any, alive: bool, released: int
 ) -> None:
-    pipeline = Pipeline(decode=on_d0(failure), queue_ttl_s=7.0)
+    pipeline = Pipeline(decode=d0_fails(failure), queue_ttl_s=7.0)
     assert await pipeline.run() == b"a"
     assert pipeline.client.placed[1][0].exclude == ("d0",)
-    assert pipeline.client.waits == [7.0, 0.0]  # one that has failed somewhere does not wait
+    assert pipeline.client.waits == [7.0, 0.0]  # a retry does not wait
     first, second = pipeline.prefill.requests
     assert first.header["id"] != second.header["id"]
-    # By its prefix cache the engine of the first prefill makes the second one cheap. But if a decode engine
-    # lives and cannot serve, it may be the blocks that it could not read.
+    # The prefix cache makes a second prefill on the same engine cheap. But if the decode engine lives and
+    # cannot serve, perhaps it could not read the blocks of that engine.
     assert (first.replica != second.replica) == alive
     await wait_until(lambda: len(pipeline.prefill.released) == released)
 
 
-async def test_a_replica_without_a_channel_has_read_no_blocks() -> None:
+async def test_blocks_are_released_at_once_if_the_decode_replica_has_no_channel() -> None:
     pipeline = Pipeline()
     pipeline.decode.lost = {"d0"}
     assert await pipeline.run() == b"abc"
@@ -136,25 +136,24 @@ async def test_a_replica_without_a_channel_has_read_no_blocks() -> None:
     assert pipeline.prefill.released == [(first.replica, first.header["id"])]
 
 
-async def test_when_no_decode_works_the_blocks_of_every_prefill_are_released() -> None:
+async def test_the_blocks_of_each_prefill_are_released_if_all_decodes_fail() -> None:
     pipeline = Pipeline(decode=answer_with(refusal(500)), decode_tries=2)
     with pytest.raises(Overloaded):
         await pipeline.run()
     await wait_until(lambda: len(pipeline.prefill.released) == 2)
-    assert pipeline.prefill.released == [
-        (sent.replica, sent.header["id"]) for sent in pipeline.prefill.requests
-    ]
+    calls = pipeline.prefill.requests
+    assert pipeline.prefill.released == [(call.replica, call.header["id"]) for call in calls]
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_after_the_last_try_nobody_waits(leg: str) -> None:
+async def test_there_is_no_backoff_after_the_last_attempt(leg: str) -> None:
     pipeline = Pipeline(**{leg: DEAD}, prefill_tries=1, decode_tries=1, retry_backoff_s=60.0)
     async with asyncio.timeout(10):
         with pytest.raises(Overloaded):
             await pipeline.run()
 
 
-async def test_prefill_tries_are_of_the_whole_request() -> None:
+async def test_prefill_attempts_are_counted_over_the_whole_request() -> None:
     calls = iter(range(99))
     every_other = (DEAD, answer_with(prefill_result()))
     pipeline = Pipeline(
@@ -166,7 +165,7 @@ async def test_prefill_tries_are_of_the_whole_request() -> None:
 
 
 @pytest.mark.parametrize("error", [ChannelLost("gone"), refusal(500)])
-async def test_a_stream_that_breaks_ends_with_an_error_event(error: Exception) -> None:
+async def test_a_lost_stream_ends_with_an_error_event(error: Exception) -> None:
     pipeline = Pipeline(decode=answer_with(b"a", error))
     answer = await pipeline.run(stream=True)
     assert answer.startswith(b"adata: ")
@@ -175,7 +174,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(error: Exception) -
     assert pipeline.client.events[-1] == "streams_lost"
 
 
-async def test_a_client_that_does_not_read_ends_its_own_stream() -> None:
+async def test_a_client_that_does_not_read_loses_its_stream() -> None:
     more = asyncio.Event()
     pipeline = Pipeline(decode=answer_with(b"x", more, *[b"x" * 2**18] * 9, asyncio.Event()))
     stream = pipeline.path.generate(request_context())
@@ -188,7 +187,7 @@ async def test_a_client_that_does_not_read_ends_its_own_stream() -> None:
     assert not pipeline.client.leases
 
 
-async def test_while_every_prefill_replica_is_full_a_request_waits_and_then_is_told_to_come_again() -> None:
+async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refused() -> None:
     full = {KV_USAGE: 1.0, SAMPLE: 0}
     pipeline = Pipeline(prefill_wait_s=0.2)
     budget = pipeline.prefill.directory.budget = PrefillBudget(0.9)
@@ -197,22 +196,22 @@ async def test_while_every_prefill_replica_is_full_a_request_waits_and_then_is_t
         await pipeline.run()
     assert not pipeline.prefill.requests
     assert pipeline.client.events == ["refused_prefill_full"]
-    late = asyncio.create_task(pipeline.run())
+    waiting = asyncio.create_task(pipeline.run())
     await asyncio.sleep(0.06)
     budget.take({"p0": full, "p1": full | {KV_USAGE: 0.5, SAMPLE: 1}})
-    assert await late == b"abc"
+    assert await waiting == b"abc"
     assert [sent.replica for sent in pipeline.prefill.requests] == ["p1"]
 
 
-async def test_without_any_prefill_replica_the_client_is_told_to_come_again() -> None:
+async def test_a_request_is_refused_without_a_prefill_replica() -> None:
     pipeline = Pipeline(prefill_wait_s=0.05, whole_per_s=0.0)
     pipeline.prefill.lost = {"p0", "p1"}
     with pytest.raises(Overloaded, match="no prefill replica can be reached"):
         await pipeline.run()
 
 
-async def test_a_request_waits_a_little_for_the_first_decode_replica() -> None:
-    """An ingress that has just started, or whose decode replicas are all being replaced."""
+async def test_a_request_waits_for_the_first_decode_replica() -> None:
+    """An ingress has just started, or all decode replicas are being replaced."""
     pipeline = Pipeline(prefill_wait_s=60.0)
     pipeline.decode.lost = {"d0", "d1", "d2"}
     answer = asyncio.create_task(pipeline.run())
@@ -223,7 +222,7 @@ async def test_a_request_waits_a_little_for_the_first_decode_replica() -> None:
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["away", "dies"])
-async def test_without_prefill_a_few_requests_a_second_run_whole_on_decode_engines(dies: bool) -> None:
+async def test_a_limited_rate_of_requests_runs_whole_on_decode_engines_without_prefill(dies: bool) -> None:
     async def prefill(sent: Any) -> AsyncIterator[Any]:
         pipeline.prefill.lost = {"p0", "p1"}
         raise ChannelLost("it is dead")
@@ -240,19 +239,19 @@ async def test_without_prefill_a_few_requests_a_second_run_whole_on_decode_engin
         await pipeline.run()
 
 
-async def test_those_that_run_whole_do_so_in_the_order_in_which_they_came() -> None:
-    """However many ask, nobody is overtaken until its time is over; who leaves makes room for the next."""
+async def test_whole_requests_run_in_order_of_arrival() -> None:
+    """A cancelled request makes room for the next one."""
     pipeline = Pipeline(prefill_wait_s=60.0, whole_per_s=40.0)
     pipeline.prefill.lost = {"p0", "p1"}
     ended: list[int] = []
 
-    async def one(number: int) -> None:
+    async def run(number: int) -> None:
         assert await pipeline.run() == b"abc"
         ended.append(number)
 
     tasks = []
-    for number in range(70):  # 40 at once, the others one after the other
-        tasks.append(asyncio.create_task(one(number)))
+    for number in range(70):  # 40 start at once, the others one after the other
+        tasks.append(asyncio.create_task(run(number)))
         await asyncio.sleep(0)
     await asyncio.sleep(0.01)
     for task in tasks[42:60]:
@@ -263,7 +262,7 @@ async def test_those_that_run_whole_do_so_in_the_order_in_which_they_came() -> N
     assert waited == [40, 41, *range(60, 70)]
 
 
-async def test_a_request_that_waits_too_long_gives_its_prompts_blocks_back() -> None:
+async def test_a_request_that_waits_too_long_releases_its_blocks() -> None:
     async def no_room(*_: Any, **__: Any) -> Any:
         raise Overloaded("in time")
 
@@ -275,7 +274,7 @@ async def test_a_request_that_waits_too_long_gives_its_prompts_blocks_back() -> 
     assert not pipeline.decode.requests
 
 
-def test_the_wait_for_a_worker_ends_within_the_lease_of_the_prompts_blocks() -> None:
+def test_the_wait_for_a_worker_is_shorter_than_the_kv_lease() -> None:
     assert PathOptions(kv_lease_s=30.0, queue_ttl_s=23.9)
     with pytest.raises(ValidationError, match="queue_ttl_s is 24 s, it must be less than"):
         PathOptions(kv_lease_s=30.0, queue_ttl_s=24.0)
@@ -293,8 +292,8 @@ def test_equal_prompts_have_equal_keys() -> None:
 
     assert key(prompt="a", max_tokens=3) == key(prompt="a", max_tokens=4)
     assert len({key(prompt=prompt) for prompt in ("a", "b", [1, 2], [1, 3])}) == 4
-    said = [key(messages=[{"role": "user", "content": c}]) for c in "aab"]
-    assert said[0] == said[1] != said[2]
+    chats = [key(messages=[{"role": "user", "content": c}]) for c in "aab"]
+    assert chats[0] == chats[1] != chats[2]
     assert key(prompt="a\ud800b") == key(prompt="a\ud800b")
 
 
@@ -303,14 +302,14 @@ def test_equal_prompts_have_equal_keys() -> None:
     [{}, {"prompt": 5}, {"prompt": []}, {"prompt": ["a"]}, {"prompt": [1, 2]}, {"prompt": "a\ud800b"},
      {"messages": 5}, {"messages": [5]}, {"messages": [{"role": 5, "content": "\udfff"}]}],
 )  # fmt: skip
-def test_a_prompt_of_any_form_has_a_head(fields: dict[str, Any]) -> None:
+def test_prompts_of_any_type_have_a_head(fields: dict[str, Any]) -> None:
     assert isinstance(prompt_head(RequestFields(**fields)), bytes)
 
 
-async def test_a_decode_engine_has_time_to_end_its_read_before_the_blocks_are_released(
+async def test_a_cancelled_decode_engine_has_time_to_end_its_read_of_the_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The decode engine notifies the prefill engine, perhaps after the cancelled call has ended."""
+    """Its notice to the prefill engine may follow the end of the cancelled call."""
     monkeypatch.setattr(path, "_NOTICE_S", 0.3)
     pipeline = Pipeline(decode=answer_with(asyncio.Event()))
     task = asyncio.create_task(pipeline.run())
@@ -323,7 +322,7 @@ async def test_a_decode_engine_has_time_to_end_its_read_before_the_blocks_are_re
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) -> None:
+async def test_cancellation_cancels_the_call_and_releases_lease_and_blocks(leg: str) -> None:
     pipeline = Pipeline(**{leg: answer_with(asyncio.Event())})
     task = asyncio.create_task(pipeline.run())
     await wait_until(lambda: getattr(pipeline, leg).requests)
@@ -351,7 +350,7 @@ async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) ->
         ({"stop": ["x"], "stream": True}, None),
     ],
 )
-async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(
+async def test_requests_that_cannot_be_split_run_whole_on_a_decode_engine(
     fields: dict[str, Any], reason: str | None
 ) -> None:
     assert needs_whole_engine("completions", request_context(**fields).request.fields) == reason
@@ -361,25 +360,19 @@ async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(
     assert ("do_remote_prefill" in pipeline.decode.requests[0].kv) == (reason is None)
 
 
-def test_a_prefill_call_names_its_blocks() -> None:
-    header = prefill_header("chat", "id", {"x": "y"})
-    assert header == {
-        "method": "chat",
-        "id": "id",
-        "headers": {"x": "y"},
-        "cache_salt": "",
-        "generated": b"",
-    }
+def test_the_header_of_a_prefill_call_is_complete() -> None:
+    expected = {"method": "chat", "id": "id", "headers": {"x": "y"}, "cache_salt": "", "generated": b""}
+    assert prefill_header("chat", "id", {"x": "y"}) == expected
 
 
-def test_percentiles_are_of_the_newest_requests_and_counts_of_all() -> None:
+def test_percentiles_cover_the_newest_requests_and_counts_cover_all() -> None:
     stages = Stages()
     assert stages.summary() == {}
     for _ in range(10):
         stages.record(place=9.0)
     for _ in range(WINDOW):
         stages.record(place=0.002, handover=0.01)
-    found = stages.summary()
-    assert found["place"]["count"] == WINDOW + 10
-    assert found["place"]["p99_ms"] == pytest.approx(2.0)
-    assert found["handover"]["mean_ms"] == pytest.approx(10.0)
+    summary = stages.summary()
+    assert summary["place"]["count"] == WINDOW + 10
+    assert summary["place"]["p99_ms"] == pytest.approx(2.0)
+    assert summary["handover"]["mean_ms"] == pytest.approx(10.0)

@@ -1,4 +1,4 @@
-"""What each pair of engines has done before users come."""
+"""Each pair of engines is warmed up before requests are accepted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from fake_fleet import FakeFleet, Sent, answer_with, prefill_result
 from fake_router import wait_until
-from ingress_app import answers
+from ingress_app import whole_answer
 from request_path import COUNTS, good_prefill
 
 from eldr_serve.experts.signature import pack_counts
@@ -21,16 +21,27 @@ from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas import measured_counts
 
 
-async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_compiled_its_samplers(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture(autouse=True)
+def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_FIRST_PERIOD_S", 0.001)
     monkeypatch.setattr(warmup, "_PERIOD_S", 0.001)
-    prefill = FakeFleet(answer_with(prefill_result(do_remote_prefill=True)), "p0")  # uncounted
-    decode, client = FakeFleet(answers, "d0", "d1"), Mock(call=AsyncMock())
-    healthy: Any = Mock(check_health=Mock(remote=AsyncMock()))
+    monkeypatch.setattr(measured_counts, "_LATER_S", 0.01)
+
+
+def warmup_of(prefill: FakeFleet, decode: FakeFleet, *, whole: bool = False, health: Any = None) -> Warmup:
+    handle: Any = Mock(check_health=Mock(remote=health or AsyncMock()))
     fleets: Any = prefill, decode
-    warm = Warmup(engines=Engines(*fleets), handles=[healthy], client=client, model_id="m")
+    engines = Engines(*fleets, whole=whole)
+    return Warmup(engines=engines, handles=[handle], client=Mock(call=AsyncMock()), model_id="m")
+
+
+async def test_a_pair_is_warm_after_expert_counts_and_all_sampler_shapes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefill = FakeFleet(answer_with(prefill_result(do_remote_prefill=True)), "p0")  # no expert counts
+    decode = FakeFleet(whole_answer, "d0", "d1")
+    warm = warmup_of(prefill, decode)
+    client: Any = warm._client
     decode.lost = {"d1"}  # no channel to it yet
     running = asyncio.create_task(warm.run())
     await wait_until(lambda: len(prefill.released) >= 2)
@@ -47,21 +58,15 @@ async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_comp
     assert client.call.await_args_list == [call("expect_counts", 3, 4)] * 2
     for name in ("d0", "d1"):
         sent = [s for s in decode.requests if s.replica == name]
-        asked = [(s.fields["n"], s.fields["logprobs"], s.fields["temperature"]) for s in sent]
-        assert asked == [(1, 0, 1.0), (2, 0, 1.0)]
+        sampling = [(s.fields["n"], s.fields["logprobs"], s.fields["temperature"]) for s in sent]
+        assert sampling == [(1, 0, 1.0), (2, 0, 1.0)]
         assert ["do_remote_prefill" in s.kv for s in sent] == [True, False]
 
 
-async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_warm_decode_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(warmup, "_FIRST_PERIOD_S", 0.001)
-    monkeypatch.setattr(warmup, "_PERIOD_S", 0.001)
+async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_warm_decode_engine() -> None:
     up = asyncio.Event()
-    prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(answers, "d0", "d1")
-    healthy: Any = Mock(check_health=Mock(remote=up.wait))
-    fleets: Any = prefill, decode
-    warm = Warmup(engines=Engines(*fleets), handles=[healthy], client=Mock(call=AsyncMock()), model_id="m")
+    prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(whole_answer, "d0", "d1")
+    warm = warmup_of(prefill, decode, health=up.wait)
     decode.lost = {"d1"}  # no channel to it yet
     running = asyncio.create_task(warm.run())
     await asyncio.sleep(0)
@@ -72,33 +77,30 @@ async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_warm_decod
     decode.lost = set()
     await wait_until(lambda: warm.awaited is None)
     decode.lost = {"d2"}
-    decode.directory.publish({"d0": {}, "d1": {}, "d2": {}})  # one more, which is cold
+    decode.directory.publish({"d0": {}, "d1": {}, "d2": {}})  # a third one, which is cold
     assert (warm.ready, warm.awaited) == (False, None)
-    prefill.directory.publish({})  # then requests run whole
+    prefill.directory.publish({})  # requests run whole
     assert warm.awaited is None
     decode.directory.publish({"d2": {}})
     assert warm.awaited == "no decode engine is up"
     running.cancel()
 
 
-async def test_a_whole_engine_is_warm_once_it_has_answered_and_says_its_signatures_shape(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_whole_engine_is_warm_after_its_answers_and_reports_the_shape_of_its_counts(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(measured_counts, "_LATER_S", 0.01)
-
     async def engine(sent: Sent) -> AsyncIterator[bytes]:
         if sent.method == "generate":
-            async for chunk in answers(sent):
+            async for chunk in whole_answer(sent):
                 yield chunk
         elif sent.replica == "d0":
             yield msgspec.msgpack.encode((9, pack_counts(COUNTS)))
-        else:  # it counts nothing
+        else:  # it counts no experts
             await asyncio.sleep(60)
 
     prefill, decode = FakeFleet(good_prefill), FakeFleet(engine, "d0", "d1")
-    client, healthy = Mock(call=AsyncMock()), Mock(check_health=Mock(remote=AsyncMock()))
-    fleets: Any = prefill, decode
-    warm = Warmup(engines=Engines(*fleets, whole=True), handles=[healthy], client=client, model_id="m")
+    warm = warmup_of(prefill, decode, whole=True)
+    client: Any = warm._client
     running = asyncio.create_task(warm.run())
     await wait_until(lambda: warm.ready)
     running.cancel()
@@ -106,6 +108,6 @@ async def test_a_whole_engine_is_warm_once_it_has_answered_and_says_its_signatur
     assert client.call.await_args_list == [call("expect_counts", 3, 4)]
     assert "d1 counts no experts" in caplog.text
     for name in ("d0", "d1"):
-        asked, first, second = (s for s in decode.sent if s.replica == name)
-        assert asked.header["id"] == first.header["id"]
+        counted, first, second = (s for s in decode.sent if s.replica == name)
+        assert counted.header["id"] == first.header["id"]
         assert [sent.fields["n"] for sent in (first, second)] == [1, 2]
