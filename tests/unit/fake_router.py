@@ -208,15 +208,19 @@ class FakeActor(RouterCalls):
 
 @asynccontextmanager
 async def connected(
-    actor: FakeActor, *replicas: str, timeout_s: float = 0.3, directory: ReplicaDirectory | None = None
+    actor: FakeActor, *replicas: str, timeout_s: float = 0.3, release: bool = True
 ) -> AsyncIterator[RouterClient]:
-    """Run a client of the actor."""
-    directory = directory or ReplicaDirectory()
+    """Run a client of the actor; at the end release its leases, and wait until both sides are idle."""
+    directory = ReplicaDirectory()
     directory.publish({replica: {} for replica in replicas})
     client = RouterClient(actor.calls(), directory, timeout_s=timeout_s)
     client.start()
     try:
         yield client
+        for name in list(client.leases) if release else ():
+            client.release(name)
+        if release:
+            await wait_until_idle(client, actor)
     finally:
         await client.stop()
 

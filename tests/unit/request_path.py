@@ -14,6 +14,7 @@ from eldr_serve.experts.signature import pack_counts
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.request import Request, RequestFields
 from eldr_serve.scheduling import Lease, PlacementRequest, State
@@ -23,6 +24,15 @@ good_prefill = answer_with(
     prefill_result(do_remote_prefill=True, remote_request_id="r", **{EXPERT_COUNTS: pack_counts(COUNTS)})
 )
 good_decode = answer_with(b"a", b"b", b"c")
+TOKENS = 12  # of the stream whose events follow
+END = b"data: [DONE]\n\n"
+EVENTS = [b'data: {"created":77,"text":"%d"}\n\n' % number for number in range(TOKENS)]
+WHOLE = b"".join(EVENTS)
+
+
+def packed(*ids: int) -> bytes:
+    """Return token ids as they are sent."""
+    return np.asarray(ids, np.uint32).tobytes()
 
 
 def request_context(method: str = "completions", **fields: Any) -> RequestContext:
@@ -67,15 +77,20 @@ class FakeRouterClient:
 
 
 class Pipeline:
-    """The path over engines that answer by `prefill` and `decode`."""
+    """The path over engines that answer by `prefill` and `decode`, or over whole engines."""
 
-    def __init__(self, prefill: Any = good_prefill, decode: Any = good_decode, **options: Any) -> None:
+    def __init__(
+        self, prefill: Any = good_prefill, decode: Any = good_decode, *, whole: bool = False, **options: Any
+    ) -> None:
         self.prefill = FakeFleet(prefill, "p0", "p1")
         self.decode = FakeFleet(decode, "d0", "d1", "d2")
         self.client: Any = FakeRouterClient()
         fleets: Any = self.prefill, self.decode
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
-        self.path = RequestPath(engines=Engines(*fleets), client=self.client, options=path_options)
+        tokens: Any = PromptTokens("") if whole else None
+        self.path = RequestPath(
+            engines=Engines(*fleets, whole=whole), client=self.client, options=path_options, tokens=tokens
+        )
 
     async def run(self, **fields: Any) -> bytes:
         """Return the answer to a request, after the lease has ended."""

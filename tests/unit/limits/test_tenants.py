@@ -25,8 +25,7 @@ KEY_OF_A = json.dumps({"sha256": "0" * 64, "tenant": "a"})
 
 
 @given(
-    st.floats(0.1, 1000),
-    st.lists(st.tuples(st.floats(0, 30), st.integers(1, 50)), min_size=1, max_size=40),
+    st.floats(0.1, 1000), st.lists(st.tuples(st.floats(0, 30), st.integers(1, 50)), min_size=1, max_size=40)
 )
 def test_no_window_takes_more_than_the_burst_the_rate_and_one_debt(
     per_minute: float, arrivals: list[tuple[float, int]]

@@ -6,27 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
 import pytest
 from clock import Clock
 from fake_fleet import TOKEN_IDS, answer_with, prefill_result, refusal
 from hypothesis import given
 from hypothesis import strategies as st
-from request_path import Pipeline, request_context
+from request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, packed, request_context
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.errors import Overloaded
 from eldr_serve.queues.rate import Rate
 from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
 
-TOKENS = 12
-END = b"data: [DONE]\n\n"
-EVENTS = [b'data: {"created":77,"text":"%d"}\n\n' % number for number in range(TOKENS)]
 LOST = ChannelLost("it is dead")
-
-
-def packed(*ids: int) -> bytes:
-    return np.asarray(ids, np.uint32).tobytes()
 
 
 class Engines:
@@ -60,9 +52,6 @@ class Engines:
                 if self.cuts:  # lost after its last frame
                     raise LOST
                 return
-
-
-WHOLE = b"".join(EVENTS)
 
 
 @given(

@@ -15,18 +15,13 @@ POLICY = "eldr_serve.replicas.autoscaling:by_requests_in_flight"
 
 
 def context(
-    counts: dict[str, float],
-    *,
-    running: int,
-    target: int = 2,
-    kv: dict[str, float] | None = None,
-    **config: Any,
+    counts: dict[str, float], running: int, kv: dict[str, float] | None = None, **config: Any
 ) -> AutoscalingContext:
     """Return the context of replicas r0, r1, ..., some of which have reported."""
     metrics = {name: values for name, values in ((IN_FLIGHT, counts), (KV_IN_USE, kv)) if values}
     return AutoscalingContext(
         deployment_id=None, deployment_name="decode", app_name="eldr", current_num_replicas=running,
-        target_num_replicas=running or target,
+        target_num_replicas=running or 2,
         running_replicas=[f"r{number}" for number in range(running)], total_num_requests=0,
         total_queued_requests=0, aggregated_metrics=metrics, raw_metrics={},
         capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=16, policy_state={},
@@ -59,10 +54,7 @@ def test_the_requests_in_flight_set_the_number_of_replicas(
     ],
 )
 def test_the_kv_usage_sets_the_number_of_replicas(kv: dict[str, float], desired: float) -> None:
-    assert by_requests_in_flight(context({"r0": 1, "r1": 1}, running=2, kv=kv)) == (
-        pytest.approx(desired),
-        {},
-    )
+    assert by_requests_in_flight(context({"r0": 1, "r1": 1}, 2, kv)) == (pytest.approx(desired), {})
 
 
 @pytest.mark.parametrize(
@@ -74,7 +66,7 @@ def test_no_replica_is_removed_before_all_have_reported(counts: dict[str, float]
 
 
 def test_the_target_is_kept_without_replicas() -> None:
-    assert by_requests_in_flight(context({}, running=0, target=2))[0] == 2
+    assert by_requests_in_flight(context({}, running=0))[0] == 2
 
 
 def test_serve_imports_the_policy_and_applies_its_own_bounds_and_delays() -> None:

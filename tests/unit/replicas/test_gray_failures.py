@@ -12,8 +12,7 @@ from fake_fleet import answer_with, prefill_result, refusal
 from fake_router import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from request_path import Pipeline, good_decode, good_prefill, request_context
-from test_resume import END, WHOLE, packed
+from request_path import END, WHOLE, Pipeline, good_decode, good_prefill, packed, request_context
 
 from eldr_serve.channel import Call, CallLate
 from eldr_serve.pipeline import path

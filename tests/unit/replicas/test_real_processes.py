@@ -56,9 +56,7 @@ async def test_a_killed_client_frees_its_permit_lease_and_engine_request(
         assert not await prefill.running()
 
 
-async def test_a_client_that_reads_nothing_is_disconnected_and_disturbs_no_other(
-    prefill: Replica,
-) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected_and_disturbs_no_other(prefill: Replica) -> None:
     """Another client's stream over the same channel continues meanwhile and afterwards."""
     with replica("decode", step_s=1e-5) as quick:
         await quick.start()

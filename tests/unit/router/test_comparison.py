@@ -103,9 +103,7 @@ def test_a_restarted_router_restores_the_shadow_from_a_client() -> None:
 async def test_expert_counts_are_sent_if_only_the_shadow_reads_them() -> None:
     actor = FakeActor(policy="shortest-queue")
     async with connected(actor, "r0", "r1") as client:
-        await client.place(
-            request("sampled"), counts_for(0)
-        )  # the first request is sampled, and always sends its counts
+        await client.place(request("sampled"), counts_for(0))  # the first one is always sampled
         for shadow in (None, NamedPolicy("random")):
             await client.call("set_shadow", shadow)
             name = f"r{shadow}"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Any
 
-from fake_router import FakeActor, connected, wait_until, wait_until_idle
+from fake_router import FakeActor, connected, wait_until
 from tables import counts_for, request
 
-from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.messages import Place, Restore, encode
 
 
 async def test_leases_end_with_the_channel_unless_the_client_reconnects() -> None:
     actor = FakeActor(grace_s=0.2)
-    async with connected(actor, "r0") as returning, connected(actor, "r0") as alive:
-        async with connected(actor, "r0") as dead:
+    connecting = partial(connected, actor, "r0", release=False)
+    async with connecting() as returning, connecting() as alive:
+        async with connecting() as dead:
             for name, client in {"dead": dead, "returning": returning, "alive": alive}.items():
                 await client.place(request(name), None)
             assert actor.running.keys() == {"dead", "returning", "alive"}
@@ -68,19 +68,14 @@ async def test_a_release_while_the_channel_is_lost_is_sent_over_the_next() -> No
         await wait_until(lambda: actor.running.keys() == {"b", "c"})
         assert actor.running["b"].generated_tokens == 5
         assert not client.router_away
-        client.release("b")
-        client.release("c")
-        await wait_until_idle(client, actor)
 
 
 async def test_a_change_of_replicas_is_sent_before_the_next_request_and_without_one() -> None:
-    actor, directory = FakeActor(), ReplicaDirectory()
-    async with connected(actor, "r0", directory=directory) as client:
+    actor = FakeActor()
+    async with connected(actor, "r0") as client:
+        directory: Any = client._link._replicas
         await client.place(request("a"), None)
         directory.publish({"r1": {}})
         assert (await client.place(request("b"), None)).replica == "r1"
         directory.publish({"r2": {}})
         await wait_until(lambda: actor.state.positions == ["r2"])
-        for name in "ab":
-            client.release(name)
-        await asyncio.sleep(0)
