@@ -127,6 +127,12 @@ def refusal(status: int, message: str = "no") -> Refused:
     return Refused(message, status=status)
 
 
+def in_turn(*answers: Callable[[Sent], AsyncIterator[Any]]) -> Callable[[Sent], AsyncIterator[Any]]:
+    """Return an engine whose calls have these answers in turn; the last one repeats."""
+    calls = iter(answers)
+    return lambda sent: next(calls, answers[-1])(sent)
+
+
 def answer_with(*chunks: Any) -> Callable[[Sent], AsyncIterator[Any]]:
     """Return an engine that yields these chunks, raises an exception among them, and awaits an event."""
 

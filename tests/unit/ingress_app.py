@@ -63,10 +63,11 @@ class App:
 
         return validated
 
-    async def post(self, path: str, body: Any) -> httpx.Response:
-        """Post JSON text, or a value as JSON."""
+    async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> httpx.Response:
+        """Post JSON text, or a value as JSON, with an inference key."""
         content = body if isinstance(body, str | bytes) else json.dumps(body)
-        return await self.client.post(path, content=content, headers={"content-type": "application/json"})
+        headers |= {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        return await self.client.post(path, content=content, headers=headers)
 
     async def stream(self, send: Callable[[Any], Awaitable[None]], left: asyncio.Event) -> None:
         """Post a streamed completion by ASGI; the client disconnects when `left` is set."""

@@ -41,6 +41,11 @@ def request_context(method: str = "completions", **fields: Any) -> RequestContex
     return RequestContext(Request(method, json.dumps(body).encode(), RequestFields.model_validate(body)))
 
 
+def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
+    """Return engines of which one has this answer, and the others have another."""
+    return lambda sent: (answer if sent.replica == replica else others)(sent)
+
+
 class FakeRouterClient:
     """A RouterClient that leases the first replica that is not excluded."""
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from engine_server import read_all
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_serve.channel import Answer, CallFailed, Channel, ChannelLost, ChannelServer, SlowReader
 from eldr_serve.channel import client as client_module
 from eldr_serve.channel import peer as peer_module
+from eldr_serve.channel.client import SILENT_S
 from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, VERSION, BrokenFrame, Frames, Kind, frame
+from tests.faults.virtual_time import VirtualLoop
 
 SECRET = "secret"
 HELLO = frame(Kind.HELLO, 0, bytes([VERSION]) + SECRET.encode())
@@ -78,18 +83,14 @@ async def connected(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
             channel.close("the test ends")
 
 
-async def read_all(call: Any) -> tuple[bytes, int]:
-    """Return the whole answer and its number of tokens."""
-    payload, tokens = b"", 0
-    while (chunk := await call.read()) is not None:
-        payload, tokens = payload + chunk.payload, tokens + chunk.tokens
-    return payload, tokens
-
-
 async def until(condition: Any) -> None:
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("eldr_serve")]
 
 
 async def test_pings_carry_the_report_to_authenticated_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,13 +227,46 @@ async def test_an_unauthenticated_peer_or_a_malformed_frame_closes_only_its_own_
             _, port = engine.server.address
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(sent)
-            async with asyncio.timeout(5):
-                while await reader.read(65536):
-                    pass
+            await asyncio.wait_for(reader.read(), 5)
             writer.close()
-        assert any("is closed" in record.getMessage() for record in caplog.records)
+        (line,) = lines(caplog)
+        assert "is closed" in line
         engine.go_on.set()
         assert await read_all(call) == (b"done", 1)
+
+
+@pytest.mark.parametrize(
+    "sent", [frame(Kind.CALL, 1, b"x" * 100)[:-50], HEAD.pack(2**31, Kind.CALL, 2, 0), HEAD.pack(0, 77, 1, 0)]
+)
+@pytest.mark.parametrize("calls", [0, 2])
+async def test_an_engine_logs_one_line_for_a_malformed_frame(
+    sent: bytes, calls: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected() as (engine, channel):
+        _, port = engine.server.address
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        waits = [frame(Kind.CALL, 10 + n, b"\x93\xa4wait\x80\xc4\x00") for n in range(calls)]
+        writer.write(HELLO + b"".join(waits))
+        await until(lambda: len(engine.running) == calls and len(engine.server.connections) == 2)
+        writer.write(sent)
+        await writer.drain()
+        writer.close()
+        await until(lambda: len(engine.server.connections) == 1 and not engine.running)
+        (line,) = lines(caplog)
+        assert "is closed" in line
+        assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+
+
+async def test_a_connection_without_a_hello_is_closed_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("eldr_serve.channel.server._HELLO_S", 0.05)
+    async with listening() as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    (line,) = lines(caplog)
+    assert "no hello" in line
 
 
 @pytest.mark.parametrize("silent", ["engine", "ingress"])
@@ -266,6 +300,41 @@ async def test_connecting_fails_with_a_wrong_secret_or_without_a_server() -> Non
         await engine.server.stop()
         with pytest.raises(ChannelLost):
             await Channel.connect("127.0.0.1", port, SECRET)
+
+
+@pytest.mark.parametrize("last_frame_s", [0.0, 0.01, 0.5, 0.99, 1.5])
+def test_a_silent_engine_is_noticed_right_after_the_limit(last_frame_s: float) -> None:
+    loop = VirtualLoop(random.Random(0))
+
+    async def main() -> float:
+        channel = Channel(SECRET, lambda: None)
+        channel.connection_made(Mock(get_extra_info=lambda name: None))
+        await asyncio.sleep(last_frame_s)
+        channel.data_received(frame(Kind.PING))
+        received_s = loop.time()
+        await channel.closed
+        channel.welcome.exception()
+        return loop.time() - received_s
+
+    assert SILENT_S <= loop.run(main()) < SILENT_S + 0.2
+
+
+async def test_an_engine_writes_all_streams_at_once_in_each_turn() -> None:
+    async with connected() as (engine, channel):
+        (connection,) = engine.server.connections
+        written: list[int] = []
+        transport: Any = connection._transport
+        connection._transport = Mock(
+            wraps=transport,
+            writelines=lambda parts: (written.append(len(parts)), transport.writelines(parts)),
+        )
+        calls = [channel.call("wait", {}) for _ in range(50)]
+        for call in calls:
+            await call.read()
+        written.clear()
+        engine.go_on.set()  # all calls send in the same turn
+        assert [await read_all(call) for call in calls] == [(b"done", 1)] * 50
+        assert len(written) <= 2  # their parts, and their ends
 
 
 @given(

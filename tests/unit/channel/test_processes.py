@@ -1,8 +1,9 @@
-"""Channels between processes that are killed and stopped."""
+"""Channels between processes that are killed, stopped or break the protocol."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 import time
@@ -11,7 +12,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from test_channel import HELLO, SECRET, Engine, read_all, until
+from engine_server import read_all
+from test_channel import HELLO, SECRET, Engine, connected, lines, until
 
 from eldr_serve.channel import Channel, ChannelLost, Chunk
 from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, Kind, frame
@@ -37,6 +39,24 @@ async def main():
     channel = await Channel.connect("127.0.0.1", {port}, {secret!r})
     calls = [channel.call("wait", {{}}) for _ in range(3)]
     print("called", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+_WRONG_ENGINE = """
+import asyncio
+
+async def answer(reader, writer):
+    await reader.readexactly(13)
+    writer.write({sent!r})
+    await writer.drain()
+    if {cut}:
+        writer.close()
+    await reader.read()
+
+async def main():
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -124,3 +144,30 @@ async def test_a_stopped_engine_that_continues_ends_its_lost_calls() -> None:
         await asyncio.sleep(0.2)
         assert await channel.call("running", {}).read() == Chunk(b"running", 0)  # the lost call has ended
         channel.close("the test ends")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        frame(Kind.DATA, 1, b"x" * 10)[:-5],
+        HEAD.pack(MAX_FRAME_BYTES + 1, Kind.DATA, 1, 0),
+        HEAD.pack(0, 77, 1, 0),
+        frame(Kind.CALL, 1, b"only ingresses send this"),
+        frame(Kind.TOKENS, 1, b"abc", 2),
+        frame(Kind.END, 1, b"\xc1 is not msgpack"),
+    ],
+)
+async def test_an_ingress_closes_the_channel_to_a_faulty_engine_process_with_one_line(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = sent.startswith(frame(Kind.DATA, 1, b"x" * 10)[:4])
+    async with (
+        process(_WRONG_ENGINE, sent=frame(Kind.WELCOME) + sent, cut=cut) as (_, port),
+        connected() as (_, other),
+    ):
+        channel = await Channel.connect("127.0.0.1", int(port), SECRET)
+        with caplog.at_level(logging.WARNING), pytest.raises(ChannelLost):
+            await read_all(channel.call("echo", {}))
+        (line,) = lines(caplog)
+        assert "is closed" in line
+        assert await read_all(other.call("echo", {"parts": [b"a"]})) == (b"a", 1)

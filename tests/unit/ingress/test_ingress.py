@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from fake_fleet import answer_with
-from fake_router import FakeActor
+from fake_router import FakeActor, wait_until
 from ingress_app import COMPLETIONS, HELLO, KEY, TOKEN, running_app, stream_answer
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.errors import Overloaded
+from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.http_server import HttpServer
 
 HUGE_SLOTS = {"name": "balance-route", "parameters": {"slots": 2**62}}
 
@@ -115,6 +120,32 @@ async def test_a_client_that_disconnects_while_a_chunk_is_sent_cancels_its_call(
             await streaming
         assert app.decode.requests[-1].cancelled
         assert app.ingress.gate.in_flight == 0
+
+
+async def test_a_client_that_reads_nothing_is_disconnected_and_disturbs_no_other() -> None:
+    async def decode(sent: Any) -> AsyncIterator[bytes]:
+        """Stream without end, or answer a request for a few tokens at once."""
+        if sent.fields["max_tokens"] <= 5:
+            yield b'{"choices": []}'
+            return
+        while True:
+            yield b"data: " + b"x" * 1016 + b"\n\n"
+            await asyncio.sleep(0)
+
+    async with running_app(decode=decode) as app:
+        server = HttpServer(app.http, IngressOptions(port=0))
+        await wait_until(lambda: server._server.started)
+        host, port = "127.0.0.1", server.port
+        body = json.dumps(HELLO | {"max_tokens": 99, "stream": True}).encode()
+        silent = socket.create_connection((host, port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        silent.sendall(head.encode() + body)
+        await wait_until(lambda: app.decode.requests and app.decode.requests[-1].cancelled)
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+            assert (await client.post(COMPLETIONS, json=HELLO)).status_code == 200
+        silent.close()
+        await wait_until(lambda: app.ingress.gate.in_flight == 0)
+        await server.drain()
 
 
 async def test_an_ingress_does_not_start_at_a_used_port() -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_fleet import answer_with, refusal
+from fake_fleet import answer_with, in_turn, refusal
 from fake_router import wait_until
 from ingress_app import COMPLETIONS, HELLO, TOKEN, App, running_app
 
@@ -33,12 +33,6 @@ def log(caplog: pytest.LogCaptureFixture) -> Any:
         return [json.loads(line.removeprefix("request ")) for line in lines]
 
     return records
-
-
-def failing_once(*chunks: Any) -> Any:
-    """Return an engine whose first call answers with these chunks, and later calls with two tokens."""
-    calls = iter([answer_with(*chunks)])
-    return lambda sent: next(calls, two_tokens)(sent)
 
 
 async def test_a_request_without_failures_is_logged_only_if_all_are(log: Any) -> None:
@@ -72,7 +66,7 @@ async def test_a_request_without_failures_is_logged_only_if_all_are(log: Any) ->
 
 
 async def test_a_retried_request_is_logged_with_its_failures(log: Any) -> None:
-    async with running_app(decode=failing_once(GONE)) as app:
+    async with running_app(decode=in_turn(answer_with(GONE), two_tokens)) as app:
         answer = await app.post(COMPLETIONS, STREAMED)
     assert answer.status_code == 200
     (line,) = log()

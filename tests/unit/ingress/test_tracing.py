@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_server import serving
-from fake_fleet import answer_with, refusal
+from fake_fleet import answer_with, in_turn, refusal
 from ingress_app import COMPLETIONS, HELLO, TOKEN, App, running_app
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -171,8 +171,7 @@ async def test_a_malformed_trace_is_ignored(traced: Any) -> None:
 
 
 async def test_a_failed_attempt_is_a_failed_child_of_a_successful_request(traced: Any) -> None:
-    calls = iter([answer_with(GONE)])
-    async with traced(decode=lambda sent: next(calls, answer_with(TOKEN))(sent)) as service:
+    async with traced(decode=in_turn(answer_with(GONE), answer_with(TOKEN))) as service:
         answer = await service.post()
         root, children = service.spans()
     assert answer.status_code == 200

@@ -9,13 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fake_fleet import answer_with
 from fake_router import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from ingress_app import CHAT, COMPLETIONS, HELLO, KEY, App, running_app
+from ingress_app import CHAT, COMPLETIONS, HELLO, KEY, running_app
 
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import parse_request
@@ -34,12 +33,6 @@ async def with_tenants(folder: Path, limits: dict[str, dict[str, float]], **opti
     write_keys(file, keys)
     async with running_app(keys_file=file, **options) as app:
         yield app
-
-
-async def post(app: App, tenant: str | None, path: str, body: Any, **headers: str) -> httpx.Response:
-    if tenant is not None:
-        headers["authorization"] = f"Bearer {tenant}"
-    return await app.client.post(path, json=body, headers=headers)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +61,7 @@ async def test_engines_receive_a_cache_salt_per_tenant_and_no_priority_of_the_cl
         for tenant in "ab":
             for own in ({}, {"cache_salt": "x"}, {"cache_salt": "y", "priority": -5}):
                 app.valid_calls.clear()
-                answer = await post(app, tenant, path, body | own, **{"X-Vllm-Priority": "-9"})
+                answer = await app.post(path, body | own, tenant, **{"X-Vllm-Priority": "-9"})
                 assert answer.status_code == 200, answer.text
                 calls = [c for c in app.valid_calls if c.method in ("prefill", "generate")]
                 assert len(calls) == (1 if "n" in body else 2)
@@ -101,22 +94,22 @@ async def test_each_tenant_has_its_own_rate_limits(tmp_path: Path) -> None:
     async with with_tenants(tmp_path, limits) as app:
         for tenant, allowed, what in (("a", 3, "3 requests"), ("b", 2, "20 tokens")):
             for _ in range(allowed):  # a prompt has 7 tokens here, an answer 2 or less
-                assert (await post(app, tenant, COMPLETIONS, HELLO | {"max_tokens": 30})).status_code == 200
+                assert (await app.post(COMPLETIONS, HELLO | {"max_tokens": 30}, tenant)).status_code == 200
                 app.ingress.gate.tenants.find(f"Bearer {tenant}").tokens.take(2)
-            answer = await post(app, tenant, COMPLETIONS, HELLO)
+            answer = await app.post(COMPLETIONS, HELLO, tenant)
             error = answer.json()["error"]
             assert (answer.status_code, error["type"]) == (429, "rate_limit_exceeded")
             assert f"{what} a minute" in error["message"]
             assert int(answer.headers["retry-after"]) >= 1
         for _ in range(9):
-            assert (await post(app, "c", COMPLETIONS, HELLO)).status_code == 200
+            assert (await app.post(COMPLETIONS, HELLO, "c")).status_code == 200
         assert app.ingress.gate.in_flight == 0
 
 
 async def test_waiting_tenants_get_permits_in_fair_shares(tmp_path: Path) -> None:
     held = asyncio.Event()
     async with with_tenants(tmp_path, {"a": {}, "b": {}}, max_in_flight=2, prefill=answer_with(held)) as app:
-        posts = [asyncio.create_task(post(app, tenant, COMPLETIONS, HELLO)) for tenant in "aaab"]
+        posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO, tenant)) for tenant in "aaab"]
         await wait_until(lambda: app.ingress.gate.limiter.waiting == 2)
         posts[0].cancel()
         await wait_until(lambda: app.ingress.gate.limiter.waiting == 1)

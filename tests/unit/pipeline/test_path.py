@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_fleet import TOKEN_IDS, answer_with, prefill_result, refusal
+from fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from fake_router import wait_until
 from pydantic import ValidationError
-from request_path import COUNTS, Pipeline, good_decode, request_context
+from request_path import COUNTS, Pipeline, good_decode, on, request_context
 
 from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
 from eldr_serve.engine.calls import prefill_header
@@ -30,12 +30,6 @@ DEAD = answer_with(ChannelLost("it is dead"))
 def without_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the wait for a notice: the fake decode engines read no blocks."""
     monkeypatch.setattr(path, "_NOTICE_S", 0.0)
-
-
-def d0_fails(failure: Any) -> Any:
-    """Return decode engines of which d0 fails."""
-    d0, others = answer_with(failure), answer_with(b"a")
-    return lambda sent: (d0 if sent.replica == "d0" else others)(sent)
 
 
 async def test_a_request_is_prefilled_placed_and_decoded() -> None:
@@ -76,8 +70,7 @@ async def test_a_prefill_without_valid_expert_counts_is_placed_without_them(para
 
 
 async def test_a_failed_prefill_is_retried_on_the_next_replica() -> None:
-    answers = iter([DEAD, answer_with(prefill_result())])
-    pipeline = Pipeline(prefill=lambda sent: next(answers)(sent))
+    pipeline = Pipeline(prefill=in_turn(DEAD, answer_with(prefill_result())))
     assert await pipeline.run() == b"abc"
     first, second = pipeline.prefill.requests
     assert first.replica != second.replica
@@ -116,8 +109,8 @@ async def test_an_invalid_request_is_not_retried(leg: str) -> None:
 async def test_a_request_is_prefilled_again_and_placed_elsewhere_if_decode_fails_before_a_token(
     failure: Any, alive: bool, released: int
 ) -> None:
-    pipeline = Pipeline(decode=d0_fails(failure), queue_ttl_s=7.0)
-    assert await pipeline.run() == b"a"
+    pipeline = Pipeline(decode=on("d0", answer_with(failure)), queue_ttl_s=7.0)
+    assert await pipeline.run() == b"abc"
     assert pipeline.client.placed[1][0].exclude == ("d0",)
     assert pipeline.client.waits == [7.0, 0.0]  # a retry does not wait
     first, second = pipeline.prefill.requests
@@ -154,11 +147,8 @@ async def test_there_is_no_backoff_after_the_last_attempt(leg: str) -> None:
 
 
 async def test_prefill_attempts_are_counted_over_the_whole_request() -> None:
-    calls = iter(range(99))
-    every_other = (DEAD, answer_with(prefill_result()))
-    pipeline = Pipeline(
-        prefill=lambda sent: every_other[next(calls) % 2](sent), decode=DEAD, prefill_tries=3, decode_tries=9
-    )
+    prefill = in_turn(*[DEAD, answer_with(prefill_result())] * 9)
+    pipeline = Pipeline(prefill=prefill, decode=DEAD, prefill_tries=3, decode_tries=9)
     with pytest.raises(Overloaded, match="3 prefill attempts failed"):
         await pipeline.run()
     assert len(pipeline.prefill.requests) == 5

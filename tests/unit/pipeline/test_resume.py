@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from clock import Clock
-from fake_fleet import TOKEN_IDS, answer_with, prefill_result, refusal
+from fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, packed, request_context
@@ -116,8 +116,8 @@ async def test_an_answer_resumes_on_a_whole_engine_if_the_second_prefill_fails(
     failure: Exception, stream: bool
 ) -> None:
     """A prompt and its generated tokens may exceed a prefill engine's limit."""
-    answers = iter([answer_with(prefill_result()), answer_with(failure)])
-    pipeline = Pipeline(prefill=lambda sent: next(answers)(sent), decode=Engines((3, LOST)))
+    prefill = in_turn(answer_with(prefill_result()), answer_with(failure))
+    pipeline = Pipeline(prefill=prefill, decode=Engines((3, LOST)))
     assert await pipeline.run(stream=stream) == (WHOLE + END if stream else WHOLE)
     second = pipeline.decode.requests[-1].header
     assert (second["kv"], second["generated"]) == ({}, packed(0, 1, 2))

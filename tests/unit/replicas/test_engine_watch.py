@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
 import subprocess
@@ -13,11 +12,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from engine_server import serving
+from engine_server import generate, read_all, serving
 from fake_router import wait_until
 
 from eldr_serve.channel import Channel, ChannelLost
-from eldr_serve.engine.calls import WARM, decode_header
+from eldr_serve.engine.calls import WARM
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Send
 from eldr_serve.replicas import engine_watch, servers
@@ -66,18 +65,6 @@ async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Any, C
         yield found
 
 
-def generate(channel: Channel, name: str = "id", tokens: int = 1) -> Any:
-    body = json.dumps({"prompt": "x", "max_tokens": tokens, "stream": True}).encode()
-    return channel.call("generate", decode_header("completions", name, None), body)
-
-
-async def answer(channel: Channel, name: str = "id") -> bytes:
-    call, parts = generate(channel, name), []
-    while (chunk := await call.read()) is not None:
-        parts.append(chunk.payload)
-    return b"".join(parts)
-
-
 async def reconnect(server: Any) -> Channel:
     """Connect again, as an ingress does after a loss, once the server accepts."""
     async with asyncio.timeout(5):
@@ -97,7 +84,7 @@ async def test_a_core_that_does_not_answer_is_lost_until_it_answers_again(
     replica: tuple[Any, Channel], caplog: pytest.LogCaptureFixture
 ) -> None:
     server, channel = replica
-    assert await answer(channel)
+    assert await read_all(generate(channel))
     server._engine.runs.clear()
     calls = [generate(channel) for _ in range(2)]
     loop = asyncio.get_running_loop()
@@ -116,7 +103,7 @@ async def test_a_core_that_does_not_answer_is_lost_until_it_answers_again(
     assert "and so are 2 calls: its core has answered nothing for 0.1 s" in line
     server._engine.runs.set()
     channel = await reconnect(server)
-    assert await answer(channel)
+    assert await read_all(generate(channel))
     await server.check_health()
     assert errors(caplog)[1:] == ["the engine answers again and takes calls"]
     channel.close("the test ends")
@@ -180,7 +167,7 @@ async def test_an_idle_core_that_dies_is_lost(replica: tuple[Any, Channel]) -> N
 
 async def test_an_engine_may_compile_before_its_first_answer(replica: tuple[Any, Channel]) -> None:
     server, channel = replica
-    assert await answer(channel, f"{WARM}1")  # a warm-up call does not count
+    assert await read_all(generate(channel, f"{WARM}1"))  # a warm-up call does not count
     server._engine.runs.clear()
     call = generate(channel)
     await asyncio.sleep(5 * LIMIT_S)
@@ -193,7 +180,7 @@ async def test_an_engine_may_compile_before_its_first_answer(replica: tuple[Any,
 async def test_time_while_the_replica_itself_is_stopped_does_not_count(replica: tuple[Any, Channel]) -> None:
     """After a machine has slept, for example, the core's answer is there but not yet read."""
     server, channel = replica
-    assert await answer(channel)
+    assert await read_all(generate(channel))
     server._engine.runs.clear()
     pings = server._engine.pings
     call = generate(channel)
@@ -207,7 +194,7 @@ async def test_time_while_the_replica_itself_is_stopped_does_not_count(replica: 
 
 async def test_an_idle_engine_is_not_pinged(replica: tuple[Any, Channel]) -> None:
     server, channel = replica
-    assert await answer(channel)
+    assert await read_all(generate(channel))
     await wait_until(lambda: not server._channel.in_flight)
     await asyncio.sleep(0.05)
     pings = server._engine.pings

@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 from clock import Clock
-from fake_fleet import answer_with, prefill_result, refusal
+from fake_fleet import answer_with, in_turn, prefill_result, refusal
 from fake_router import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from request_path import END, WHOLE, Pipeline, good_decode, good_prefill, packed, request_context
+from request_path import END, WHOLE, Pipeline, good_prefill, on, packed, request_context
 
 from eldr_serve.channel import Call, CallLate
 from eldr_serve.pipeline import path
 from eldr_serve.replicas.outliers import Outliers
-
-
-def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
-    """Return engines one of which has this answer."""
-    return lambda sent: (answer if sent.replica == replica else others)(sent)
 
 
 def resumable(*chunks: Any) -> Any:
@@ -54,8 +49,8 @@ async def test_a_stalled_stream_resumes_on_another_engine() -> None:
 
 
 async def test_a_slow_prefill_is_retried_elsewhere_and_its_blocks_are_released() -> None:
-    answers = iter([answer_with(asyncio.Event()), good_prefill])
-    pipeline = Pipeline(prefill=lambda sent: next(answers)(sent), prefill_limit_s=0.05)
+    prefill = in_turn(answer_with(asyncio.Event()), good_prefill)
+    pipeline = Pipeline(prefill=prefill, prefill_limit_s=0.05)
     assert await pipeline.run() == b"abc"
     first, second = pipeline.prefill.requests
     assert first.cancelled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from collections.abc import AsyncIterator
@@ -14,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_server import COUNTS, serving
+from engine_server import COUNTS, generate, read_all, serving
 from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from eldr_serve.engine.calls import WARM, decode_header
+from eldr_serve.engine.calls import WARM
 from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts
@@ -168,13 +167,10 @@ async def test_a_call_to_an_actor_has_a_time_limit(monkeypatch: pytest.MonkeyPat
 # -- the decode replica ----------------------------------------------------------------------------------
 
 
-async def generate(channel: Any, name: str, **more: Any) -> None:
-    body = json.dumps({"prompt": "x", "max_tokens": 4, "stream": True}).encode()
-    params = {EXPERT_COUNTS: pack_counts(COUNTS[1])}
-    header = decode_header("completions", name, params, bytes(4 * 5), domain="poems", **more)
-    call = channel.call("generate", header, body)
-    while await call.read() is not None:
-        pass
+async def run(channel: Any, name: str, **header: Any) -> None:
+    """Run a decode request of 4 tokens to its end."""
+    kv = {EXPERT_COUNTS: pack_counts(COUNTS[1])}
+    await read_all(generate(channel, name, 4, kv=kv, token_ids=bytes(4 * 5), domain="poems", **header))
 
 
 @asynccontextmanager
@@ -190,9 +186,9 @@ async def sampling_replica(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> Async
 async def test_a_decode_replica_sends_samples_and_takes_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool("signature-pool:mine:0", share=0.0)
     async with sampling_replica(monkeypatch, pool) as (server, channel):
-        await generate(channel, WARM + "up")
-        await generate(channel, "resumed", generated=bytes(8))
-        await generate(channel, "first")
+        await run(channel, WARM + "up")
+        await run(channel, "resumed", generated=bytes(8))
+        await run(channel, "first")
         await wait_until(lambda: pool.ids)
         ((_, (sample,)),) = pool.batches
         assert (sample.request_id, sample.domain) == ("first", "poems")
@@ -200,23 +196,23 @@ async def test_a_decode_replica_sends_samples_and_takes_the_share(monkeypatch: p
         np.testing.assert_array_equal(sample.prefill_counts, COUNTS[1])
         assert sample.decode_counts.shape == COUNTS[1].shape
         await wait_until(lambda: server._sampler.share == 0.0)
-        await generate(channel, "second")
+        await run(channel, "second")
         assert server._engine.take_samples() == []
         pool.shares["signature-pool:mine:0"] = 1.0  # the replica polls the pool even without samples
         await wait_until(lambda: server._sampler.share == 1.0)
-        await generate(channel, "third")
+        await run(channel, "third")
         await wait_until(lambda: pool.ids == ["first", "third"])
 
 
 async def test_requests_are_served_without_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     async with sampling_replica(monkeypatch, Pool()) as (server, channel):
         for number in range(3):
-            await generate(channel, f"{number}")
+            await run(channel, f"{number}")
         await wait_until(lambda: server._pool.dropped == 3)
         assert not server._sending.done()
 
 
 async def test_without_a_pool_nothing_is_sampled() -> None:
     async with serving(servers.DecodeServer, router_name="router") as (server, channel):
-        await generate(channel, "first")
+        await run(channel, "first")
         assert server._engine.take_samples() == []

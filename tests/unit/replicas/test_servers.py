@@ -12,12 +12,12 @@ from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
-from engine_server import COUNTS, serving
+from engine_server import COUNTS, generate, read_all, serving
 from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from eldr_serve.channel import CallFailed
-from eldr_serve.engine.calls import decode_header, expert_counts_of, prefill_header
+from eldr_serve.engine.calls import expert_counts_of, prefill_header
 from eldr_serve.pipeline.prefill_step import prefill_answer
 from eldr_serve.replicas import servers
 from eldr_serve.router.budget import KV_USAGE, SAMPLE
@@ -122,13 +122,8 @@ async def test_a_prefilled_prompt_is_held_until_its_release() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_has_its_number_of_tokens(stream: bool) -> None:
     async with serving(servers.DecodeServer, router_name="router") as (_, channel):
-        body = json.dumps({"prompt": "x", "max_tokens": 3, "stream": stream}).encode()
-        call = channel.call("generate", decode_header("completions", "id", None), body)
-        chunks = []
-        while (chunk := await call.read()) is not None:
-            chunks.append(chunk)
-        assert sum(chunk.tokens for chunk in chunks) == 3
-        text = b"".join(chunk.payload for chunk in chunks)
+        text, tokens = await read_all(generate(channel, tokens=3, stream=stream))
+        assert tokens == 3
         assert text.count(b"data: ") == (4 if stream else 0)
         assert text.count(b" token") == 3
 

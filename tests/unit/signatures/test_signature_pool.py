@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,16 +33,24 @@ class LocalPool:
     """A coordinator with a router and a sample window in this process, and a clock that the test sets.
 
     Args:
+        samples: number of samples in the window at the start.
+        kinds: their kinds.
         table: the configured routing table.
     """
 
-    def __init__(self, table: bytes | None = None, policy: str = "locality-band") -> None:
+    def __init__(
+        self, samples: int = 0, kinds: Sequence[int | None] = (0, 3), *, workers: int = 2,
+        table: bytes | None = None, policy: str = "locality-band",
+    ) -> None:  # fmt: skip
         settings = RouterSettings(model_id="m", policy=policy, table=table, pool=POOL)
         self.router = DecodeRouter(settings)
         self.clock = Clock(1000.0)
         self.window = SampleWindow(OPTIONS.window)
         self.coordinator = Coordinator(POOL, self, self._trace, clock=self.clock)
         self.during_fit: Any = None  # callback
+        self.window.add(traffic(kinds, samples))
+        if workers:
+            self.serve(workers)
 
     async def _trace(self) -> CalibrationTrace:
         if self.during_fit is not None:
@@ -63,7 +72,7 @@ class LocalPool:
             self.coordinator.samples = len(self.window)
             await self.coordinator.look(self.coordinator.status())
 
-    async def serve(self, workers: int) -> None:
+    def serve(self, workers: int) -> None:
         replicas = tuple(f"r{number}" for number in range(workers))
         self.router._state.restore(Restore("ingress", replicas))
         self.router._state.update_workers(replicas)
@@ -72,6 +81,13 @@ class LocalPool:
     def live(self) -> RoutingTable | None:
         file = self.router._state.settings.table
         return None if file is None else RoutingTable.from_bytes(file)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.coordinator.status()
+
+    async def refit(self) -> Any:
+        return await self.coordinator.refit(self.status)
 
     @property
     def counters(self) -> Any:
@@ -96,41 +112,37 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["locality-band", "marginal-cost"])
 async def test_the_first_table_is_fitted_from_enough_samples_under_any_policy(policy: str) -> None:
-    local = LocalPool(policy=policy)
-    await local.serve(2)
-    local.window.add(traffic([0, 3], 59))
+    local = LocalPool(59, policy=policy)
     await local.poll()
     assert local.live is None
-    assert local.coordinator.status()["note"] == "no table yet: 59 of 60 samples"
+    assert local.status["note"] == "no table yet: 59 of 60 samples"
     local.window.add(traffic([0, 3], 1, begin=59))
     await local.poll(1)
     assert sorted(kinds(local.live)) == [0, 3]
-    status = local.coordinator.status()
+    status = local.status
     assert status["table"] | {"version": 1, "samples": 60, "workers": 2} == status["table"]
     assert status["table"]["why"] == "first table for 2 decode replicas"
     assert status["table"]["held_out"]["experts_by_table"] < status["table"]["held_out"]["experts_by_load"]
     assert status["note"] == "no table yet: 60 of 60 samples"  # from the previous poll
     await local.poll(1)
-    assert local.coordinator.status()["note"] == "table version 1 is live"
+    assert local.status["note"] == "table version 1 is live"
     assert (await local.router.status())["signatures"]["table"] == status["table"]
     assert local.counters["refits"] == 0
     assert local.counters["table_swaps"] == 1
 
 
 async def test_a_table_no_better_than_load_is_refused_with_a_reason_in_the_status() -> None:
-    local = LocalPool()
-    await local.serve(2)
-    local.window.add(traffic([None], 120))  # requests without common structure
+    local = LocalPool(120, [None])  # requests without common structure
     await local.poll(4)
     assert local.live is None
-    status = local.coordinator.status()
+    status = local.status
     assert status["tables_refused"] == 1  # not retried at each poll
     assert "no better than load" in status["last_refusal"]["why"]
     assert status["last_refusal"]["why"] in status["note"]
     await local.poll(1)
     assert local.counters["tables_refused"] == 1
     with pytest.raises(SwapRefused, match="no better than load"):
-        await local.coordinator.refit(local.coordinator.status())
+        await local.refit()
     local.clock.now += OPTIONS.every_s
     local.window.add(traffic([0, 3], 240, begin=500))
     await local.poll(1)
@@ -138,22 +150,18 @@ async def test_a_table_no_better_than_load_is_refused_with_a_reason_in_the_statu
 
 
 async def test_a_refused_first_table_is_fitted_again_after_half_as_many_new_samples() -> None:
-    local = LocalPool()
-    await local.serve(2)
-    local.window.add(traffic([None], 60))
+    local = LocalPool(60, [None])
     await local.poll()
     local.window.add(traffic([0, 3], 29, begin=500))
     await local.poll()
-    assert local.coordinator.status()["tables_refused"] == 1
+    assert local.status["tables_refused"] == 1
     local.window.add(traffic([0, 3], 121, begin=600))
     await local.poll(1)
     assert sorted(kinds(local.live)) == [0, 3]  # without waiting for every_s
 
 
 async def test_drift_leads_to_a_refit() -> None:
-    local = LocalPool()
-    await local.serve(2)
-    local.window.add(traffic([0, 3], 120))
+    local = LocalPool(120)
     await local.poll()
     before = kinds(local.live)
     local.clock.now += OPTIONS.every_s
@@ -165,39 +173,33 @@ async def test_drift_leads_to_a_refit() -> None:
     local.clock.now += OPTIONS.every_s
     await local.poll()
     assert local.counters["refits"] == 1
-    assert "drifted" in local.coordinator.status()["table"]["why"]
+    assert "drifted" in local.status["table"]["why"]
     assert kinds(local.live) == [3 if kind == 3 else 6 for kind in before]  # kind 3 kept its worker
 
 
 async def test_scaling_leads_to_a_table_for_the_new_number_of_workers() -> None:
-    local = LocalPool()
-    await local.serve(2)
-    local.window.add(traffic([0, 3, 6], 120))
+    local = LocalPool(120, [0, 3, 6])
     await local.poll()
     assert len(local.live.centroids) == 2
-    await local.serve(3)
+    local.serve(3)
     await local.poll(1)
     assert len(local.live.centroids) == 2  # more replicas may be starting
     await local.poll(1)
     assert sorted(kinds(local.live)) == [0, 3, 6]
-    assert "3 decode replicas serve" in local.coordinator.status()["table"]["why"]
+    assert "3 decode replicas serve" in local.status["table"]["why"]
 
 
 async def test_one_decode_replica_needs_no_table() -> None:
-    local = LocalPool()
-    await local.serve(1)
-    local.window.add(traffic([0, 3], 120))
+    local = LocalPool(120, workers=1)
     await local.poll()
     assert local.live is None
-    assert "a table needs 2 or more" in local.coordinator.status()["note"]
+    assert "a table needs 2 or more" in local.status["note"]
     with pytest.raises(SwapRefused, match="2 or more"):
-        await local.coordinator.refit(local.coordinator.status())
+        await local.refit()
 
 
 async def test_a_configured_table_is_replaced_only_by_a_refit() -> None:
-    local = LocalPool(table=unit_table(2, num_experts=EXPERTS).to_bytes())
-    await local.serve(2)
-    local.window.add(traffic([0, 3], 31))
+    local = LocalPool(31, table=unit_table(2, num_experts=EXPERTS).to_bytes())
     await local.poll()
     assert local.router._state.settings.table_version == 1
     local.window.add(traffic([0, 3], 60, begin=31))
@@ -208,36 +210,32 @@ async def test_a_configured_table_is_replaced_only_by_a_refit() -> None:
 
 async def test_no_table_is_fitted_before_an_ingress_has_restored_its_settings() -> None:
     """After a restart the router has no table; the ingresses hold the operator's table."""
-    local = LocalPool()
+    local = LocalPool(120, workers=0)
     local.router._state.update_workers(("r0", "r1"))
-    local.window.add(traffic([0, 3], 120))
     await local.poll(3)
     assert local.live is None
-    assert "before the router has an ingress" in local.coordinator.status()["note"]
-    await local.serve(2)
+    assert "before the router has an ingress" in local.status["note"]
+    local.serve(2)
     await local.poll()
     assert local.live is not None
 
 
 async def test_a_requested_refit_keeps_each_workers_kind() -> None:
     local = LocalPool()
-    await local.serve(2)
     with pytest.raises(SwapRefused, match="holds 0 samples and a table of 2 decode replicas needs 16"):
-        await local.coordinator.refit(local.coordinator.status())
+        await local.refit()
     local.window.add(traffic([0, 3], 60))
     await local.poll()
     before = kinds(local.live)
     local.window.add(traffic([0, 3], 60, begin=60))
     local.coordinator.samples = 120
-    made = await local.coordinator.refit(local.coordinator.status())
+    made = await local.refit()
     assert (made["version"], made["samples"], made["why"]) == (2, 120, "requested")
     assert kinds(local.live) == before
 
 
 async def test_a_table_swapped_in_during_a_fit_stays() -> None:
-    local = LocalPool()
-    await local.serve(2)
-    local.window.add(traffic([0, 3], 60))
+    local = LocalPool(60)
     file = unit_table(2, num_experts=EXPERTS).to_bytes()
     local.during_fit = lambda: local.router._state.swap_table(file)
     await local.poll()
@@ -245,28 +243,22 @@ async def test_a_table_swapped_in_during_a_fit_stays() -> None:
 
 
 async def test_the_router_refuses_a_table_of_another_shape_than_the_engines() -> None:
-    local = LocalPool()
-    await local.serve(2)
+    local = LocalPool(60)
     await local.router.expect_counts(4, 8)
-    local.window.add(traffic([0, 3], 60))
     await local.poll()
     assert local.live is None
-    assert "but the prefill engines report 4 x 8" in local.coordinator.status()["last_refusal"]["why"]
+    assert "but the prefill engines report 4 x 8" in local.status["last_refusal"]["why"]
 
 
 async def test_samples_of_another_shape_than_the_live_table_cause_no_refit() -> None:
-    local = LocalPool(table=unit_table(2).to_bytes())
-    await local.serve(2)
-    local.window.add(traffic([0, 3], 60))
+    local = LocalPool(60, table=unit_table(2).to_bytes())
     await local.poll()
     assert local.counters["table_swaps"] == 0
-    assert "the samples have 2 x 16" in local.coordinator.status()["last_refusal"]["why"]
+    assert "the samples have 2 x 16" in local.status["last_refusal"]["why"]
 
 
 async def test_samples_are_accepted_during_a_fit() -> None:
-    local = LocalPool()
-    await local.serve(2)
-    local.window.add(traffic([0, 3], 60))
+    local = LocalPool(60)
     making, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(function: Any, *arguments: Any) -> Any:
@@ -281,7 +273,7 @@ async def test_samples_are_accepted_during_a_fit() -> None:
     await local.poll(1)  # a concurrent poll fits no second table
     go_on.set()
     await looking
-    assert local.coordinator.status()["table"]["samples"] == 60
+    assert local.status["table"]["samples"] == 60
 
 
 async def test_a_changed_deployment_starts_and_ends_actors(actors: list[str]) -> None:
@@ -298,7 +290,6 @@ async def test_a_changed_deployment_starts_and_ends_actors(actors: list[str]) ->
 
 async def test_the_status_shows_that_the_pool_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     local = LocalPool()
-    await local.serve(2)
     await local.poll(1)
     assert (await local.router.status())["signatures"]["note"].startswith("no table")
     monkeypatch.setattr(link, "_AWAY_S", 0.0)
