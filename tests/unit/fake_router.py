@@ -225,6 +225,16 @@ async def connected(
         await client.stop()
 
 
+@asynccontextmanager
+async def router_and_client(
+    *replicas: str, timeout_s: float = 0.3, **options: Any
+) -> AsyncIterator[tuple[FakeActor, RouterClient]]:
+    """Run an actor with these options and a client of it."""
+    actor = FakeActor(**options)
+    async with connected(actor, *replicas, timeout_s=timeout_s) as client:
+        yield actor, client
+
+
 async def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
     """Wait until the condition holds."""
     async with asyncio.timeout(timeout_s):

@@ -92,9 +92,7 @@ async def test_headers_name_the_policy_and_a_streams_handover_time(streamed: boo
 
 @pytest.mark.parametrize("how", ["cancelled", "disconnected"])
 @pytest.mark.parametrize("chunks_sent", [0, 2])
-async def test_a_client_that_disconnects_while_a_chunk_is_sent_cancels_its_call(
-    chunks_sent: int, how: str
-) -> None:
+async def test_a_client_that_disconnects_during_a_chunk_cancels_its_call(chunks_sent: int, how: str) -> None:
     """Its generator is suspended then, and nothing else ends it, as in a reference cycle."""
     sending, left = asyncio.Event(), asyncio.Event()
     messages = 0
@@ -214,9 +212,7 @@ async def test_an_empty_model_name_means_the_served_model() -> None:
         ("/detokenize", {"tokens": [-1]}, 400, "body.tokens.0"),
     ],
 )
-async def test_an_error_names_the_invalid_field(
-    path: str, fields: dict[str, Any], status: int, param: str
-) -> None:
+async def test_errors_name_the_field(path: str, fields: dict[str, Any], status: int, param: str) -> None:
     async with running_app() as app:
         answer = await app.post(path, HELLO | fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)

@@ -114,9 +114,7 @@ def run_keys(*words: str, **options: Any) -> str:
     return done.stdout.strip()
 
 
-def test_keys_are_reloaded_and_an_invalid_file_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_are_reloaded_from_a_valid_file_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, clock = tmp_path / "keys.json", Clock()
     write_keys(file, add_key(Keys(), "a", "one", {"requests_per_minute": 2}))
     tenants = Tenants(file, clock)

@@ -95,7 +95,7 @@ class Backlog:
 
 
 @pytest.mark.parametrize("before", [0, 100])
-def test_each_of_a_thousand_prompts_is_answered_or_refused_at_once_with_a_retry_time(before: int) -> None:
+def test_each_prompt_is_answered_or_refused_at_once_with_a_retry_time(before: int) -> None:
     """After a hundred prompts the rate is known, and no request is refused twice."""
     backlog = Backlog()
 

@@ -106,7 +106,7 @@ async def test_an_invalid_request_is_not_retried(leg: str) -> None:
     ],
     ids=["lost", "fails"],
 )
-async def test_a_request_is_prefilled_again_and_placed_elsewhere_if_decode_fails_before_a_token(
+async def test_decode_failures_before_a_token_cause_a_second_prefill_elsewhere(
     failure: Any, alive: bool, released: int
 ) -> None:
     pipeline = Pipeline(decode=on("d0", answer_with(failure)), queue_ttl_s=7.0)
@@ -212,7 +212,7 @@ async def test_a_request_waits_for_the_first_decode_replica() -> None:
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["away", "dies"])
-async def test_a_limited_rate_of_requests_runs_whole_on_decode_engines_without_prefill(dies: bool) -> None:
+async def test_without_prefill_a_limited_rate_of_requests_runs_whole(dies: bool) -> None:
     async def prefill(sent: Any) -> AsyncIterator[Any]:
         pipeline.prefill.lost = {"p0", "p1"}
         raise ChannelLost("it is dead")
@@ -296,9 +296,7 @@ def test_prompts_of_any_type_have_a_head(fields: dict[str, Any]) -> None:
     assert isinstance(prompt_head(RequestFields(**fields)), bytes)
 
 
-async def test_a_cancelled_decode_engine_has_time_to_end_its_read_of_the_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_cancelled_decode_engine_can_finish_reading_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its notice to the prefill engine may follow the end of the cancelled call."""
     monkeypatch.setattr(path, "_NOTICE_S", 0.3)
     pipeline = Pipeline(decode=answer_with(asyncio.Event()))
@@ -340,9 +338,7 @@ async def test_cancellation_cancels_the_call_and_releases_lease_and_blocks(leg: 
         ({"stop": ["x"], "stream": True}, None),
     ],
 )
-async def test_requests_that_cannot_be_split_run_whole_on_a_decode_engine(
-    fields: dict[str, Any], reason: str | None
-) -> None:
+async def test_requests_that_cannot_be_split_run_whole(fields: dict[str, Any], reason: str | None) -> None:
     assert needs_whole_engine("completions", request_context(**fields).request.fields) == reason
     pipeline = Pipeline()
     await pipeline.run(**fields)

@@ -83,7 +83,7 @@ async def test_a_stream_resumes_once() -> None:
     assert pipeline.client.events[-1] == "streams_lost"
 
 
-async def test_a_stream_resumes_on_a_third_engine_if_the_second_fails_before_a_token() -> None:
+async def test_a_stream_resumes_on_a_third_engine() -> None:
     pipeline = Pipeline(decode=Engines((3, LOST), (0, LOST)))
     assert await pipeline.run(stream=True) == WHOLE + END
     assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d1", "d2"]
@@ -112,9 +112,7 @@ async def test_a_loss_after_the_end_of_an_answer_has_no_effect(stream: bool) -> 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("failure", [refusal(400), refusal(503), LOST])
-async def test_an_answer_resumes_on_a_whole_engine_if_the_second_prefill_fails(
-    failure: Exception, stream: bool
-) -> None:
+async def test_an_answer_resumes_whole_if_its_second_prefill_fails(failure: Exception, stream: bool) -> None:
     """A prompt and its generated tokens may exceed a prefill engine's limit."""
     prefill = in_turn(answer_with(prefill_result()), answer_with(failure))
     pipeline = Pipeline(prefill=prefill, decode=Engines((3, LOST)))
@@ -125,7 +123,7 @@ async def test_an_answer_resumes_on_a_whole_engine_if_the_second_prefill_fails(
     assert pipeline.client.events == ["prefills", "whole_without_prefill", "resumed"]
 
 
-async def test_an_answer_resumes_on_a_whole_engine_if_prefill_engines_are_full() -> None:
+async def test_an_answer_resumes_whole_if_prefill_engines_are_full() -> None:
     full = {KV_USAGE: 1.0, SAMPLE: 0}
     pipeline = Pipeline(decode=Engines((3, LOST)), prefill_wait_s=0.0)
     budget = pipeline.prefill.directory.budget = PrefillBudget(0.9)

@@ -35,9 +35,7 @@ def warmup_of(prefill: FakeFleet, decode: FakeFleet, *, whole: bool = False, hea
     return Warmup(engines=engines, handles=[handle], client=Mock(call=AsyncMock()), model_id="m")
 
 
-async def test_a_pair_is_warm_after_expert_counts_and_all_sampler_shapes(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_pair_is_warm_after_counts_and_all_samplers(caplog: pytest.LogCaptureFixture) -> None:
     prefill = FakeFleet(answer_with(prefill_result(do_remote_prefill=True)), "p0")  # no expert counts
     decode = FakeFleet(whole_answer, "d0", "d1")
     warm = warmup_of(prefill, decode)
@@ -63,7 +61,7 @@ async def test_a_pair_is_warm_after_expert_counts_and_all_sampler_shapes(
         assert ["do_remote_prefill" in s.kv for s in sent] == [True, False]
 
 
-async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_warm_decode_engine() -> None:
+async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_engine() -> None:
     up = asyncio.Event()
     prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(whole_answer, "d0", "d1")
     warm = warmup_of(prefill, decode, health=up.wait)
@@ -86,9 +84,7 @@ async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_warm_decod
     running.cancel()
 
 
-async def test_a_whole_engine_is_warm_after_its_answers_and_reports_the_shape_of_its_counts(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_whole_engine_is_warm_after_its_answers(caplog: pytest.LogCaptureFixture) -> None:
     async def engine(sent: Sent) -> AsyncIterator[bytes]:
         if sent.method == "generate":
             async for chunk in whole_answer(sent):

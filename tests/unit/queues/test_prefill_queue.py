@@ -128,7 +128,7 @@ def test_predicted_waits_are_accurate(rate: float, load: list[tuple[int, float]]
 
 @settings(max_examples=8, deadline=None, phases=QUICK)
 @given(st.floats(2000, 50_000), st.integers(1, 5), st.integers(100, 4000), st.randoms())
-def test_the_queue_is_bounded_for_any_number_of_ingresses(
+def test_the_queue_is_bounded_with_several_ingresses(
     rate: float, ingresses: int, tokens: int, rng: Any
 ) -> None:
     clock = Clock()

@@ -64,9 +64,7 @@ def fleet(engines: dict[str, Ranked]) -> Any:
     return FakeFleet(answer, *engines)
 
 
-async def test_all_or_the_named_decode_engines_get_a_placement(
-    fleet: Any, engines: dict[str, Ranked]
-) -> None:
+async def test_all_or_named_decode_engines_get_a_placement(fleet: Any, engines: dict[str, Ranked]) -> None:
     results = await place_everywhere(fleet, body(load=[[1.0, 2.0, 3.0]] * 2))
     assert results == {name: {"placement": PLACED.id, "slices": 1} for name in engines}
     for engine in engines.values():

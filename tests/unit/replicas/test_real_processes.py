@@ -38,9 +38,7 @@ def decode() -> Iterator[Replica]:
     yield from started("decode")
 
 
-async def test_a_killed_client_frees_its_permit_lease_and_engine_request(
-    prefill: Replica, decode: Replica
-) -> None:
+async def test_a_killed_client_frees_its_permit_lease_and_slot(prefill: Replica, decode: Replica) -> None:
     """The promise is 0.2 s."""
     async with running_ingress({"p": prefill.metadata}, {"d": decode.metadata}) as service:
         gate, client, placer = service.ingress.gate, service.ingress._client, service.actor

@@ -126,9 +126,7 @@ async def test_each_actor_is_asked_for_its_share_without_samples() -> None:
     assert [batch for _, batch in pool.batches] == [[], []]
 
 
-async def test_samples_for_an_absent_actor_are_dropped_with_one_log_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_samples_for_a_lost_actor_are_dropped_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, pool_client.__name__)
     pool = Pool()
     client = PoolClient("eldr", 1, pool.find)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_router import FakeActor, connected, place, place_one, router_state
+from fake_router import place, place_one, router_and_client, router_state
 from tables import counts_for, request, unit_table
 
 from eldr_serve.errors import SwapRefused
@@ -101,8 +101,7 @@ def test_a_restarted_router_restores_the_shadow_from_a_client() -> None:
 
 
 async def test_expert_counts_are_sent_if_only_the_shadow_reads_them() -> None:
-    actor = FakeActor(policy="shortest-queue")
-    async with connected(actor, "r0", "r1") as client:
+    async with router_and_client("r0", "r1", policy="shortest-queue") as (actor, client):
         await client.place(request("sampled"), counts_for(0))  # the first one is always sampled
         for shadow in (None, NamedPolicy("random")):
             await client.call("set_shadow", shadow)

@@ -268,9 +268,7 @@ async def test_the_ingress_reports_latencies_of_streams() -> None:
 @pytest.mark.parametrize(
     ("configured", "given", "status"), [(KEY, None, 401), (KEY, KEY, 200), (None, None, 403)]
 )
-async def test_the_live_status_needs_the_admin_key(
-    configured: str | None, given: str | None, status: int
-) -> None:
+async def test_the_live_status_needs_the_key(configured: str | None, given: str | None, status: int) -> None:
     async with running_app(admin_key=configured) as app:
         headers = {"authorization": f"Bearer {given}"} if given else {}
         assert (await app.client.get("/eldr/live", headers=headers)).status_code == status

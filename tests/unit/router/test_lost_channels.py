@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fake_router import FakeActor, connected, wait_until
+from fake_router import FakeActor, connected, router_and_client, wait_until
 from tables import counts_for, request
 
 from eldr_serve.router.messages import Place, Restore, encode
@@ -58,8 +58,7 @@ async def test_a_client_that_has_not_subscribed_gets_no_lease() -> None:
 
 
 async def test_a_release_while_the_channel_is_lost_is_sent_over_the_next() -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", "r1") as client:
+    async with router_and_client("r0", "r1") as (actor, client):
         for name in "abc":
             await client.place(request(name), counts_for(0))
         client.progress("b", 5)
@@ -71,8 +70,7 @@ async def test_a_release_while_the_channel_is_lost_is_sent_over_the_next() -> No
 
 
 async def test_a_change_of_replicas_is_sent_before_the_next_request_and_without_one() -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0") as client:
+    async with router_and_client("r0") as (actor, client):
         directory: Any = client._link._replicas
         await client.place(request("a"), None)
         directory.publish({"r1": {}})

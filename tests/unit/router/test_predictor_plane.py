@@ -10,7 +10,17 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
-from fake_router import FakeActor, connected, loads, place, place_one, release, router_state, wait_until
+from fake_router import (
+    FakeActor,
+    connected,
+    loads,
+    place,
+    place_one,
+    release,
+    router_and_client,
+    router_state,
+    wait_until,
+)  # fmt: skip
 from ingress_app import COMPLETIONS, HELLO, KEY, running_app
 from tables import request
 
@@ -57,8 +67,7 @@ def counts(token: int, tokens: int = 3) -> np.ndarray:
     return result
 
 
-def with_predictor(**options: Any) -> FakeActor:
-    return FakeActor(policy="marginal-cost", table=None, predictor=FILE, **options)
+PREDICTING: dict[str, Any] = {"policy": "marginal-cost", "table": None, "predictor": FILE}
 
 
 def marginal_cost(state: RouterState) -> MarginalCost:
@@ -159,8 +168,7 @@ def test_a_configured_predictor_of_another_shape_is_dropped(caplog: pytest.LogCa
 
 
 async def test_a_client_rejects_a_predictor_of_another_shape(caplog: pytest.LogCaptureFixture) -> None:
-    actor = FakeActor(policy="marginal-cost", table=None)
-    async with connected(actor, "r0") as client:
+    async with router_and_client("r0", policy="marginal-cost", table=None) as (actor, client):
         await client.call("expect_counts", L, E)
         actor.state.check.shape = None  # as after a restart of the router
         actor.state.swap_predictor(narrow(), "t")
@@ -183,9 +191,8 @@ def test_a_policy_keeps_its_state_when_only_the_predictor_is_swapped() -> None:
 # -- its client ------------------------------------------------------------------------------------
 
 
-async def test_a_prediction_replaces_missing_counts_and_measured_counts_train_the_predictor() -> None:
-    actor = with_predictor()
-    async with connected(actor, "r0", "r1") as client:
+async def test_predictions_replace_missing_counts_and_measured_counts_train_the_predictor() -> None:
+    async with router_and_client("r0", "r1", **PREDICTING) as (actor, client):
         await client.place(request("first"), counts(0))  # receives the predictor
         lease = await client.place(request("a", 3), None, token_ids=IDS)
         sent = actor.requests[-1]
@@ -228,8 +235,7 @@ async def test_measured_counts_reach_the_router_and_its_restart() -> None:
 
 
 async def test_measured_counts_are_sent_again_after_a_lost_channel() -> None:
-    actor = with_predictor()
-    async with connected(actor, "r0", "r1") as client:
+    async with router_and_client("r0", "r1", **PREDICTING) as (actor, client):
         await client.place(request("first"), counts(0))
         await client.place(request("a", 3), None, token_ids=IDS)
         actor.alive = False
@@ -242,8 +248,7 @@ async def test_measured_counts_are_sent_again_after_a_lost_channel() -> None:
 
 
 async def test_a_predictor_worse_than_the_mean_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
-    actor = with_predictor()
-    async with connected(actor, "r0") as client:
+    async with router_and_client("r0", **PREDICTING) as (actor, client):
         await client.place(request("first"), counts(0))
         assert client.scorer.predictor is not None
         rng = np.random.default_rng(0)
@@ -261,8 +266,7 @@ async def test_a_predictor_worse_than_the_mean_is_switched_off(caplog: pytest.Lo
 
 
 async def test_a_predictor_that_does_not_fit_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    actor = with_predictor()
-    async with connected(actor, "r0") as client:
+    async with router_and_client("r0", **PREDICTING) as (_, client):
         client.scorer.tokenizer = "another"
         await client.place(request("a", 3), None, token_ids=IDS)
         assert client.scorer.predictor is None
@@ -292,7 +296,7 @@ async def test_the_router_and_its_restart_know_which_prefixes_workers_have() -> 
         assert actor.state.placer.prefixes.cached_tokens([first.replica], prompt).tolist() == [36]
 
 
-async def test_measured_counts_are_given_to_the_waiting_call_and_dropped_without_one() -> None:
+async def test_measured_counts_go_to_the_waiting_call() -> None:
     waiting, cancelled = (asyncio.create_task(signatures.wait_for(name)) for name in "ab")
     await asyncio.sleep(0)
     assert [signatures.is_awaited(name) for name in "abc"] == [True, True, False]
@@ -302,9 +306,7 @@ async def test_measured_counts_are_given_to_the_waiting_call_and_dropped_without
     assert not signatures._waiting
 
 
-async def test_an_ingress_loads_the_tokenizer_when_a_predictor_arrives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_ingress_loads_the_tokenizer_for_a_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another ingress received the predictor."""
     monkeypatch.setattr(PromptTokens, "fingerprint", AsyncMock(return_value="t"))
     actor = FakeActor(policy="marginal-cost", table=None)

@@ -21,9 +21,7 @@ async def restored(router: DecodeRouter, settings: Settings) -> Settings:
     return await router.settings()
 
 
-async def test_a_changed_deployment_replaces_an_earlier_put_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_changed_deployment_replaces_an_earlier_put(caplog: pytest.LogCaptureFixture) -> None:
     router = DecodeRouter(FIRST)
     put = await router.set_policy("random", {})
     await router.configure(SECOND)  # by a new ingress

@@ -114,9 +114,7 @@ async def test_a_router_client_continues_after_a_restart() -> None:
         assert client.settings.policy == "locality-band"  # restored by the client
 
 
-async def test_a_lost_channel_ends_its_calls_and_the_next_call_reconnects(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_lost_channel_ends_its_calls_and_the_next_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as (cluster, calls):
         await calls.call("settings")
         monkeypatch.setattr(cluster.router, "live", lambda: asyncio.sleep(60))

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from fake_router import SLOTS, FakeActor, connected, wait_until, wait_until_idle
+from fake_router import SLOTS, FakeActor, connected, router_and_client, wait_until, wait_until_idle
 from tables import counts_for, request, unit_table
 
 from eldr_serve.errors import Overloaded, SwapRefused
@@ -17,8 +17,7 @@ from eldr_serve.scheduling import Lease, State
 
 
 async def test_a_client_scores_a_signature_and_the_router_places_it() -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", "r1") as client:
+    async with router_and_client("r0", "r1") as (actor, client):
         for name in "ab":  # the first one receives the table
             lease = await client.place(request(name), counts_for(1))
             assert (lease.replica, lease.reason, lease.best) == ("r1", "locality-band", True)
@@ -33,7 +32,7 @@ async def test_a_client_scores_a_signature_and_the_router_places_it() -> None:
         assert actor.state.counters["signature_missing"] == 1
 
 
-async def test_expert_counts_are_sent_if_the_policy_reads_them_and_restored_after_a_restart() -> None:
+async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restored() -> None:
     actor = FakeActor(policy="marginal-cost", table=None)
     held = lambda: actor.state.placer.policy.active.held  # noqa: E731
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
@@ -54,9 +53,7 @@ async def test_expert_counts_are_sent_if_the_policy_reads_them_and_restored_afte
         assert actor.requests[-1].expert_counts is None
 
 
-async def test_concurrent_requests_are_placed_together_and_all_releases_arrive(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_concurrent_requests_are_placed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     actor, batches = FakeActor(), []
     actor.delay_s = 0.02
     place = actor.state.place
@@ -73,8 +70,7 @@ async def test_concurrent_requests_are_placed_together_and_all_releases_arrive(
 
 @pytest.mark.parametrize("how", ["dead", "slow"])
 async def test_own_load_decides_without_the_actor_which_later_restores_all_leases(how: str) -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+    async with router_and_client("r0", "r1", timeout_s=0.1) as (actor, client):
         kept = await client.place(request("before"), counts_for(1))
         actor.state.set_policy("locality-band", {"band": 0.0})
         await client.place(request("update"), None)
@@ -98,8 +94,7 @@ async def test_own_load_decides_without_the_actor_which_later_restores_all_lease
 
 
 async def test_a_client_keeps_no_backlog_for_an_unreachable_actor() -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", "r1", timeout_s=0.05) as client:
+    async with router_and_client("r0", "r1", timeout_s=0.05) as (actor, client):
         for name in "abc":
             await client.place(request(name), counts_for(0))
         actor.alive = False
@@ -115,8 +110,7 @@ async def test_a_client_keeps_no_backlog_for_an_unreachable_actor() -> None:
 
 
 async def test_only_the_newest_latencies_are_kept_for_an_unreachable_actor() -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", timeout_s=0.05) as client:
+    async with router_and_client("r0", timeout_s=0.05) as (actor, client):
         await client.place(request("a"), counts_for(0))
         actor.alive = False
         for number in range(3000):
@@ -162,11 +156,6 @@ async def test_a_request_is_refused_without_a_decode_replica() -> None:
 # -- requests that wait in the actor's decode queue ----------------------------------------------------
 
 
-def queueing(**options: Any) -> FakeActor:
-    """Return an actor whose workers take one request at a time."""
-    return FakeActor(policy=SLOTS, **options)
-
-
 async def waiting(
     client: RouterClient, actor: FakeActor, name: str, counts: Any = None, wait_s: float = 30.0
 ) -> asyncio.Task[Lease]:
@@ -178,8 +167,7 @@ async def waiting(
 
 
 async def test_a_queued_request_gets_its_lease_when_a_slot_is_free() -> None:
-    actor = queueing()
-    async with connected(actor, "r0") as client:
+    async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None, wait_s=30.0)
         task = await waiting(client, actor, "b")
         # A request without a waiting time does not wait.
@@ -197,21 +185,17 @@ async def test_a_queued_request_gets_its_lease_when_a_slot_is_free() -> None:
 
 
 async def test_a_request_that_waits_too_long_is_refused() -> None:
-    actor = queueing()
-    async with connected(actor, "r0") as client:
+    async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None)
         task = await waiting(client, actor, "b", wait_s=0.1)
         with pytest.raises(Overloaded) as refusal:
             await task
         assert (refusal.value.status, refusal.value.retry_after_s) == (503, 1)
-        client.release("a")
-        await wait_until_idle(client, actor)
         await wait_until(lambda: actor.state.counters["queue_expired"] == 1)
 
 
 async def test_queued_requests_are_sent_again_to_a_restarted_actor() -> None:
-    actor = queueing()
-    async with connected(actor, "r0") as client:
+    async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None)
         task = await waiting(client, actor, "b", wait_s=2.0)
         started = asyncio.get_running_loop().time()
@@ -225,8 +209,7 @@ async def test_queued_requests_are_sent_again_to_a_restarted_actor() -> None:
 
 async def test_a_queued_request_is_sent_again_after_a_lost_channel() -> None:
     """The channel closes as after missing pings; the leases are restored and the request keeps waiting."""
-    actor = queueing()
-    async with connected(actor, "r0", "r1") as client:
+    async with router_and_client("r0", "r1", policy=SLOTS) as (actor, client):
         for name in "ab":
             await client.place(request(name), None, wait_s=30.0)
         task = await waiting(client, actor, "c")
@@ -240,8 +223,7 @@ async def test_a_queued_request_is_sent_again_after_a_lost_channel() -> None:
 
 
 async def test_queued_requests_are_scored_again_after_a_swap() -> None:
-    actor = queueing()
-    async with connected(actor, "r0") as client:
+    async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None, wait_s=30.0)
         task = await waiting(client, actor, "b", counts_for(0))
         version = actor.state.swap_table(unit_table(3).to_bytes()).table_version
@@ -256,8 +238,7 @@ async def test_queued_requests_are_scored_again_after_a_swap() -> None:
 async def test_own_load_decides_if_the_router_cannot_place(
     fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", timeout_s=5.0) as client:
+    async with router_and_client("r0", timeout_s=5.0) as (actor, client):
         await client.place(request("a"), None)
         if fails:
             monkeypatch.setattr(actor.state, "place", lambda leases: 1 / 0)
@@ -275,7 +256,7 @@ async def test_own_load_decides_if_the_router_cannot_place(
 async def test_each_request_ends_once_and_leaves_nothing_behind(seed: int) -> None:
     """Requests get leases, expire or are cancelled while the actor is slow, changed, and restarted."""
     rng = random.Random(seed)
-    actor = queueing(parameters={"slots": 2})
+    actor = FakeActor(policy=SLOTS, parameters={"slots": 2})
     actor.delay_s = 0.002
     ends: dict[str, str] = {}
 

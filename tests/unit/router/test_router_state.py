@@ -58,7 +58,7 @@ def test_an_excluded_replica_is_used_only_if_there_is_no_other() -> None:
     assert place_one(router_state(workers=1, table=None), "a", exclude=("r0",)).replica == "r0"
 
 
-def test_a_request_is_not_placed_without_workers_or_with_scores_of_another_table() -> None:
+def test_a_request_is_not_placed_without_workers_or_with_old_scores() -> None:
     for state, version in ((router_state(), 99), (router_state(workers=0), 1)):
         assert place_one(state, "a", 1, table_version=version).state is State.SENT
         assert not state.status()["leases"]
