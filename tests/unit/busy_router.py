@@ -1,4 +1,4 @@
-"""A router that has worked for some minutes, for what shows one."""
+"""A router that has worked for some minutes, for tests of the live page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
-from fake_fleet import answering
-from ingress_app import App, running_app
-from router_talk import FakeActor, say
+from fake_router import FakeActor, place, release
+from ingress_app import App, running_app, stream_answer
 from tables import request
 
 from eldr_serve.ingress.admission import IngressOptions
@@ -19,11 +18,10 @@ from eldr_serve.scheduling import StepCost, StepSums
 
 L, E = 4, 16
 DOMAINS = ("code", "prose", "<b>law</b>")
-streams = answering(b'data: {"choices":[{"index":0,"text":"a"}]}\n\n', b"data: [DONE]\n\n")
 
 
 def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
-    """A router after 9 minutes: two workers, requests of three domains, engine reports and a shadow."""
+    """Return a router after 9 minutes: two workers, requests of three domains, engine reports, a shadow."""
     rng = np.random.default_rng(seed)
     now = [0.0]
     actor = FakeActor(policy=policy, table=None, clock=lambda: now[0])
@@ -37,13 +35,10 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
         kind = int(rng.integers(3))
         counts = rng.integers(0, 3, (L, E)).astype(np.uint32)
         counts[:, favourites[kind]] += 20
-        say(state, request(f"request{number}", 40, 60, expert_counts=counts, domain=DOMAINS[kind]))
+        place(state, request(f"request{number}", 40, 60, expert_counts=counts, domain=DOMAINS[kind]))
         running = list(state.placer.running)
-        say(
-            state,
-            progress={name: int(rng.integers(1, 60)) for name in running},
-            released=tuple(running[:-12]),
-        )
+        state.progress({name: int(rng.integers(1, 60)) for name in running})
+        release(state, *running[:-12])
         answered = Answered(float(rng.gamma(3, 0.1)), float(rng.gamma(9, 0.003)))
         state.report("c", Report(answered=(answered,)))
         batch = rng.integers(3, 9, 6)
@@ -57,8 +52,8 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
 
 @asynccontextmanager
 async def served(actor: FakeActor, **options: Any) -> AsyncIterator[tuple[App, str]]:
-    """The application, and the address of its live page."""
-    async with running_app(actor=actor, **{"decode": streams} | options) as app:
+    """Run the application; yield it and the address of its live page."""
+    async with running_app(actor=actor, **{"decode": stream_answer} | options) as app:
         server = HttpServer(app.http, IngressOptions(port=0))
         try:
             yield app, f"http://127.0.0.1:{server.port}/eldr/"

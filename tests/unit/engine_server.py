@@ -1,7 +1,8 @@
-"""A replica of an engine deployment over an engine that computes nothing, and a channel to it."""
+"""A replica of an engine deployment over a fake engine, and a channel to it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,19 +10,36 @@ from unittest.mock import patch
 
 import numpy as np
 
-from eldr_serve.channel import Channel
+from eldr_serve.channel import Call, Channel
 from eldr_serve.channel.address import Address
+from eldr_serve.engine.calls import decode_header
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.replicas.fleet import METADATA
 
 COUNTS = np.arange(24, dtype=np.uint32).reshape(2, 3, 4)
 
 
+def generate(
+    channel: Channel, name: str = "id", tokens: int = 1, *, stream: bool = True, kv: Any = None, **header: Any
+) -> Call:
+    """Send a decode call to a replica."""
+    body = json.dumps({"prompt": "x", "max_tokens": tokens, "stream": stream}).encode()
+    return channel.call("generate", decode_header("completions", name, kv, **header), body)
+
+
+async def read_all(call: Call) -> tuple[bytes, int]:
+    """Return the whole answer to a call and its number of tokens."""
+    payload, tokens = b"", 0
+    while (chunk := await call.read()) is not None:
+        payload, tokens = payload + chunk.payload, tokens + chunk.tokens
+    return payload, tokens
+
+
 @asynccontextmanager
 async def serving(
     kind: Any, *, engine: Any = FakeEngine.start, stall_limit_s: float = 60.0, **arguments: Any
 ) -> AsyncIterator[tuple[Any, Channel]]:
-    """A server as Serve makes it, and an ingress's channel to it."""
+    """Run a server as Serve makes it; yield it and an ingress's channel to it."""
     server = object.__new__(kind)
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
         await server.__init__(

@@ -1,4 +1,4 @@
-"""A fleet of engine replicas without sockets: calls are the real ones, answered in this process."""
+"""A fleet of engine replicas without sockets: real calls, answered in this process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from eldr_serve.replicas.servers import describe
 from eldr_serve.router.directory import ReplicaDirectory
 
 TOKEN_IDS = bytes(7 * 4)  # of each prompt
-_TO_CANCEL_S = 0.004  # how long it takes until an engine hears that a call was cancelled
+_CANCEL_DELAY_S = 0.004  # until an engine learns that a call was cancelled
 
 
 @dataclass(eq=False)
 class Sent:
-    """A call that an engine has got."""
+    """A call that an engine has received."""
 
     replica: str
     method: str
@@ -35,26 +35,26 @@ class Sent:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The client's request."""
+        """Return the fields of the client's request."""
         return json.loads(self.body)
 
     @property
     def kv(self) -> dict[str, Any]:
-        """The transfer parameters."""
+        """Return the KV transfer parameters."""
         return self.header["kv"]
 
     def send(self, cancel: bytes) -> None:
         """Stand in for the channel, on which a call only sends its cancellation."""
         self.cancelled = True
         if self.running is not None:
-            asyncio.get_running_loop().call_later(_TO_CANCEL_S, self.running.cancel)
+            asyncio.get_running_loop().call_later(_CANCEL_DELAY_S, self.running.cancel)
 
 
 class FakeFleet:
-    """As Fleet. Each call is answered by `answer(sent)`, an async generator of bytes, or (bytes, tokens),
-    or (bytes, tokens, ids); or of a dict, what is said with the call's end.
+    """Stand in for a Fleet, whose calls are answered by the asynchronous generator `answer(sent)`.
 
-    What it raises ends the call: ChannelLost as such, all else as the engine's word.
+    It yields bytes, (bytes, tokens), (bytes, tokens, ids), or a dict for the call's end.
+    Its exceptions end the call: ChannelLost as it is, any other as the engine's error.
     """
 
     def __init__(self, answer: Callable[[Sent], AsyncIterator[Any]], *names: str) -> None:
@@ -80,7 +80,7 @@ class FakeFleet:
 
     @property
     def requests(self) -> list[Sent]:
-        """Of calls that an engine works for."""
+        """Return the calls that an engine works for."""
         return [sent for sent in self.sent if sent.method != "release"]
 
     def start(self) -> None: ...
@@ -99,7 +99,7 @@ class FakeFleet:
             call.finish(None)
         else:
             sent.running = asyncio.create_task(self._run(sent, call))
-            sent.running.add_done_callback(lambda task: call.finish(None))  # if it was never begun
+            sent.running.add_done_callback(lambda task: call.finish(None))  # if it never began
         return call
 
     async def _run(self, sent: Sent, call: Call) -> None:
@@ -117,18 +117,24 @@ class FakeFleet:
             call.finish(CallFailed(*describe(error, VllmEngine)))
 
 
-def prefilled(**params: Any) -> bytes:
-    """A prefill engine's answer."""
+def prefill_result(**params: Any) -> bytes:
+    """Return a prefill engine's answer with these KV transfer parameters."""
     return msgspec.msgpack.encode({"tokens": 7, "token_ids": TOKEN_IDS, "kv": params})
 
 
-def refusing(status: int, message: str = "no") -> Refused:
-    """What makes an engine say that the call has failed."""
+def refusal(status: int, message: str = "no") -> Refused:
+    """Return an error that makes an engine's call fail with this status."""
     return Refused(message, status=status)
 
 
-def answering(*chunks: Any) -> Callable[[Sent], AsyncIterator[Any]]:
-    """An engine that answers with these; an exception among them is raised, an event awaited."""
+def in_turn(*answers: Callable[[Sent], AsyncIterator[Any]]) -> Callable[[Sent], AsyncIterator[Any]]:
+    """Return an engine whose calls have these answers in turn; the last one repeats."""
+    calls = iter(answers)
+    return lambda sent: next(calls, answers[-1])(sent)
+
+
+def answer_with(*chunks: Any) -> Callable[[Sent], AsyncIterator[Any]]:
+    """Return an engine that yields these chunks, raises an exception among them, and awaits an event."""
 
     async def answer(sent: Sent) -> AsyncIterator[Any]:
         for chunk in chunks:

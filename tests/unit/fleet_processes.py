@@ -15,8 +15,8 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 from engine_server import COUNTS
+from fake_router import FakeActor, wait_until
 from ray import serve
-from router_talk import FakeActor, settled
 
 from eldr_serve.channel.address import Address
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
@@ -30,8 +30,8 @@ from eldr_serve.replicas.fleet import METADATA
 from eldr_serve.router.directory import directory
 from eldr_serve.router.settings import RouterSettings
 
-Fleet = Mapping[str, Mapping[str, Any]]  # what each replica of a deployment has told Serve
-First = Callable[[], Awaitable[Any]]  # the first word of a process
+Fleet = Mapping[str, Mapping[str, Any]]  # metadata that each replica of a deployment reports to Serve
+ReadLine = Callable[[], Awaitable[Any]]  # reads the next line of a process
 _APPLICATION = "processes"
 
 
@@ -39,21 +39,21 @@ class Replica:
     """An engine's replica in a process of its own.
 
     Attributes:
-        told: what it has told Serve, once it has started.
+        metadata: what it reports to Serve, once it has started.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], first: First) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], read_line: ReadLine) -> None:
         self.process = process
-        self.told: dict[str, Any] = {}
-        self._first = first
+        self.metadata: dict[str, Any] = {}
+        self._read_line = read_line
 
     async def start(self) -> None:
-        """Until it has started."""
-        self.told = await self._first()
+        """Wait until it has started."""
+        self.metadata = await self._read_line()
 
     async def running(self) -> list[str]:
-        """The engine's own word of what it works for."""
-        channel = await Address(**self.told[METADATA]).connect()
+        """Return the requests that the engine reports to be running."""
+        channel = await Address(**self.metadata[METADATA]).connect()
         try:
             chunk = await channel.call("running", {}).read()
             assert chunk is not None
@@ -63,45 +63,42 @@ class Replica:
 
 
 @contextmanager
-def process(*arguments: Any) -> Iterator[tuple[subprocess.Popen[bytes], First]]:
-    """This file, run so; and what awaits its first word."""
+def process(*arguments: Any) -> Iterator[tuple[subprocess.Popen[bytes], ReadLine]]:
+    """Run this file with these arguments; yield the process and a function that reads its next line."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, __file__, *map(json.dumps, arguments)]
     started = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
-    said = started.stdout
-    assert said is not None
+    output = started.stdout
+    assert output is not None
 
-    async def first() -> Any:
-        return json.loads(await asyncio.to_thread(said.readline))
+    async def read_line() -> Any:
+        return json.loads(await asyncio.to_thread(output.readline))
 
     try:
-        yield started, first
+        yield started, read_line
     finally:
         started.kill()
         started.wait()
-        said.close()
+        output.close()
 
 
 @contextmanager
 def replica(role: str, **config: float) -> Iterator[Replica]:
-    """`config` is FakeConfig's."""
-    with process(role, config) as found:
-        yield Replica(*found)
+    """Run a replica; `config` has fields of FakeConfig."""
+    with process(role, config) as started:
+        yield Replica(*started)
 
 
 class _Ingress(ingress.EldrIngress):
     def __del__(self) -> None:  # type: ignore[override]
-        """Serve's is asynchronous, and awaited by Serve alone."""
+        """Replace the asynchronous destructor, which only Serve awaits."""
 
 
 @asynccontextmanager
 async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
-    """The product's, at a port of its own, in this process; its router is an object here."""
-    for name, fleet in (
-        (ingress.prefill_directory(_APPLICATION), prefill),
-        (ingress.decode_directory(_APPLICATION), decode),
-    ):
-        directory(name).publish(fleet)
+    """Run an ingress in this process, at a port of its own, with a fake router."""
+    directory(ingress.prefill_directory(_APPLICATION)).publish(prefill)
+    directory(ingress.decode_directory(_APPLICATION)).publish(decode)
     actor = FakeActor(policy="round-robin")
     holder = SimpleNamespace(servable_object=None, actor=actor)
     with (
@@ -118,9 +115,9 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
         made._client.start()
         server = HttpServer(application(), made.gate.options)
         holder.port, holder.ingress = server.port, made
-        await settled(lambda: server._server.started, 30)
-        await settled(lambda: len(made._prefill.live) == len(prefill), 30)
-        await settled(lambda: len(made._decode.live) == len(decode), 30)
+        await wait_until(lambda: server._server.started, 30)
+        await wait_until(lambda: len(made._prefill.live) == len(prefill), 30)
+        await wait_until(lambda: len(made._decode.live) == len(decode), 30)
         try:
             yield holder
         finally:
@@ -131,32 +128,32 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
 # -- in those processes ----------------------------------------------------------------------------------
 
 
-def _say(told: Any) -> None:
-    print(json.dumps(told), flush=True)
+def _print(value: Any) -> None:
+    print(json.dumps(value), flush=True)
 
 
 async def _engine(role: str, config: dict[str, float]) -> None:
     kind: Any = {"prefill": servers.PrefillServer, "decode": servers.DecodeServer}[role]
 
-    class Telling(kind):  # type: ignore[misc]
+    class Server(kind):  # type: ignore[misc]
         async def answer(self, method: str, header: Any, body: bytes, answer: Any) -> None:
             if method == "running":
                 answer.send(json.dumps(sorted(self._engine.running)).encode())
             else:
                 await super().answer(method, header, body, answer)
 
-    server = object.__new__(Telling)
+    server = object.__new__(Server)
     named = {"router_name": "router"} if role == "decode" else {}
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
         quick = FakeConfig(COUNTS, **config)  # type: ignore[arg-type]
         await server.__init__(quick, engine=FakeEngine.start, stall_limit_s=60.0, **named)
-    _say(await server.record_replica_metadata())
+    _print(await server.record_replica_metadata())
     await asyncio.Event().wait()
 
 
 async def _ingress(prefill: Fleet, decode: Fleet) -> None:
     async with running_ingress(prefill, decode) as found:
-        _say(found.port)
+        _print(found.port)
         await asyncio.Event().wait()
 
 
@@ -170,18 +167,18 @@ async def _client(port: int, body: dict[str, Any]) -> None:
     writer.write(_post(body))
     while not (await reader.readline()).startswith(b"data: "):
         pass
-    _say("begun")
+    _print("begun")
     while await reader.read(65536):
         pass
 
 
 async def _deaf(port: int, body: dict[str, Any]) -> None:
-    """It asks, and reads nothing."""
+    """Send a request and read nothing of its answer."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", port))
         connection.sendall(_post(body))
-        _say("asked")
+        _print("sent")
         await asyncio.Event().wait()
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock, patch
 
 import httpx
-from fake_fleet import FakeFleet, Sent, answering
-from one_path import good_prefill
+from fake_fleet import FakeFleet, Sent, answer_with
+from fake_router import FakeActor
 from ray import serve
-from router_talk import FakeActor
+from request_path import good_prefill
 
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import REQUESTS, parse_request
@@ -27,24 +28,28 @@ from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.router.settings import RouterSettings
 
 KEY = "key"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}
+TOKEN = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
 _names = itertools.count()
 _OPENAPI = openapi_document(REQUESTS)
 
-answers = answering(b'{"choices": [{"index": 0, "text": "yes", "finish_reason": "length"}]}')
+whole_answer = answer_with(b'{"choices": [{"index": 0, "text": "yes", "finish_reason": "length"}]}')
+stream_answer = answer_with(TOKEN, b"data: [DONE]\n\n")
 
 
 class _Ingress(ingress.EldrIngress):
     def __del__(self) -> None:
-        """Serve's is asynchronous, and awaited by Serve alone."""
+        """Replace the asynchronous destructor, which only Serve awaits."""
 
 
 class App:
-    """A running ingress and a client of it. Its engines look at a request as vLLM does, then answer."""
+    """A running ingress with an HTTP client. Its engines validate a request as vLLM does, then answer."""
 
     def __init__(self, prefill: Any, decode: Any, validated: bool = True) -> None:
         answers = (self._validated(a) if validated else a for a in (prefill, decode))
         self.prefill, self.decode = (FakeFleet(answer, "r0", "r1") for answer in answers)
-        self.worked_for: list[Sent] = []  # calls of valid requests
+        self.valid_calls: list[Sent] = []  # calls of valid requests
         self.ingress: Any = None
         self.http = application()
         self.client: Any = None
@@ -52,23 +57,38 @@ class App:
     def _validated(self, answer: Callable[[Sent], AsyncIterator[Any]]) -> Any:
         async def validated(sent: Sent) -> AsyncIterator[Any]:
             parse_request(EngineRequest(**{"method": sent.method} | sent.header, body=sent.body))
-            self.worked_for.append(sent)
+            self.valid_calls.append(sent)
             async for chunk in answer(sent):
                 yield chunk
 
         return validated
 
-    async def post(self, path: str, body: Any) -> httpx.Response:
-        """The body is JSON text, or what is made JSON of."""
+    async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> httpx.Response:
+        """Post JSON text, or a value as JSON, with an inference key."""
         content = body if isinstance(body, str | bytes) else json.dumps(body)
-        return await self.client.post(path, content=content, headers={"content-type": "application/json"})
+        headers |= {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        return await self.client.post(path, content=content, headers=headers)
+
+    async def stream(self, send: Callable[[Any], Awaitable[None]], left: asyncio.Event) -> None:
+        """Post a streamed completion by ASGI; the client disconnects when `left` is set."""
+        body = json.dumps(HELLO | {"stream": True}).encode()
+        received = [{"type": "http.request", "body": body}]
+
+        async def receive() -> Any:
+            if received:
+                return received.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "headers": []}
+        await self.http(scope, receive, send)
 
     async def put(self, path: str, key: str | None = KEY, **body: Any) -> httpx.Response:
-        """By an operator with this key."""
+        """Send a PUT with this admin key."""
         return await self.client.put(path, headers={"authorization": f"Bearer {key}"} if key else {}, **body)
 
     async def status(self) -> dict[str, Any]:
-        """What the operator sees."""
+        """Return the status that the operator sees."""
         headers = {"authorization": f"Bearer {KEY}"}
         return (await self.client.get("/eldr/status", headers=headers)).json()
 
@@ -77,7 +97,7 @@ class App:
 async def running_app(
     *,
     prefill: Callable[[Any], AsyncIterator[Any]] = good_prefill,
-    decode: Callable[[Any], AsyncIterator[Any]] = answers,
+    decode: Callable[[Any], AsyncIterator[Any]] = whole_answer,
     actor: FakeActor | None = None,
     admin_key: str | None = KEY,
     model_id: str = "m",

@@ -1,28 +1,33 @@
-"""Both ends of a channel over real sockets: calls, cancellation, and peers that break the rules or vanish."""
+"""Both ends of a channel over real sockets: calls, cancellation, and peers that are faulty or vanish."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from engine_server import read_all
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_serve.channel import Answer, CallFailed, Channel, ChannelLost, ChannelServer, SlowReader
 from eldr_serve.channel import client as client_module
 from eldr_serve.channel import peer as peer_module
+from eldr_serve.channel.client import SILENT_S
 from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, VERSION, BrokenFrame, Frames, Kind, frame
+from tests.faults.virtual_time import VirtualLoop
 
 SECRET = "secret"
 HELLO = frame(Kind.HELLO, 0, bytes([VERSION]) + SECRET.encode())
 
 
 class Engine:
-    """Answers calls as their names say, and knows which of them run."""
+    """An engine whose methods are named after what they do; it records which calls run."""
 
     def __init__(self, limit: int = 1000, report: Any = dict) -> None:
         self.running: list[str] = []
@@ -78,20 +83,17 @@ async def connected(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
             channel.close("the test ends")
 
 
-async def whole(call: Any) -> tuple[bytes, int]:
-    payload, tokens = b"", 0
-    while (chunk := await call.read()) is not None:
-        payload, tokens = payload + chunk.payload, tokens + chunk.tokens
-    return payload, tokens
-
-
 async def until(condition: Any) -> None:
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.005)
 
 
-async def test_pings_carry_the_engines_report_to_those_whom_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("eldr_serve")]
+
+
+async def test_pings_carry_the_report_to_authenticated_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_module, "PING_S", 0.02)
     numbers = iter(range(1000))
     async with connected(report=lambda: {"number": next(numbers)}) as (engine, channel):
@@ -99,7 +101,7 @@ async def test_pings_carry_the_engines_report_to_those_whom_it_knows(monkeypatch
         channel.on_report = reports.append
         reader, writer = await asyncio.open_connection("127.0.0.1", engine.server.address[1])
         await until(lambda: len(reports) > 3)
-        assert reports[1:] == [{"number": found["number"] + 1} for found in reports[:-1]]
+        assert reports[1:] == [{"number": report["number"] + 1} for report in reports[:-1]]
         writer.close()
         assert b"number" not in await reader.read()
 
@@ -107,12 +109,12 @@ async def test_pings_carry_the_engines_report_to_those_whom_it_knows(monkeypatch
 async def test_many_calls_share_a_connection_and_each_gets_its_own_answer() -> None:
     async with connected() as (engine, channel):
         calls = [channel.call("echo", {"parts": [b"a", b"b"]}, b"%d" % n) for n in range(200)]
-        answers = await asyncio.gather(*(whole(call) for call in calls))
+        answers = await asyncio.gather(*(read_all(call) for call in calls))
         assert answers == [(b"a%db%d" % (n, n), 2) for n in range(200)]
         await until(lambda: not channel.in_flight and not engine.server.in_flight)
 
 
-async def test_what_the_engine_refuses_is_told_with_its_status_and_words() -> None:
+async def test_a_refused_call_raises_the_status_and_body_of_the_engine() -> None:
     async with connected(limit=1) as (engine, channel):
         with pytest.raises(CallFailed) as refused:
             await channel.call("refuse", {}).read()
@@ -122,14 +124,14 @@ async def test_what_the_engine_refuses_is_told_with_its_status_and_words() -> No
         with pytest.raises(CallFailed, match="full"):  # more calls than the limit
             await channel.call("echo", {"parts": []}).read()
         engine.go_on.set()
-        assert await whole(waiting) == (b"done", 1)
+        assert await read_all(waiting) == (b"done", 1)
 
 
-async def test_a_cancelled_call_ends_in_the_engine_and_then_here() -> None:
+async def test_a_cancelled_call_ends_in_the_engine_first() -> None:
     async with connected() as (engine, channel):
-        before = channel.call("wait", {})
-        before.cancel()  # perhaps before the engine has begun with it
-        await before.end()
+        unread = channel.call("wait", {})
+        unread.cancel()  # the engine may not have begun it
+        await unread.end()
         begun = channel.call("wait", {})
         await begun.read()
         begun.cancel()
@@ -137,19 +139,19 @@ async def test_a_cancelled_call_ends_in_the_engine_and_then_here() -> None:
         await begun.end()
         assert not engine.running
         begun.cancel()
-        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+        assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
 
 
-async def test_who_reads_nothing_is_cut_off_and_disturbs_nobody() -> None:
+async def test_a_reader_that_reads_nothing_is_disconnected_and_disturbs_no_other_call() -> None:
     async with connected() as (engine, channel):
         flood = channel.call("flood", {})
         await until(lambda: engine.begun and not engine.running)
-        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+        assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
         with pytest.raises(SlowReader):
             await flood.read()
 
 
-async def test_when_the_ingress_goes_its_calls_end_in_the_engine() -> None:
+async def test_calls_end_in_the_engine_when_the_ingress_disconnects() -> None:
     async with connected() as (engine, channel):
         calls = [channel.call("wait", {}) for _ in range(3)]
         await until(lambda: len(engine.running) == 3)
@@ -157,12 +159,12 @@ async def test_when_the_ingress_goes_its_calls_end_in_the_engine() -> None:
         await until(lambda: not engine.running)
         for call in calls:
             with pytest.raises(ChannelLost):
-                await whole(call)
+                await read_all(call)
         with pytest.raises(ChannelLost):
             channel.call("echo", {})
 
 
-async def test_when_the_engine_goes_all_calls_are_lost_at_once() -> None:
+async def test_all_calls_are_lost_at_once_when_the_engine_stops() -> None:
     async with connected() as (engine, channel):
         call = channel.call("wait", {})
         await call.read()
@@ -174,7 +176,7 @@ async def test_when_the_engine_goes_all_calls_are_lost_at_once() -> None:
         assert not channel.open
 
 
-async def test_a_draining_engine_takes_nobody_else_and_ends_what_it_has() -> None:
+async def test_a_draining_engine_refuses_new_calls_and_finishes_the_running_ones() -> None:
     async with connected() as (engine, channel):
         call = channel.call("wait", {})
         await call.read()
@@ -182,20 +184,20 @@ async def test_a_draining_engine_takes_nobody_else_and_ends_what_it_has() -> Non
         await until(lambda: not channel.open)
         assert not draining.done()
         engine.go_on.set()
-        assert await whole(call) == (b"done", 1)
+        assert await read_all(call) == (b"done", 1)
         await draining
 
 
-async def test_a_call_that_was_on_its_way_to_a_draining_engine_is_answered() -> None:
+async def test_a_call_in_transit_to_a_draining_engine_is_answered() -> None:
     async with connected() as (engine, channel):
         draining = asyncio.create_task(engine.server.drain())
         await asyncio.sleep(0)
-        call = channel.call("wait", {})  # the engine was idle, and its word has not been heard yet
+        call = channel.call("wait", {})  # the idle engine drains, but the notice has not arrived yet
         await call.read()
         assert not channel.open
         assert not draining.done()
         engine.go_on.set()
-        assert await whole(call) == (b"done", 1)
+        assert await read_all(call) == (b"done", 1)
         await draining
 
 
@@ -209,13 +211,13 @@ async def test_a_call_that_was_on_its_way_to_a_draining_engine_is_answered() -> 
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         HEAD.pack(2**31, Kind.HELLO, 0, 0),
         HELLO + HEAD.pack(MAX_FRAME_BYTES + 1, Kind.CALL, 1, 0),
-        HELLO + frame(Kind.DATA, 1, b"what only engines send"),
+        HELLO + frame(Kind.DATA, 1, b"only engines send this"),
         HELLO + HEAD.pack(0, 77, 1, 0),
-        HELLO + frame(Kind.CALL, 1, b"\xc1 is no msgpack"),
+        HELLO + frame(Kind.CALL, 1, b"\xc1 is not msgpack"),
         HELLO + frame(Kind.CALL, 1, b"\x93\x01\x80\xc4\x00"),  # the method is a number
     ],
 )
-async def test_a_stranger_or_a_broken_frame_closes_that_connection_and_nothing_else(
+async def test_an_unauthenticated_peer_or_a_malformed_frame_closes_only_its_own_connection(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with connected() as (engine, channel):
@@ -225,36 +227,50 @@ async def test_a_stranger_or_a_broken_frame_closes_that_connection_and_nothing_e
             _, port = engine.server.address
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(sent)
-            async with asyncio.timeout(5):
-                while await reader.read(65536):
-                    pass
+            await asyncio.wait_for(reader.read(), 5)
             writer.close()
-        assert any("is closed" in record.getMessage() for record in caplog.records)
+        (line,) = lines(caplog)
+        assert "is closed" in line
         engine.go_on.set()
-        assert await whole(call) == (b"done", 1)
+        assert await read_all(call) == (b"done", 1)
 
 
-async def test_a_frame_that_is_cut_off_costs_its_own_connection_alone() -> None:
+@pytest.mark.parametrize(
+    "sent", [frame(Kind.CALL, 1, b"x" * 100)[:-50], HEAD.pack(2**31, Kind.CALL, 2, 0), HEAD.pack(0, 77, 1, 0)]
+)
+@pytest.mark.parametrize("calls", [0, 2])
+async def test_an_engine_logs_one_line_for_a_malformed_frame(
+    sent: bytes, calls: int, caplog: pytest.LogCaptureFixture
+) -> None:
     async with connected() as (engine, channel):
         _, port = engine.server.address
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HELLO + frame(Kind.CALL, 1, b"x" * 100)[:-50])
+        waits = [frame(Kind.CALL, 10 + n, b"\x93\xa4wait\x80\xc4\x00") for n in range(calls)]
+        writer.write(HELLO + b"".join(waits))
+        await until(lambda: len(engine.running) == calls and len(engine.server.connections) == 2)
+        writer.write(sent)
         await writer.drain()
         writer.close()
-        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+        await until(lambda: len(engine.server.connections) == 1 and not engine.running)
+        (line,) = lines(caplog)
+        assert "is closed" in line
+        assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
 
 
-async def test_nobody_is_listened_to_for_long_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_without_a_hello_is_closed_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("eldr_serve.channel.server._HELLO_S", 0.05)
     async with listening() as (_, port):
-        reader, _ = await asyncio.open_connection("127.0.0.1", port)
-        async with asyncio.timeout(5):
-            while await reader.read(100):
-                pass
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    (line,) = lines(caplog)
+    assert "no hello" in line
 
 
 @pytest.mark.parametrize("silent", ["engine", "ingress"])
-async def test_a_peer_that_is_stopped_is_noticed(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_peer_is_disconnected(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_module, "PING_S", 0.02)
     monkeypatch.setattr("eldr_serve.channel.server._SILENT_S", 0.1)
     monkeypatch.setattr(client_module, "SILENT_S", 0.1)
@@ -277,7 +293,7 @@ async def test_a_peer_that_is_stopped_is_noticed(silent: str, monkeypatch: pytes
         await until(lambda: not engine.running)
 
 
-async def test_no_channel_where_nobody_listens_or_the_secret_is_wrong() -> None:
+async def test_connecting_fails_with_a_wrong_secret_or_without_a_server() -> None:
     async with listening() as (engine, port):
         with pytest.raises(ChannelLost):
             await Channel.connect("127.0.0.1", port, "wrong")
@@ -286,10 +302,45 @@ async def test_no_channel_where_nobody_listens_or_the_secret_is_wrong() -> None:
             await Channel.connect("127.0.0.1", port, SECRET)
 
 
+@pytest.mark.parametrize("last_frame_s", [0.0, 0.01, 0.5, 0.99, 1.5])
+def test_a_silent_engine_is_noticed_right_after_the_limit(last_frame_s: float) -> None:
+    loop = VirtualLoop(random.Random(0))
+
+    async def main() -> float:
+        channel = Channel(SECRET, lambda: None)
+        channel.connection_made(Mock(get_extra_info=lambda name: None))
+        await asyncio.sleep(last_frame_s)
+        channel.data_received(frame(Kind.PING))
+        received_s = loop.time()
+        await channel.closed
+        channel.welcome.exception()
+        return loop.time() - received_s
+
+    assert SILENT_S <= loop.run(main()) < SILENT_S + 0.2
+
+
+async def test_an_engine_writes_all_streams_at_once_in_each_turn() -> None:
+    async with connected() as (engine, channel):
+        (connection,) = engine.server.connections
+        written: list[int] = []
+        transport: Any = connection._transport
+        connection._transport = Mock(
+            wraps=transport,
+            writelines=lambda parts: (written.append(len(parts)), transport.writelines(parts)),
+        )
+        calls = [channel.call("wait", {}) for _ in range(50)]
+        for call in calls:
+            await call.read()
+        written.clear()
+        engine.go_on.set()  # all calls send in the same turn
+        assert [await read_all(call) for call in calls] == [(b"done", 1)] * 50
+        assert len(written) <= 2  # their parts, and their ends
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=40))), st.data()
 )
-def test_frames_come_out_as_they_went_in_however_they_are_cut(sent: Any, data: st.DataObject) -> None:
+def test_frames_are_parsed_however_the_stream_is_split(sent: Any, data: st.DataObject) -> None:
     stream = b"".join(frame(kind, call, payload, 7) for kind, call, payload in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     frames, found = Frames(40), []
@@ -298,6 +349,6 @@ def test_frames_come_out_as_they_went_in_however_they_are_cut(sent: Any, data: s
     assert found == [(kind, call, 7, payload) for kind, call, payload in sent]
 
 
-def test_a_frame_that_is_too_long_is_refused_before_it_has_come() -> None:
+def test_a_frame_that_is_too_long_is_refused_by_its_header() -> None:
     with pytest.raises(BrokenFrame):
         list(Frames(40).feed(HEAD.pack(41, Kind.DATA, 0, 0)))

@@ -1,4 +1,4 @@
-"""Calls that stay open: messages both ways, in order, until one side ends them or the connection is lost."""
+"""Open calls: messages both ways, in order, until one side closes them or the connection is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eldr_serve.channel import Answer, Channel, ChannelLost
 
 
 class Held:
-    """What the caller says is said back, and what becomes of the call is kept."""
+    """An open call in the engine, which echoes notes and records events."""
 
     def __init__(self, body: bytes, answer: Answer) -> None:
         if body == b"wrong":
@@ -22,7 +22,7 @@ class Held:
 
     def noted(self, payload: bytes, tokens: int) -> None:
         if payload == b"nonsense":
-            raise msgspec.DecodeError("what is this")
+            raise msgspec.DecodeError("cannot parse")
         self.events.append((payload, tokens))
         self.answer.send(payload)
 
@@ -33,17 +33,17 @@ class Held:
         self.events.append("lost")
 
 
-class World:
-    """An engine that holds calls, and a channel to it."""
+class Connection:
+    """An engine that holds open calls, and a channel to it."""
 
     def __init__(self) -> None:
         self.engine = Engine()
         self.held: list[Held] = []
         self.engine.server.held = {"hold": self.hold}
-        self.told: list[bytes] = []
+        self.received: list[bytes] = []
         self.errors: list[Exception] = []
 
-    async def __aenter__(self) -> World:
+    async def __aenter__(self) -> Connection:
         self.channel = await Channel.connect("127.0.0.1", await self.engine.server.start("127.0.0.1"), SECRET)
         return self
 
@@ -56,50 +56,48 @@ class World:
         return self.held[-1]
 
     def open(self, body: bytes = b"begun") -> Any:
-        return self.channel.open_call("hold", body, self.told.append, self.errors.append)
+        return self.channel.open_call("hold", body, self.received.append, self.errors.append)
 
 
-async def test_notes_and_answers_come_one_by_one_and_in_order_and_the_end_brings_the_tokens() -> None:
-    async with World() as world:
-        calls = [world.open(b"%d" % number) for number in range(50)]
+async def test_notes_and_answers_arrive_in_order_and_the_close_carries_the_tokens() -> None:
+    async with Connection() as connection:
+        calls = [connection.open(b"%d" % number) for number in range(50)]
         for number, call in enumerate(calls):
             call.note(b"%d" % number, number)
             call.note(tokens=number + 1)
-        await until(lambda: len(world.told) == 100)
-        assert world.told[::2] == [b"%d" % number for number in range(50)]
+        await until(lambda: len(connection.received) == 100)
+        assert connection.received[::2] == [b"%d" % number for number in range(50)]
         for call in calls:
             call.close(7)
             call.close(8)  # has no effect
-        assert world.channel.in_flight == 0
-        await until(lambda: all(len(held.events) == 4 for held in world.held))
-        for number, held in enumerate(world.held):
+        assert connection.channel.in_flight == 0
+        await until(lambda: all(len(held.events) == 4 for held in connection.held))
+        for number, held in enumerate(connection.held):
             assert held.events == [b"%d" % number, (b"%d" % number, number), (b"", number + 1), 7]
-        assert not world.errors
+        assert not connection.errors
 
 
-async def test_a_call_that_is_refused_fails_and_the_others_go_on() -> None:
-    async with World() as world:
-        call = world.open()
-        world.open(b"wrong")
-        await until(lambda: world.errors)
-        (error,) = world.errors
+async def test_a_refused_open_call_fails_and_the_others_continue() -> None:
+    async with Connection() as connection:
+        call = connection.open()
+        connection.open(b"wrong")
+        await until(lambda: connection.errors)
+        (error,) = connection.errors
         assert (str(error), getattr(error, "status", None)) == ("this is wrong", 400)
         call.note(b"a")
-        await until(lambda: world.told == [b"a"])
+        await until(lambda: connection.received == [b"a"])
 
 
-async def test_a_lost_connection_is_told_to_both_ends_and_a_malformed_note_loses_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with World() as world:
-        call, other = world.open(), world.open()
+async def test_a_malformed_note_loses_the_connection_at_both_ends(caplog: pytest.LogCaptureFixture) -> None:
+    async with Connection() as connection:
+        call, other = connection.open(), connection.open()
         with caplog.at_level(logging.WARNING):
             call.note(b"nonsense")
-            await until(lambda: len(world.errors) == 2)
-        assert [type(error) for error in world.errors] == [ChannelLost] * 2
-        assert [held.events[-1] for held in world.held] == ["lost"] * 2
-        assert "a malformed note: what is this" in caplog.text
-        other.note(b"late")  # nobody hears it
+            await until(lambda: len(connection.errors) == 2)
+        assert [type(error) for error in connection.errors] == [ChannelLost] * 2
+        assert [held.events[-1] for held in connection.held] == ["lost"] * 2
+        assert "a malformed note: cannot parse" in caplog.text
+        other.note(b"late")  # it has no effect
         other.close()
         with pytest.raises(ChannelLost):
-            world.open()
+            connection.open()

@@ -1,8 +1,9 @@
-"""Ends of a channel in processes of their own, which are killed and stopped."""
+"""Channels between processes that are killed, stopped or break the protocol."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 import time
@@ -11,7 +12,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from test_channel import HELLO, SECRET, Engine, until, whole
+from engine_server import read_all
+from test_channel import HELLO, SECRET, Engine, connected, lines, until
 
 from eldr_serve.channel import Channel, ChannelLost, Chunk
 from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, Kind, frame
@@ -41,19 +43,34 @@ async def main():
 
 asyncio.run(main())
 """
+_WRONG_ENGINE = """
+import asyncio
+
+async def answer(reader, writer):
+    await reader.readexactly(13)
+    writer.write({sent!r})
+    await writer.drain()
+    if {cut}:
+        writer.close()
+    await reader.read()
+
+async def main():
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
 
 
 @asynccontextmanager
 async def process(
     code: str, stderr: int | None = None, **values: Any
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """The process and the first line that it says."""
+    """Run the code in a process; yield it and its first line of output."""
+    code = code.format(path=sys.path, **values)
     started = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        code.format(path=sys.path, **values),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=stderr,
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=stderr
     )
     assert started.stdout is not None
     try:
@@ -71,13 +88,13 @@ async def test_an_engine_that_is_killed_or_stopped_loses_its_calls(how: int, wit
         call = channel.call("wait", {})
         assert await call.read()
         engine.send_signal(how)
-        async with asyncio.timeout(10 * within_s):  # the bound is on an idle machine
+        async with asyncio.timeout(10 * within_s):  # the bound holds on an idle machine
             with pytest.raises(ChannelLost):
                 await call.read()
         assert not channel.open
 
 
-async def test_the_calls_of_an_ingress_that_is_killed_end() -> None:
+async def test_calls_end_in_the_engine_when_the_ingress_is_killed() -> None:
     engine = Engine()
     port = await engine.server.start("127.0.0.1")
     async with process(_INGRESS, port=port, secret=SECRET) as (ingress, _):
@@ -87,7 +104,7 @@ async def test_the_calls_of_an_ingress_that_is_killed_end() -> None:
     await engine.server.stop()
 
 
-async def test_who_breaks_the_rules_costs_an_engine_process_its_connection_and_one_line() -> None:
+async def test_a_faulty_peer_costs_an_engine_process_one_connection_and_one_log_line() -> None:
     async with process(_ENGINE, stderr=asyncio.subprocess.PIPE) as (engine, port):
         assert engine.stderr is not None
         channel = await Channel.connect("127.0.0.1", int(port), SECRET)
@@ -106,14 +123,13 @@ async def test_who_breaks_the_rules_costs_an_engine_process_its_connection_and_o
             writer.close()
             async with asyncio.timeout(10):
                 assert b"is closed" in await engine.stderr.readline()
-        assert await whole(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+        assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
         assert channel.open
         engine.kill()
         assert await engine.stderr.read() == b""
 
 
-async def test_a_stopped_engine_that_goes_on_has_ended_what_was_lost() -> None:
-    """The ingress closed the channel meanwhile: the engine's calls are cancelled when it wakes."""
+async def test_a_stopped_engine_that_continues_ends_its_lost_calls() -> None:
     async with process(_ENGINE) as (engine, port):
         channel = await Channel.connect("127.0.0.1", int(port), SECRET)
         call = channel.call("wait", {})
@@ -122,9 +138,36 @@ async def test_a_stopped_engine_that_goes_on_has_ended_what_was_lost() -> None:
         started = time.monotonic()
         with pytest.raises(ChannelLost, match="silent"):
             await call.read()
-        assert time.monotonic() - started > 1  # it was given time to be late
+        assert time.monotonic() - started > 1  # a late ping is no loss
         engine.send_signal(signal.SIGCONT)
-        again = await Channel.connect("127.0.0.1", int(port), SECRET)
+        channel = await Channel.connect("127.0.0.1", int(port), SECRET)
         await asyncio.sleep(0.2)
-        assert await again.call("running", {}).read() == Chunk(b"running", 0)  # the lost one is not
-        again.close("the test ends")
+        assert await channel.call("running", {}).read() == Chunk(b"running", 0)  # the lost call has ended
+        channel.close("the test ends")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        frame(Kind.DATA, 1, b"x" * 10)[:-5],
+        HEAD.pack(MAX_FRAME_BYTES + 1, Kind.DATA, 1, 0),
+        HEAD.pack(0, 77, 1, 0),
+        frame(Kind.CALL, 1, b"only ingresses send this"),
+        frame(Kind.TOKENS, 1, b"abc", 2),
+        frame(Kind.END, 1, b"\xc1 is not msgpack"),
+    ],
+)
+async def test_an_ingress_closes_the_channel_to_a_faulty_engine_process_with_one_line(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = sent.startswith(frame(Kind.DATA, 1, b"x" * 10)[:4])
+    async with (
+        process(_WRONG_ENGINE, sent=frame(Kind.WELCOME) + sent, cut=cut) as (_, port),
+        connected() as (_, other),
+    ):
+        channel = await Channel.connect("127.0.0.1", int(port), SECRET)
+        with caplog.at_level(logging.WARNING), pytest.raises(ChannelLost):
+            await read_all(channel.call("echo", {}))
+        (line,) = lines(caplog)
+        assert "is closed" in line
+        assert await read_all(other.call("echo", {"parts": [b"a"]})) == (b"a", 1)

@@ -1,4 +1,4 @@
-"""An ingress's HTTP server with answers that wait for a word on stdin; says on stdout what has come.
+"""An ingress's HTTP server whose answers wait for a line on stdin; prints a line for each request.
 
 python front_server.py PORT
 """
@@ -20,10 +20,6 @@ from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.ingress.http_server import HttpServer
 
 
-def say(what: str) -> None:
-    print(what, flush=True)
-
-
 async def main(port: int) -> None:
     go = asyncio.Event()
 
@@ -31,22 +27,22 @@ async def main(port: int) -> None:
         return JSONResponse({"ready": True})
 
     async def answer(request: Request) -> Response:
-        asked = json.loads(await request.body())
-        if asked["stream"]:
+        fields = json.loads(await request.body())
+        if fields["stream"]:
             return StreamingResponse(stream())
-        say("got")
+        print("received", flush=True)
         await go.wait()
-        return JSONResponse({"pid": os.getpid(), "prompt": asked["prompt"]})
+        return JSONResponse({"pid": os.getpid(), "prompt": fields["prompt"]})
 
     async def stream() -> AsyncIterator[bytes]:
         yield b"first"
-        say("got")
+        print("received", flush=True)
         await go.wait()
         yield b" last"
 
     routes = [Route("/eldr/ready", ready), Route("/v1/completions", answer, methods=["POST"])]
     server = HttpServer(Starlette(routes=routes), IngressOptions(port=port))
-    say("ready")
+    print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     go.set()
     await asyncio.to_thread(sys.stdin.readline)

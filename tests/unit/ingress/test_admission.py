@@ -1,4 +1,4 @@
-"""What may come in, how many at once, and that every way out gives the place back."""
+"""Admission: validation, the concurrency limit, and the release of the permit however a request ends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_fleet import answering
-from ingress_app import running_app
-from router_talk import settled
+from fake_fleet import answer_with
+from fake_router import wait_until
+from ingress_app import CHAT, COMPLETIONS, HELLO, TOKEN, running_app
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,9 +23,6 @@ from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import parse_request
 from eldr_serve.errors import Overloaded
 from eldr_serve.ingress.admission import Admission, Gate, IngressOptions, parse_json
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}
 
 
 def chat(content: Any) -> dict[str, Any]:
@@ -71,18 +68,17 @@ def is_one_sentence(answer: httpx.Response, status: int) -> bool:
         ("/tokenize", r'{"model": "m", "prompt": "\udfff"}'),
     ],
 )
-async def test_what_no_engine_could_serve_gets_400_and_gives_its_place_back(path: str, body: Any) -> None:
+async def test_an_invalid_request_gets_400_and_releases_its_permit(path: str, body: Any) -> None:
     async with running_app() as app:
         assert is_one_sentence(await app.post(path, body), 400)
         assert app.ingress.gate.in_flight == 0
-        assert not app.worked_for
+        assert not app.valid_calls
         assert (await app.post(COMPLETIONS, HELLO)).status_code == 200
 
 
-async def test_places_are_counted_where_they_are_checked() -> None:
-    """All requests are past the check before the first one reaches an engine."""
+async def test_the_limit_holds_for_requests_that_arrive_together() -> None:
     held = asyncio.Event()
-    async with running_app(prefill=answering(held, Overloaded("over")), max_in_flight=2) as app:
+    async with running_app(prefill=answer_with(held, Overloaded("over")), max_in_flight=2) as app:
         posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO)) for _ in range(5)]
         done, pending = await asyncio.wait(posts, timeout=0.5)
         assert sorted(task.result().status_code for task in done) == [429] * 3
@@ -95,23 +91,23 @@ async def test_places_are_counted_where_they_are_checked() -> None:
 @pytest.mark.parametrize(
     "path", [COMPLETIONS, CHAT, "/v1/embeddings", "/v1/score", "/tokenize", "/detokenize"]
 )
-async def test_a_full_ingress_refuses_whatever_reaches_an_engine(path: str) -> None:
+async def test_a_full_ingress_refuses_all_engine_endpoints(path: str) -> None:
     async with running_app(max_in_flight=1) as app:
         app.ingress.gate.limiter.in_flight = 1
         answer = await app.post(path, HELLO)
         assert is_one_sentence(answer, 429)
         assert answer.json()["error"]["type"] == "overloaded"
         assert int(answer.headers["retry-after"]) >= 1
-        # A full service can be operated.
+        # Operators reach a full service.
         assert (await app.put("/eldr/policy", json={"name": "random"})).status_code == 200
         assert (await app.client.get("/v1/models")).status_code == 200
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_a_client_that_goes_gives_its_place_back(leg: str) -> None:
-    async with running_app(**{leg: answering(asyncio.Event())}) as app:
+async def test_a_client_that_disconnects_releases_its_permit(leg: str) -> None:
+    async with running_app(**{leg: answer_with(asyncio.Event())}) as app:
         post = asyncio.create_task(app.post(COMPLETIONS, HELLO))
-        await settled(lambda: getattr(app, leg).requests)
+        await wait_until(lambda: getattr(app, leg).requests)
         assert app.ingress.gate.in_flight == 1
         post.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -119,12 +115,11 @@ async def test_a_client_that_goes_gives_its_place_back(leg: str) -> None:
         assert app.ingress.gate.in_flight == 0
 
 
-async def test_a_stream_keeps_its_place_until_its_end() -> None:
+async def test_a_stream_holds_its_permit_until_its_end() -> None:
     more = asyncio.Event()
-    chunks = (b'data: {"choices":[{"index":0,"text":"a"}]}\n\n', more, b"data: [DONE]\n\n")
-    async with running_app(decode=answering(*chunks)) as app:
+    async with running_app(decode=answer_with(TOKEN, more, b"data: [DONE]\n\n")) as app:
         post = asyncio.create_task(app.post(COMPLETIONS, HELLO | {"stream": True}))
-        await settled(lambda: app.decode.requests)
+        await wait_until(lambda: app.decode.requests)
         assert app.ingress.gate.in_flight == 1
         more.set()
         assert (await post).status_code == 200
@@ -140,7 +135,7 @@ async def test_a_stream_keeps_its_place_until_its_end() -> None:
         ({"n": 2**40}, 2**40),
     ],
 )
-async def test_one_request_cannot_ask_for_a_crowd(fields: dict[str, Any], answers: int) -> None:
+async def test_one_request_has_a_limited_number_of_answers(fields: dict[str, Any], answers: int) -> None:
     async with running_app(max_sequences=8) as app:
         answer = await app.post(COMPLETIONS, HELLO | fields)
         assert is_one_sentence(answer, 400)
@@ -149,13 +144,13 @@ async def test_one_request_cannot_ask_for_a_crowd(fields: dict[str, Any], answer
         assert (await app.post(COMPLETIONS, HELLO | {"n": 8})).status_code == 200
 
 
-async def test_a_field_of_another_endpoint_is_left_alone() -> None:
+async def test_a_field_of_another_endpoint_is_not_validated() -> None:
     async with running_app() as app:
         for odd in (5, " ", {"x": 1}, [5], None):
             assert (await app.post(COMPLETIONS, HELLO | {"messages": odd})).status_code == 200
 
 
-async def test_invented_adapters_are_unknown_models_and_cost_no_call() -> None:
+async def test_unknown_adapters_are_refused_without_an_engine_call() -> None:
     async with running_app() as app:
         for path in (COMPLETIONS, "/tokenize"):
             for number in range(3):
@@ -170,7 +165,7 @@ async def test_the_openapi_document_is_served() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "x-gzip", "GZIP"])
-async def test_a_body_by_gzip_is_read_and_its_encoding_is_not_passed_on(encoding: str) -> None:
+async def test_a_gzip_body_is_decompressed_before_the_engines(encoding: str) -> None:
     async with running_app() as app:
         body = json.dumps(HELLO).encode()
         packed = gzip.compress(body[:9]) + gzip.compress(body[9:])  # two members, as in concatenated files
@@ -193,7 +188,7 @@ async def test_a_body_by_gzip_is_read_and_its_encoding_is_not_passed_on(encoding
         (gzip.compress(b" " * 2**20, mtime=0) * 500, "gzip", 413, "larger than 1 MiB"),
     ],
 )
-async def test_a_body_by_another_encoding_a_broken_one_and_a_bomb_are_refused(
+async def test_unsupported_broken_and_oversized_encoded_bodies_are_refused(
     body: bytes, encoding: str, status: int, sentence: str
 ) -> None:
     async with running_app(max_body_mib=8 if status != 413 else 1) as app:
@@ -208,11 +203,11 @@ async def test_a_body_by_another_encoding_a_broken_one_and_a_bomb_are_refused(
         assert not app.decode.sent
 
 
-# -- the door alone ------------------------------------------------------------------------------
+# -- admission alone ------------------------------------------------------------------------------
 
 
-class Door:
-    """Admission around an application that answers 200, and a client that sends `chunks`."""
+class Upload:
+    """A client that sends `chunks` to admission around an application that answers 200."""
 
     def __init__(self, *chunks: bytes, path: str = COMPLETIONS, method: str = "POST", **headers: str) -> None:
         options = IngressOptions(max_body_mib=0.001, body_timeout_s=0.2)
@@ -245,15 +240,15 @@ class Door:
                 assert self.gate.in_flight == 0
 
 
-async def test_a_body_arrives_whole_and_gives_its_place_back_though_the_application_breaks() -> None:
-    door = Door(b"ab", b"", b"cd")
-    assert await door.status() == 200
-    assert door.bodies == [b"abcd"]
+async def test_a_body_arrives_whole_and_a_failing_application_releases_the_permit() -> None:
+    upload = Upload(b"ab", b"", b"cd")
+    assert await upload.status() == 200
+    assert upload.bodies == [b"abcd"]
     with pytest.raises(AssertionError, match="breaks"):
-        await Door(b"breaks").status()
+        await Upload(b"breaks").status()
 
 
-OPERATE = [{"path": path, "method": "PUT"} for path in ("/eldr/table", "/eldr/policy")]
+ADMIN = [{"path": path, "method": "PUT"} for path in ("/eldr/table", "/eldr/policy")]
 
 
 @pytest.mark.parametrize(
@@ -262,37 +257,36 @@ OPERATE = [{"path": path, "method": "PUT"} for path in ("/eldr/table", "/eldr/po
         ([b"x"], {"content_length": "2000"}, 413, 0),
         ([b"x" * 500] * 100, {}, 413, 3),
         ([b"slow"], {}, 408, 1),
-        *[([b"x"], o | key, 401, 0) for o in OPERATE for key in ({}, {"authorization": "Bearer wrong"})],
+        *[([b"x"], o | key, 401, 0) for o in ADMIN for key in ({}, {"authorization": "Bearer wrong"})],
         # A table may be larger than a request, but not of any size.
-        ([b"x" * 2000], OPERATE[0] | {"authorization": "Bearer key"}, 200, 1),
-        ([], OPERATE[0] | {"authorization": "Bearer key", "content_length": str(65 * 2**20)}, 413, 0),
+        ([b"x" * 2000], ADMIN[0] | {"authorization": "Bearer key"}, 200, 1),
+        ([], ADMIN[0] | {"authorization": "Bearer key", "content_length": str(65 * 2**20)}, 413, 0),
     ],
 )
-async def test_no_more_of_a_body_is_read_than_may_come(
+async def test_a_body_is_read_no_further_than_its_limit(
     chunks: list[bytes], options: dict[str, str], status: int, received: int
 ) -> None:
-    door = Door(*chunks, **options)
-    assert (await door.status(), door.received) == (status, received)
-    assert len(door.bodies) == (status == 200)
+    upload = Upload(*chunks, **options)
+    assert (await upload.status(), upload.received) == (status, received)
+    assert len(upload.bodies) == (status == 200)
 
 
-# -- form ----------------------------------------------------------------------------------------
+# -- parsing ----------------------------------------------------------------------------------------
 
 
-def test_json_by_the_standard_is_taken_as_it_is() -> None:
+def test_standard_json_is_parsed_unchanged() -> None:
     value = {"a": [1, -1.5e10, "\U0001f600 \\ud800 99999999999999999999", None, True], "b": {"c": 2**63 - 1}}
     assert parse_json(json.dumps(value).encode()) == value
     assert parse_json(json.dumps(value, ensure_ascii=False).encode()) == value
 
 
-def test_parts_of_messages_are_lists_afterwards() -> None:
+def test_message_parts_are_lists_after_validation() -> None:
     body = json.dumps(chat([{"type": "text", "text": "x"}])).encode()
-    assert parse_request(EngineRequest("chat", body)).messages[0]["content"] == [
-        {"type": "text", "text": "x"}
-    ]
+    content = parse_request(EngineRequest("chat", body)).messages[0]["content"]
+    assert content == [{"type": "text", "text": "x"}]
 
 
-def test_clients_name_no_engine_to_read_from() -> None:
+def test_clients_cannot_set_transfer_parameters_or_request_ids() -> None:
     body = json.dumps(HELLO | {"kv_transfer_params": {"remote_host": "x"}, "request_id": "theirs"}).encode()
     request = parse_request(EngineRequest("completions", body, "ours", kv={"a": 1}))
     assert (request.kv_transfer_params, request.request_id) == ({"a": 1}, "ours")

@@ -1,4 +1,4 @@
-"""What the proxy of deployments/haproxy.cfg saves of requests whose ingress is killed, and what it cannot."""
+"""Which requests the proxy of deployments/haproxy.cfg retries when their ingress is killed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ LONG = "a prompt " * 10_000  # as long as most contexts; it is kept for a second
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager
 async def ingresses(port: int) -> AsyncIterator[list[asyncio.subprocess.Process]]:
-    """Two that share the port."""
+    """Run two ingresses that share the port."""
     pipe = asyncio.subprocess.PIPE
     servers = [
         await asyncio.create_subprocess_exec(
@@ -39,7 +38,9 @@ async def ingresses(port: int) -> AsyncIterator[list[asyncio.subprocess.Process]
     ]
     try:
         for server in servers:
-            await says(server, "ready")
+            assert server.stdout is not None
+            async with asyncio.timeout(60):
+                assert await server.stdout.readline() == b"ready\n"
         yield servers
     finally:
         for server in servers:
@@ -49,18 +50,15 @@ async def ingresses(port: int) -> AsyncIterator[list[asyncio.subprocess.Process]
 
 
 @asynccontextmanager
-async def front(port: int, config: Path, *changes: tuple[str, str]) -> AsyncIterator[str]:
-    """The shipped proxy before that port; its URL."""
+async def proxy(port: int, config: Path, *changes: tuple[str, str]) -> AsyncIterator[str]:
+    """Run the shipped proxy in front of that port; yield its URL."""
     own, text = free_port(), (ROOT / "deployments" / "haproxy.cfg").read_text()
-    for old, new in (
-        ("127.0.0.1:8080", f"127.0.0.1:{own}"),
-        ("127.0.0.1:8000", f"127.0.0.1:{port}"),
-        *changes,
-    ):
+    ports = ("127.0.0.1:8080", f"127.0.0.1:{own}"), ("127.0.0.1:8000", f"127.0.0.1:{port}")
+    for old, new in (*ports, *changes):
         assert old in text
         text = text.replace(old, new)
     config.write_text(text)
-    proxy = await asyncio.create_subprocess_exec(get_haproxy_binary(), "-db", "-f", str(config))
+    haproxy = await asyncio.create_subprocess_exec(get_haproxy_binary(), "-db", "-f", str(config))
     url = f"http://127.0.0.1:{own}"
     try:
         async with httpx.AsyncClient() as http, asyncio.timeout(30):
@@ -73,38 +71,32 @@ async def front(port: int, config: Path, *changes: tuple[str, str]) -> AsyncIter
                 await asyncio.sleep(0.02)
         yield url
     finally:
-        proxy.kill()
-        await proxy.wait()
+        haproxy.kill()
+        await haproxy.wait()
 
 
-async def says(server: asyncio.subprocess.Process, what: str) -> None:
-    assert server.stdout is not None
-    async with asyncio.timeout(60):
-        assert (await server.stdout.readline()).decode().strip() == what
-
-
-class Counting:
-    """How many requests each server has."""
+class RequestCounts:
+    """Count the requests that each server has received."""
 
     def __init__(self, servers: list[asyncio.subprocess.Process]) -> None:
-        self.got = dict.fromkeys(servers, 0)
+        self.received = dict.fromkeys(servers, 0)
         self._more = asyncio.Event()
         self._tasks = [asyncio.create_task(self._count(server)) for server in servers]
 
     async def _count(self, server: asyncio.subprocess.Process) -> None:
         assert server.stdout is not None
         async for _ in server.stdout:
-            self.got[server] += 1
+            self.received[server] += 1
             self._more.set()
 
     async def until(self, total: int, *servers: asyncio.subprocess.Process) -> None:
         async with asyncio.timeout(60):
-            while sum(self.got[server] for server in servers) < total:
+            while sum(self.received[server] for server in servers) < total:
                 self._more.clear()
                 await self._more.wait()
 
 
-async def ask(http: httpx.AsyncClient, url: str, stream: bool) -> httpx.Response | Exception:
+async def post(http: httpx.AsyncClient, url: str, stream: bool) -> httpx.Response | Exception:
     try:
         return await http.post(f"{url}/v1/completions", json={"prompt": LONG, "stream": stream})
     except httpx.TransportError as error:
@@ -112,41 +104,41 @@ async def ask(http: httpx.AsyncClient, url: str, stream: bool) -> httpx.Response
 
 
 @pytest.mark.parametrize(
-    ("stream", "retried", "saved"),
+    ("stream", "retried", "survives"),
     [
         (False, True, True),
-        (False, False, False),  # as HAProxy would by itself
-        (True, True, False),  # they have begun
+        (False, False, False),  # HAProxy's default
+        (True, True, False),  # the streams have begun
     ],
 )
-async def test_a_request_without_a_byte_survives_its_ingress(
-    stream: bool, retried: bool, saved: bool, tmp_path: Path
+async def test_a_request_without_an_answer_byte_survives_the_loss_of_its_ingress(
+    stream: bool, retried: bool, survives: bool, tmp_path: Path
 ) -> None:
     port = free_port()
     changes = () if retried else ((" empty-response", ""),)
     async with (
         ingresses(port) as servers,
-        front(port, tmp_path / "haproxy.cfg", *changes) as url,
+        proxy(port, tmp_path / "haproxy.cfg", *changes) as url,
         httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as http,
     ):
-        counting = Counting(servers)
-        asked = [asyncio.create_task(ask(http, url, stream)) for _ in range(REQUESTS)]
-        await counting.until(REQUESTS, *servers)
-        victim, other = sorted(servers, key=lambda server: -counting.got[server])
-        held = counting.got[victim]
+        counts = RequestCounts(servers)
+        requests = [asyncio.create_task(post(http, url, stream)) for _ in range(REQUESTS)]
+        await counts.until(REQUESTS, *servers)
+        victim, other = sorted(servers, key=lambda server: -counts.received[server])
+        held = counts.received[victim]
         assert held
         victim.send_signal(signal.SIGKILL)
         await victim.wait()
-        if saved:
-            await counting.until(REQUESTS, other)
+        if survives:
+            await counts.until(REQUESTS, other)
         assert other.stdin is not None
         other.stdin.write(b"go\n")
         async with asyncio.timeout(60):
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*requests)
         if not stream:
             good = [a for a in answers if isinstance(a, httpx.Response) and a.status_code == 200]
             assert {a.json()["pid"] for a in good} == {other.pid}
             assert all(a.json()["prompt"] == LONG for a in good)
         else:
             good = [a for a in answers if isinstance(a, httpx.Response) and a.text == "first last"]
-        assert len(good) == (REQUESTS if saved else REQUESTS - held)
+        assert len(good) == (REQUESTS if survives else REQUESTS - held)

@@ -1,27 +1,26 @@
-"""What the ingress says to clients and operators, and that nothing of a request outlives its answer."""
+"""Answers of the ingress to clients and operators, and the end of a request whose client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
-from fake_fleet import answering
-from ingress_app import KEY, running_app
-from router_talk import FakeActor
+from fake_fleet import answer_with
+from fake_router import FakeActor, wait_until
+from ingress_app import COMPLETIONS, HELLO, KEY, TOKEN, running_app, stream_answer
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.errors import Overloaded
-
-HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}
-COMPLETIONS = "/v1/completions"
-TOKEN = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
-streams = answering(TOKEN, b"data: [DONE]\n\n")
-
+from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.http_server import HttpServer
 
 HUGE_SLOTS = {"name": "balance-route", "parameters": {"slots": 2**62}}
 
@@ -35,7 +34,7 @@ HUGE_SLOTS = {"name": "balance-route", "parameters": {"slots": 2**62}}
         (None, KEY, 403, ""),
     ],
 )
-async def test_changes_need_the_key_and_what_cannot_be_changes_nothing(
+async def test_changes_need_the_admin_key_and_invalid_ones_change_nothing(
     admin_key: str | None, key: str | None, status: int, sentence: str
 ) -> None:
     actor = FakeActor()
@@ -49,13 +48,13 @@ async def test_changes_need_the_key_and_what_cannot_be_changes_nothing(
         assert actor.state.settings is before
 
 
-async def test_a_load_balancer_is_told_when_requests_may_come() -> None:
+async def test_the_ready_endpoint_answers_200_once_the_engines_are_warm() -> None:
     async with running_app(admin_key=None) as app:
-        early = await app.client.get("/eldr/ready")
-        assert early.status_code == 503
-        assert early.json()["error"]["message"] == "the engines are not up yet"
-        assert int(early.headers["retry-after"]) >= 1
-        await app.ingress.check_health()  # Serve's first starts the warm-up
+        answer = await app.client.get("/eldr/ready")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "the engines are not up yet"
+        assert int(answer.headers["retry-after"]) >= 1
+        await app.ingress.check_health()  # the first call starts the warm-up
         async with asyncio.timeout(10):
             while (answer := await app.client.get("/eldr/ready")).status_code == 503:
                 assert "pairs of engines are warm" in answer.text or "not up yet" in answer.text
@@ -66,23 +65,23 @@ async def test_a_load_balancer_is_told_when_requests_may_come() -> None:
         assert (await app.client.get("/eldr/ready")).status_code == 503
 
 
-async def test_no_capacity_is_a_503_that_says_when_to_come_again() -> None:
-    async with running_app(prefill=answering(Overloaded("all are full", retry_after_s=7))) as app:
+async def test_an_overloaded_service_answers_503_with_retry_after() -> None:
+    async with running_app(prefill=answer_with(Overloaded("all are full", retry_after_s=7))) as app:
         answer = await app.post(COMPLETIONS, HELLO)
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.json()["error"]["type"] == "overloaded"
 
 
-async def test_an_engine_that_is_lost_is_a_503_for_every_endpoint() -> None:
-    async with running_app(decode=answering(ChannelLost("gone"))) as app:
+async def test_a_lost_engine_is_a_503_for_every_endpoint() -> None:
+    async with running_app(decode=answer_with(ChannelLost("gone"))) as app:
         for path in (COMPLETIONS, "/tokenize"):
             assert (await app.post(path, HELLO)).status_code == 503
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_an_answer_names_its_policy_and_a_stream_its_hand_over(streamed: bool) -> None:
-    async with running_app(**({"decode": streams} if streamed else {})) as app:
+async def test_headers_name_the_policy_and_a_streams_handover_time(streamed: bool) -> None:
+    async with running_app(**({"decode": stream_answer} if streamed else {})) as app:
         answer = await app.post(COMPLETIONS, HELLO | {"stream": streamed})
         assert answer.status_code == 200
         assert answer.headers["x-eldr-decode-worker"] in ("r0", "r1")
@@ -93,10 +92,8 @@ async def test_an_answer_names_its_policy_and_a_stream_its_hand_over(streamed: b
 
 @pytest.mark.parametrize("how", ["cancelled", "disconnected"])
 @pytest.mark.parametrize("chunks_sent", [0, 2])
-async def test_a_client_that_goes_while_a_chunk_is_on_its_way_leaves_the_engines(
-    chunks_sent: int, how: str
-) -> None:
-    """Its generator is suspended then, and here, as in a reference cycle, nothing else ends it."""
+async def test_a_client_that_disconnects_during_a_chunk_cancels_its_call(chunks_sent: int, how: str) -> None:
+    """Its generator is suspended then, and nothing else ends it, as in a reference cycle."""
     sending, left = asyncio.Event(), asyncio.Event()
     messages = 0
 
@@ -112,34 +109,44 @@ async def test_a_client_that_goes_while_a_chunk_is_on_its_way_leaves_the_engines
             sending.set()
             await asyncio.Event().wait()
 
-    body = b'{"model": "m", "prompt": "hello", "stream": true}'
-    received = [{"type": "http.request", "body": body}]
-
-    async def receive() -> Any:
-        if received:
-            return received.pop()
-        await left.wait()
-        return {"type": "http.disconnect"}
-
     async with running_app(decode=endless) as app:
-        scope = {
-            "type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-        }  # fmt: skip
-        streaming = asyncio.create_task(app.http(scope, receive, send))
+        streaming = asyncio.create_task(app.stream(send, left))
         await sending.wait()
         assert app.ingress.gate.in_flight == 1
-        if how == "cancelled":
-            streaming.cancel()
-        else:
-            left.set()
+        _ = streaming.cancel() if how == "cancelled" else left.set()
         with contextlib.suppress(asyncio.CancelledError):
             await streaming
         assert app.decode.requests[-1].cancelled
         assert app.ingress.gate.in_flight == 0
 
 
-async def test_an_ingress_whose_port_is_taken_does_not_start() -> None:
+async def test_a_client_that_reads_nothing_is_disconnected_and_disturbs_no_other() -> None:
+    async def decode(sent: Any) -> AsyncIterator[bytes]:
+        """Stream without end, or answer a request for a few tokens at once."""
+        if sent.fields["max_tokens"] <= 5:
+            yield b'{"choices": []}'
+            return
+        while True:
+            yield b"data: " + b"x" * 1016 + b"\n\n"
+            await asyncio.sleep(0)
+
+    async with running_app(decode=decode) as app:
+        server = HttpServer(app.http, IngressOptions(port=0))
+        await wait_until(lambda: server._server.started)
+        host, port = "127.0.0.1", server.port
+        body = json.dumps(HELLO | {"max_tokens": 99, "stream": True}).encode()
+        silent = socket.create_connection((host, port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        silent.sendall(head.encode() + body)
+        await wait_until(lambda: app.decode.requests and app.decode.requests[-1].cancelled)
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+            assert (await client.post(COMPLETIONS, json=HELLO)).status_code == 200
+        silent.close()
+        await wait_until(lambda: app.ingress.gate.in_flight == 0)
+        await server.drain()
+
+
+async def test_an_ingress_does_not_start_at_a_used_port() -> None:
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     with pytest.raises(OSError, match="in use"):
         async with running_app(port=server.sockets[0].getsockname()[1]):
@@ -147,7 +154,7 @@ async def test_an_ingress_whose_port_is_taken_does_not_start() -> None:
     server.close()
 
 
-async def test_a_second_application_at_the_port_does_not_start_and_the_first_stays() -> None:
+async def test_a_second_application_does_not_start_at_the_port_of_the_first() -> None:
     async with running_app(port=0) as first:
         number = first.ingress._port.number
         with pytest.raises(OSError, match=rf"port {number}; .*in use by application 'test-\d+'"):
@@ -160,14 +167,15 @@ async def test_a_second_application_at_the_port_does_not_start_and_the_first_sta
 # -- like vLLM's own server -------------------------------------------------------------------------
 
 
-async def test_health_version_and_metrics_are_where_vllm_has_them_and_need_no_key(tmp_path: Path) -> None:
+async def test_health_version_and_metrics_have_vllms_paths_and_need_no_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text('{"tenants": {}}')
     async with running_app(keys_file=keys) as app:
-        for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        endpoints = ("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")
+        for method, path in endpoints:
             assert (await app.client.request(method, path)).status_code == 503  # no engine is warm
         app.ingress.admin._warmup = SimpleNamespace(awaited=None)
-        for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        for method, path in endpoints:
             answer = await app.client.request(method, path)
             assert (answer.status_code, answer.content) == (200, b"")
         assert (await app.client.get("/version")).json() == {"version": "0.0-test"}
@@ -180,7 +188,7 @@ async def test_health_version_and_metrics_are_where_vllm_has_them_and_need_no_ke
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", COMPLETIONS), ("DELETE", "/v1/models"), ("PUT", "/health")]
 )
-async def test_a_method_that_is_not_allowed_is_told_those_that_are(method: str, path: str) -> None:
+async def test_a_405_names_the_allowed_methods(method: str, path: str) -> None:
     async with running_app() as app:
         answer = await app.client.request(method, path)
         assert answer.status_code == 405
@@ -188,10 +196,10 @@ async def test_a_method_that_is_not_allowed_is_told_those_that_are(method: str, 
         assert answer.json()["error"]["code"] == 405
 
 
-async def test_an_empty_model_is_the_one_that_is_served() -> None:
+async def test_an_empty_model_name_means_the_served_model() -> None:
     async with running_app() as app:
-        for path, body in ((COMPLETIONS, HELLO), ("/tokenize", HELLO)):
-            assert (await app.post(path, body | {"model": ""})).status_code == 200
+        for path in (COMPLETIONS, "/tokenize"):
+            assert (await app.post(path, HELLO | {"model": ""})).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -204,9 +212,7 @@ async def test_an_empty_model_is_the_one_that_is_served() -> None:
         ("/detokenize", {"tokens": [-1]}, 400, "body.tokens.0"),
     ],
 )
-async def test_an_error_names_the_field_at_fault(
-    path: str, fields: dict[str, Any], status: int, param: str
-) -> None:
+async def test_errors_name_the_field(path: str, fields: dict[str, Any], status: int, param: str) -> None:
     async with running_app() as app:
         answer = await app.post(path, HELLO | fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)

@@ -1,28 +1,54 @@
-"""What Serve is told of the ingress: time to drain, and what it scales by."""
+"""Serve's options for the ingress: replicas, time to drain, autoscaling; imports of a replica's process."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import yaml
 from ingress_app import running_app
+from ray import cloudpickle
+from ray.serve._private.build_app import build_app as finalized
 from shipped import ROOT
 
-from eldr_serve.app import engine_spec
+from eldr_serve.app import build_app, engine_spec
 from eldr_serve.config import EldrArgs
+from eldr_serve.engine.vllm.backend import VllmBackend
 from eldr_serve.preflight.findings import drain
+
+_REPLICA = """
+import asyncio, sys
+from ray import cloudpickle
+
+async def main():
+    kind, arguments = map(cloudpickle.loads, cloudpickle.load(sys.stdin.buffer))
+    import eldr_serve.replicas.request_router  # its handles choose replicas there
+    made = kind.__new__(kind)
+    kind.__mro__[1].__init__(made, **arguments)
+    made._client.start()
+    await made.stop()
+
+asyncio.run(main())
+engines = ("vllm", "ray.llm", "torch")
+found = sorted(name for name in sys.modules if any(f"{name}.".startswith(f"{e}.") for e in engines))
+print("imported:", *found[:5])
+import os
+sys.stdout.flush()
+os._exit(0)  # skip the destructor, which Serve awaits
+"""
 
 
 def options(**given: Any) -> dict[str, Any]:
     return EldrArgs(decode_config={}, ingress_deployment_config=given).ingress_deployment_config
 
 
-def test_an_ingress_has_as_long_to_end_its_streams_as_an_engine() -> None:
-    engine = engine_spec(
-        {"model_loading_config": {"model_id": "m"}}, "decode", directory_name="d", kv_lease_s=30.0
-    )
+def test_an_ingress_drains_as_long_as_an_engine() -> None:
+    model = {"model_loading_config": {"model_id": "m"}}
+    engine = engine_spec(model, "decode", directory_name="d", kv_lease_s=30.0)
     own = engine.deployment_config["graceful_shutdown_timeout_s"]
     assert options()["graceful_shutdown_timeout_s"] == own
     assert options(num_replicas=2)["graceful_shutdown_timeout_s"] == 600
@@ -30,7 +56,7 @@ def test_an_ingress_has_as_long_to_end_its_streams_as_an_engine() -> None:
 
 
 @pytest.mark.parametrize(("cores", "ingresses"), [(2, 1), (3, 1), (4, 2), (64, 2)])
-def test_there_are_two_ingresses_where_there_are_cores_unless_the_yaml_says_how_many(
+def test_the_default_number_of_ingresses_depends_on_the_cores(
     cores: int, ingresses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
@@ -39,7 +65,7 @@ def test_there_are_two_ingresses_where_there_are_cores_unless_the_yaml_says_how_
     assert "num_replicas" not in options(autoscaling_config={"min_replicas": 1, "max_replicas": 4})
 
 
-def test_the_yaml_may_say_less_and_eldr_check_warns() -> None:
+def test_a_shorter_drain_time_in_the_yaml_is_kept_with_a_warning() -> None:
     short = options(graceful_shutdown_timeout_s=20)
     assert short["graceful_shutdown_timeout_s"] == 20
     (finding,) = drain("ingress", short)
@@ -47,28 +73,49 @@ def test_the_yaml_may_say_less_and_eldr_check_warns() -> None:
     assert finding.sentence.startswith("ingress replicas that stop are killed after 20 s")
 
 
-def test_a_scaled_ingress_gets_our_policy_unless_it_names_one() -> None:
+def test_an_autoscaled_ingress_gets_our_policy_unless_it_names_one() -> None:
     scaled = options(autoscaling_config={"max_replicas": 4})["autoscaling_config"]
     assert scaled["policy"]["policy_function"].endswith(":by_requests_in_flight")
     named = {"policy": {"policy_function": "my.module:mine"}}
     assert options(autoscaling_config=named)["autoscaling_config"] == named
 
 
-async def test_an_ingress_reports_what_it_has_in_flight() -> None:
-    seen: list[Any] = []
+async def test_an_ingress_reports_its_requests_in_flight() -> None:
+    reports: list[Any] = []
 
-    async def looking(sent: Any) -> Any:
-        seen.append(await app.ingress.record_autoscaling_stats())
+    async def decode(sent: Any) -> Any:
+        reports.append(await app.ingress.record_autoscaling_stats())
         yield b"{}"
 
-    async with running_app(decode=looking) as app:
+    async with running_app(decode=decode) as app:
         assert (await app.post("/v1/completions", {"model": "m", "prompt": "x"})).status_code == 200
-        assert seen == [{"in_flight": 1.0}]
+        assert reports == [{"in_flight": 1.0}]
         assert await app.ingress.record_autoscaling_stats() == {"in_flight": 0.0}
 
 
 @pytest.mark.parametrize("name", ["cpu_demo", "qwen3_30b_8p16d"])
-def test_a_shipped_one_drains(name: str) -> None:
+def test_shipped_deployments_have_the_full_drain_time(name: str) -> None:
     document = yaml.safe_load((ROOT / f"deployments/{name}.yaml").read_text())
     args = EldrArgs.model_validate(document["applications"][0]["args"])
     assert args.ingress_deployment_config["graceful_shutdown_timeout_s"] == 600
+
+
+def ingress_replica() -> bytes:
+    """Return what Serve's controller sends to a node that will run an ingress replica."""
+    document = yaml.safe_load((ROOT / "deployments/cpu_demo.yaml").read_text())
+    resources = Mock(return_value={})  # without a Ray cluster
+    with patch.object(VllmBackend, "deployment_options", resources):
+        built = finalized(build_app(document["applications"][0]["args"]), name="app", default_runtime_env={})
+    (ingress,) = (one for one in built.deployments if one.name == built.ingress_deployment_name)
+    config = ingress._replica_config
+    parts = (config.serialized_deployment_def, config.serialized_init_kwargs)
+    return cloudpickle.dumps(parts)
+
+
+def test_an_ingress_replica_imports_no_engine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _REPLICA], input=ingress_replica(), capture_output=True, timeout=120, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().splitlines()[-1].strip() == "imported:"

@@ -1,4 +1,4 @@
-"""A request that has ended is one line of JSON, under the name that its answer carries."""
+"""The log has one JSON line for a request that has ended, with the request id of its answer."""
 
 from __future__ import annotations
 
@@ -6,54 +6,46 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_fleet import answering, refusing
-from ingress_app import App, running_app
-from router_talk import settled
+from fake_fleet import answer_with, in_turn, refusal
+from fake_router import wait_until
+from ingress_app import COMPLETIONS, HELLO, TOKEN, App, running_app
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.errors import Overloaded
 
-COMPLETIONS = "/v1/completions"
-HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}
 STREAMED = HELLO | {"stream": True}
-TOKEN = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
-streams = answering(TOKEN, TOKEN + b"data: [DONE]\n\n")
+two_tokens = answer_with(TOKEN, TOKEN + b"data: [DONE]\n\n")
 GONE = ChannelLost("it is gone")
 
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Any:
-    """The lines so far."""
+    """Return a function that returns the logged records."""
     caplog.set_level(logging.WARNING)
 
-    def lines() -> list[dict[str, Any]]:
-        said = [record.getMessage() for record in caplog.records]
-        return [json.loads(line.removeprefix("request ")) for line in said if line.startswith("request ")]
+    def records() -> list[dict[str, Any]]:
+        lines = [line for line in caplog.messages if line.startswith("request ")]
+        return [json.loads(line.removeprefix("request ")) for line in lines]
 
-    return lines
-
-
-def failing_once(*chunks: Any) -> Any:
-    """The first call is answered so, later ones well."""
-    calls = iter([answering(*chunks)])
-    return lambda sent: next(calls, streams)(sent)
+    return records
 
 
-async def test_a_request_that_nothing_has_failed_is_logged_only_if_all_are(log: Any) -> None:
-    async with running_app(decode=streams) as app:
+async def test_a_request_without_failures_is_logged_only_if_all_are(log: Any) -> None:
+    async with running_app(decode=two_tokens) as app:
         assert (await app.post(COMPLETIONS, STREAMED)).status_code == 200
     assert not log()
-    async with running_app(decode=streams, log_requests="all") as app:
+    async with running_app(decode=two_tokens, log_requests="all") as app:
         answer = await app.post(COMPLETIONS, STREAMED)
     (line,) = log()
     seconds = line.pop("seconds")
     assert list(seconds) == ["prefill", "place", "first_token", "stream", "total"]
     total = seconds.pop("total")
-    assert 0 < sum(seconds.values()) <= total + 1e-5  # one follows the other; rounded to 1e-6 s
+    assert 0 < sum(seconds.values()) <= total + 1e-5  # consecutive stages; rounded to 1e-6 s
     assert line.pop("prefill") in ("r0", "r1")
     assert line == {
         "request": answer.headers["x-eldr-request"],
@@ -73,22 +65,21 @@ async def test_a_request_that_nothing_has_failed_is_logged_only_if_all_are(log: 
     assert line["reason"]
 
 
-async def test_a_request_that_was_tried_again_says_what_has_failed_it(log: Any) -> None:
-    async with running_app(decode=failing_once(GONE)) as app:
+async def test_a_retried_request_is_logged_with_its_failures(log: Any) -> None:
+    async with running_app(decode=in_turn(answer_with(GONE), two_tokens)) as app:
         answer = await app.post(COMPLETIONS, STREAMED)
     assert answer.status_code == 200
     (line,) = log()
     assert line["request"] == answer.headers["x-eldr-request"]
     assert (line["status"], line["error"]) == (200, None)
     (failure,) = line["failures"]
-    assert failure.startswith("decode replica ")
-    assert failure.endswith(" failed: it is gone")
+    assert re.fullmatch("decode replica .* failed: it is gone", failure)
     assert line["decode"] == answer.headers["x-eldr-decode-worker"]
     assert line["decode"] not in failure
 
 
-async def test_a_request_without_an_answer_is_named_in_its_refusal(log: Any) -> None:
-    async with running_app(prefill=answering(GONE)) as app:
+async def test_a_failed_request_is_logged_with_the_id_of_its_error_response(log: Any) -> None:
+    async with running_app(prefill=answer_with(GONE)) as app:
         answer = await app.post(COMPLETIONS, HELLO)
     assert answer.status_code == 503
     (line,) = log()
@@ -100,8 +91,8 @@ async def test_a_request_without_an_answer_is_named_in_its_refusal(log: Any) -> 
     assert set(line["seconds"]) == {"prefill", "total"}
 
 
-async def test_a_stream_that_is_lost_has_its_status_and_its_error(log: Any) -> None:
-    async with running_app(decode=answering(TOKEN, GONE)) as app:
+async def test_a_lost_stream_is_logged_with_status_and_error(log: Any) -> None:
+    async with running_app(decode=answer_with(TOKEN, GONE)) as app:
         answer = await app.post(COMPLETIONS, STREAMED)
     assert "engine_lost" in answer.text
     (line,) = log()
@@ -109,12 +100,12 @@ async def test_a_stream_that_is_lost_has_its_status_and_its_error(log: Any) -> N
     assert line["failures"]
 
 
-@pytest.mark.parametrize("every", [False, True])
-@pytest.mark.parametrize("refused", [refusing(400, "wrong"), Overloaded("all are full")])
-async def test_what_is_refused_and_was_not_failed_is_logged_only_if_all_are(
-    log: Any, every: bool, refused: Exception, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("log_requests", ["failed", "all"])
+@pytest.mark.parametrize("refused", [refusal(400, "wrong"), Overloaded("all are full")])
+async def test_a_refused_request_is_logged_only_if_all_are(
+    log: Any, log_requests: str, refused: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_app(prefill=answering(refused), **({"log_requests": "all"} if every else {})) as app:
+    async with running_app(prefill=answer_with(refused), log_requests=log_requests) as app:
         if isinstance(refused, Overloaded):  # no replica has room
 
             async def full(run: Any) -> None:
@@ -124,10 +115,11 @@ async def test_what_is_refused_and_was_not_failed_is_logged_only_if_all_are(
         answer = await app.post(COMPLETIONS, HELLO)
     assert answer.status_code == refused.status  # type: ignore[attr-defined]
     assert "x-eldr-request" in answer.headers
-    assert [(line["status"], line["failures"]) for line in log()] == [(answer.status_code, [])] * every
+    logged = [(line["status"], line["failures"]) for line in log()]
+    assert logged == [(answer.status_code, [])] * (log_requests == "all")
 
 
-async def test_a_fault_of_ours_is_logged(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_internal_error_is_logged(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_app() as app:
         monkeypatch.setattr(app.ingress._client, "place", lambda *args, **kwargs: 1 / 0)
         answer = await app.post(COMPLETIONS, HELLO)
@@ -137,44 +129,36 @@ async def test_a_fault_of_ours_is_logged(log: Any, monkeypatch: pytest.MonkeyPat
     assert (line["status"], line["failures"]) == (500, ["division by zero"])
 
 
-async def _ask_and_leave(app: App, chunks: int) -> None:
-    """A client that goes after so many chunks."""
-    seen = asyncio.Event()
+async def stream_and_leave(app: App, chunks: int) -> None:
+    """Request a stream and disconnect after this number of chunks."""
+    left = asyncio.Event()
     messages = 0
-    received = [{"type": "http.request", "body": json.dumps(STREAMED).encode()}]
-
-    async def receive() -> Any:
-        if received:
-            return received.pop()
-        await seen.wait()
-        return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
         nonlocal messages
         messages += 1
-        if messages > chunks:  # the first has the headers
-            seen.set()
+        if messages > chunks:  # the first message has the headers
+            left.set()
 
     if not chunks:
-        asyncio.get_running_loop().call_later(0.05, seen.set)
-    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "headers": []}
+        asyncio.get_running_loop().call_later(0.05, left.set)
     with contextlib.suppress(asyncio.CancelledError):
-        await app.http(scope, receive, send)
+        await app.stream(send, left)
 
 
 @pytest.mark.parametrize(("chunks", "status"), [(0, None), (1, 200)])
-async def test_a_client_that_leaves_is_no_failure(log: Any, chunks: int, status: int | None) -> None:
+async def test_a_client_that_disconnects_is_no_failure(log: Any, chunks: int, status: int | None) -> None:
     async def endless(sent: Any) -> AsyncIterator[bytes]:
         while True:
             if chunks:
                 yield TOKEN
             await asyncio.sleep(0.001)
 
-    for every in ("failed", "all"):
-        async with running_app(decode=endless, log_requests=every) as app:
-            await _ask_and_leave(app, chunks)
-            await settled(lambda app=app: app.ingress.gate.in_flight == 0)
-        assert len(log()) == (every == "all")
+    for log_requests in ("failed", "all"):
+        async with running_app(decode=endless, log_requests=log_requests) as app:
+            await stream_and_leave(app, chunks)
+            await wait_until(lambda app=app: app.ingress.gate.in_flight == 0)
+        assert len(log()) == (log_requests == "all")
     (line,) = log()
     assert (line["status"], line["left"], line["error"], line["failures"]) == (status, True, None, [])
     assert ("stream" in line["seconds"]) == bool(chunks)

@@ -1,4 +1,4 @@
-"""A traced request is one span with a child for each of its stages, in the client's trace if it has one."""
+"""A traced request is one span with a child for each stage, in the client's trace if it has one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from engine_server import serving
-from fake_fleet import answering, refusing
-from ingress_app import App, running_app
+from fake_fleet import answer_with, in_turn, refusal
+from ingress_app import COMPLETIONS, HELLO, TOKEN, App, running_app
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -25,11 +25,9 @@ from eldr_serve.ingress import tracing
 from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.replicas import servers
 
-COMPLETIONS = "/v1/completions"
-HELLO = {"model": "m", "prompt": "hello", "max_tokens": 3}
+HELLO = HELLO | {"max_tokens": 3}
 STREAMED = HELLO | {"stream": True}
 STAGES = ["prefill", "place", "transport", "first_token", "stream"]
-TOKEN = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
 GONE = ChannelLost("it is gone")
 ENDPOINT = "http://127.0.0.1:9/v1/traces"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -37,7 +35,7 @@ SAMPLED, UNSAMPLED = ({"traceparent": f"00-{TRACE}-{PARENT}-{flags}"} for flags 
 
 
 class Traced:
-    """A running ingress whose spans are kept here."""
+    """A running ingress and its exported spans."""
 
     def __init__(self, app: App, exporter: InMemorySpanExporter) -> None:
         self.app = app
@@ -47,10 +45,10 @@ class Traced:
         return await self.app.client.post(COMPLETIONS, json=body, headers=headers)
 
     def spans(self) -> tuple[ReadableSpan, list[ReadableSpan]]:
-        """The one root, and its children in the order of their beginnings."""
-        found = self.all()
-        (root,) = (span for span in found if span.kind is SpanKind.SERVER)
-        children = [span for span in found if span is not root]
+        """Return the root and its children, in order of their start."""
+        spans = self.all()
+        (root,) = (span for span in spans if span.kind is SpanKind.SERVER)
+        children = [span for span in spans if span is not root]
         assert all(child.parent == root.context for child in children)
         return root, sorted(children, key=lambda span: span.start_time or 0)
 
@@ -61,7 +59,7 @@ class Traced:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs an ingress that keeps its spans here."""
+    """Return a context manager that runs a traced ingress."""
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda endpoint, timeout: exporter)
 
@@ -74,7 +72,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def over(channel: Any) -> Any:
-    """Answers what the replica at the other end does."""
+    """Return an engine that forwards calls to the replica at the other end of the channel."""
 
     async def answer(sent: Any) -> AsyncIterator[Any]:
         call = channel.call(sent.method, sent.header, sent.body)
@@ -86,7 +84,7 @@ def over(channel: Any) -> Any:
 
 
 @pytest.mark.parametrize("body", [HELLO, STREAMED])
-async def test_a_request_is_one_span_with_a_child_a_stage(traced: Any, body: dict[str, Any]) -> None:
+async def test_a_request_is_one_span_with_a_child_for_each_stage(traced: Any, body: dict[str, Any]) -> None:
     async with (
         serving(servers.PrefillServer) as (_, prefill),
         serving(servers.DecodeServer, router_name="router") as (_, decode),
@@ -107,9 +105,9 @@ async def test_a_request_is_one_span_with_a_child_a_stage(traced: Any, body: dic
     assert root.parent is None
     assert root.resource.attributes["service.name"] == "eldr-serve"
     assert root.status.status_code is StatusCode.UNSET
-    said = dict(root.attributes or {})
-    assert said.pop("eldr.reason")
-    assert said == {
+    attributes = dict(root.attributes or {})
+    assert attributes.pop("eldr.reason")
+    assert attributes == {
         "http.response.status_code": 200,
         "gen_ai.usage.input_tokens": 8,
         "gen_ai.usage.output_tokens": 3,
@@ -120,16 +118,14 @@ async def test_a_request_is_one_span_with_a_child_a_stage(traced: Any, body: dic
     assert answer.headers["x-eldr-trace"] == format_trace_id(root.context.trace_id)
 
 
-async def test_a_stage_that_an_engine_does_not_tell_is_part_of_the_next(
-    traced: Any,
-) -> None:
-    async with traced(decode=answering(TOKEN)) as service:
+async def test_a_stage_that_no_engine_reports_is_part_of_the_next(traced: Any) -> None:
+    async with traced(decode=answer_with(TOKEN)) as service:
         await service.post()
         _, children = service.spans()
     assert [child.name for child in children] == ["prefill", "place", "first_token", "stream"]
 
 
-async def test_an_incoming_trace_goes_on_here_and_in_the_engines(traced: Any) -> None:
+async def test_an_incoming_trace_continues_in_the_ingress_and_the_engines(traced: Any) -> None:
     async with traced(sample=0.0) as service:
         answer = await service.post(HELLO, tracestate="them=1", **SAMPLED)
         root, children = service.spans()
@@ -139,13 +135,12 @@ async def test_an_incoming_trace_goes_on_here_and_in_the_engines(traced: Any) ->
     assert len(children) == 4
     assert answer.headers["x-eldr-trace"] == TRACE
     for sent in (*app.prefill.requests, *app.decode.requests):
-        assert (
-            sent.header["headers"]["traceparent"] == f"00-{TRACE}-{format_span_id(root.context.span_id)}-01"
-        )
-        assert sent.header["headers"]["tracestate"] == "them=1"
+        headers = sent.header["headers"]
+        assert headers["traceparent"] == f"00-{TRACE}-{format_span_id(root.context.span_id)}-01"
+        assert headers["tracestate"] == "them=1"
 
 
-async def test_the_line_in_the_log_has_the_trace(traced: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_request_log_has_the_trace(traced: Any, caplog: pytest.LogCaptureFixture) -> None:
     async with traced(log_requests="all") as service:
         await service.post(**SAMPLED)
     (line,) = [r.getMessage() for r in caplog.records if r.name == "eldr_serve.ingress.request_log"]
@@ -153,7 +148,7 @@ async def test_the_line_in_the_log_has_the_trace(traced: Any, caplog: pytest.Log
 
 
 @pytest.mark.parametrize(("sample", "headers"), [(0.0, {}), (1.0, UNSAMPLED)])
-async def test_what_is_not_sampled_has_no_span_here_nor_in_the_engines(
+async def test_an_unsampled_request_has_no_span_in_the_ingress_or_the_engines(
     traced: Any, sample: float, headers: dict[str, str]
 ) -> None:
     async with traced(sample) as service:
@@ -163,11 +158,11 @@ async def test_what_is_not_sampled_has_no_span_here_nor_in_the_engines(
         (sent,) = service.app.decode.requests
     version, trace, _, flags = sent.header["headers"]["traceparent"].split("-")
     assert version == "00"
-    assert not int(flags, 16) & 1  # the bit that says sampled
+    assert not int(flags, 16) & 1  # the sampled bit
     assert trace == answer.headers["x-eldr-trace"] == (TRACE if headers else trace)
 
 
-async def test_a_malformed_trace_counts_as_none(traced: Any) -> None:
+async def test_a_malformed_trace_is_ignored(traced: Any) -> None:
     async with traced() as service:
         await service.post(HELLO, traceparent=f"00-{TRACE}-{'0' * 16}-01")
         root, _ = service.spans()
@@ -175,19 +170,16 @@ async def test_a_malformed_trace_counts_as_none(traced: Any) -> None:
     assert format_trace_id(root.context.trace_id) != TRACE
 
 
-async def test_a_failed_try_is_a_failed_child_of_a_request_that_is_well(
-    traced: Any,
-) -> None:
-    calls = iter([answering(GONE)])
-    async with traced(decode=lambda sent: next(calls, answering(TOKEN))(sent)) as service:
+async def test_a_failed_attempt_is_a_failed_child_of_a_successful_request(traced: Any) -> None:
+    async with traced(decode=in_turn(answer_with(GONE), answer_with(TOKEN))) as service:
         answer = await service.post()
         root, children = service.spans()
     assert answer.status_code == 200
     assert root.status.status_code is StatusCode.UNSET
     (failure,) = (root.attributes or {})["eldr.failures"]  # type: ignore[misc]
     assert "it is gone" in failure
-    once = ["prefill", "place", "first_token"]
-    assert [child.name for child in children] == [*once, *once, "stream"]
+    attempt = ["prefill", "place", "first_token"]
+    assert [child.name for child in children] == [*attempt, *attempt, "stream"]
     failed = [child for child in children if child.status.status_code is StatusCode.ERROR]
     assert failed == [children[2]]
     assert "it is gone" in (failed[0].status.description or "")
@@ -196,12 +188,12 @@ async def test_a_failed_try_is_a_failed_child_of_a_request_that_is_well(
 @pytest.mark.parametrize(
     ("answers", "status", "error", "failed_children"),
     [
-        ({"prefill": answering(GONE)}, 503, StatusCode.ERROR, 3),
-        ({"decode": answering(TOKEN, GONE)}, 200, StatusCode.ERROR, 1),
-        ({"prefill": answering(refusing(400, "wrong"))}, 400, StatusCode.UNSET, 1),
+        ({"prefill": answer_with(GONE)}, 503, StatusCode.ERROR, 3),
+        ({"decode": answer_with(TOKEN, GONE)}, 200, StatusCode.ERROR, 1),
+        ({"prefill": answer_with(refusal(400, "wrong"))}, 400, StatusCode.UNSET, 1),
     ],
 )
-async def test_a_request_without_its_whole_answer_is_a_failed_span_unless_its_client_is_at_fault(
+async def test_an_incomplete_answer_is_a_failed_span_unless_the_client_is_at_fault(
     traced: Any, answers: Any, status: int, error: StatusCode, failed_children: int
 ) -> None:
     async with traced(**answers) as service:
@@ -214,7 +206,7 @@ async def test_a_request_without_its_whole_answer_is_a_failed_span_unless_its_cl
     assert len(failed) == failed_children
 
 
-async def test_without_tracing_a_clients_trace_passes_to_the_engines_as_it_is() -> None:
+async def test_without_tracing_a_clients_trace_passes_to_the_engines_unchanged() -> None:
     async with running_app() as app:
         answer = await app.client.post(COMPLETIONS, json=HELLO, headers=SAMPLED)
     assert "x-eldr-trace" not in answer.headers
@@ -222,23 +214,21 @@ async def test_without_tracing_a_clients_trace_passes_to_the_engines_as_it_is() 
     assert sent.header["headers"]["traceparent"] == SAMPLED["traceparent"]
 
 
-class Stuck(SpanExporter):
-    """Takes its first batch for as long as it likes."""
+class StuckExporter(SpanExporter):
+    """An exporter that blocks until `go_on` is set."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
-        self.taken = 0
+        self.exported = 0
 
     def export(self, spans: Any) -> SpanExportResult:
         self.go_on.wait()
-        self.taken += len(spans)
+        self.exported += len(spans)
         return SpanExportResult.FAILURE
 
 
-async def test_an_exporter_that_is_stuck_loses_spans_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    exporter = Stuck()
+async def test_a_stuck_exporter_loses_only_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = StuckExporter()
     for name in ("QUEUE_SIZE", "EXPORT_BATCH_SIZE"):
         monkeypatch.setenv(f"OTEL_BSP_MAX_{name}", "4")
     monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda endpoint, timeout: exporter)
@@ -246,7 +236,7 @@ async def test_an_exporter_that_is_stuck_loses_spans_and_nothing_else(
     async with running_app(tracing={"endpoint": ENDPOINT}) as app:
         answers = await asyncio.gather(*(app.post(COMPLETIONS, HELLO) for _ in range(8)))
         assert [answer.status_code for answer in answers] == [200] * 8
-    assert not exporter.taken  # the ingress has ended all the same
+    assert not exporter.exported  # the ingress has stopped without it
     exporter.go_on.set()
 
 
@@ -254,7 +244,7 @@ async def test_spans_are_sent_to_the_endpoint() -> None:
     with HttpCollector() as collector:
         async with running_app(tracing={"endpoint": collector.http}) as app:
             await app.post(COMPLETIONS, HELLO)
-        # What is left is sent when the ingress ends.
+        # The remaining spans are sent when the ingress stops.
     ((path, request),) = collector.received
     assert path == "/v1/traces"
     (resource,) = request.resource_spans
@@ -263,14 +253,9 @@ async def test_spans_are_sent_to_the_endpoint() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {},
-        {"endpoint": "collector:4318"},
-        {"endpoint": ENDPOINT, "sample": 1.5},
-        {"endpoint": ENDPOINT, "x": 1},
-    ],
+    "options",
+    [{}, {"endpoint": "host:4318"}, {"endpoint": ENDPOINT, "sample": 1.5}, {"endpoint": ENDPOINT, "x": 1}],
 )
-def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_tracing_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="tracing"):
-        IngressOptions(tracing=wrong)  # type: ignore[arg-type]
+        IngressOptions(tracing=options)  # type: ignore[arg-type]

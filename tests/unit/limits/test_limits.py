@@ -1,4 +1,4 @@
-"""The ingress with keys: who comes in, what engines are told, what the operator sees and what is logged."""
+"""The ingress with keys: authentication, calls to engines, rate limits, status and audit log."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from fake_fleet import answering
+from fake_fleet import answer_with
+from fake_router import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from ingress_app import KEY, App, running_app
-from router_talk import settled
+from ingress_app import CHAT, COMPLETIONS, HELLO, KEY, running_app
 
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import parse_request
 from eldr_serve.limits.keys import Keys, add_key, write_keys
 from eldr_serve.request import RequestFields, tenant_salt
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-HELLO = {"model": "m", "prompt": "hello", "max_tokens": 2}
 HEY = {"model": "m", "messages": [{"role": "user", "content": "hey"}]}
 
 
 @asynccontextmanager
 async def with_tenants(folder: Path, limits: dict[str, dict[str, float]], **options: Any) -> Any:
-    """Each tenant's key is its name."""
+    """Run an ingress whose tenants have their names as keys."""
     keys, file = Keys(), folder / "keys.json"
     for tenant, given_limits in limits.items():
         keys = add_key(keys, tenant, tenant, given_limits)
@@ -38,29 +35,16 @@ async def with_tenants(folder: Path, limits: dict[str, dict[str, float]], **opti
         yield app
 
 
-async def post(app: App, tenant: str | None, path: str, body: Any, **headers: str) -> httpx.Response:
-    if tenant is not None:
-        headers["authorization"] = f"Bearer {tenant}"
-    return await app.client.post(path, json=body, headers=headers)
-
-
 @pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models/m"),
-        *[
-            ("POST", path)
-            for path in (COMPLETIONS, CHAT, "/v1/embeddings", "/v1/score", "/tokenize", "/detokenize")
-        ],
-    ],
-)
-async def test_no_endpoint_is_open_without_a_tenants_key(tmp_path: Path, method: str, path: str) -> None:
+    "endpoint",
+    ["GET /v1/models", "GET /v1/models/m", f"POST {COMPLETIONS}", f"POST {CHAT}", "POST /v1/embeddings",
+     "POST /v1/score", "POST /tokenize", "POST /detokenize"],
+)  # fmt: skip
+async def test_endpoints_need_a_tenants_key(tmp_path: Path, endpoint: str) -> None:
     async with with_tenants(tmp_path, {"a": {}}) as app:
-        for authorization in ("", "Bearer no", "a", f"Bearer {KEY}"):  # the admin key is none either
-            answer = await app.client.request(
-                method, path, json=HELLO, headers={"authorization": authorization}
-            )
+        for authorization in ("", "Bearer no", "a", f"Bearer {KEY}"):  # nor with the admin key
+            headers = {"authorization": authorization}
+            answer = await app.client.request(*endpoint.split(), json=HELLO, headers=headers)
             assert answer.status_code == answer.json()["error"]["code"] == 401
         assert not app.prefill.sent + app.decode.sent
         assert (await app.client.get("/eldr/status")).status_code == 200
@@ -69,79 +53,79 @@ async def test_no_endpoint_is_open_without_a_tenants_key(tmp_path: Path, method:
 @pytest.mark.parametrize(
     ("path", "body"), [(COMPLETIONS, HELLO), (CHAT, HEY), (COMPLETIONS, HELLO | {"n": 2})]
 )
-async def test_engines_get_a_salt_of_the_tenant_and_no_priority_of_the_client(
+async def test_engines_receive_a_cache_salt_per_tenant_and_no_priority_of_the_client(
     tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
-    """Whatever the client sends: each call of an engine, validated as vLLM does."""
     async with with_tenants(tmp_path, {"a": {}, "b": {}}) as app:
         salts = []
         for tenant in "ab":
             for own in ({}, {"cache_salt": "x"}, {"cache_salt": "y", "priority": -5}):
-                app.worked_for.clear()
-                answer = await post(app, tenant, path, body | own, **{"X-Vllm-Priority": "-9"})
+                app.valid_calls.clear()
+                answer = await app.post(path, body | own, tenant, **{"X-Vllm-Priority": "-9"})
                 assert answer.status_code == 200, answer.text
-                calls = [c for c in app.worked_for if c.method in ("prefill", "generate")]
+                calls = [c for c in app.valid_calls if c.method in ("prefill", "generate")]
                 assert len(calls) == (1 if "n" in body else 2)
-                asked = [parse_request(EngineRequest(body=c.body, **c.header)) for c in calls]
-                assert {request.priority for request in asked} == {0}
+                requests = [parse_request(EngineRequest(body=c.body, **c.header)) for c in calls]
+                assert {request.priority for request in requests} == {0}
                 assert not any("x-vllm-priority" in map(str.lower, c.header["headers"]) for c in calls)
-                (salt,) = {request.cache_salt for request in asked}
+                (salt,) = {request.cache_salt for request in requests}
                 salts.append(salt)
         assert len(set(salts)) == 6  # no two tenants, and no two salts of a client, share a cache
 
 
 @given(*[st.tuples(st.text(min_size=1), st.none() | st.text(min_size=1))] * 2)
-def test_salts_are_equal_only_for_equals(one: tuple[str, str | None], other: tuple[str, str | None]) -> None:
+def test_salts_are_equal_only_for_equal_tenants_and_client_salts(
+    one: tuple[str, str | None], other: tuple[str, str | None]
+) -> None:
     salts = [tenant_salt(tenant, RequestFields(cache_salt=salt)) for tenant, salt in (one, other)]
     assert (salts[0] == salts[1]) == (one == other)
 
 
-async def test_without_keys_a_clients_own_salt_is_left_alone() -> None:
+async def test_without_keys_a_clients_salt_is_unchanged() -> None:
     async with running_app() as app:
         assert (await app.post(COMPLETIONS, HELLO | {"cache_salt": "x"})).status_code == 200
-        (call,) = [c for c in app.worked_for if c.method == "generate"]
+        (call,) = [c for c in app.valid_calls if c.method == "generate"]
         assert parse_request(EngineRequest(body=call.body, **call.header)).cache_salt == "x"
         assert (await app.post(COMPLETIONS, HELLO | {"cache_salt": 5})).status_code == 400
 
 
-async def test_limits_are_a_tenants_own(tmp_path: Path) -> None:
+async def test_each_tenant_has_its_own_rate_limits(tmp_path: Path) -> None:
     limits = {"a": {"requests_per_minute": 3}, "b": {"tokens_per_minute": 20}, "c": {}}
     async with with_tenants(tmp_path, limits) as app:
         for tenant, allowed, what in (("a", 3, "3 requests"), ("b", 2, "20 tokens")):
             for _ in range(allowed):  # a prompt has 7 tokens here, an answer 2 or less
-                assert (await post(app, tenant, COMPLETIONS, HELLO | {"max_tokens": 30})).status_code == 200
+                assert (await app.post(COMPLETIONS, HELLO | {"max_tokens": 30}, tenant)).status_code == 200
                 app.ingress.gate.tenants.find(f"Bearer {tenant}").tokens.take(2)
-            answer = await post(app, tenant, COMPLETIONS, HELLO)
+            answer = await app.post(COMPLETIONS, HELLO, tenant)
             error = answer.json()["error"]
             assert (answer.status_code, error["type"]) == (429, "rate_limit_exceeded")
             assert f"{what} a minute" in error["message"]
             assert int(answer.headers["retry-after"]) >= 1
         for _ in range(9):
-            assert (await post(app, "c", COMPLETIONS, HELLO)).status_code == 200
+            assert (await app.post(COMPLETIONS, HELLO, "c")).status_code == 200
         assert app.ingress.gate.in_flight == 0
 
 
-async def test_whoever_waits_for_a_place_gets_it_in_fair_shares(tmp_path: Path) -> None:
+async def test_waiting_tenants_get_permits_in_fair_shares(tmp_path: Path) -> None:
     held = asyncio.Event()
-    async with with_tenants(tmp_path, {"a": {}, "b": {}}, max_in_flight=2, prefill=answering(held)) as app:
-        posts = [asyncio.create_task(post(app, tenant, COMPLETIONS, HELLO)) for tenant in "aaab"]
-        await settled(lambda: app.ingress.gate.limiter.waiting == 2)
+    async with with_tenants(tmp_path, {"a": {}, "b": {}}, max_in_flight=2, prefill=answer_with(held)) as app:
+        posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO, tenant)) for tenant in "aaab"]
+        await wait_until(lambda: app.ingress.gate.limiter.waiting == 2)
         posts[0].cancel()
-        await settled(lambda: app.ingress.gate.limiter.waiting == 1)
+        await wait_until(lambda: app.ingress.gate.limiter.waiting == 1)
         assert [tenant.name for tenant in app.ingress.gate.limiter._waiting] == ["a"]
         for task in posts:
             task.cancel()
         await asyncio.wait(posts)
-        await settled(lambda: app.ingress.gate.in_flight == app.ingress.gate.limiter.waiting == 0)
+        await wait_until(lambda: app.ingress.gate.in_flight == app.ingress.gate.limiter.waiting == 0)
 
 
-async def test_workers_are_shown_to_the_admin_key_alone() -> None:
+async def test_the_status_shows_workers_only_with_the_admin_key() -> None:
     async with running_app() as app:
-        coarse = (await app.client.get("/eldr/status")).json()
-        assert coarse["model"] == "m"
-        assert set(coarse["ingress"]) == {"ready", "router_away", "in_flight", "leases"}
-        replicas = {"r0", "r1"}
-        assert not any(name in json.dumps(coarse) for name in replicas)
+        public = (await app.client.get("/eldr/status")).json()
+        assert public["model"] == "m"
+        assert set(public["ingress"]) == {"ready", "router_away", "in_flight", "leases"}
+        assert not any(name in json.dumps(public) for name in ("r0", "r1"))
         assert {"workers", "counters"} <= (await app.status()).keys()
     async with running_app(admin_key=None) as app:
         for key in ("", KEY):
@@ -149,7 +133,7 @@ async def test_workers_are_shown_to_the_admin_key_alone() -> None:
             assert "workers" not in answer.json()
 
 
-async def test_changes_of_the_service_are_logged_and_attempts_too(caplog: pytest.LogCaptureFixture) -> None:
+async def test_accepted_and_refused_admin_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with running_app() as app:
         with caplog.at_level(logging.WARNING):
             await app.put("/eldr/policy", json={"name": "random"})

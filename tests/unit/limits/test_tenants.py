@@ -1,4 +1,4 @@
-"""Keys, their file, and what tenants have left of their limits."""
+"""Keys, their file, and tenants' token buckets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -23,54 +24,43 @@ from eldr_serve.limits.tenants import Bucket, Tenant, Tenants, TokenReservation
 KEY_OF_A = json.dumps({"sha256": "0" * 64, "tenant": "a"})
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @given(
-    st.floats(0.1, 1000),
-    st.lists(st.tuples(st.floats(0, 30), st.integers(1, 50)), min_size=1, max_size=40),
+    st.floats(0.1, 1000), st.lists(st.tuples(st.floats(0, 30), st.integers(1, 50)), min_size=1, max_size=40)
 )
-def test_no_window_has_more_than_its_limit_a_minute_saved_up_and_one_debt(
+def test_no_window_takes_more_than_the_burst_the_rate_and_one_debt(
     per_minute: float, arrivals: list[tuple[float, int]]
 ) -> None:
     clock = Clock()
     bucket = Bucket(per_minute, clock)
     taken: list[tuple[float, int]] = []
     for pause_s, units in arrivals:
-        clock.now_s += pause_s
+        clock.now += pause_s
         wait_s = bucket.wait_s()
         assert wait_s >= 0
         if not wait_s:
             bucket.take(units)
-            taken.append((clock.now_s, units))
-        else:  # it is not longer than it says
-            clock.now_s += wait_s * (1 + 1e-9) + 1e-9
+            taken.append((clock.now, units))
+        else:  # the bucket has room after the reported wait
+            clock.now += wait_s * (1 + 1e-9) + 1e-9
             assert bucket.wait_s() < 1e-6
     for first, (start_s, _) in enumerate(taken):
         for last in range(first, len(taken)):
-            total = sum(
-                units for _, units in taken[first:last]
-            )  # all but the last one, which may go into debt
+            total = sum(units for _, units in taken[first:last])  # the last one may go into debt
             window_s = taken[last][0] - start_s
             assert total <= max(per_minute, 1.0) + per_minute * window_s / 60 + 1e-6
 
 
 @given(st.lists(st.integers(-50, 50), max_size=20))
-def test_without_a_limit_nothing_is_ever_used_up(units: list[int]) -> None:
+def test_a_bucket_without_a_limit_never_waits(units: list[int]) -> None:
     bucket = Bucket(None, Clock())
     for number in units:
         bucket.take(number)
         assert bucket.wait_s() == 0
     bucket.limit(1.0)
-    assert bucket.wait_s() == 0  # what was used before there was a limit does not count
+    assert bucket.wait_s() == 0  # use before the limit does not count
 
 
-def test_a_changed_limit_forgets_no_debt() -> None:
+def test_a_changed_limit_keeps_the_debt() -> None:
     clock = Clock()
     bucket = Bucket(60.0, clock)
     bucket.take(180.0)
@@ -79,11 +69,11 @@ def test_a_changed_limit_forgets_no_debt() -> None:
 
 
 @pytest.mark.parametrize("used", [42, 0])
-def test_a_request_is_charged_what_it_used(used: int) -> None:
+def test_a_request_is_charged_for_the_tokens_it_used(used: int) -> None:
     clock = Clock()
     tenant = Tenant("a", Limits(tokens_per_minute=100), clock)
     reservation = TokenReservation(tenant)
-    reservation.reserve(510)  # more than a minute has: it runs, and the next ones wait
+    reservation.reserve(510)  # more than a minute allows: it runs, and later ones wait
     with pytest.raises(RateLimited, match="100 tokens a minute") as refused:
         TokenReservation(tenant).reserve(2)
     assert refused.value.retry_after_s == math.ceil((510 + 1 - 100) * 0.6)
@@ -96,17 +86,17 @@ def test_a_request_is_charged_what_it_used(used: int) -> None:
     assert tenant.tokens.wait_s() > 0
 
 
-def test_the_file_holds_hashes_alone_and_the_command_changes_it(tmp_path: Path) -> None:
+def test_the_keys_command_writes_only_hashes(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
-    first = _said("add", "search", file=file, priority=4, requests_per_minute=60)
-    second = _said("add", "search", file=file, tokens_per_minute=1000)
+    first = run_keys("add", "search", file=file, priority=4, requests_per_minute=60)
+    second = run_keys("add", "search", file=file, tokens_per_minute=1000)
     assert first not in file.read_text()
     found = read_keys(file)
     assert found.owners == {digest(key): "search" for key in (first, second)}
     assert found.tenants["search"] == Limits(priority=4, requests_per_minute=60, tokens_per_minute=1000)
-    shown = json.loads(_said("list", file=file))["search"]["keys"]
+    shown = json.loads(run_keys("list", file=file))["search"]["keys"]
     assert list(shown) == [digest(key)[:12] for key in (first, second)]
-    _said("revoke", digest(first)[:12], file=file)
+    run_keys("revoke", digest(first)[:12], file=file)
     assert read_keys(file).owners == {digest(second): "search"}
     before = file.read_bytes()
     for wrong in (("revoke", "ffff"), ("revoke", ""), ("add", "No Tenant")):
@@ -116,16 +106,15 @@ def test_the_file_holds_hashes_alone_and_the_command_changes_it(tmp_path: Path) 
     assert file.read_bytes() == before
 
 
-def _said(*words: str, **options: Any) -> str:
+def run_keys(*words: str, **options: Any) -> str:
+    """Run `eldr keys` and return its output."""
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     done = CliRunner().invoke(app, ["keys", *words, *given])
     assert done.exit_code == 0, done.output
     return done.stdout.strip()
 
 
-def test_keys_change_while_the_service_runs_and_a_bad_file_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_are_reloaded_from_a_valid_file_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, clock = tmp_path / "keys.json", Clock()
     write_keys(file, add_key(Keys(), "a", "one", {"requests_per_minute": 2}))
     tenants = Tenants(file, clock)
@@ -139,8 +128,7 @@ def test_keys_change_while_the_service_runs_and_a_bad_file_changes_nothing(
     for bad in (b"{", b'{"keys": [{"sha256": "x", "tenant": "a"}]}', None):
         _ = file.unlink() if bad is None else file.write_bytes(bad)
         with caplog.at_level(logging.ERROR):
-            assert tenants.look() is None
-            assert tenants.look() is None
+            assert [tenants.look() for _ in range(2)] == [None, None]
         assert len(caplog.messages) == 1
         assert "\n" not in caplog.messages[0]
         caplog.clear()
@@ -149,7 +137,7 @@ def test_keys_change_while_the_service_runs_and_a_bad_file_changes_nothing(
     changed = tenants.look()
     assert changed is not None
     tenants._take(changed)
-    assert tenants.find("Bearer three") is tenant  # what it has used counts on
+    assert tenants.find("Bearer three") is tenant  # its use still counts
     tenant.admit()
     with pytest.raises(RateLimited):
         tenant.admit()
@@ -170,7 +158,7 @@ def test_keys_change_while_the_service_runs_and_a_bad_file_changes_nothing(
         "[]",
     ],
 )
-def test_a_file_that_is_not_sound_is_one_sentence(tmp_path: Path, content: str) -> None:
+def test_an_invalid_keys_file_is_refused_in_one_sentence(tmp_path: Path, content: str) -> None:
     file = tmp_path / "keys.json"
     file.write_text(content)
     with pytest.raises(KeysError) as error:
@@ -181,12 +169,12 @@ def test_a_file_that_is_not_sound_is_one_sentence(tmp_path: Path, content: str) 
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from(["take", "tell", "router"]), st.integers(1, 30)),
+        st.tuples(st.integers(0, 2), st.sampled_from(["take", "exchange", "restart"]), st.integers(1, 30)),
         max_size=40,
     )
 )
-def test_replicas_count_together(steps: list[tuple[int, str, int]]) -> None:
-    """Whatever the order, and though the router forgets: when all have told, all know what all have taken."""
+def test_replicas_share_their_counts(steps: list[tuple[int, str, int]]) -> None:
+    """After each replica has exchanged its use with the router, all know the total, whatever the order."""
     clock = Clock()
     with TemporaryDirectory() as folder:
         file = Path(folder) / "keys.json"
@@ -194,30 +182,30 @@ def test_replicas_count_together(steps: list[tuple[int, str, int]]) -> None:
         replicas = [Tenants(file, clock) for _ in range(3)]
     shared = SharedLimits(clock)
 
-    def tell(number: int) -> None:
+    def exchange(number: int) -> None:
         replicas[number].use(shared.exchange(f"{number}", replicas[number].taken()))
 
-    for _ in range(2):  # all know of all before the first request
+    for _ in range(2):  # all replicas know the others before the first request
         for number in range(3):
-            tell(number)
+            exchange(number)
     taken = 0
     for number, what, units in steps:
         if what == "take":
             replicas[number].find("Bearer key").tokens.take(units)
             taken += units
-        elif what == "tell":
-            tell(number)
-        elif what == "router":  # it starts again, and hears of each replica before one asks
+        elif what == "exchange":
+            exchange(number)
+        else:  # the router restarts, and each replica reports its use first
             shared = SharedLimits(clock)
             for other in range(3):
                 shared.exchange(f"{other}", replicas[other].taken())
     for _ in range(2):
         for number in range(3):
-            tell(number)
+            exchange(number)
     assert [replica.find("Bearer key").tokens._used for replica in replicas] == [taken] * 3
 
 
-def test_a_replica_that_is_new_is_not_charged_for_what_was_before_it(tmp_path: Path) -> None:
+def test_a_new_replica_is_not_charged_for_earlier_use(tmp_path: Path) -> None:
     file, shared = tmp_path / "keys.json", SharedLimits(clock := Clock())
     write_keys(file, add_key(Keys(), "a", "key", {"requests_per_minute": 10}))
     new = Tenants(file, clock)
@@ -227,5 +215,5 @@ def test_a_replica_that_is_new_is_not_charged_for_what_was_before_it(tmp_path: P
     shared.exchange("old", {"a": (110.0, 0.0)})
     new.use(shared.exchange("new", new.taken()))
     assert new.find("Bearer key").requests.wait_s() == 6
-    clock.now_s = 61.0
-    assert shared.exchange("new", {}) == {}  # the old one has gone
+    clock.now = 61.0
+    assert shared.exchange("new", {}) == {}  # the old replica is forgotten

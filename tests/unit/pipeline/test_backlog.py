@@ -1,18 +1,18 @@
-"""More prompts at once than engines can compute within the bound; fake engines, virtual time."""
+"""More prompts than the engines can compute within the bound on waiting; fake engines, virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
 import pytest
-from fake_fleet import FakeFleet, Sent, answering, prefilled
-from one_path import Client, asking, good_decode
+from fake_fleet import FakeFleet, Sent, answer_with, prefill_result
+from request_path import FakeRouterClient, good_decode, request_context
 
 from eldr_serve.errors import Overloaded
 from eldr_serve.pipeline.engines import Engines
@@ -51,32 +51,31 @@ class Engine:
         yield self._answer
 
 
-class World:
+class Backlog:
     """The request path with one prefill engine, or with whole engines."""
 
     def __init__(self, prefill: Any = None, decode: Any = good_decode, *, whole: bool = False) -> None:
         names = () if whole else ("p0",)
         self.prefill = FakeFleet(prefill or Engine(PREFILLED), *names)
         self.decode = FakeFleet(decode, "d0", "d1", "d2")
-        self.client: Any = Client()
+        self.client: Any = FakeRouterClient()
         fleets: Any = self.prefill, self.decode
-        self.path = RequestPath(
-            engines=Engines(*fleets, whole=whole), client=self.client, options=PathOptions()
-        )
+        engines = Engines(*fleets, whole=whole)
+        self.path = RequestPath(engines=engines, client=self.client, options=PathOptions())
         self.statuses: Counter[int] = Counter()
         self.refused_s: list[float] = []
         self.tries: list[int] = []
 
-    async def ask(self, number: int) -> None:
-        """Send a request, and retry it as refusals say."""
+    async def send(self, number: int) -> None:
+        """Send a request, and retry it at the times that refusals name."""
         loop = asyncio.get_running_loop()
         prompt, tries = [number] * TOKENS, 0
         while True:
             tries += 1
             sent_s = loop.time()
             try:
-                run = self.path.generate(asking(prompt=prompt, stream=True))
-                assert b"".join([chunk async for chunk in run])
+                stream = self.path.generate(request_context(prompt=prompt, stream=True))
+                assert b"".join([chunk async for chunk in stream])
             except Overloaded as refusal:
                 self.statuses[refusal.status] += 1
                 self.refused_s.append(loop.time() - sent_s)
@@ -86,76 +85,76 @@ class World:
                 self.tries.append(tries)
                 return
 
+    def send_all(self, numbers: Iterable[int]) -> None:
+        """Send these requests together and run them to their end."""
+
+        async def main() -> None:
+            await asyncio.gather(*map(self.send, numbers))
+
+        on_virtual_time(main)
+
 
 @pytest.mark.parametrize("before", [0, 100])
-def test_of_a_thousand_prompts_each_is_answered_or_told_at_once_when_to_come_again(before: int) -> None:
+def test_each_prompt_is_answered_or_refused_at_once_with_a_retry_time(before: int) -> None:
     """After a hundred prompts the rate is known, and no request is refused twice."""
-    world = World()
+    backlog = Backlog()
 
     async def main() -> None:
-        await asyncio.gather(*map(world.ask, range(before)))
-        world.tries.clear()
-        await asyncio.gather(*map(world.ask, range(before, before + 1000)))
+        await asyncio.gather(*map(backlog.send, range(before)))
+        backlog.tries.clear()
+        await asyncio.gather(*map(backlog.send, range(before, before + 1000)))
 
     on_virtual_time(main)
-    assert world.statuses[200] == before + 1000
-    assert set(world.statuses) == {200, 503}
-    assert max(world.refused_s) <= 2.0
-    assert max(world.tries) <= (2 if before else 4)
-    assert len(world.prefill.requests) == before + 1000  # no prompt is sent twice
-    assert not {"set_aside", "prefill_retries"} & set(world.client.events)
-    assert world.client.events.count("refused_prefill_backlog") == len(world.refused_s)
+    assert backlog.statuses[200] == before + 1000
+    assert set(backlog.statuses) == {200, 503}
+    assert max(backlog.refused_s) <= 2.0
+    assert max(backlog.tries) <= (2 if before else 4)
+    assert len(backlog.prefill.requests) == before + 1000  # no prompt is sent twice
+    assert not {"set_aside", "prefill_retries"} & set(backlog.client.events)
+    assert backlog.client.events.count("refused_prefill_backlog") == len(backlog.refused_s)
 
 
-def test_a_wait_behind_others_is_no_failure_of_an_engine() -> None:
+def test_a_wait_behind_other_prompts_is_no_failure_of_an_engine() -> None:
     """Prompts wait longer than the limit if the engine is slower than the rate that admitted them."""
-    world = World()
-
-    async def main() -> None:
-        world.path.prefill.queues._bound_s = 10**6
-        await asyncio.gather(*map(world.ask, range(700)))  # 117 s
-
-    on_virtual_time(main)
-    assert world.statuses == {200: 700}
-    assert len(world.prefill.requests) == 700
-    assert "set_aside" not in world.client.events
+    backlog = Backlog()
+    backlog.path.prefill.queues._bound_s = 10**6
+    backlog.send_all(range(700))  # 117 s
+    assert backlog.statuses == {200: 700}
+    assert len(backlog.prefill.requests) == 700
+    assert "set_aside" not in backlog.client.events
 
 
-def test_a_prompt_that_others_overtake_is_tried_again() -> None:
+def test_a_prompt_that_others_overtake_is_retried() -> None:
     first: list[str] = []
 
     def stuck(sent: Sent) -> bool:
         first.append(sent.header["id"])
         return sent.header["id"] == first[0]
 
-    world = World(Engine(PREFILLED, stuck))
-
-    async def main() -> None:
-        await asyncio.gather(*map(world.ask, range(5)))
-
-    on_virtual_time(main)
-    assert world.statuses == {200: 5}
-    assert len(world.prefill.requests) == 6
-    assert world.client.events.count("prefill_retries") == 1
+    backlog = Backlog(Engine(PREFILLED, stuck))
+    backlog.send_all(range(5))
+    assert backlog.statuses == {200: 5}
+    assert len(backlog.prefill.requests) == 6
+    assert backlog.client.events.count("prefill_retries") == 1
 
 
-def test_an_engine_that_computes_nothing_is_set_aside() -> None:
-    world = World(answering(asyncio.Event()))
+def test_an_engine_that_computes_nothing_is_ejected() -> None:
+    backlog = Backlog(answer_with(asyncio.Event()))
 
-    async def main() -> None:
-        found = await asyncio.gather(*map(one, range(5)), return_exceptions=True)
-        assert {type(error) for error in found} == {Overloaded}
-
-    async def one(number: int) -> None:
-        async for _ in world.path.generate(asking(prompt=[number] * TOKENS)):
+    async def send_once(number: int) -> None:
+        async for _ in backlog.path.generate(request_context(prompt=[number] * TOKENS)):
             pass
 
+    async def main() -> None:
+        errors = await asyncio.gather(*map(send_once, range(5)), return_exceptions=True)
+        assert {type(error) for error in errors} == {Overloaded}
+
     on_virtual_time(main)
-    assert "set_aside" in world.client.events
+    assert "set_aside" in backlog.client.events
 
 
-@pytest.mark.parametrize("told", [0, 9])
-def test_a_decode_call_without_a_seat_waits_for_one(told: int) -> None:
+@pytest.mark.parametrize("reported", [0, 9])
+def test_a_decode_call_waits_for_a_slot(reported: int) -> None:
     """The calls are those of this ingress, or of others as reported by the replica."""
     slots = asyncio.Semaphore(2)
 
@@ -165,29 +164,26 @@ def test_a_decode_call_without_a_seat_waits_for_one(told: int) -> None:
                 yield b"x"
                 await asyncio.sleep(10.0)
 
-    world = World(answering(prefilled(do_remote_prefill=True)), decode)
-    world.decode.directory.publish({"d0": {SLOTS: 2}})
+    backlog = Backlog(answer_with(prefill_result(do_remote_prefill=True)), decode)
+    backlog.decode.directory.publish({"d0": {SLOTS: 2}})
+    requests = 3 if reported else 6
 
     async def main() -> None:
-        world.decode.directory.sample({"d0": {QUEUE: {"number": 0, "calls": told}}})
-        await asyncio.gather(*map(world.ask, range(3 if told else 6)))
+        backlog.decode.directory.sample({"d0": {QUEUE: {"number": 0, "calls": reported}}})
+        await asyncio.gather(*map(backlog.send, range(requests)))
 
     on_virtual_time(main)
-    assert len(world.decode.requests) == len(world.tries) == (3 if told else 6)
-    assert "set_aside" not in world.client.events
+    assert len(backlog.decode.requests) == len(backlog.tries) == requests
+    assert "set_aside" not in backlog.client.events
 
 
-def test_whole_engines_are_bounded_by_their_prompts_too() -> None:
-    world = World(decode=Engine(b"data: [DONE]\n\n"), whole=True)
-
-    async def main() -> None:
-        world.decode.directory.publish({"d0": {}})
-        await asyncio.gather(*map(world.ask, range(600)))
-
-    on_virtual_time(main)
-    assert world.statuses[200] == 600
-    assert world.statuses[503] > 0
-    assert max(world.refused_s) <= 2.0
-    assert max(world.tries) <= 4
-    assert len(world.decode.requests) == 600
-    assert "set_aside" not in world.client.events
+def test_whole_engines_bound_their_waiting_prompts_too() -> None:
+    backlog = Backlog(decode=Engine(b"data: [DONE]\n\n"), whole=True)
+    backlog.decode.directory.publish({"d0": {}})
+    backlog.send_all(range(600))
+    assert backlog.statuses[200] == 600
+    assert backlog.statuses[503] > 0
+    assert max(backlog.refused_s) <= 2.0
+    assert max(backlog.tries) <= 4
+    assert len(backlog.decode.requests) == 600
+    assert "set_aside" not in backlog.client.events

@@ -1,4 +1,4 @@
-"""The path of one request over fake engines: retries, placement after failure, releases."""
+"""The path of one request over fake engines: retries, placement after a failure, releases."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_fleet import TOKEN_IDS, answering, prefilled, refusing
-from one_path import COUNTS, World, asking, good_decode
+from fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
+from fake_router import wait_until
 from pydantic import ValidationError
-from router_talk import settled
+from request_path import COUNTS, Pipeline, good_decode, on, request_context
 
 from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
 from eldr_serve.engine.calls import prefill_header
@@ -23,69 +23,7 @@ from eldr_serve.pipeline.stages import WINDOW, Stages
 from eldr_serve.request import RequestFields, needs_whole_engine, prompt_head, prompt_key
 from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
 
-DEAD = answering(ChannelLost("it is dead"))
-
-
-def on_d0(failure: Any) -> Any:
-    """A decode deployment whose replica d0 fails so, and the others answer."""
-    d0, others = answering(failure), answering(b"a")
-    return lambda sent: (d0 if sent.replica == "d0" else others)(sent)
-
-
-async def test_prefill_then_place_then_decode() -> None:
-    world = World()
-    assert await world.run() == b"abc"
-    ((placement, counts),) = world.client.placed
-    np.testing.assert_array_equal(counts, COUNTS)
-    assert placement.prompt_tokens == 7
-    (prefill,), (decode,) = world.prefill.requests, world.decode.requests
-    assert (prefill.method, decode.method, decode.replica) == ("prefill", "generate", "d0")
-    assert decode.kv["do_remote_prefill"]
-    assert EXPERT_COUNTS not in decode.kv
-    assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
-    assert prefill.body == decode.body
-    assert not world.prefill.released
-    assert set(world.path.stages.summary()) == {"prefill", "place", "first_token", "handover"}
-
-
-@pytest.mark.parametrize(("fields", "timed"), [({}, True), ({"n": 2}, False)])
-async def test_the_hand_over_is_timed_where_there_is_one(fields: dict[str, int], timed: bool) -> None:
-    async def slow_decode(sent: Any) -> AsyncIterator[Any]:
-        await asyncio.sleep(0.05)
-        async for chunk in good_decode(sent):
-            yield chunk
-
-    context = asking(**fields)
-    stream = World(decode=slow_decode).path.generate(context)
-    assert b"".join([chunk async for chunk in stream]) == b"abc"
-    assert (context.handover_s is not None) == timed
-    assert not timed or 0.05 <= context.handover_s < 1
-
-
-@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {EXPERT_COUNTS: "AAAA"}])
-async def test_a_prefill_without_a_sound_signature_is_placed_all_the_same(params: dict[str, Any]) -> None:
-    world = World(prefill=answering(prefilled(**params)))
-    assert await world.run() == b"abc"
-    assert world.client.placed[0][1] is None
-
-
-async def test_a_failing_prefill_is_tried_on_the_next_replica_in_rank() -> None:
-    answers = iter([DEAD, answering(prefilled())])
-    world = World(prefill=lambda sent: next(answers)(sent))
-    assert await world.run() == b"abc"
-    first, second = world.prefill.requests
-    assert first.replica != second.replica
-    assert first.header["id"] != second.header["id"]
-    assert world.client.events.count("prefill_retries") == 1
-
-
-async def test_when_no_prefill_works_the_client_is_told_to_come_again() -> None:
-    world = World(prefill=answering(refusing(503)), prefill_tries=2)
-    with pytest.raises(Overloaded) as refusal:
-        await world.run()
-    assert refusal.value.retry_after_s >= 1
-    assert len(world.prefill.requests) == 2
-    assert not world.client.placed
+DEAD = answer_with(ChannelLost("it is dead"))
 
 
 @pytest.fixture(autouse=True)
@@ -94,163 +32,216 @@ def without_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path, "_NOTICE_S", 0.0)
 
 
+async def test_a_request_is_prefilled_placed_and_decoded() -> None:
+    pipeline = Pipeline()
+    assert await pipeline.run() == b"abc"
+    ((placed, counts),) = pipeline.client.placed
+    np.testing.assert_array_equal(counts, COUNTS)
+    assert placed.prompt_tokens == 7
+    (prefill,), (decode,) = pipeline.prefill.requests, pipeline.decode.requests
+    assert (prefill.method, decode.method, decode.replica) == ("prefill", "generate", "d0")
+    assert decode.kv["do_remote_prefill"]
+    assert EXPERT_COUNTS not in decode.kv
+    assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
+    assert prefill.body == decode.body
+    assert not pipeline.prefill.released
+    assert set(pipeline.path.stages.summary()) == {"prefill", "place", "first_token", "handover"}
+
+
+@pytest.mark.parametrize(("fields", "timed"), [({}, True), ({"n": 2}, False)])
+async def test_the_handover_of_a_split_request_is_timed(fields: dict[str, int], timed: bool) -> None:
+    async def slow_decode(sent: Any) -> AsyncIterator[Any]:
+        await asyncio.sleep(0.05)
+        async for chunk in good_decode(sent):
+            yield chunk
+
+    context = request_context(**fields)
+    stream = Pipeline(decode=slow_decode).path.generate(context)
+    assert b"".join([chunk async for chunk in stream]) == b"abc"
+    assert (context.handover_s is not None) == timed
+    assert not timed or 0.05 <= context.handover_s < 1
+
+
+@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {EXPERT_COUNTS: "AAAA"}])
+async def test_a_prefill_without_valid_expert_counts_is_placed_without_them(params: dict[str, Any]) -> None:
+    pipeline = Pipeline(prefill=answer_with(prefill_result(**params)))
+    assert await pipeline.run() == b"abc"
+    assert pipeline.client.placed[0][1] is None
+
+
+async def test_a_failed_prefill_is_retried_on_the_next_replica() -> None:
+    pipeline = Pipeline(prefill=in_turn(DEAD, answer_with(prefill_result())))
+    assert await pipeline.run() == b"abc"
+    first, second = pipeline.prefill.requests
+    assert first.replica != second.replica
+    assert first.header["id"] != second.header["id"]
+    assert pipeline.client.events.count("prefill_retries") == 1
+
+
+async def test_a_request_is_refused_with_a_retry_time_if_all_prefills_fail() -> None:
+    pipeline = Pipeline(prefill=answer_with(refusal(503)), prefill_tries=2)
+    with pytest.raises(Overloaded) as refused:
+        await pipeline.run()
+    assert refused.value.retry_after_s >= 1
+    assert len(pipeline.prefill.requests) == 2
+    assert not pipeline.client.placed
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_a_request_that_is_wrong_is_not_tried_again(leg: str) -> None:
-    world = World(**{leg: answering(refusing(400, "wrong"))})
+async def test_an_invalid_request_is_not_retried(leg: str) -> None:
+    pipeline = Pipeline(**{leg: answer_with(refusal(400, "wrong"))})
     with pytest.raises(CallFailed, match="wrong") as refused:
-        await world.run()
+        await pipeline.run()
     assert refused.value.status == 400
-    assert len(world.prefill.requests) == 1
-    assert len(world.decode.requests) == (leg == "decode")
-    await settled(lambda: len(world.prefill.released) == len(world.decode.requests))
+    assert len(pipeline.prefill.requests) == 1
+    assert len(pipeline.decode.requests) == (leg == "decode")
+    await wait_until(lambda: len(pipeline.prefill.released) == len(pipeline.decode.requests))
 
 
 @pytest.mark.parametrize(
     ("failure", "alive", "released"),
     [
-        (ChannelLost("away"), False, 0),  # it may still read the blocks, until their lease ends
-        (refusing(500), True, 1),
+        (ChannelLost("away"), False, 0),  # the engine may still read the blocks, until their KV lease ends
+        (refusal(500), True, 1),
     ],
     ids=["lost", "fails"],
 )
-async def test_a_decode_that_fails_before_its_first_token_is_prefilled_again_and_placed_elsewhere(
+async def test_decode_failures_before_a_token_cause_a_second_prefill_elsewhere(
     failure: Any, alive: bool, released: int
 ) -> None:
-    world = World(decode=on_d0(failure), queue_ttl_s=7.0)
-    assert await world.run() == b"a"
-    assert world.client.placed[1][0].exclude == ("d0",)
-    assert world.client.waits == [7.0, 0.0]  # one that has failed somewhere does not wait
-    first, second = world.prefill.requests
+    pipeline = Pipeline(decode=on("d0", answer_with(failure)), queue_ttl_s=7.0)
+    assert await pipeline.run() == b"abc"
+    assert pipeline.client.placed[1][0].exclude == ("d0",)
+    assert pipeline.client.waits == [7.0, 0.0]  # a retry does not wait
+    first, second = pipeline.prefill.requests
     assert first.header["id"] != second.header["id"]
-    # By its prefix cache the engine of the first prefill makes the second one cheap. But if a decode engine
-    # lives and cannot serve, it may be the blocks that it could not read.
+    # The prefix cache makes a second prefill on the same engine cheap. But if the decode engine lives and
+    # cannot serve, perhaps it could not read the blocks of that engine.
     assert (first.replica != second.replica) == alive
-    await settled(lambda: len(world.prefill.released) == released)
+    await wait_until(lambda: len(pipeline.prefill.released) == released)
 
 
-async def test_a_replica_without_a_channel_has_read_no_blocks() -> None:
-    world = World()
-    world.decode.lost = {"d0"}
-    assert await world.run() == b"abc"
-    first, _ = world.prefill.requests
-    assert world.prefill.released == [(first.replica, first.header["id"])]
+async def test_blocks_are_released_at_once_if_the_decode_replica_has_no_channel() -> None:
+    pipeline = Pipeline()
+    pipeline.decode.lost = {"d0"}
+    assert await pipeline.run() == b"abc"
+    first, _ = pipeline.prefill.requests
+    assert pipeline.prefill.released == [(first.replica, first.header["id"])]
 
 
-async def test_when_no_decode_works_the_blocks_of_every_prefill_are_released() -> None:
-    world = World(decode=answering(refusing(500)), decode_tries=2)
+async def test_the_blocks_of_each_prefill_are_released_if_all_decodes_fail() -> None:
+    pipeline = Pipeline(decode=answer_with(refusal(500)), decode_tries=2)
     with pytest.raises(Overloaded):
-        await world.run()
-    await settled(lambda: len(world.prefill.released) == 2)
-    assert world.prefill.released == [(sent.replica, sent.header["id"]) for sent in world.prefill.requests]
+        await pipeline.run()
+    await wait_until(lambda: len(pipeline.prefill.released) == 2)
+    calls = pipeline.prefill.requests
+    assert pipeline.prefill.released == [(call.replica, call.header["id"]) for call in calls]
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_after_the_last_try_nobody_waits(leg: str) -> None:
-    world = World(**{leg: DEAD}, prefill_tries=1, decode_tries=1, retry_backoff_s=60.0)
+async def test_there_is_no_backoff_after_the_last_attempt(leg: str) -> None:
+    pipeline = Pipeline(**{leg: DEAD}, prefill_tries=1, decode_tries=1, retry_backoff_s=60.0)
     async with asyncio.timeout(10):
         with pytest.raises(Overloaded):
-            await world.run()
+            await pipeline.run()
 
 
-async def test_prefill_tries_are_of_the_whole_request() -> None:
-    calls = iter(range(99))
-    every_other = (DEAD, answering(prefilled()))
-    world = World(
-        prefill=lambda sent: every_other[next(calls) % 2](sent), decode=DEAD, prefill_tries=3, decode_tries=9
-    )
+async def test_prefill_attempts_are_counted_over_the_whole_request() -> None:
+    prefill = in_turn(*[DEAD, answer_with(prefill_result())] * 9)
+    pipeline = Pipeline(prefill=prefill, decode=DEAD, prefill_tries=3, decode_tries=9)
     with pytest.raises(Overloaded, match="3 prefill attempts failed"):
-        await world.run()
-    assert len(world.prefill.requests) == 5
+        await pipeline.run()
+    assert len(pipeline.prefill.requests) == 5
 
 
-@pytest.mark.parametrize("error", [ChannelLost("gone"), refusing(500)])
-async def test_a_stream_that_breaks_ends_with_an_error_event(error: Exception) -> None:
-    world = World(decode=answering(b"a", error))
-    answer = await world.run(stream=True)
+@pytest.mark.parametrize("error", [ChannelLost("gone"), refusal(500)])
+async def test_a_lost_stream_ends_with_an_error_event(error: Exception) -> None:
+    pipeline = Pipeline(decode=answer_with(b"a", error))
+    answer = await pipeline.run(stream=True)
     assert answer.startswith(b"adata: ")
     assert b'"engine_lost"' in answer
     assert answer.endswith(b"data: [DONE]\n\n")
-    assert world.client.events[-1] == "streams_lost"
+    assert pipeline.client.events[-1] == "streams_lost"
 
 
-async def test_a_client_that_does_not_read_ends_its_own_stream() -> None:
+async def test_a_client_that_does_not_read_loses_its_stream() -> None:
     more = asyncio.Event()
-    world = World(decode=answering(b"x", more, *[b"x" * 2**18] * 9, asyncio.Event()))
-    stream = world.path.generate(asking())
+    pipeline = Pipeline(decode=answer_with(b"x", more, *[b"x" * 2**18] * 9, asyncio.Event()))
+    stream = pipeline.path.generate(request_context())
     assert await anext(stream) == b"x"
     more.set()
-    (sent,) = world.decode.requests
-    await settled(lambda: sent.cancelled)
+    (sent,) = pipeline.decode.requests
+    await wait_until(lambda: sent.cancelled)
     with pytest.raises(SlowReader):
         await anext(stream)
-    assert not world.client.held
+    assert not pipeline.client.leases
 
 
-async def test_while_every_prefill_replica_is_full_a_request_waits_and_then_is_told_to_come_again() -> None:
+async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refused() -> None:
     full = {KV_USAGE: 1.0, SAMPLE: 0}
-    world = World(prefill_wait_s=0.2)
-    budget = world.prefill.directory.budget = PrefillBudget(0.9)
+    pipeline = Pipeline(prefill_wait_s=0.2)
+    budget = pipeline.prefill.directory.budget = PrefillBudget(0.9)
     budget.take({"p0": full, "p1": full})
     with pytest.raises(Overloaded, match="are full"):
-        await world.run()
-    assert not world.prefill.requests
-    assert world.client.events == ["refused_prefill_full"]
-    late = asyncio.create_task(world.run())
+        await pipeline.run()
+    assert not pipeline.prefill.requests
+    assert pipeline.client.events == ["refused_prefill_full"]
+    waiting = asyncio.create_task(pipeline.run())
     await asyncio.sleep(0.06)
     budget.take({"p0": full, "p1": full | {KV_USAGE: 0.5, SAMPLE: 1}})
-    assert await late == b"abc"
-    assert [sent.replica for sent in world.prefill.requests] == ["p1"]
+    assert await waiting == b"abc"
+    assert [sent.replica for sent in pipeline.prefill.requests] == ["p1"]
 
 
-async def test_without_any_prefill_replica_the_client_is_told_to_come_again() -> None:
-    world = World(prefill_wait_s=0.05, whole_per_s=0.0)
-    world.prefill.lost = {"p0", "p1"}
+async def test_a_request_is_refused_without_a_prefill_replica() -> None:
+    pipeline = Pipeline(prefill_wait_s=0.05, whole_per_s=0.0)
+    pipeline.prefill.lost = {"p0", "p1"}
     with pytest.raises(Overloaded, match="no prefill replica can be reached"):
-        await world.run()
+        await pipeline.run()
 
 
-async def test_a_request_waits_a_little_for_the_first_decode_replica() -> None:
-    """An ingress that has just started, or whose decode replicas are all being replaced."""
-    world = World(prefill_wait_s=60.0)
-    world.decode.lost = {"d0", "d1", "d2"}
-    answer = asyncio.create_task(world.run())
+async def test_a_request_waits_for_the_first_decode_replica() -> None:
+    """An ingress has just started, or all decode replicas are being replaced."""
+    pipeline = Pipeline(prefill_wait_s=60.0)
+    pipeline.decode.lost = {"d0", "d1", "d2"}
+    answer = asyncio.create_task(pipeline.run())
     await asyncio.sleep(0.1)
-    assert not world.prefill.requests
-    world.decode.lost = {"d1", "d2"}
+    assert not pipeline.prefill.requests
+    pipeline.decode.lost = {"d1", "d2"}
     assert await answer == b"abc"
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["away", "dies"])
-async def test_without_prefill_a_few_requests_a_second_run_whole_on_decode_engines(dies: bool) -> None:
+async def test_without_prefill_a_limited_rate_of_requests_runs_whole(dies: bool) -> None:
     async def prefill(sent: Any) -> AsyncIterator[Any]:
-        world.prefill.lost = {"p0", "p1"}
+        pipeline.prefill.lost = {"p0", "p1"}
         raise ChannelLost("it is dead")
         yield
 
-    world = World(prefill=prefill, prefill_wait_s=0.0, whole_per_s=0.001)
+    pipeline = Pipeline(prefill=prefill, prefill_wait_s=0.0, whole_per_s=0.001)
     if not dies:
-        world.prefill.lost = {"p0", "p1"}
-    assert await world.run() == b"abc"
-    (decode,) = world.decode.requests
+        pipeline.prefill.lost = {"p0", "p1"}
+    assert await pipeline.run() == b"abc"
+    (decode,) = pipeline.decode.requests
     assert not decode.kv
-    assert world.client.events[-1] == "whole_without_prefill"
+    assert pipeline.client.events[-1] == "whole_without_prefill"
     with pytest.raises(Overloaded, match="no prefill replica can be reached"):
-        await world.run()
+        await pipeline.run()
 
 
-async def test_those_that_run_whole_do_so_in_the_order_in_which_they_came() -> None:
-    """However many ask, nobody is overtaken until its time is over; who leaves makes room for the next."""
-    world = World(prefill_wait_s=60.0, whole_per_s=40.0)
-    world.prefill.lost = {"p0", "p1"}
+async def test_whole_requests_run_in_order_of_arrival() -> None:
+    """A cancelled request makes room for the next one."""
+    pipeline = Pipeline(prefill_wait_s=60.0, whole_per_s=40.0)
+    pipeline.prefill.lost = {"p0", "p1"}
     ended: list[int] = []
 
-    async def one(number: int) -> None:
-        assert await world.run() == b"abc"
+    async def run(number: int) -> None:
+        assert await pipeline.run() == b"abc"
         ended.append(number)
 
     tasks = []
-    for number in range(70):  # 40 at once, the others one after the other
-        tasks.append(asyncio.create_task(one(number)))
+    for number in range(70):  # 40 start at once, the others one after the other
+        tasks.append(asyncio.create_task(run(number)))
         await asyncio.sleep(0)
     await asyncio.sleep(0.01)
     for task in tasks[42:60]:
@@ -261,28 +252,28 @@ async def test_those_that_run_whole_do_so_in_the_order_in_which_they_came() -> N
     assert waited == [40, 41, *range(60, 70)]
 
 
-async def test_a_request_that_waits_too_long_gives_its_prompts_blocks_back() -> None:
+async def test_a_request_that_waits_too_long_releases_its_blocks() -> None:
     async def no_room(*_: Any, **__: Any) -> Any:
         raise Overloaded("in time")
 
-    world = World()
-    world.client.place = no_room
+    pipeline = Pipeline()
+    pipeline.client.place = no_room
     with pytest.raises(Overloaded):
-        await world.run()
-    assert len(world.prefill.released) == 1
-    assert not world.decode.requests
+        await pipeline.run()
+    assert len(pipeline.prefill.released) == 1
+    assert not pipeline.decode.requests
 
 
-def test_the_wait_for_a_worker_ends_within_the_lease_of_the_prompts_blocks() -> None:
+def test_the_wait_for_a_worker_is_shorter_than_the_kv_lease() -> None:
     assert PathOptions(kv_lease_s=30.0, queue_ttl_s=23.9)
     with pytest.raises(ValidationError, match="queue_ttl_s is 24 s, it must be less than"):
         PathOptions(kv_lease_s=30.0, queue_ttl_s=24.0)
 
 
 async def test_progress_counts_tokens_not_chunks() -> None:
-    world = World(decode=answering((b"a", 0), (b"b", 3), (b"c", 1), (b"d", 0)))
-    assert await world.run() == b"abcd"
-    assert world.client.tokens[-1] == 4
+    pipeline = Pipeline(decode=answer_with((b"a", 0), (b"b", 3), (b"c", 1), (b"d", 0)))
+    assert await pipeline.run() == b"abcd"
+    assert pipeline.client.tokens[-1] == 4
 
 
 def test_equal_prompts_have_equal_keys() -> None:
@@ -291,8 +282,8 @@ def test_equal_prompts_have_equal_keys() -> None:
 
     assert key(prompt="a", max_tokens=3) == key(prompt="a", max_tokens=4)
     assert len({key(prompt=prompt) for prompt in ("a", "b", [1, 2], [1, 3])}) == 4
-    said = [key(messages=[{"role": "user", "content": c}]) for c in "aab"]
-    assert said[0] == said[1] != said[2]
+    chats = [key(messages=[{"role": "user", "content": c}]) for c in "aab"]
+    assert chats[0] == chats[1] != chats[2]
     assert key(prompt="a\ud800b") == key(prompt="a\ud800b")
 
 
@@ -301,37 +292,35 @@ def test_equal_prompts_have_equal_keys() -> None:
     [{}, {"prompt": 5}, {"prompt": []}, {"prompt": ["a"]}, {"prompt": [1, 2]}, {"prompt": "a\ud800b"},
      {"messages": 5}, {"messages": [5]}, {"messages": [{"role": 5, "content": "\udfff"}]}],
 )  # fmt: skip
-def test_a_prompt_of_any_form_has_a_head(fields: dict[str, Any]) -> None:
+def test_prompts_of_any_type_have_a_head(fields: dict[str, Any]) -> None:
     assert isinstance(prompt_head(RequestFields(**fields)), bytes)
 
 
-async def test_a_decode_engine_has_time_to_end_its_read_before_the_blocks_are_released(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The decode engine notifies the prefill engine, perhaps after the cancelled call has ended."""
+async def test_a_cancelled_decode_engine_can_finish_reading_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its notice to the prefill engine may follow the end of the cancelled call."""
     monkeypatch.setattr(path, "_NOTICE_S", 0.3)
-    world = World(decode=answering(asyncio.Event()))
-    task = asyncio.create_task(world.run())
-    await settled(lambda: world.decode.requests)
+    pipeline = Pipeline(decode=answer_with(asyncio.Event()))
+    task = asyncio.create_task(pipeline.run())
+    await wait_until(lambda: pipeline.decode.requests)
     task.cancel()
-    await settled(lambda: world.decode.requests[-1].running.done())
+    await wait_until(lambda: pipeline.decode.requests[-1].running.done())
     await asyncio.sleep(0.1)
-    assert not world.prefill.released
-    await settled(lambda: world.prefill.released)
+    assert not pipeline.prefill.released
+    await wait_until(lambda: pipeline.prefill.released)
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) -> None:
-    world = World(**{leg: answering(asyncio.Event())})
-    task = asyncio.create_task(world.run())
-    await settled(lambda: getattr(world, leg).requests)
+async def test_cancellation_cancels_the_call_and_releases_lease_and_blocks(leg: str) -> None:
+    pipeline = Pipeline(**{leg: answer_with(asyncio.Event())})
+    task = asyncio.create_task(pipeline.run())
+    await wait_until(lambda: getattr(pipeline, leg).requests)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert getattr(world, leg).requests[-1].cancelled
-    (prefill,) = world.prefill.requests
-    await settled(lambda: world.prefill.released)
-    assert world.prefill.released == [(prefill.replica, prefill.header["id"])]
+    assert getattr(pipeline, leg).requests[-1].cancelled
+    (prefill,) = pipeline.prefill.requests
+    await wait_until(lambda: pipeline.prefill.released)
+    assert pipeline.prefill.released == [(prefill.replica, prefill.header["id"])]
 
 
 @pytest.mark.parametrize(
@@ -349,35 +338,27 @@ async def test_cancelling_cancels_the_leg_and_releases_lease_and_kv(leg: str) ->
         ({"stop": ["x"], "stream": True}, None),
     ],
 )
-async def test_what_cannot_be_split_runs_whole_on_a_decode_engine(
-    fields: dict[str, Any], reason: str | None
-) -> None:
-    assert needs_whole_engine("completions", asking(**fields).request.fields) == reason
-    world = World()
-    await world.run(**fields)
-    assert len(world.prefill.requests) == (reason is None)
-    assert ("do_remote_prefill" in world.decode.requests[0].kv) == (reason is None)
+async def test_requests_that_cannot_be_split_run_whole(fields: dict[str, Any], reason: str | None) -> None:
+    assert needs_whole_engine("completions", request_context(**fields).request.fields) == reason
+    pipeline = Pipeline()
+    await pipeline.run(**fields)
+    assert len(pipeline.prefill.requests) == (reason is None)
+    assert ("do_remote_prefill" in pipeline.decode.requests[0].kv) == (reason is None)
 
 
-def test_a_prefill_call_names_its_blocks() -> None:
-    header = prefill_header("chat", "id", {"x": "y"})
-    assert header == {
-        "method": "chat",
-        "id": "id",
-        "headers": {"x": "y"},
-        "cache_salt": "",
-        "generated": b"",
-    }
+def test_the_header_of_a_prefill_call_is_complete() -> None:
+    expected = {"method": "chat", "id": "id", "headers": {"x": "y"}, "cache_salt": "", "generated": b""}
+    assert prefill_header("chat", "id", {"x": "y"}) == expected
 
 
-def test_percentiles_are_of_the_newest_requests_and_counts_of_all() -> None:
+def test_percentiles_cover_the_newest_requests_and_counts_cover_all() -> None:
     stages = Stages()
     assert stages.summary() == {}
     for _ in range(10):
         stages.record(place=9.0)
     for _ in range(WINDOW):
         stages.record(place=0.002, handover=0.01)
-    found = stages.summary()
-    assert found["place"]["count"] == WINDOW + 10
-    assert found["place"]["p99_ms"] == pytest.approx(2.0)
-    assert found["handover"]["mean_ms"] == pytest.approx(10.0)
+    summary = stages.summary()
+    assert summary["place"]["count"] == WINDOW + 10
+    assert summary["place"]["p99_ms"] == pytest.approx(2.0)
+    assert summary["handover"]["mean_ms"] == pytest.approx(10.0)

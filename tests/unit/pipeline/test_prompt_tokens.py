@@ -1,4 +1,4 @@
-"""Token ids before an engine has seen a prompt: the engine's own tokenizer, and no prompt that breaks it."""
+"""Token ids of a prompt before an engine has it: they equal the engine's, and no prompt raises an error."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ def ids(text: str, *, special: bool) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=special).ids)
 
 
-async def of(**asked: Any) -> list[int] | None:
+async def token_ids(**fields: Any) -> list[int] | None:
     tokens = PromptTokens(str(MODEL))
     await tokens.fingerprint()
-    found = await tokens.of(RequestFields.model_validate(asked))
+    found = await tokens.of(RequestFields.model_validate(fields))
     return None if found is None else found.tolist()
 
 
-async def test_a_text_has_the_ids_that_its_engine_gives_it_however_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_text_of_any_length_has_its_engines_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[Any] = []
 
     async def to_thread(function: Any, *args: Any) -> Any:
@@ -44,22 +42,22 @@ async def test_a_text_has_the_ids_that_its_engine_gives_it_however_long(
         return function(*args)
 
     monkeypatch.setattr(prompt_tokens.asyncio, "to_thread", to_thread)
-    loading = [0]
+    loads = []
     for times, in_threads in ((1, 0), (1000, 1)):
         threads.clear()
-        assert await of(prompt=TEXT * times) == ids(TEXT * times, special=True)
-        loading.append(len(threads) - in_threads)
-    assert loading[1] == loading[2]  # the same for both: the rest was the long prompt's
+        assert await token_ids(prompt=TEXT * times) == ids(TEXT * times, special=True)
+        loads.append(len(threads) - in_threads)
+    assert loads[0] == loads[1]  # only the long prompt is tokenised in a thread
 
 
-async def test_a_chat_has_those_of_its_texts() -> None:
+async def test_a_chat_has_the_token_ids_of_its_texts() -> None:
     parts = [{"type": "text", "text": TEXT}, {"type": "image_url", "image_url": {"url": "x"}}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
-    assert await of(messages=messages) == ids(f"Be brief.\n{TEXT}", special=False)
+    assert await token_ids(messages=messages) == ids(f"Be brief.\n{TEXT}", special=False)
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("fields", "expected"),
     [
         ({"prompt": [3, 1, 2]}, [3, 1, 2]),
         ({"prompt": ["a", "b"]}, None),
@@ -74,8 +72,8 @@ async def test_a_chat_has_those_of_its_texts() -> None:
         ({"prompt": "\ud800"}, ids("?", special=True)),
     ],
 )
-async def test_what_is_no_single_text_has_none(asked: dict[str, Any], found: list[int] | None) -> None:
-    assert await of(**asked) == found
+async def test_only_a_single_prompt_has_token_ids(fields: dict[str, Any], expected: list[int] | None) -> None:
+    assert await token_ids(**fields) == expected
 
 
 json_values: st.SearchStrategy[Any] = st.recursive(
@@ -89,14 +87,14 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 
 
 @given(json_values, json_values)
-def test_no_prompt_breaks_it(prompt: Any, messages: Any) -> None:
+def test_any_json_prompt_is_accepted(prompt: Any, messages: Any) -> None:
     tokens = PromptTokens(str(MODEL))
     tokens._tokenizer = TOKENIZER
     found = asyncio.run(tokens.of(RequestFields(prompt=prompt, messages=messages)))
     assert found is None or found.dtype == np.uint32
 
 
-async def test_a_tokenizer_is_named_as_calibration_names_it(tmp_path: Path) -> None:
+async def test_a_tokenizer_has_the_same_fingerprint_as_in_calibration(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     vocabulary = AutoTokenizer.from_pretrained(MODEL).get_vocab()

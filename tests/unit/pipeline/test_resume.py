@@ -1,4 +1,4 @@
-"""What an ingress does when an engine is lost in mid-answer: nothing is lost, nothing comes twice."""
+"""Answers resume after an engine is lost: no token is lost or repeated."""
 
 from __future__ import annotations
 
@@ -6,38 +6,32 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
 import pytest
-from fake_fleet import TOKEN_IDS, answering, prefilled, refusing
+from clock import Clock
+from fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from hypothesis import given
 from hypothesis import strategies as st
-from one_path import World, asking
+from request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, packed, request_context
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.errors import Overloaded
 from eldr_serve.queues.rate import Rate
 from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
 
-TOKENS = 12
-END = b"data: [DONE]\n\n"
-EVENTS = [b'data: {"created":77,"text":"%d"}\n\n' % number for number in range(TOKENS)]
 LOST = ChannelLost("it is dead")
 
 
-def packed(*ids: int) -> bytes:
-    return np.asarray(ids, np.uint32).tobytes()
-
-
 class Engines:
-    """Decode engines that generate tokens 0, 1, ...; each call is cut so many frames after it begins.
+    """Decode engines that generate tokens 0, 1, ...; each call fails after a number of frames.
 
     Args:
-        sizes: tokens a frame.
-        told: whether their ids are.
+        cuts: (frames, error) of each call.
+        sizes: tokens of each frame, repeated.
+        send_ids: whether frames have token ids.
     """
 
-    def __init__(self, *cuts: Any, sizes: list[int] | None = None, told: bool = True) -> None:
-        self.cuts, self.sizes, self.told = list(cuts), sizes or [1], told
+    def __init__(self, *cuts: Any, sizes: list[int] | None = None, send_ids: bool = True) -> None:
+        self.cuts, self.sizes, self.send_ids = list(cuts), sizes or [1], send_ids
 
     async def __call__(self, sent: Any) -> AsyncIterator[Any]:
         at, frames = len(sent.header["generated"]) // 4, 0
@@ -53,109 +47,104 @@ class Engines:
             payload = b"".join(EVENTS[token] for token in ids) if sent.fields["stream"] else b""
             if at == TOKENS:
                 payload = payload + END if sent.fields["stream"] else b"".join(EVENTS)
-            yield (payload, size, packed(*ids)) if self.told else (payload, size)
+            yield (payload, size, packed(*ids)) if self.send_ids else (payload, size)
             if at == TOKENS:
                 if self.cuts:  # lost after its last frame
                     raise LOST
                 return
 
 
-WHOLE = b"".join(EVENTS)
-
-
 @given(
     st.integers(0, TOKENS), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans(), st.booleans()
 )
-async def test_an_answer_goes_on_wherever_its_engine_is_lost(
+async def test_an_answer_resumes_wherever_its_engine_is_lost(
     cut: int, sizes: list[int], stream: bool, dies: bool
 ) -> None:
-    world = World(decode=Engines((cut, LOST if dies else refusing(500)), sizes=sizes))
-    answer = await world.run(stream=stream)
+    pipeline = Pipeline(decode=Engines((cut, LOST if dies else refusal(500)), sizes=sizes))
+    answer = await pipeline.run(stream=stream)
     assert answer == (WHOLE + END if stream else WHOLE)
-    first, *rest = world.decode.requests
+    first, *rest = pipeline.decode.requests
     for second in rest:
         assert second.replica != first.replica
-        assert second.header["id"] == first.header["id"]  # which the client sees
+        assert second.header["id"] == first.header["id"]  # the client sees this id
         assert second.header["token_ids"] == first.header["token_ids"] == TOKEN_IDS
-        assert world.prefill.requests[-1].header["generated"] == second.header["generated"]
-    assert world.client.tokens[-1] == TOKENS
-    went_on = rest and rest[0].header["generated"]
-    assert ("resumed" in world.client.events) == bool(went_on)
+        assert pipeline.prefill.requests[-1].header["generated"] == second.header["generated"]
+    assert pipeline.client.tokens[-1] == TOKENS
+    resumed = bool(rest and rest[0].header["generated"])
+    assert ("resumed" in pipeline.client.events) == resumed
 
 
-async def test_a_stream_goes_on_once() -> None:
-    world = World(decode=Engines((3, LOST), (2, LOST)), decode_tries=9)
-    answer = await world.run(stream=True)
+async def test_a_stream_resumes_once() -> None:
+    pipeline = Pipeline(decode=Engines((3, LOST), (2, LOST)), decode_tries=9)
+    answer = await pipeline.run(stream=True)
     assert answer.startswith(b"".join(EVENTS[:5]) + b'data: {"error"')
     assert b'"engine_lost"' in answer
-    assert len(world.decode.requests) == 2
-    assert world.client.events[-1] == "streams_lost"
+    assert len(pipeline.decode.requests) == 2
+    assert pipeline.client.events[-1] == "streams_lost"
 
 
-async def test_a_second_engine_that_fails_before_a_token_is_not_the_last_one() -> None:
-    world = World(decode=Engines((3, LOST), (0, LOST)))
-    assert await world.run(stream=True) == WHOLE + END
-    assert [sent.replica for sent in world.decode.requests] == ["d0", "d1", "d2"]
+async def test_a_stream_resumes_on_a_third_engine() -> None:
+    pipeline = Pipeline(decode=Engines((3, LOST), (0, LOST)))
+    assert await pipeline.run(stream=True) == WHOLE + END
+    assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d1", "d2"]
 
 
-async def test_a_whole_answer_goes_on_as_long_as_there_are_tries() -> None:
-    world = World(decode=Engines((3, LOST), (2, LOST)))
-    assert await world.run(stream=False) == WHOLE
-    assert world.decode.requests[-1].header["generated"] == packed(*range(5))
+async def test_a_whole_answer_resumes_repeatedly() -> None:
+    pipeline = Pipeline(decode=Engines((3, LOST), (2, LOST)))
+    assert await pipeline.run(stream=False) == WHOLE
+    assert pipeline.decode.requests[-1].header["generated"] == packed(*range(5))
 
 
-async def test_without_ids_a_stream_ends_and_a_whole_answer_starts_again() -> None:
-    lost = await World(decode=Engines((3, LOST), told=False)).run(stream=True)
+async def test_without_token_ids_a_stream_ends_and_a_whole_answer_starts_again() -> None:
+    lost = await Pipeline(decode=Engines((3, LOST), send_ids=False)).run(stream=True)
     assert lost.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
-    world = World(decode=Engines((3, LOST), told=False))
-    assert await world.run(stream=False) == WHOLE
-    assert world.decode.requests[-1].header["generated"] == b""
+    pipeline = Pipeline(decode=Engines((3, LOST), send_ids=False))
+    assert await pipeline.run(stream=False) == WHOLE
+    assert pipeline.decode.requests[-1].header["generated"] == b""
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_is_lost_after_an_answers_end_is_nothing(stream: bool) -> None:
-    world = World(decode=Engines((None, None), (None, None)))
-    assert await world.run(stream=stream) == (WHOLE + END if stream else WHOLE)
-    assert len(world.decode.requests) == 1
+async def test_a_loss_after_the_end_of_an_answer_has_no_effect(stream: bool) -> None:
+    pipeline = Pipeline(decode=Engines((None, None), (None, None)))
+    assert await pipeline.run(stream=stream) == (WHOLE + END if stream else WHOLE)
+    assert len(pipeline.decode.requests) == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("failure", [refusing(400), refusing(503), LOST])
-async def test_an_answer_that_no_engine_prefills_again_goes_on_whole(
-    failure: Exception, stream: bool
-) -> None:
-    """A prefill engine may hold less than a prompt and what was generated from it."""
-    answers = iter([answering(prefilled()), answering(failure)])
-    world = World(prefill=lambda sent: next(answers)(sent), decode=Engines((3, LOST)))
-    assert await world.run(stream=stream) == (WHOLE + END if stream else WHOLE)
-    second = world.decode.requests[-1].header
+@pytest.mark.parametrize("failure", [refusal(400), refusal(503), LOST])
+async def test_an_answer_resumes_whole_if_its_second_prefill_fails(failure: Exception, stream: bool) -> None:
+    """A prompt and its generated tokens may exceed a prefill engine's limit."""
+    prefill = in_turn(answer_with(prefill_result()), answer_with(failure))
+    pipeline = Pipeline(prefill=prefill, decode=Engines((3, LOST)))
+    assert await pipeline.run(stream=stream) == (WHOLE + END if stream else WHOLE)
+    second = pipeline.decode.requests[-1].header
     assert (second["kv"], second["generated"]) == ({}, packed(0, 1, 2))
     assert second["token_ids"] == TOKEN_IDS
-    assert world.client.events == ["prefills", "whole_without_prefill", "resumed"]
+    assert pipeline.client.events == ["prefills", "whole_without_prefill", "resumed"]
 
 
-async def test_an_answer_that_finds_no_room_in_prefill_goes_on_whole() -> None:
+async def test_an_answer_resumes_whole_if_prefill_engines_are_full() -> None:
     full = {KV_USAGE: 1.0, SAMPLE: 0}
-    world = World(decode=Engines((3, LOST)), prefill_wait_s=0.0)
-    budget = world.prefill.directory.budget = PrefillBudget(0.9)
+    pipeline = Pipeline(decode=Engines((3, LOST)), prefill_wait_s=0.0)
+    budget = pipeline.prefill.directory.budget = PrefillBudget(0.9)
 
     async def decode(sent: Any) -> AsyncIterator[Any]:
         budget.take({"p0": full, "p1": full})
         async for chunk in engines(sent):
             yield chunk
 
-    engines, world.decode.answer = world.decode.answer, decode
-    assert await world.run(stream=True) == WHOLE + END
-    assert world.client.events == ["prefills", "whole_without_prefill", "resumed"]
+    engines, pipeline.decode.answer = pipeline.decode.answer, decode
+    assert await pipeline.run(stream=True) == WHOLE + END
+    assert pipeline.client.events == ["prefills", "whole_without_prefill", "resumed"]
 
 
-async def test_a_stream_that_no_engine_takes_again_ends_with_an_error() -> None:
-    world = World(decode=Engines((3, LOST), *[(0, refusing(400))] * 9))
-    answer = await world.run(stream=True)
+async def test_a_stream_that_no_engine_resumes_ends_with_an_error() -> None:
+    pipeline = Pipeline(decode=Engines((3, LOST), *[(0, refusal(400))] * 9))
+    answer = await pipeline.run(stream=True)
     assert answer.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
 
 
-async def test_a_few_answers_at_once_are_prefilled_again() -> None:
+async def test_a_limited_number_of_answers_is_prefilled_again_at_once() -> None:
     go_on = asyncio.Event()
     first = asyncio.Event()
 
@@ -163,10 +152,15 @@ async def test_a_few_answers_at_once_are_prefilled_again() -> None:
         if sent.header["generated"]:
             first.set()
             await go_on.wait()
-        yield prefilled()
+        yield prefill_result()
 
-    world = World(prefill=prefill, decode=Engines((3, LOST), (3, LOST)), retries_at_once=1, retry_wait_s=0.05)
-    answers = [asyncio.create_task(_all(world)) for _ in range(2)]
+    decode = Engines((3, LOST), (3, LOST))
+    pipeline = Pipeline(prefill=prefill, decode=decode, retries_at_once=1, retry_wait_s=0.05)
+
+    async def answer() -> bytes:
+        return b"".join([chunk async for chunk in pipeline.path.generate(request_context(stream=True))])
+
+    answers = [asyncio.create_task(answer()) for _ in range(2)]
     await first.wait()
     done, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED, timeout=20)
     go_on.set()
@@ -174,44 +168,40 @@ async def test_a_few_answers_at_once_are_prefilled_again() -> None:
     assert WHOLE + END in await asyncio.gather(*answers)
 
 
-async def _all(world: World) -> bytes:
-    return b"".join([chunk async for chunk in world.path.generate(asking(stream=True))])
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (LOST, "too many requests have lost their engine"),
+        (refusal(500), "are tried again after a call to an engine has failed"),
+    ],
+)
+async def test_a_whole_answer_that_cannot_resume_in_time_is_refused(failure: Exception, message: str) -> None:
+    pipeline = Pipeline(decode=Engines((3, failure)), retry_wait_s=0.0)
+    pipeline.path._retries._turns = asyncio.Semaphore(0)
+    with pytest.raises(Overloaded, match=message):
+        await pipeline.run(stream=False)
 
 
-async def test_a_whole_answer_that_may_not_go_on_in_time_is_to_be_sent_again() -> None:
-    world = World(decode=Engines((3, LOST)), retry_wait_s=0.0)
-    world.path._retries._turns = asyncio.Semaphore(0)
-    with pytest.raises(Overloaded, match="too many requests have lost their engine"):
-        await world.run(stream=False)
-
-
-async def test_a_request_whose_engine_was_not_lost_is_not_told_that_it_was() -> None:
-    world = World(decode=Engines((3, refusing(500))), retry_wait_s=0.0)
-    world.path._retries._turns = asyncio.Semaphore(0)
-    with pytest.raises(Overloaded, match="are tried again after a call to an engine has failed"):
-        await world.run(stream=False)
-
-
-def taken(rate: Rate) -> bool:
-    """Whether it may be done at once."""
+def take(rate: Rate) -> bool:
+    """Take a permit if one is free now; return whether it was."""
     return rate.reserve(0.0) is not None
 
 
-def test_a_rate_bounds_what_is_done_in_any_second() -> None:
-    now = [0.0]
-    rate = Rate(2.0, clock=lambda: now[0])
-    assert [taken(rate) for _ in range(3)] == [True, True, False]
-    now[0] += 0.5
-    assert [taken(rate) for _ in range(2)] == [True, False]
-    now[0] += 60.0
-    assert [taken(rate) for _ in range(3)] == [True, True, False]
-    assert not taken(Rate(0.0))
+def test_a_rate_limits_the_permits_of_any_second() -> None:
+    clock = Clock()
+    rate = Rate(2.0, clock=clock)
+    assert [take(rate) for _ in range(3)] == [True, True, False]
+    clock.now += 0.5
+    assert [take(rate) for _ in range(2)] == [True, False]
+    clock.now += 60.0
+    assert [take(rate) for _ in range(3)] == [True, True, False]
+    assert not take(Rate(0.0))
 
 
-def test_what_is_reserved_comes_one_after_the_other() -> None:
+def test_reserved_permits_follow_at_the_rate() -> None:
     rate = Rate(2.0, clock=lambda: 0.0)
     assert [rate.reserve(1.0) for _ in range(5)] == [0.0, 0.0, 0.5, 1.0, None]
     rate.give_back()
     assert [rate.reserve(1.0), rate.reserve(1.0)] == [1.0, None]
-    assert not taken(rate)
+    assert not take(rate)
     assert Rate(0.0).reserve(1e9) is None

@@ -1,4 +1,4 @@
-"""What each pair of engines has done before users come."""
+"""Each pair of engines is warmed up before requests are accepted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from unittest.mock import AsyncMock, Mock, call
 
 import msgspec
 import pytest
-from fake_fleet import FakeFleet, Sent, answering, prefilled
-from ingress_app import answers
-from one_path import COUNTS, good_prefill
-from router_talk import settled
+from fake_fleet import FakeFleet, Sent, answer_with, prefill_result
+from fake_router import wait_until
+from ingress_app import whole_answer
+from request_path import COUNTS, good_prefill
 
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.pipeline import warmup
@@ -21,91 +21,89 @@ from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas import measured_counts
 
 
-async def test_a_pair_is_warm_once_prefill_sends_a_signature_and_decode_has_compiled_its_samplers(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture(autouse=True)
+def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_FIRST_PERIOD_S", 0.001)
     monkeypatch.setattr(warmup, "_PERIOD_S", 0.001)
-    prefill = FakeFleet(answering(prefilled(do_remote_prefill=True)), "p0")  # uncounted
-    decode, client = FakeFleet(answers, "d0", "d1"), Mock(call=AsyncMock())
-    healthy: Any = Mock(check_health=Mock(remote=AsyncMock()))
+    monkeypatch.setattr(measured_counts, "_LATER_S", 0.01)
+
+
+def warmup_of(prefill: FakeFleet, decode: FakeFleet, *, whole: bool = False, health: Any = None) -> Warmup:
+    handle: Any = Mock(check_health=Mock(remote=health or AsyncMock()))
     fleets: Any = prefill, decode
-    warm = Warmup(engines=Engines(*fleets), handles=[healthy], client=client, model_id="m")
+    engines = Engines(*fleets, whole=whole)
+    return Warmup(engines=engines, handles=[handle], client=Mock(call=AsyncMock()), model_id="m")
+
+
+async def test_a_pair_is_warm_after_counts_and_all_samplers(caplog: pytest.LogCaptureFixture) -> None:
+    prefill = FakeFleet(answer_with(prefill_result(do_remote_prefill=True)), "p0")  # no expert counts
+    decode = FakeFleet(whole_answer, "d0", "d1")
+    warm = warmup_of(prefill, decode)
+    client: Any = warm._client
     decode.lost = {"d1"}  # no channel to it yet
     running = asyncio.create_task(warm.run())
-    await settled(lambda: len(prefill.released) >= 2)
+    await wait_until(lambda: len(prefill.released) >= 2)
     assert (warm.ready, warm.pairs, decode.requests) == (False, 0, [])
     client.call.assert_not_called()
     assert prefill.released[0][0] == "p0"
     assert "p0 sends no expert counts" in caplog.text
     prefill.answer = good_prefill
-    await settled(lambda: warm.pairs == 1)
+    await wait_until(lambda: warm.pairs == 1)
     assert not warm.ready
     decode.lost = set()
-    await settled(lambda: warm.ready)
+    await wait_until(lambda: warm.ready)
     running.cancel()
     assert client.call.await_args_list == [call("expect_counts", 3, 4)] * 2
     for name in ("d0", "d1"):
         sent = [s for s in decode.requests if s.replica == name]
-        asked = [(s.fields["n"], s.fields["logprobs"], s.fields["temperature"]) for s in sent]
-        assert asked == [(1, 0, 1.0), (2, 0, 1.0)]
+        sampling = [(s.fields["n"], s.fields["logprobs"], s.fields["temperature"]) for s in sent]
+        assert sampling == [(1, 0, 1.0), (2, 0, 1.0)]
         assert ["do_remote_prefill" in s.kv for s in sent] == [True, False]
 
 
-async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_warm_decode_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(warmup, "_FIRST_PERIOD_S", 0.001)
-    monkeypatch.setattr(warmup, "_PERIOD_S", 0.001)
+async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_engine() -> None:
     up = asyncio.Event()
-    prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(answers, "d0", "d1")
-    healthy: Any = Mock(check_health=Mock(remote=up.wait))
-    fleets: Any = prefill, decode
-    warm = Warmup(engines=Engines(*fleets), handles=[healthy], client=Mock(call=AsyncMock()), model_id="m")
+    prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(whole_answer, "d0", "d1")
+    warm = warmup_of(prefill, decode, health=up.wait)
     decode.lost = {"d1"}  # no channel to it yet
     running = asyncio.create_task(warm.run())
     await asyncio.sleep(0)
     assert warm.awaited == "the engines are not up yet"
     up.set()
-    await settled(lambda: warm.pairs == 1)
+    await wait_until(lambda: warm.pairs == 1)
     assert warm.awaited == "1 of 2 pairs of engines are warm"
     decode.lost = set()
-    await settled(lambda: warm.awaited is None)
+    await wait_until(lambda: warm.awaited is None)
     decode.lost = {"d2"}
-    decode.directory.publish({"d0": {}, "d1": {}, "d2": {}})  # one more, which is cold
+    decode.directory.publish({"d0": {}, "d1": {}, "d2": {}})  # a third one, which is cold
     assert (warm.ready, warm.awaited) == (False, None)
-    prefill.directory.publish({})  # then requests run whole
+    prefill.directory.publish({})  # requests run whole
     assert warm.awaited is None
     decode.directory.publish({"d2": {}})
     assert warm.awaited == "no decode engine is up"
     running.cancel()
 
 
-async def test_a_whole_engine_is_warm_once_it_has_answered_and_says_its_signatures_shape(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(measured_counts, "_LATER_S", 0.01)
-
+async def test_a_whole_engine_is_warm_after_its_answers(caplog: pytest.LogCaptureFixture) -> None:
     async def engine(sent: Sent) -> AsyncIterator[bytes]:
         if sent.method == "generate":
-            async for chunk in answers(sent):
+            async for chunk in whole_answer(sent):
                 yield chunk
         elif sent.replica == "d0":
             yield msgspec.msgpack.encode((9, pack_counts(COUNTS)))
-        else:  # it counts nothing
+        else:  # it counts no experts
             await asyncio.sleep(60)
 
     prefill, decode = FakeFleet(good_prefill), FakeFleet(engine, "d0", "d1")
-    client, healthy = Mock(call=AsyncMock()), Mock(check_health=Mock(remote=AsyncMock()))
-    fleets: Any = prefill, decode
-    warm = Warmup(engines=Engines(*fleets, whole=True), handles=[healthy], client=client, model_id="m")
+    warm = warmup_of(prefill, decode, whole=True)
+    client: Any = warm._client
     running = asyncio.create_task(warm.run())
-    await settled(lambda: warm.ready)
+    await wait_until(lambda: warm.ready)
     running.cancel()
     assert warm.pairs == 2
     assert client.call.await_args_list == [call("expect_counts", 3, 4)]
     assert "d1 counts no experts" in caplog.text
     for name in ("d0", "d1"):
-        asked, first, second = (s for s in decode.sent if s.replica == name)
-        assert asked.header["id"] == first.header["id"]
+        counted, first, second = (s for s in decode.sent if s.replica == name)
+        assert counted.header["id"] == first.header["id"]
         assert [sent.fields["n"] for sent in (first, second)] == [1, 2]

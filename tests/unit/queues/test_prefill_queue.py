@@ -10,30 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from clock import Clock
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.queues.prefill_queue import (
-    DEFAULT_RATE,
-    Meter,
-    PrefillQueues,
-    PromptSizes,
-    Throughput,
-    Ticket,
-)
+from eldr_serve.queues.prefill_queue import DEFAULT_RATE, Meter, PrefillQueues, PromptSizes, Throughput
 from eldr_serve.queues.retry_times import MOST_S, RetryTimes
 from eldr_serve.queues.turns import Turns
 
 BOUND_S = 30.0
 QUICK = (Phase.explicit, Phase.generate)  # shrinking a failing load takes minutes
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -118,11 +104,11 @@ LOADS = st.lists(st.tuples(st.integers(1, 4000), st.floats(0.0, 3.0)), min_size=
 
 @settings(max_examples=10, deadline=None, phases=QUICK)
 @given(st.floats(500, 50_000), LOADS)
-def test_a_predicted_wait_is_the_wait_in_a_queue(rate: float, load: list[tuple[int, float]]) -> None:
+def test_predicted_waits_are_accurate(rate: float, load: list[tuple[int, float]]) -> None:
     clock = Clock()
     server = Server(clock, rate)
     ingress = Ingress(server)
-    for key in range(30):  # makes the rate known
+    for key in range(30):  # to measure the rate
         ingress.send(2000, key)
     server.run(clock.now + 60_000 / rate + 2.0)
     errors = []
@@ -136,13 +122,13 @@ def test_a_predicted_wait_is_the_wait_in_a_queue(rate: float, load: list[tuple[i
         ingress.send(tokens, key, began)
     server.run(clock.now + 200.0)
     assert errors
-    # The prompt in progress counts in full; the rate is known to 10 %.
+    # The prompt in progress counts in full; the rate is measured within 10 %.
     assert all(-0.1 * wait_s - 1e-6 <= error_s <= 0.1 * wait_s + 4400 / rate for error_s, wait_s in errors)
 
 
 @settings(max_examples=8, deadline=None, phases=QUICK)
 @given(st.floats(2000, 50_000), st.integers(1, 5), st.integers(100, 4000), st.randoms())
-def test_what_waits_is_bounded_however_many_ingresses_there_are(
+def test_the_queue_is_bounded_with_several_ingresses(
     rate: float, ingresses: int, tokens: int, rng: Any
 ) -> None:
     clock = Clock()
@@ -165,10 +151,10 @@ def test_what_waits_is_bounded_however_many_ingresses_there_are(
 
 @settings(max_examples=8, deadline=None, phases=QUICK)
 @given(st.floats(2000, 50_000), st.floats(0.2, 1.0), st.integers(1, 4), st.integers(1, 3))
-def test_all_that_are_refused_are_taken_when_they_come_again(
+def test_refused_prompts_are_accepted_at_their_retry_times(
     rate: float, prompt_s: float, excess: int, ingresses: int
 ) -> None:
-    """The server is busy until the last one."""
+    """The server never idles before the last one."""
     clock = Clock()
     server = Server(clock, rate, ingresses)
     senders = [Ingress(server) for _ in range(ingresses)]
@@ -193,7 +179,7 @@ def test_all_that_are_refused_are_taken_when_they_come_again(
     assert len(started) == count
 
 
-def test_before_anything_is_measured_a_default_bounds_the_queue_and_one_completion_corrects_it() -> None:
+def test_a_default_rate_bounds_the_queue_until_the_first_completion() -> None:
     clock = Clock()
     ingress = Ingress(Server(clock, rate=20_000))
     taken = sum(ingress.send(1000, key) is None for key in range(100))
@@ -203,34 +189,34 @@ def test_before_anything_is_measured_a_default_bounds_the_queue_and_one_completi
     assert sum(ingress.send(1000, key) is None for key in range(1000)) > 400
 
 
-def test_a_prompt_that_is_longer_than_the_bound_is_taken_by_an_idle_replica() -> None:
+def test_an_idle_replica_accepts_a_prompt_longer_than_the_bound() -> None:
     ingress = Ingress(Server(Clock(), rate=100))
     assert ingress.send(10**6, 1) is None
     assert ingress.send(1, 2) is not None
 
 
-def test_an_idle_engine_and_short_prompts_show_nothing_of_the_rate() -> None:
+def test_idle_time_and_short_prompts_do_not_measure_the_rate() -> None:
     clock = Clock()
-    found = Throughput(clock=clock)
+    throughput = Throughput(clock=clock)
     for _ in range(20):
-        found.enter(8)
+        throughput.enter(8)
         clock.now += 0.1
-        found.leave(8, 8)
+        throughput.leave(8, 8)
         clock.now += 5.0
-    assert found.rate is None
-    found.enter(2000)
+    assert throughput.rate is None
+    throughput.enter(2000)
     clock.now += 1.0
-    found.leave(2000, 2000)
-    assert found.rate == pytest.approx(2000, rel=0.1)
+    throughput.leave(2000, 2000)
+    assert throughput.rate == pytest.approx(2000, rel=0.1)
 
 
-def test_prompts_that_are_cancelled_are_not_counted_as_computed() -> None:
+def test_cancelled_prompts_do_not_count_as_computed() -> None:
     clock = Clock()
     queues = PrefillQueues(BOUND_S, clock=clock)
     first, second = queues.enter("p", 3000, 1), queues.enter("p", 3000, 2)
     clock.now = 1.0
     queues.leave(first)
-    queues.leave(first)  # again
+    queues.leave(first)  # has no effect
     assert queues.wait_s("p") == 3000 / DEFAULT_RATE
     queues.leave(second, 3000)
     assert queues.wait_s("p") == 0.0
@@ -238,7 +224,7 @@ def test_prompts_that_are_cancelled_are_not_counted_as_computed() -> None:
 
 def test_a_prompt_without_a_replica_counts_in_all_queues() -> None:
     queues = PrefillQueues(10.0, clock=Clock())
-    tickets: list[Ticket] = []
+    tickets = []
     while queues.with_room(["a", "b"], 0):
         tickets.append(queues.enter(None, 1000, 0))
     assert len(tickets) == 2 * 10 + 1
@@ -250,7 +236,7 @@ def test_a_prompt_without_a_replica_counts_in_all_queues() -> None:
     assert queues.with_room(["a", "b"], 0) == ["a", "b"]
 
 
-def test_reports_that_stop_are_not_believed_for_ever() -> None:
+def test_old_reports_expire() -> None:
     clock = Clock()
     reports = {"p": {"number": 1, "tokens": 10**6, "rate": 1000.0, "callers": 2, "calls": 9, "new": 1}}
     queues = PrefillQueues(BOUND_S, reports=lambda: reports, clock=clock)
@@ -259,7 +245,7 @@ def test_reports_that_stop_are_not_believed_for_ever() -> None:
     assert queues.with_room(["p"], 0) == ["p"]
 
 
-def test_sizes_of_prompts_are_learnt_and_ids_are_counted() -> None:
+def test_prompt_sizes_are_learnt_and_token_ids_are_counted() -> None:
     sizes = PromptSizes()
     assert sizes.estimate([1, 2, 3], None) == 3
     text = "x" * 4000
@@ -275,27 +261,25 @@ def test_sizes_of_prompts_are_learnt_and_ids_are_counted() -> None:
 # -- turns ---------------------------------------------------------------------------------------------
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["enter", "answer", "cancel"]), st.integers(0, 9), st.floats(0, 9)),
-        max_size=60,
-    )
-)
-def test_a_turn_begins_after_the_predicted_wait_and_the_last_answer_before_it(steps: list[Any]) -> None:
+TURN_STEP = st.tuples(st.sampled_from(["enter", "answer", "cancel"]), st.integers(0, 9), st.floats(0, 9))
+
+
+@given(st.lists(TURN_STEP, max_size=60))
+def test_a_turn_begins_after_its_predicted_wait_and_earlier_answers(steps: list[Any]) -> None:
     clock = Clock()
     turns = Turns(clock=clock)
-    there: list[tuple[Any, float]] = []  # prompt and predicted start
+    waiting: list[tuple[Any, float]] = []  # turn and predicted start
     answers: dict[int, float] = {}  # by number
     for what, index, value in steps:
         clock.now += value
         if what == "enter":
-            there.append((turns.enter("r", value), clock.now + value))
-        elif there:
-            turn, _ = there.pop(index % len(there))
+            waiting.append((turns.enter("r", value), clock.now + value))
+        elif waiting:
+            turn, _ = waiting.pop(index % len(waiting))
             turns.leave(turn, answered=what == "answer")
             if what == "answer":
                 answers[turn.number] = clock.now
-        for turn, predicted_s in there:
+        for turn, predicted_s in waiting:
             before = [at_s for number, at_s in answers.items() if number < turn.number]
             entered = [at_s for at_s in before if at_s >= turn.since_s]
             assert turn.since_s >= predicted_s
@@ -306,13 +290,13 @@ def test_a_turn_begins_after_the_predicted_wait_and_the_last_answer_before_it(st
 # -- retry times ---------------------------------------------------------------------------------------
 
 
-def test_who_was_refused_has_its_room_when_it_comes_and_others_have_not() -> None:
+def test_a_refused_request_has_reserved_room_at_its_retry_time() -> None:
     clock = Clock()
     times = RetryTimes(clock=clock)
     assert times.reserve(1, 500.0, 10.0) == 10.0
     assert times.reserve(2, 700.0, 20.0) == 20.0
     assert (times.tokens, times.due_tokens) == (1200.0, 0.0)
-    assert not times.is_due(1)  # too early: not recognised
+    assert not times.is_due(1)  # it is too early
     clock.now = 10.0
     assert times.is_due(1)
     assert not times.is_due(2)
@@ -322,7 +306,7 @@ def test_who_was_refused_has_its_room_when_it_comes_and_others_have_not() -> Non
     assert (times.tokens, times.due_tokens) == (700.0, 0.0)
 
 
-def test_reservations_are_forgotten_and_bounded() -> None:
+def test_reservations_expire_and_are_bounded() -> None:
     clock = Clock()
     times = RetryTimes(clock=clock)
     assert MOST_S / 2 <= times.reserve(1, 1.0, 10 * MOST_S) <= MOST_S

@@ -1,4 +1,4 @@
-"""How many engines Serve's autoscaler is asked for, with Ray's own context and through its own wrapper."""
+"""The autoscaling policy, with Ray's own context and wrapper."""
 
 from __future__ import annotations
 
@@ -15,23 +15,17 @@ POLICY = "eldr_serve.replicas.autoscaling:by_requests_in_flight"
 
 
 def context(
-    counts: dict[str, float],
-    *,
-    running: int,
-    target: int | None = None,
-    now: float = 0.0,
-    kv: dict[str, float] | None = None,
-    **config: Any,
+    counts: dict[str, float], running: int, kv: dict[str, float] | None = None, **config: Any
 ) -> AutoscalingContext:
-    """Replicas r0, r1, ... run; of some of them there are counts."""
-    told = {name: values for name, values in ((IN_FLIGHT, counts), (KV_IN_USE, kv)) if values}
+    """Return the context of replicas r0, r1, ..., some of which have reported."""
+    metrics = {name: values for name, values in ((IN_FLIGHT, counts), (KV_IN_USE, kv)) if values}
     return AutoscalingContext(
         deployment_id=None, deployment_name="decode", app_name="eldr", current_num_replicas=running,
-        target_num_replicas=running if target is None else target,
+        target_num_replicas=running or 2,
         running_replicas=[f"r{number}" for number in range(running)], total_num_requests=0,
-        total_queued_requests=0, aggregated_metrics=told, raw_metrics={},
+        total_queued_requests=0, aggregated_metrics=metrics, raw_metrics={},
         capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=16, policy_state={},
-        last_scale_up_time=None, last_scale_down_time=None, current_time=now,
+        last_scale_up_time=None, last_scale_down_time=None, current_time=0.0,
         config=AutoscalingConfig(max_replicas=16, target_ongoing_requests=10, **config),
     )  # fmt: skip
 
@@ -40,47 +34,44 @@ def context(
     ("counts", "running", "desired"),
     [
         ({"r0": 10, "r1": 10}, 2, 2),
-        ({"r0": 30, "r1": 10}, 2, 4),  # the sum counts, not who holds it
+        ({"r0": 30, "r1": 10}, 2, 4),  # the sum counts
         ({"r0": 1, "r1": 0}, 2, 0.1),
         ({"r0": 0, "r1": 0}, 2, 0),
     ],
 )
-def test_each_engine_gets_its_target(counts: dict[str, float], running: int, desired: float) -> None:
+def test_the_requests_in_flight_set_the_number_of_replicas(
+    counts: dict[str, float], running: int, desired: float
+) -> None:
     assert by_requests_in_flight(context(counts, running=running)) == (pytest.approx(desired), {})
 
 
 @pytest.mark.parametrize(
     ("kv", "desired"),
     [
-        ({"r0": 0.9, "r1": 0.9}, 2.25),  # full caches ask for more engines though there are few requests
+        ({"r0": 0.9, "r1": 0.9}, 2.25),  # full caches with few requests
         ({"r0": 0.4, "r1": 0.4}, 1.0),
         ({"r0": 0.0, "r1": 0.0}, 0.2),
     ],
 )
-def test_full_kv_caches_ask_for_engines_too(kv: dict[str, float], desired: float) -> None:
-    found = by_requests_in_flight(context({"r0": 1, "r1": 1}, running=2, kv=kv))
-    assert found == (pytest.approx(desired), {})
+def test_the_kv_usage_sets_the_number_of_replicas(kv: dict[str, float], desired: float) -> None:
+    assert by_requests_in_flight(context({"r0": 1, "r1": 1}, 2, kv)) == (pytest.approx(desired), {})
 
 
 @pytest.mark.parametrize(
     ("counts", "desired"),
-    [({}, 3), ({"r0": 1}, 3), ({"r0": 60}, 6)],  # nobody reported; too few; enough for more engines already
+    [({}, 3), ({"r0": 1}, 3), ({"r0": 60}, 6)],  # no report; one with few requests; one with many
 )
-def test_while_an_engine_has_not_reported_none_is_taken_away(
-    counts: dict[str, float], desired: float
-) -> None:
+def test_no_replica_is_removed_before_all_have_reported(counts: dict[str, float], desired: float) -> None:
     assert by_requests_in_flight(context(counts, running=3))[0] == desired
 
 
-def test_without_engines_the_target_stands() -> None:
-    assert by_requests_in_flight(context({}, running=0, target=2))[0] == 2
+def test_the_target_is_kept_without_replicas() -> None:
+    assert by_requests_in_flight(context({}, running=0))[0] == 2
 
 
-def test_serve_takes_it_by_import_path_and_adds_its_bounds_and_delays() -> None:
-    policy = AutoscalingPolicy(
-        policy_function=POLICY
-    ).get_policy()  # through cloudpickle, as in the controller
-    scaled = _apply_autoscaling_config(policy)
+def test_serve_imports_the_policy_and_applies_its_own_bounds_and_delays() -> None:
+    policy = AutoscalingPolicy(policy_function=POLICY)
+    scaled = _apply_autoscaling_config(policy.get_policy())  # cloudpickle, as in the controller
     busy = {"r0": 40.0, "r1": 40.0}
     assert scaled(context(busy, running=2, upscale_delay_s=0))[0] == 8
     assert scaled(context(busy, running=2, upscale_delay_s=60))[0] == 2
@@ -93,7 +84,7 @@ def test_a_scaled_deployment_gets_the_policy_unless_it_names_one() -> None:
     }
     assert _policy(given) == POLICY
     given["deployment_config"]["autoscaling_config"]["policy"] = {"policy_function": "my.module:mine"}
-    with pytest.raises(ValueError, match="my"):  # Serve imports it at once
+    with pytest.raises(ValueError, match="my"):  # Serve imports it
         _policy(given)
 
 

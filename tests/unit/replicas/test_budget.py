@@ -1,4 +1,4 @@
-"""Back-pressure before prefill: who has room, and what missing samples mean."""
+"""Back-pressure before prefill: replicas with room, and missing samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
 
 
 class Budget(PrefillBudget):
-    """With a clock of its own, and samples numbered by hand."""
+    """A budget with its own clock and numbered samples."""
 
     def __init__(self, max_usage: float = 0.9) -> None:
         self.now = 0.0
@@ -18,7 +18,7 @@ class Budget(PrefillBudget):
         self.take({name: {KV_USAGE: value, SAMPLE: number} for name, value in usage.items()})
 
 
-def test_a_full_replica_takes_nothing_until_it_has_room_again() -> None:
+def test_a_full_replica_gets_no_requests_until_it_has_room() -> None:
     budget = Budget()
     budget.sample(0, a=0.95, b=0.9)
     assert budget.with_room("ab") == ["b"]
@@ -29,7 +29,7 @@ def test_a_full_replica_takes_nothing_until_it_has_room_again() -> None:
     assert budget.usage == {"a": 1.0, "b": 1.0}
 
 
-def test_a_replica_that_has_just_started_is_empty() -> None:
+def test_a_replica_without_a_sample_is_empty() -> None:
     budget = Budget()
     assert budget.with_room("ab") == ["a", "b"]
     budget.take({"a": {}, "b": {KV_USAGE: 0.99, SAMPLE: 0}})
@@ -38,7 +38,7 @@ def test_a_replica_that_has_just_started_is_empty() -> None:
     assert budget.with_room("ab") == ["a"]
 
 
-def test_a_replica_whose_samples_have_stopped_is_full() -> None:
+def test_a_replica_whose_samples_stop_counts_as_full() -> None:
     budget = Budget()
     budget.sample(0, a=0.1, b=0.1)
     budget.now = 11.0
@@ -49,14 +49,14 @@ def test_a_replica_whose_samples_have_stopped_is_full() -> None:
 
 
 @pytest.mark.parametrize("usage", [0.1, 1.0])
-def test_when_all_samples_have_stopped_nobody_is_full(usage: float) -> None:
+def test_no_replica_is_full_if_all_samples_stop(usage: float) -> None:
     budget = Budget()
     budget.sample(0, a=usage, b=usage)
     budget.now = 11.0
     assert budget.with_room("ab") == ["a", "b"]
 
 
-def test_a_replica_that_is_gone_is_forgotten_and_without_a_bound_nobody_is_full() -> None:
+def test_a_lost_replica_is_forgotten_and_no_replica_is_full_without_a_bound() -> None:
     budget = Budget()
     budget.sample(0, a=1.0, b=0.0)
     budget.sample(1, b=0.0)

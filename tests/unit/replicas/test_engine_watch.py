@@ -1,9 +1,9 @@
-"""A core that dies or stands still while its replica lives: ingresses take the engine as lost."""
+"""An engine core that dies or stops while its replica lives: ingresses see the engine as lost."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import signal
 import subprocess
 import sys
@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from engine_server import serving
-from router_talk import settled
+from engine_server import generate, read_all, serving
+from fake_router import wait_until
 
 from eldr_serve.channel import Channel, ChannelLost
-from eldr_serve.engine.calls import WARM, decode_header
+from eldr_serve.engine.calls import WARM
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Send
 from eldr_serve.replicas import engine_watch, servers
@@ -25,7 +25,7 @@ LIMIT_S = 0.1
 
 
 class Core(FakeEngine):
-    """Its core is stopped and killed as a process of its own is."""
+    """An engine whose core the test can stop and kill."""
 
     def __init__(self, config: FakeConfig) -> None:
         super().__init__(config)
@@ -40,17 +40,17 @@ class Core(FakeEngine):
 
     async def ping(self) -> None:
         self.pings += 1
-        await self._step_of_its()
+        await self._step()
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
-        await self._step_of_its()
+        await self._step()
         return await super().generate(request, send)
 
     async def check_health(self) -> None:
         if self.dead:
             raise RuntimeError("EngineCore exited")
 
-    async def _step_of_its(self) -> None:
+    async def _step(self) -> None:
         await self.runs.wait()
         if self.dead:
             raise RuntimeError("EngineCore exited")
@@ -65,20 +65,8 @@ async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Any, C
         yield found
 
 
-def generate(channel: Channel, name: str = "id", tokens: int = 1) -> Any:
-    body = json.dumps({"prompt": "x", "max_tokens": tokens, "stream": True}).encode()
-    return channel.call("generate", decode_header("completions", name, None), body)
-
-
-async def answer(channel: Channel, name: str = "id") -> bytes:
-    call, parts = generate(channel, name), []
-    while (chunk := await call.read()) is not None:
-        parts.append(chunk.payload)
-    return b"".join(parts)
-
-
-async def again(server: Any) -> Channel:
-    """A new connection, as an ingress makes one after a loss; not before the server takes it."""
+async def reconnect(server: Any) -> Channel:
+    """Connect again, as an ingress does after a loss, once the server accepts."""
     async with asyncio.timeout(5):
         while True:
             try:
@@ -88,24 +76,25 @@ async def again(server: Any) -> Channel:
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == engine_watch.__name__ and r.levelno > 20]
+    records = [record for record in caplog.records if record.name == engine_watch.__name__]
+    return [record.getMessage() for record in records if record.levelno > logging.INFO]
 
 
-async def test_a_core_that_stands_still_is_lost_until_it_goes_on(
+async def test_a_core_that_does_not_answer_is_lost_until_it_answers_again(
     replica: tuple[Any, Channel], caplog: pytest.LogCaptureFixture
 ) -> None:
     server, channel = replica
-    assert await answer(channel)
+    assert await read_all(generate(channel))
     server._engine.runs.clear()
     calls = [generate(channel) for _ in range(2)]
     loop = asyncio.get_running_loop()
-    asked_s = loop.time()
+    sent_s = loop.time()
     for call in calls:
         with pytest.raises(ChannelLost):
             await call.read()
-    assert loop.time() - asked_s >= LIMIT_S
+    assert loop.time() - sent_s >= LIMIT_S
     assert not channel.open
-    await settled(lambda: not server._channel.in_flight)  # nothing of them is left in the engine
+    await wait_until(lambda: not server._channel.in_flight)  # the engine has ended them
     with pytest.raises(ChannelLost):
         await server._address.connect()
     with pytest.raises(RuntimeError, match="answered nothing"):
@@ -113,24 +102,22 @@ async def test_a_core_that_stands_still_is_lost_until_it_goes_on(
     (line,) = errors(caplog)
     assert "and so are 2 calls: its core has answered nothing for 0.1 s" in line
     server._engine.runs.set()
-    channel = await again(server)
-    assert await answer(channel)
+    channel = await reconnect(server)
+    assert await read_all(generate(channel))
     await server.check_health()
     assert errors(caplog)[1:] == ["the engine answers again and takes calls"]
     channel.close("the test ends")
 
 
-async def test_a_core_that_is_stopped_is_lost_before_the_limit(
+async def test_a_stopped_core_process_is_lost_before_the_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its process says so, from the first: a compilation does not stop one."""
+    """The state of its process shows it, unlike a compilation."""
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.05)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        async with serving(servers.DecodeServer, engine=Core.start, router_name="router") as (
-            server,
-            channel,
-        ):
+        served = serving(servers.DecodeServer, engine=Core.start, router_name="router")
+        async with served as (server, channel):
             server._engine.runs.clear()
             call = generate(channel)
             await asyncio.sleep(0.3)
@@ -142,27 +129,27 @@ async def test_a_core_that_is_stopped_is_lost_before_the_limit(
             assert server._life.lost == f"process {process.pid} of its core is stopped"
             process.send_signal(signal.SIGCONT)
             server._engine.runs.set()
-            (await again(server)).close("the test ends")
+            (await reconnect(server)).close("the test ends")
     finally:
         process.kill()
         process.wait()
-    assert len(errors(caplog)) == 2  # that it is lost, and that it answers again
+    assert len(errors(caplog)) == 2  # its loss and its recovery
 
 
-async def test_a_core_that_dies_is_lost_at_once_and_for_good(
+async def test_a_core_that_dies_is_lost_at_once_and_permanently(
     replica: tuple[Any, Channel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The failed call says so, not the clock: the next look is an hour away."""
+    """The failed call shows it: the next check is an hour away."""
     server, channel = replica
     server._engine.runs.clear()
     call = generate(channel)
-    await settled(lambda: server._channel.in_flight == 1)
+    await wait_until(lambda: server._channel.in_flight == 1)
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 3600.0)
-    await asyncio.sleep(0.05)  # the look that was due
+    await asyncio.sleep(0.05)  # the check that was due
     server._engine.kill()
     with pytest.raises((servers.CallFailed, ChannelLost)):
         await call.read()
-    await settled(lambda: not channel.open)
+    await wait_until(lambda: not channel.open)
     with pytest.raises(RuntimeError, match="exited"):
         await server.check_health()
     assert server._watching.done()
@@ -172,48 +159,44 @@ async def test_a_core_that_dies_is_lost_at_once_and_for_good(
     assert "it has died: EngineCore exited" in line
 
 
-async def test_a_core_that_dies_idle_is_lost_too(replica: tuple[Any, Channel]) -> None:
+async def test_an_idle_core_that_dies_is_lost(replica: tuple[Any, Channel]) -> None:
     server, channel = replica
     server._engine.kill()
-    await settled(lambda: not channel.open)
+    await wait_until(lambda: not channel.open)
 
 
-async def test_before_its_first_answer_to_a_client_an_engine_may_compile_for_long(
-    replica: tuple[Any, Channel],
-) -> None:
+async def test_an_engine_may_compile_before_its_first_answer(replica: tuple[Any, Channel]) -> None:
     server, channel = replica
-    assert await answer(channel, f"{WARM}1")  # and a warm-up is no client
+    assert await read_all(generate(channel, f"{WARM}1"))  # a warm-up call does not count
     server._engine.runs.clear()
     call = generate(channel)
     await asyncio.sleep(5 * LIMIT_S)
     assert channel.open
     server._engine.runs.set()
     assert await call.read()
-    await settled(lambda: server._life.proven)
+    await wait_until(lambda: server._life.proven)
 
 
-async def test_time_in_which_the_replica_itself_did_not_run_does_not_count(
-    replica: tuple[Any, Channel],
-) -> None:
-    """As with a machine that sleeps: the core's answer lies there, and would be read next."""
+async def test_time_while_the_replica_itself_is_stopped_does_not_count(replica: tuple[Any, Channel]) -> None:
+    """After a machine has slept, for example, the core's answer is there but not yet read."""
     server, channel = replica
-    assert await answer(channel)
+    assert await read_all(generate(channel))
     server._engine.runs.clear()
-    asked = server._engine.pings
+    pings = server._engine.pings
     call = generate(channel)
-    await settled(lambda: server._engine.pings > asked)
-    time.sleep(5 * LIMIT_S)  # the whole loop stands still
-    await asyncio.sleep(0.02)  # the timer that is late comes first
+    await wait_until(lambda: server._engine.pings > pings)
+    time.sleep(5 * LIMIT_S)  # blocks the event loop
+    await asyncio.sleep(0.02)  # the late timer runs first
     server._engine.runs.set()
     assert await call.read()
     assert channel.open
 
 
-async def test_an_engine_without_calls_is_asked_nothing(replica: tuple[Any, Channel]) -> None:
+async def test_an_idle_engine_is_not_pinged(replica: tuple[Any, Channel]) -> None:
     server, channel = replica
-    assert await answer(channel)
-    await settled(lambda: not server._channel.in_flight)
+    assert await read_all(generate(channel))
+    await wait_until(lambda: not server._channel.in_flight)
     await asyncio.sleep(0.05)
-    asked = server._engine.pings
+    pings = server._engine.pings
     await asyncio.sleep(0.1)
-    assert server._engine.pings == asked
+    assert server._engine.pings == pings

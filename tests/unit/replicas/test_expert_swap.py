@@ -1,4 +1,4 @@
-"""A placement of experts that an operator puts: each decode engine gets it, or one sentence says why not."""
+"""An operator's expert placement reaches each decode engine, or an error names the reason in one sentence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLACED = ExpertPlacement(np.array([[0, 1, 2, 0], [2, 1, 0, 1]]), 2, 3, model="m"
 
 
 class Ranked(FakeEngine):
-    """Two ranks that take any placement, but for one that is set to refuse."""
+    """An engine that accepts any placement unless `refuses` is set."""
 
     held: ExpertPlacement | None = None
     load: Any = None
@@ -64,11 +64,9 @@ def fleet(engines: dict[str, Ranked]) -> Any:
     return FakeFleet(answer, *engines)
 
 
-async def test_every_decode_engine_gets_it_or_those_that_are_named(
-    fleet: Any, engines: dict[str, Ranked]
-) -> None:
-    took = await place_everywhere(fleet, body(load=[[1.0, 2.0, 3.0]] * 2))
-    assert took == {name: {"placement": PLACED.id, "slices": 1} for name in engines}
+async def test_all_or_named_decode_engines_get_a_placement(fleet: Any, engines: dict[str, Ranked]) -> None:
+    results = await place_everywhere(fleet, body(load=[[1.0, 2.0, 3.0]] * 2))
+    assert results == {name: {"placement": PLACED.id, "slices": 1} for name in engines}
     for engine in engines.values():
         assert engine.held is not None
         assert np.array_equal(engine.held.physical_to_logical, PLACED.physical_to_logical)
@@ -85,7 +83,7 @@ async def test_every_decode_engine_gets_it_or_those_that_are_named(
         (ChannelLost("gone"), 503, "r1: it was lost: gone; already changed: r0"),
     ],
 )
-async def test_the_first_engine_that_refuses_ends_it_and_is_named(
+async def test_the_first_engine_that_refuses_ends_the_change_and_is_named(
     fleet: Any, engines: dict[str, Ranked], error: Exception, status: int, sentence: str
 ) -> None:
     engines["r1"].refuses = error
@@ -107,14 +105,14 @@ async def test_the_first_engine_that_refuses_ends_it_and_is_named(
         (body(load=[["much"]]), "load.0.0"),
     ],
 )
-async def test_what_is_no_placement_reaches_no_engine(fleet: Any, sent: bytes, sentence: str) -> None:
+async def test_an_invalid_placement_reaches_no_engine(fleet: Any, sent: bytes, sentence: str) -> None:
     with pytest.raises(Refused, match=sentence) as refused:
         await place_everywhere(fleet, sent)
     assert refused.value.status == 400
     assert not fleet.sent
 
 
-async def test_the_operator_alone_puts_one() -> None:
+async def test_a_placement_needs_the_admin_key() -> None:
     async with running_app() as app:
         assert (await app.put("/eldr/experts", None, content=body())).status_code == 401
         answer = await app.put("/eldr/experts", KEY, content=b"{}")
@@ -123,7 +121,7 @@ async def test_the_operator_alone_puts_one() -> None:
         assert not app.decode.sent
 
 
-async def test_a_decode_replica_takes_it_and_tells_what_it_holds() -> None:
+async def test_a_decode_replica_reports_its_placement() -> None:
     async with serving(servers.DecodeServer, engine=Ranked.start, router_name="router") as (server, channel):
         chunk = await channel.call(METHOD, {}, body()).read()
         assert chunk is not None
@@ -134,7 +132,7 @@ async def test_a_decode_replica_takes_it_and_tells_what_it_holds() -> None:
         assert dict(directory.experts) == {"r0": stats[EXPERTS]}
 
 
-async def test_an_engine_without_ranks_refuses() -> None:
+async def test_an_engine_without_expert_parallelism_refuses_a_placement() -> None:
     async with serving(servers.DecodeServer, router_name="router") as (server, channel):
         with pytest.raises(CallFailed, match="cannot be moved") as failure:
             await channel.call(METHOD, {}, body()).read()
@@ -142,7 +140,7 @@ async def test_an_engine_without_ranks_refuses() -> None:
         assert EXPERTS not in server.report()
 
 
-def test_the_order_of_slots_on_a_rank_makes_no_other_placement() -> None:
+def test_the_order_of_slots_on_a_rank_does_not_change_the_placement_id() -> None:
     rows = PLACED.physical_to_logical
     assert (
         PLACED.id

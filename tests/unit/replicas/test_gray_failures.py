@@ -1,78 +1,73 @@
-"""Engines that say nothing, or fail now and then, although their channels are open."""
+"""Engines that are silent or fail repeatedly although their channels are open; outlier ejection."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_fleet import answering, prefilled, refusing
+from clock import Clock
+from fake_fleet import answer_with, in_turn, prefill_result, refusal
+from fake_router import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from one_path import World, asking, good_decode, good_prefill
-from router_talk import settled
-from test_resume import END, WHOLE, packed
+from request_path import END, WHOLE, Pipeline, good_prefill, on, packed, request_context
 
 from eldr_serve.channel import Call, CallLate
 from eldr_serve.pipeline import path
 from eldr_serve.replicas.outliers import Outliers
 
 
-def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
-    """A deployment one of whose replicas answers so."""
-    return lambda sent: (answer if sent.replica == replica else others)(sent)
-
-
-def going_on(*chunks: Any) -> Any:
-    """Sends the first of these, or what follows them, if it is asked to go on."""
-    first = answering(*chunks)
-    rest = answering(
-        (WHOLE[len(b"".join(c[0] for c in chunks if isinstance(c, tuple))) :] + END, 3, packed(1, 2, 3))
-    )
+def resumable(*chunks: Any) -> Any:
+    """Return an engine that sends these chunks, or the rest of the answer if it resumes one."""
+    first = answer_with(*chunks)
+    sent = b"".join(chunk[0] for chunk in chunks if isinstance(chunk, tuple))
+    rest = answer_with((WHOLE[len(sent) :] + END, 3, packed(1, 2, 3)))
     return lambda sent: (rest if sent.header["generated"] else first)(sent)
 
 
-async def test_a_decode_engine_without_a_first_token_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_decode_engine_without_a_first_token_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path, "_NOTICE_S", 0.1)
-    world = World(decode=on("d0", answering(asyncio.Event())), first_token_limit_s=0.05)
-    assert await world.run() == b"abc"
-    first, second = world.decode.requests
+    pipeline = Pipeline(decode=on("d0", answer_with(asyncio.Event())), first_token_limit_s=0.05)
+    assert await pipeline.run() == b"abc"
+    first, second = pipeline.decode.requests
     assert first.cancelled
-    assert world.client.placed[1][0].exclude == ("d0",)
-    lost, _ = world.prefill.requests
-    # Its blocks are free when the engine has left the call, not before.
-    await settled(lambda: world.prefill.released == [(lost.replica, lost.header["id"])])
+    assert pipeline.client.placed[1][0].exclude == ("d0",)
+    lost, _ = pipeline.prefill.requests
+    # The blocks are released after the engine has left the call.
+    await wait_until(lambda: pipeline.prefill.released == [(lost.replica, lost.header["id"])])
     assert second.replica == "d1"
 
 
-async def test_a_stream_that_stands_still_goes_on_elsewhere() -> None:
-    world = World(decode=going_on((WHOLE[:10], 1, packed(0)), asyncio.Event()), gap_limit_s=0.05)
-    assert await world.run(stream=True) == WHOLE + END
-    first, second = world.decode.requests
+async def test_a_stalled_stream_resumes_on_another_engine() -> None:
+    pipeline = Pipeline(decode=resumable((WHOLE[:10], 1, packed(0)), asyncio.Event()), gap_limit_s=0.05)
+    assert await pipeline.run(stream=True) == WHOLE + END
+    first, second = pipeline.decode.requests
     assert first.cancelled
     assert second.header["generated"] == packed(0)
 
 
-async def test_a_prefill_that_takes_too_long_is_tried_elsewhere_and_its_blocks_are_released() -> None:
-    answers = iter([answering(asyncio.Event()), good_prefill])
-    world = World(prefill=lambda sent: next(answers)(sent), prefill_limit_s=0.05)
-    assert await world.run() == b"abc"
-    first, second = world.prefill.requests
+async def test_a_slow_prefill_is_retried_elsewhere_and_its_blocks_are_released() -> None:
+    prefill = in_turn(answer_with(asyncio.Event()), good_prefill)
+    pipeline = Pipeline(prefill=prefill, prefill_limit_s=0.05)
+    assert await pipeline.run() == b"abc"
+    first, second = pipeline.prefill.requests
     assert first.cancelled
     assert first.replica != second.replica
-    assert world.prefill.released == [(first.replica, first.header["id"])]
+    assert pipeline.prefill.released == [(first.replica, first.header["id"])]
 
 
-async def test_answers_that_say_nothing_before_their_end_have_no_limit() -> None:
+async def test_whole_requests_without_streaming_have_no_token_limits() -> None:
     async def slow(sent: Any) -> Any:
         await asyncio.sleep(0.1)
         yield b"whole"
 
-    world = World(decode=slow, first_token_limit_s=0.01, gap_limit_s=0.01)
-    assert await world.run(n=2) == b"whole"
+    pipeline = Pipeline(decode=slow, first_token_limit_s=0.01, gap_limit_s=0.01)
+    assert await pipeline.run(n=2) == b"whole"
 
 
-async def test_a_client_that_reads_slowly_is_not_an_engine_that_writes_slowly() -> None:
+async def test_a_slow_client_is_no_slow_engine() -> None:
     more = asyncio.Event()
 
     async def steady(sent: Any) -> Any:
@@ -81,68 +76,61 @@ async def test_a_client_that_reads_slowly_is_not_an_engine_that_writes_slowly() 
             await asyncio.sleep(0.005)
         more.set()
 
-    world = World(decode=steady, gap_limit_s=0.08)
-    stream = world.path.generate(asking(stream=True))
+    pipeline = Pipeline(decode=steady, gap_limit_s=0.08)
+    stream = pipeline.path.generate(request_context(stream=True))
     assert await anext(stream) == b"x"
     await more.wait()
     assert b"".join([chunk async for chunk in stream]) == b"x" * 19
 
 
-async def test_a_replica_that_fails_again_and_again_gets_no_requests_for_a_while() -> None:
-    world = World(decode=on("d0", answering(refusing(500))), prefill=answering(prefilled()))
+async def test_a_replica_that_fails_repeatedly_is_ejected() -> None:
+    pipeline = Pipeline(decode=on("d0", answer_with(refusal(500))), prefill=answer_with(prefill_result()))
     for _ in range(3):
-        assert await world.run() == b"abc"
-    assert world.client.events.count("set_aside") == 1
-    world.decode.sent.clear()
-    assert await world.run() == b"abc"
-    assert [sent.replica for sent in world.decode.requests] == ["d1"]
-    assert world.client.placed[-1][0].exclude == ("d0",)
+        assert await pipeline.run() == b"abc"
+    assert pipeline.client.events.count("set_aside") == 1
+    pipeline.decode.sent.clear()
+    assert await pipeline.run() == b"abc"
+    assert [sent.replica for sent in pipeline.decode.requests] == ["d1"]
+    assert pipeline.client.placed[-1][0].exclude == ("d0",)
 
 
-async def test_a_replica_that_is_full_is_not_set_aside() -> None:
-    world = World(decode=on("d0", answering(refusing(503))))
+async def test_a_full_replica_is_not_ejected() -> None:
+    pipeline = Pipeline(decode=on("d0", answer_with(refusal(503))))
     for _ in range(9):
-        assert await world.run() == b"abc"
-    assert "set_aside" not in world.client.events
+        assert await pipeline.run() == b"abc"
+    assert "set_aside" not in pipeline.client.events
 
 
-async def test_a_call_is_late_once_and_tells_its_engine() -> None:
-    said: list[bytes] = []
-    channel: Any = type("Channel", (), {"send": lambda self, frame: said.append(frame)})()
+async def test_a_late_call_is_cancelled_once() -> None:
+    sent: list[bytes] = []
+    channel: Any = SimpleNamespace(send=sent.append)
     call = Call(channel, 1)
     call.expect(0.01, 0.02)
     with pytest.raises(CallLate, match="first token"):
         await call.read()
-    assert len(said) == 1
-    call.feed(b"late", 1)  # of no use any more
+    assert len(sent) == 1
+    call.feed(b"late", 1)  # has no effect
     call.finish(None)
     with pytest.raises(CallLate):
         await call.read()
     await call.end()
 
 
-# -- who is set aside ----------------------------------------------------------------------------------
+# -- outlier ejection ----------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_each_time_it_is_longer_until_it_answers() -> None:
+def test_each_ejection_is_longer_until_a_success() -> None:
     clock = Clock()
     outliers = Outliers(clock=clock)
-    aside_s = []
+    ejected_s = []
     for _ in range(6):
         assert [outliers.failed("a") for _ in range(3)] == [False, False, True]
-        assert not outliers.failed("a")  # a call of before
+        assert not outliers.failed("a")  # an earlier call
         began = clock.now
         while outliers.usable("abc") == ["b", "c"]:
             clock.now += 1.0
-        aside_s.append(clock.now - began)
-    assert aside_s == [10, 20, 40, 80, 120, 120]
+        ejected_s.append(clock.now - began)
+    assert ejected_s == [10, 20, 40, 80, 120, 120]
     outliers.succeeded("a")
     assert [outliers.failed("a") for _ in range(3)] == [False, False, True]
     clock.now += 10.0
@@ -150,21 +138,21 @@ def test_each_time_it_is_longer_until_it_answers() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=60))
-def test_at_least_half_of_the_replicas_are_used(events: list[tuple[str, bool]]) -> None:
-    outliers, row = Outliers(clock=lambda: 0.0), dict.fromkeys("abcde", 0)
+def test_none_is_ejected_if_more_than_half_would_be(events: list[tuple[str, bool]]) -> None:
+    outliers, failures = Outliers(clock=Clock()), dict.fromkeys("abcde", 0)
     for name, fails in events:
         if fails:
             outliers.failed(name)
-            row[name] += 1
+            failures[name] += 1
         else:
             outliers.succeeded(name)
-            row[name] = 0
-        aside = {name for name in "abcde" if row[name] >= 3}
+            failures[name] = 0
+        ejected = {name for name in "abcde" if failures[name] >= 3}
         used = set(outliers.usable("abcde"))
-        assert used == (set("abcde") - aside if len(aside) <= 2 else set("abcde"))
+        assert used == (set("abcde") - ejected if len(ejected) <= 2 else set("abcde"))
 
 
-def test_a_replica_that_has_gone_is_forgotten() -> None:
+def test_a_lost_replica_is_forgotten() -> None:
     outliers = Outliers(clock=lambda: 0.0)
     for _ in range(3):
         outliers.failed("a")

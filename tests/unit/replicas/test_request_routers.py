@@ -1,4 +1,4 @@
-"""Request routers choose a replica whatever a call is made of; else Serve lets it wait for ever."""
+"""Request routers choose a replica for any call; without one Serve would never send it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def router(kind: Any, **kwargs: Any) -> Any:
 
 
 def leasing(place: Any) -> Any:
-    """A DecodeRequestRouter whose client places so."""
+    """Return a DecodeRequestRouter whose client places by this function."""
     client = Mock(place=AsyncMock(side_effect=place))
     with patch("eldr_serve.replicas.request_router.RouterClient", return_value=client):
         return router(DecodeRequestRouter, router_name="r")
@@ -42,8 +42,9 @@ def call(request: Any, number: int = 0) -> Any:
 
 
 async def chosen(routing: Any, request: Any, number: int = 0) -> str:
-    ((found,),) = await routing.choose_replicas(REPLICAS, call(request, number))
-    return found.replica_id.unique_id
+    """Return the name of the replica that is chosen for the request."""
+    ((replica,),) = await routing.choose_replicas(REPLICAS, call(request, number))
+    return replica.replica_id.unique_id
 
 
 @pytest.mark.parametrize(
@@ -58,20 +59,19 @@ async def chosen(routing: Any, request: Any, number: int = 0) -> str:
         {"request_id": 5},
     ],
 )
-async def test_every_call_gets_a_replica_and_those_are_spread(fields: dict[str, Any]) -> None:
-    routing = leasing(OverflowError)  # which cannot place anything
-    found = [await chosen(routing, SimpleNamespace(**fields), number) for number in range(2)]
-    assert set(found) == {"a", "b"}
+async def test_any_call_gets_a_replica_and_calls_are_spread(fields: dict[str, Any]) -> None:
+    routing = leasing(OverflowError)  # every placement fails
+    assert {await chosen(routing, SimpleNamespace(**fields), number) for number in range(2)} == {"a", "b"}
 
 
-def test_equally_loaded_replicas_are_chosen_by_chance() -> None:
+def test_equally_loaded_replicas_are_chosen_randomly() -> None:
     routing = leasing(lambda *args: None)
     assert {routing._least_loaded(REPLICAS).replica_id.unique_id for _ in range(64)} == {"a", "b"}
     routing._in_flight["a"] = 1
     assert {routing._least_loaded(REPLICAS).replica_id.unique_id for _ in range(64)} == {"b"}
 
 
-async def test_an_addressed_call_goes_where_it_is_addressed() -> None:
+async def test_a_call_with_an_address_goes_to_that_replica() -> None:
     routing = leasing(OverflowError)
     for name in ("b", "a", "b"):
         assert await chosen(routing, SimpleNamespace(kv_transfer_params={REPLICA: name})) == name
@@ -79,8 +79,8 @@ async def test_an_addressed_call_goes_where_it_is_addressed() -> None:
     assert len(await routing.choose_replicas(REPLICAS, None)) == 1
 
 
-async def test_a_call_that_is_sent_once_more_reads_no_blocks() -> None:
-    """Serve lost its replica unheard: the first one may have read them, which frees them for others."""
+async def test_a_retried_call_reads_no_blocks() -> None:
+    """The first replica may have read them before it was lost, and read blocks are freed."""
     routing = leasing(lambda request, counts: SimpleNamespace(replica="b"))
     request = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True})
     assert await chosen(routing, request, 1) == "b"
@@ -90,15 +90,15 @@ async def test_a_call_that_is_sent_once_more_reads_no_blocks() -> None:
     assert request.kv_transfer_params is None
 
 
-def test_the_ingress_of_a_process_learns_which_replicas_live_and_how_to_reach_them() -> None:
+def test_a_process_learns_its_live_replicas_and_their_metadata() -> None:
     routing = router(DirectoryRouter)
-    found = directory("test-DirectoryRouter")
+    live = directory("test-DirectoryRouter")
     changes = []
-    found.watch(lambda: changes.append(found.live))
+    live.watch(lambda: changes.append(live.live))
     b = replica("b")
     b.replica_metadata = {"where": 1}
     with patch.object(RequestRouter, "update_replicas"), patch.object(RequestRouter, "on_replica_actor_died"):
         routing.update_replicas([b, replica("a")])
         routing.on_replica_actor_died(ReplicaID("a", ID))
     assert changes == [(), ("a", "b"), ("b",)]
-    assert found.metadata == {"b": {"where": 1}}
+    assert live.metadata == {"b": {"where": 1}}

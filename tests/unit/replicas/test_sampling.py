@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from contextlib import ExitStack, suppress
+import re
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_server import COUNTS, serving
+from engine_server import COUNTS, generate, read_all, serving
+from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from router_talk import settled
 
-from eldr_serve.engine.calls import WARM, decode_header
+from eldr_serve.engine.calls import WARM
 from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts
@@ -35,11 +36,11 @@ def samples(*names: str) -> list[ExpertSample]:
 
 
 class Pool:
-    """The actors of a pool, by name; the next calls raise `errors` in turn."""
+    """A pool's actors by name; the next calls raise `errors` in turn."""
 
     def __init__(self, *names: str, share: float = 1.0) -> None:
         self.shares = dict.fromkeys(names, share)
-        self.got: list[tuple[str, list[ExpertSample]]] = []
+        self.batches: list[tuple[str, list[ExpertSample]]] = []
         self.errors: list[Exception] = []
         self.looked_up: list[str] = []
 
@@ -48,41 +49,41 @@ class Pool:
         if name not in self.shares:
             raise ValueError(f"no actor {name}")
 
-        async def add(found: list[ExpertSample]) -> float:
+        async def add(batch: list[ExpertSample]) -> float:
             if self.errors:
                 raise self.errors.pop(0)
-            self.got.append((name, found))
+            self.batches.append((name, batch))
             return self.shares[name]
 
         return SimpleNamespace(add=SimpleNamespace(remote=add))
 
     @property
     def ids(self) -> list[str]:
-        return [sample.request_id for _, found in self.got for sample in found]
+        return [sample.request_id for _, batch in self.batches for sample in batch]
 
 
 # -- the sampler -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_as_many_requests_are_sampled_as_the_share_says(share: float) -> None:
+def test_the_share_of_sampled_requests_is_the_configured_one(share: float) -> None:
     sampler = Sampler(share)
-    found = 0
+    total = 0
     for number in range(4000):
         with sampler.admit(f"r-{number}") as sampled:
-            found += sampled
-    assert found == pytest.approx(4000 * share, abs=120 if 0 < share < 1 else 0)
+            total += sampled
+    assert total == pytest.approx(4000 * share, abs=120 if 0 < share < 1 else 0)
     assert sampler.running == 0
 
 
-def test_a_request_that_is_tried_again_is_decided_alike() -> None:
+def test_a_retried_request_has_the_same_decision() -> None:
     one, other = Sampler(0.5), Sampler(0.5)
     for number in range(200):
         with one.admit(f"{number}") as first, other.admit(f"{number}") as second:
             assert first == second
 
 
-def test_so_many_requests_are_sampled_at_once_and_no_more() -> None:
+def test_the_number_of_concurrent_samples_is_limited() -> None:
     sampler = Sampler()
     with ExitStack() as running:
         entered = [running.enter_context(sampler.admit(f"{number}")) for number in range(MAX_SAMPLED + 5)]
@@ -91,7 +92,7 @@ def test_so_many_requests_are_sampled_at_once_and_no_more() -> None:
         assert sampled
 
 
-def test_a_sampled_request_that_fails_leaves_its_place() -> None:
+def test_a_failed_request_frees_its_sampling_slot() -> None:
     sampler = Sampler()
     for _ in range(MAX_SAMPLED + 1):
         with suppress(RuntimeError), sampler.admit("fails") as sampled:
@@ -103,7 +104,7 @@ def test_a_sampled_request_that_fails_leaves_its_place() -> None:
 # -- the pool's client -----------------------------------------------------------------------------------
 
 
-async def test_samples_are_divided_over_the_actors_by_their_ids() -> None:
+async def test_samples_are_divided_among_the_actors_by_request_id() -> None:
     names = [f"signature-pool:eldr:{index}" for index in range(3)]
     pool = Pool(*names)
     pool.shares = dict(zip(names, (0.2, 0.4, 0.6), strict=True))
@@ -111,23 +112,21 @@ async def test_samples_are_divided_over_the_actors_by_their_ids() -> None:
     ids = [f"r{number}" for number in range(60)]
     assert await client.add(samples(*ids)) == pytest.approx(0.4)
     assert sorted(pool.ids) == sorted(ids)
-    assert {name for name, _ in pool.got} == set(names)
+    assert {name for name, _ in pool.batches} == set(names)
     assert (client.sent, client.dropped) == (60, 0)
-    first = dict(pool.got)
-    pool.got.clear()
+    first = dict(pool.batches)
+    pool.batches.clear()
     await client.add(samples(*ids))
-    assert dict(pool.got) == first  # each id belongs to one actor
+    assert dict(pool.batches) == first  # each id belongs to one actor
 
 
-async def test_without_samples_each_actor_is_asked_for_its_share() -> None:
+async def test_each_actor_is_asked_for_its_share_without_samples() -> None:
     pool = Pool("signature-pool:eldr:0", "signature-pool:eldr:1", share=0.25)
     assert await PoolClient("eldr", 2, pool.find).add([]) == 0.25
-    assert [found for _, found in pool.got] == [[], []]
+    assert [batch for _, batch in pool.batches] == [[], []]
 
 
-async def test_while_an_actor_is_away_samples_are_dropped_and_one_line_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_samples_for_a_lost_actor_are_dropped_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, pool_client.__name__)
     pool = Pool()
     client = PoolClient("eldr", 1, pool.find)
@@ -138,13 +137,11 @@ async def test_while_an_actor_is_away_samples_are_dropped_and_one_line_says_so(
     pool.errors = [ActorUnavailableError("test", None)] * 2
     assert [await client.add(samples("d")) for _ in range(3)] == [0.5] * 3
     assert (client.sent, client.dropped, pool.ids) == (2, 8, ["c", "d"])
-    said = [record.getMessage() for record in caplog.records]
-    assert [line.split(":eldr:0 ")[1].split(",")[0].split(";")[0] for line in said] == [
-        "is away", "takes samples again", "is away", "takes samples again",
-    ]  # fmt: skip
+    lines = [re.search(r":eldr:0 ([\w ]+)", line)[1] for line in caplog.messages]
+    assert lines == ["is away", "takes samples again"] * 2
 
 
-async def test_an_actor_is_looked_up_anew_only_if_it_is_gone_for_good() -> None:
+async def test_an_actor_is_looked_up_again_only_after_it_died() -> None:
     pool = Pool("signature-pool:eldr:0")
     client = PoolClient("eldr", 1, pool.find)
     pool.errors = [ActorUnavailableError("test", None)]
@@ -157,9 +154,9 @@ async def test_an_actor_is_looked_up_anew_only_if_it_is_gone_for_good() -> None:
     assert (len(pool.looked_up), pool.ids) == (2, ["b", "d"])
 
 
-async def test_an_actor_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_to_an_actor_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_client, "_CALL_LIMIT_S", 0.01)
-    never = SimpleNamespace(add=SimpleNamespace(remote=lambda found: asyncio.Event().wait()))
+    never = SimpleNamespace(add=SimpleNamespace(remote=lambda batch: asyncio.Event().wait()))
     client = PoolClient("eldr", 1, lambda name: never)
     assert await client.add(samples("a")) == 1.0
     assert client.dropped == 1
@@ -168,51 +165,52 @@ async def test_an_actor_that_does_not_answer_is_given_up(monkeypatch: pytest.Mon
 # -- the decode replica ----------------------------------------------------------------------------------
 
 
-async def generate(channel: Any, name: str, **more: Any) -> None:
-    body = json.dumps({"prompt": "x", "max_tokens": 4, "stream": True}).encode()
-    params = {EXPERT_COUNTS: pack_counts(COUNTS[1])}
-    header = decode_header("completions", name, params, bytes(4 * 5), domain="poems", **more)
-    call = channel.call("generate", header, body)
-    while await call.read() is not None:
-        pass
+async def run(channel: Any, name: str, **header: Any) -> None:
+    """Run a decode request of 4 tokens to its end."""
+    kv = {EXPERT_COUNTS: pack_counts(COUNTS[1])}
+    await read_all(generate(channel, name, 4, kv=kv, token_ids=bytes(4 * 5), domain="poems", **header))
+
+
+@asynccontextmanager
+async def sampling_replica(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> AsyncIterator[tuple[Any, Any]]:
+    """Run a decode replica with this pool; yield it and a channel to it."""
+    monkeypatch.setattr(pool_client.PoolClient.__init__, "__defaults__", (pool.find,))
+    monkeypatch.setattr(sampling, "_PERIOD_S", 0.001)
+    kwargs = {"router_name": "router", "application": "mine", "num_pool_actors": 1}
+    async with serving(servers.DecodeServer, **kwargs) as served:
+        yield served
 
 
 async def test_a_decode_replica_sends_samples_and_takes_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool("signature-pool:mine:0", share=0.0)
-    monkeypatch.setattr(pool_client.PoolClient.__init__, "__defaults__", (pool.find,))
-    monkeypatch.setattr(sampling, "_PERIOD_S", 0.001)
-    kwargs = {"router_name": "router", "application": "mine", "num_pool_actors": 1}
-    async with serving(servers.DecodeServer, **kwargs) as (server, channel):
-        await generate(channel, WARM + "up")
-        await generate(channel, "resumed", generated=bytes(8))
-        await generate(channel, "first")
-        await settled(lambda: pool.ids)
-        ((_, (sample,)),) = pool.got
+    async with sampling_replica(monkeypatch, pool) as (server, channel):
+        await run(channel, WARM + "up")
+        await run(channel, "resumed", generated=bytes(8))
+        await run(channel, "first")
+        await wait_until(lambda: pool.ids)
+        ((_, (sample,)),) = pool.batches
         assert (sample.request_id, sample.domain) == ("first", "poems")
         assert (len(sample.token_ids), sample.decode_steps) == (5, 3)
         np.testing.assert_array_equal(sample.prefill_counts, COUNTS[1])
         assert sample.decode_counts.shape == COUNTS[1].shape
-        await settled(lambda: server._sampler.share == 0.0)
-        await generate(channel, "second")
+        await wait_until(lambda: server._sampler.share == 0.0)
+        await run(channel, "second")
         assert server._engine.take_samples() == []
-        pool.shares["signature-pool:mine:0"] = 1.0  # the pool is asked again although there are no samples
-        await settled(lambda: server._sampler.share == 1.0)
-        await generate(channel, "third")
-        await settled(lambda: pool.ids == ["first", "third"])
+        pool.shares["signature-pool:mine:0"] = 1.0  # the replica polls the pool even without samples
+        await wait_until(lambda: server._sampler.share == 1.0)
+        await run(channel, "third")
+        await wait_until(lambda: pool.ids == ["first", "third"])
 
 
-async def test_requests_are_served_while_the_pool_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_client.PoolClient.__init__, "__defaults__", (Pool().find,))
-    monkeypatch.setattr(sampling, "_PERIOD_S", 0.001)
-    kwargs = {"router_name": "router", "application": "mine", "num_pool_actors": 1}
-    async with serving(servers.DecodeServer, **kwargs) as (server, channel):
+async def test_requests_are_served_without_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with sampling_replica(monkeypatch, Pool()) as (server, channel):
         for number in range(3):
-            await generate(channel, f"{number}")
-        await settled(lambda: server._pool.dropped == 3)
+            await run(channel, f"{number}")
+        await wait_until(lambda: server._pool.dropped == 3)
         assert not server._sending.done()
 
 
 async def test_without_a_pool_nothing_is_sampled() -> None:
     async with serving(servers.DecodeServer, router_name="router") as (server, channel):
-        await generate(channel, "first")
+        await run(channel, "first")
         assert server._engine.take_samples() == []

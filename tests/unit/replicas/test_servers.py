@@ -1,4 +1,4 @@
-"""What an engine's replica does, over an engine that computes nothing or over none."""
+"""Engine replicas over a fake engine or none."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
-from engine_server import COUNTS, serving
+from engine_server import COUNTS, generate, read_all, serving
+from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from router_talk import settled
 
 from eldr_serve.channel import CallFailed
-from eldr_serve.engine.calls import decode_header, expert_counts_of, prefill_header
+from eldr_serve.engine.calls import expert_counts_of, prefill_header
 from eldr_serve.pipeline.prefill_step import prefill_answer
 from eldr_serve.replicas import servers
 from eldr_serve.router.budget import KV_USAGE, SAMPLE
@@ -25,26 +25,31 @@ from eldr_serve.scheduling import StepSums
 
 
 def router(*errors: Exception | None) -> Any:
-    """The actor's handle; the first calls fail so, in turn."""
+    """Return the actor's handle; the first calls raise these errors in turn."""
     observe = AsyncMock(side_effect=itertools.chain(errors, itertools.repeat(0.0)))
     return Mock(observe_steps=Mock(remote=observe), reports=lambda: observe.await_count)
 
 
-async def report(monkeypatch: pytest.MonkeyPatch, find: Any, until: Any) -> None:
-    monkeypatch.setattr(servers, "find_actor", find)
+@pytest.fixture
+def reporting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Report steps as replica r0, without Serve and in short periods."""
     monkeypatch.setattr(servers, "_REPORT_PERIOD_S", 0.001)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
     monkeypatch.setattr(servers.serve, "get_replica_context", lambda: context)
+    return monkeypatch
+
+
+async def report(reporting: pytest.MonkeyPatch, find: Any, until: Any) -> None:
+    """Report steps to the router that `find` returns until the condition holds."""
+    reporting.setattr(servers, "find_actor", find)
     engine = SimpleNamespace(take_steps=lambda: StepSums(steps=1.0), prefix_cache=lambda: (32, 960))
     server: Any = SimpleNamespace(_router_name="router", _engine=engine)
-    reporting = asyncio.create_task(servers.DecodeServer._report_steps(server))
-    await settled(until)
-    reporting.cancel()
+    task = asyncio.create_task(servers.DecodeServer._report_steps(server))
+    await wait_until(until)
+    task.cancel()
 
 
-async def test_a_look_up_of_the_router_that_blocks_leaves_the_loop_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_slow_lookup_of_the_router_does_not_block_the_loop(reporting: pytest.MonkeyPatch) -> None:
     actor, loop_runs, free = router(), threading.Event(), []
 
     def find(name: str) -> Any:
@@ -52,13 +57,11 @@ async def test_a_look_up_of_the_router_that_blocks_leaves_the_loop_free(
         return actor
 
     asyncio.get_running_loop().call_later(0.05, loop_runs.set)
-    await report(monkeypatch, find, lambda: actor.reports() >= 3)
+    await report(reporting, find, lambda: actor.reports() >= 3)
     assert free == [True]
 
 
-async def test_the_router_is_looked_up_anew_only_if_it_is_gone_for_good(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_router_is_looked_up_again_only_after_it_died(reporting: pytest.MonkeyPatch) -> None:
     actor, look_ups = router(ActorUnavailableError("test", None), None, ActorDiedError()), []
 
     def find(name: str) -> Any:
@@ -67,37 +70,27 @@ async def test_the_router_is_looked_up_anew_only_if_it_is_gone_for_good(
             raise ValueError("not there yet")
         return actor
 
-    await report(monkeypatch, find, lambda: actor.reports() >= 5)
+    await report(reporting, find, lambda: actor.reports() >= 5)
     assert look_ups == [0, 0, 3]
 
 
-async def test_steps_that_could_not_be_reported_are_in_the_next_report(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    actor = router(ActorUnavailableError("test", None), ActorUnavailableError("test", None))
-    await report(monkeypatch, lambda name: actor, lambda: actor.reports() >= 5)
-    told = [(call.args[0].steps, call.args[1]) for call in actor.observe_steps.remote.await_args_list]
-    assert told[:5] == [(steps, "r0") for steps in (1, 2, 3, 1, 1)]
+async def test_steps_of_a_failed_report_are_in_the_next_one(reporting: pytest.MonkeyPatch) -> None:
+    actor = router(*[ActorUnavailableError("test", None)] * 2)
+    await report(reporting, lambda name: actor, lambda: actor.reports() >= 5)
+    reports = [(call.args[0].steps, call.args[1]) for call in actor.observe_steps.remote.await_args_list]
+    assert reports[:5] == [(steps, "r0") for steps in (1, 2, 3, 1, 1)]
     assert actor.observe_steps.remote.await_args.args[2] == (32, 960)
 
 
-async def test_requests_that_wait_in_the_router_count_for_the_autoscaler_while_it_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(servers, "_REPORT_PERIOD_S", 0.001)
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
-    monkeypatch.setattr(servers.serve, "get_replica_context", lambda: context)
+async def test_requests_in_the_decode_queue_count_for_the_autoscaler(reporting: pytest.MonkeyPatch) -> None:
     actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=2.5)))
-    monkeypatch.setattr(servers, "find_actor", lambda name: actor)
+    reporting.setattr(servers, "find_actor", lambda name: actor)
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
-        monkeypatch.setattr(server._engine, "take_steps", lambda: StepSums(steps=1.0))
+        reporting.setattr(server._engine, "take_steps", lambda: StepSums(steps=1.0))
 
-        async def counted() -> float:
-            return float((await server.record_autoscaling_stats())["in_flight"])
-
-        async def until(wanted: float) -> None:
+        async def until(in_flight: float) -> None:
             async with asyncio.timeout(30):
-                while await counted() != wanted:
+                while (await server.record_autoscaling_stats())["in_flight"] != in_flight:
                     await asyncio.sleep(0.001)
 
         await until(2.5)
@@ -106,16 +99,16 @@ async def test_requests_that_wait_in_the_router_count_for_the_autoscaler_while_i
         server._reporter.cancel()
 
 
-# -- over an engine that computes nothing --------------------------------------------------------------
+# -- over a fake engine -------------------------------------------------------------------------------
 
 
-async def test_a_prompt_is_prefilled_and_held_until_it_is_released() -> None:
+async def test_a_prefilled_prompt_is_held_until_its_release() -> None:
     async with serving(servers.PrefillServer) as (server, channel):
         for name, counts in (("a", COUNTS[0]), ("b", COUNTS[1])):
             call = channel.call("prefill", prefill_header("completions", name), b'{"prompt": "x"}')
-            found = await prefill_answer(call)
-            np.testing.assert_array_equal(expert_counts_of(found["kv"]), counts)
-            assert len(found["token_ids"]) == 4 * found["tokens"]
+            answer = await prefill_answer(call)
+            np.testing.assert_array_equal(expert_counts_of(answer["kv"]), counts)
+            assert len(answer["token_ids"]) == 4 * answer["tokens"]
         assert server._engine.held == {"a", "b"}
         await channel.call("release", {"id": "a"}).end()
         assert server._engine.held == {"b"}
@@ -127,15 +120,10 @@ async def test_a_prompt_is_prefilled_and_held_until_it_is_released() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_comes_with_its_tokens(stream: bool) -> None:
+async def test_an_answer_has_its_number_of_tokens(stream: bool) -> None:
     async with serving(servers.DecodeServer, router_name="router") as (_, channel):
-        body = json.dumps({"prompt": "x", "max_tokens": 3, "stream": stream}).encode()
-        call = channel.call("generate", decode_header("completions", "id", None), body)
-        chunks = []
-        while (chunk := await call.read()) is not None:
-            chunks.append(chunk)
-        assert sum(chunk.tokens for chunk in chunks) == 3
-        text = b"".join(chunk.payload for chunk in chunks)
+        text, tokens = await read_all(generate(channel, tokens=3, stream=stream))
+        assert tokens == 3
         assert text.count(b"data: ") == (4 if stream else 0)
         assert text.count(b" token") == 3
 
@@ -143,12 +131,12 @@ async def test_an_answer_comes_with_its_tokens(stream: bool) -> None:
 @pytest.mark.parametrize(
     ("method", "header", "status"),
     [
-        ("prefill", prefill_header("completions", "id"), 400),  # its body is no JSON
+        ("prefill", prefill_header("completions", "id"), 400),  # the body is not JSON
         ("embeddings", {}, 400),
-        ("release", {}, 500),  # it names no prompt
+        ("release", {}, 500),  # no prompt is named
     ],
 )
-async def test_a_call_that_fails_says_so(method: str, header: dict[str, Any], status: int) -> None:
+async def test_a_failed_call_has_status_and_error(method: str, header: dict[str, Any], status: int) -> None:
     async with serving(servers.PrefillServer) as (_, channel):
         with pytest.raises(CallFailed) as failure:
             await channel.call(method, header, b"?").read()
@@ -156,8 +144,8 @@ async def test_a_call_that_fails_says_so(method: str, header: dict[str, Any], st
         assert json.loads(failure.value.body)["error"]["code"] == status
 
 
-async def test_serve_finds_a_destructor_that_python_does_not_call() -> None:
-    """Serve awaits the object's attribute; Python would call a method of the class and never await it."""
+async def test_the_destructor_is_called_by_serve_and_not_by_python() -> None:
+    """Serve awaits the object's attribute; Python would call the class's method without awaiting it."""
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
         assert server.__del__ == server.shut_down
         assert not hasattr(type(server), "__del__")

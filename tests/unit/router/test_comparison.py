@@ -1,4 +1,4 @@
-"""A router with a shadow: what operators see, and that placements never depend on it."""
+"""A router with a shadow policy: its status, and placements that never depend on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from router_talk import FakeActor, ask, connected, make, say
+from fake_router import place, place_one, router_and_client, router_state
 from tables import counts_for, request, unit_table
 
 from eldr_serve.errors import SwapRefused
@@ -17,10 +17,10 @@ from eldr_serve.scheduling import Decision, Policy, State
 
 
 class Broken(Policy):
-    """Fails whatever it is asked."""
+    """A policy that always fails."""
 
     def select(self, *_: Any) -> Decision:
-        raise KeyError("mine")
+        raise KeyError("broken")
 
 
 def tokens_of(state: RouterState) -> int | None:
@@ -29,41 +29,42 @@ def tokens_of(state: RouterState) -> int | None:
     return now and now.get("tokens")
 
 
-def busy(state: RouterState, name: str) -> None:
-    say(state, request(name, expert_counts=counts_for(0)))
-    say(state, progress={name: 9})
+def run(state: RouterState, name: str) -> None:
+    """Place a request that generates nine tokens."""
+    place(state, request(name, expert_counts=counts_for(0)))
+    state.progress({name: 9})
 
 
-def test_a_shadow_that_fails_is_off_and_counted_and_requests_are_placed() -> None:
-    state = make(policy="shortest-queue", shadow=NamedPolicy("test_comparison:Broken"))
-    assert ask(state, "a", 1).state is State.LEASED
+def test_a_shadow_that_fails_is_disabled_and_counted() -> None:
+    state = router_state(policy="shortest-queue", shadow=NamedPolicy("test_comparison:Broken"))
+    assert place_one(state, "a", 1).state is State.LEASED
     assert state.comparison.catch_up() is False
-    shown = state.status()
-    assert shown["counters"]["shadow_errors"] == 1
-    assert shown["comparison"]["now"] is None
-    assert "mine" in shown["comparison"]["failed"]
-    assert ask(state, "b", 1).state is State.LEASED
+    status = state.status()
+    assert status["counters"]["shadow_errors"] == 1
+    assert status["comparison"]["now"] is None
+    assert "broken" in status["comparison"]["failed"]
+    assert place_one(state, "b", 1).state is State.LEASED
     assert "policy_errors" not in state.status()["counters"]
 
 
 @pytest.mark.parametrize("bad", [NamedPolicy("nosuch"), NamedPolicy("random", {"x": 1})])
-def test_a_shadow_that_there_is_not_is_refused_and_the_old_one_stays(bad: NamedPolicy) -> None:
-    state = make(shadow=NamedPolicy("random"))
+def test_an_invalid_shadow_is_refused_and_the_old_one_stays(bad: NamedPolicy) -> None:
+    state = router_state(shadow=NamedPolicy("random"))
     before = state.settings
     with pytest.raises(SwapRefused, match=r"\A.+\Z"):
         state.set_shadow(bad)
     assert state.settings is before
 
 
-def test_each_change_begins_a_comparison_and_the_one_before_is_remembered() -> None:
-    state = make(policy="shortest-queue")
+def test_each_change_begins_a_comparison_and_the_status_keeps_the_last_one() -> None:
+    state = router_state(policy="shortest-queue")
     state.set_shadow(NamedPolicy("locality-band", {"band": 0.3}))
-    busy(state, "a")
+    run(state, "a")
     assert tokens_of(state) == 9
     state.set_policy("locality-band", {"band": 0.3})
-    state.set_shadow(NamedPolicy("shortest-queue"))  # without a token in between: not remembered
-    busy(state, "b")
-    assert tokens_of(state) == 9 + 9  # "a" runs on, and what it had made is not counted again
+    state.set_shadow(NamedPolicy("shortest-queue"))  # not remembered: no token was generated in between
+    run(state, "b")
+    assert tokens_of(state) == 9 + 9  # earlier tokens of "a" do not count again
     state.set_shadow(None)
     assert tokens_of(state) is None
     past = state.status()["comparison"]["past"]
@@ -71,48 +72,47 @@ def test_each_change_begins_a_comparison_and_the_one_before_is_remembered() -> N
     assert past[-1]["live"] == {"name": "locality-band", "parameters": {"band": 0.3}}
 
 
-def test_a_policy_against_itself_is_not_remembered() -> None:
-    state = make(policy="shortest-queue", shadow=NamedPolicy("locality-band", {"band": 0.3}))
+def test_a_comparison_of_a_policy_with_itself_is_not_kept() -> None:
+    state = router_state(policy="shortest-queue", shadow=NamedPolicy("locality-band", {"band": 0.3}))
     turns = [("locality-band", {"band": 0.3, "max_load_ratio": None}), ("locality-band", {}), ("random", {})]
-    for number, (policy, parameters) in enumerate(turns):  # as `eldr compare` does, the first is the shadow
-        busy(state, f"request{number}")
+    for number, (policy, parameters) in enumerate(turns):  # the first equals the shadow
+        run(state, f"request{number}")
         assert tokens_of(state)
         state.set_policy(policy, parameters)
-    past = [found["live"] for found in state.status()["comparison"]["past"]]
+    past = [entry["live"] for entry in state.status()["comparison"]["past"]]
     assert past == [{"name": "shortest-queue", "parameters": {}}, {"name": "locality-band", "parameters": {}}]
 
 
-def test_a_new_shadow_leaves_what_the_live_policy_has_learnt() -> None:
-    state = make(policy="marginal-cost", table=None)
-    busy(state, "a")
+def test_a_new_shadow_keeps_the_state_of_the_live_policy() -> None:
+    state = router_state(policy="marginal-cost", table=None)
+    run(state, "a")
     policy = state.placer.policy
     state.set_shadow(NamedPolicy("random"))
     assert state.placer.policy is policy
 
 
-def test_a_shadow_comes_back_with_the_settings_of_a_client() -> None:
-    old = make(policy="random")
+def test_a_restarted_router_restores_the_shadow_from_a_client() -> None:
+    old = router_state(policy="random")
     old.set_shadow(NamedPolicy("least-tokens"))
-    new = make(policy="random", clients="")
+    new = router_state(policy="random", clients="")
     new.restore(Restore("c", ("r0",), settings=old.settings))
     assert new.settings.shadow == NamedPolicy("least-tokens")
     assert new.status()["comparison"]["now"]["shadow"]["name"] == "least-tokens"
 
 
-async def test_counts_travel_to_a_policy_that_reads_none_only_for_its_shadow() -> None:
-    actor = FakeActor(policy="shortest-queue")
-    async with connected(actor, "r0", "r1") as client:
-        await client.place(request("sampled"), counts_for(0))  # one in so many goes with its counts anyway
+async def test_expert_counts_are_sent_if_only_the_shadow_reads_them() -> None:
+    async with router_and_client("r0", "r1", policy="shortest-queue") as (actor, client):
+        await client.place(request("sampled"), counts_for(0))  # the first one is always sampled
         for shadow in (None, NamedPolicy("random")):
             await client.call("set_shadow", shadow)
             name = f"r{shadow}"
             await client.place(request(name), counts_for(0))
-            (sent,) = [one for one in actor.asked if one.request_id == name]
+            (sent,) = [known for known in actor.requests if known.request_id == name]
             assert (sent.expert_counts is not None) == (shadow is not None)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 7])
-def test_places_in_the_plane_of_centroids_are_projections_on_their_principal_axes(k: int) -> None:
+def test_points_in_the_plane_of_centroids_are_projections_on_principal_axes(k: int) -> None:
     rng = np.random.default_rng(k)
     table = unit_table(k)
     rows = rng.normal(size=(k, table.spec.dim)).astype(np.float32)
@@ -133,7 +133,7 @@ def test_places_in_the_plane_of_centroids_are_projections_on_their_principal_axe
     assert plane.place(request("old", similarity=table.similarity(counts[0]), table_version=2)) is None
 
 
-def test_places_in_the_plane_of_first_signatures_keep_apart_what_is_apart() -> None:
+def test_points_in_the_plane_of_first_signatures_keep_kinds_apart() -> None:
     rng = np.random.default_rng(0)
     kinds = [np.eye(4, dtype=np.uint32)[kind] * 50 for kind in (0, 1, 2)]
     counts = [

@@ -1,4 +1,4 @@
-"""No request, and no policy, stops the router: load stands in for a policy that fails."""
+"""No request and no policy stops the router: load decides if the policy fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from router_talk import ask, leased, loads, make, release, say
+from fake_router import client_lease, loads, place_one, release, router_state
 from tables import request
 
 from eldr_serve.scheduling import (
@@ -28,13 +28,14 @@ RNG = np.random.default_rng(0)
 
 @pytest.mark.parametrize("policy", HORIZON)
 @pytest.mark.parametrize("tokens", [10**30, 2**63, 2**63 - 1, -(10**30)])
-def test_a_placement_of_absurd_size_is_placed_and_so_are_those_after_it(policy: str, tokens: int) -> None:
-    state = make(policy=policy)
-    assert ask(state, "absurd", max_new_tokens=tokens).state is State.LEASED
-    say(state, held=(leased("elsewhere", "r1", max_new_tokens=tokens),))
+def test_requests_of_absurd_size_are_placed_and_so_are_later_ones(policy: str, tokens: int) -> None:
+    state = router_state(policy=policy)
+    assert place_one(state, "absurd", max_new_tokens=tokens).state is State.LEASED
+    state.hold(client_lease("elsewhere", "r1", max_new_tokens=tokens))
     for number in range(3):
-        assert ask(state, str(number)).state is State.LEASED
-        say(state, progress={"absurd": 1 + number}, held=(leased("elsewhere", "r1", max_new_tokens=tokens),))
+        assert place_one(state, str(number)).state is State.LEASED
+        state.progress({"absurd": 1 + number})
+        state.hold(client_lease("elsewhere", "r1", max_new_tokens=tokens))
     state.set_policy(policy, {})
     assert loads(state)["r1"][0] >= 1
     release(state, "absurd", "elsewhere", "0", "1", "2")
@@ -43,7 +44,7 @@ def test_a_placement_of_absurd_size_is_placed_and_so_are_those_after_it(policy: 
 
 
 class Broken(QueuedPolicy):
-    """Fails in whatever it is asked and told."""
+    """A policy whose methods all fail."""
 
     def select(self, *_: Any) -> Decision:
         raise OverflowError
@@ -57,11 +58,11 @@ class Broken(QueuedPolicy):
     on_finished = on_progress = update_cost_model = on_assigned
 
 
-class Astray(Policy):
-    """Chooses a worker that is not available."""
+class Unavailable(Policy):
+    """A policy that chooses a worker that is not available."""
 
     def select(self, *_: Any) -> Decision:
-        return Decision(1, 3, None, "astray")
+        return Decision(1, 3, None, "unavailable")
 
 
 def guarded(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
@@ -69,31 +70,31 @@ def guarded(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
     return GuardedPolicy(policy, failures.append), failures
 
 
-@pytest.mark.parametrize("policy", [Broken(), Astray()])
-def test_load_stands_in_for_a_policy_that_fails(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", [Broken(), Unavailable()])
+def test_load_decides_if_the_policy_fails(policy: Policy) -> None:
     guard, failures = guarded(policy)
     assert guard.select(request(), LOADS, RNG) == Decision(2, 2, None, "policy-error")
     assert len(failures) == 1
 
 
-def test_nobody_waits_for_a_queued_policy_that_fails() -> None:
+def test_no_request_waits_for_a_queued_policy_that_fails() -> None:
     guard, failures = guarded(Broken())
-    given = guard.dispatch([request(str(n)) for n in range(4)], LOADS, RNG)
-    assert [(index, decision.worker) for index, decision in given] == [(0, 2), (1, 0), (2, 2), (3, 0)]
+    placed = guard.dispatch([request(str(n)) for n in range(4)], LOADS, RNG)
+    assert [(index, decision.worker) for index, decision in placed] == [(0, 2), (1, 0), (2, 2), (3, 0)]
     guard.on_assigned(request(), 0)
     guard.on_progress({"r": 1})
     guard.on_finished("r")
     assert len(failures) == 4
 
 
-def test_no_worker_is_still_no_worker() -> None:
+def test_the_guard_passes_on_that_no_worker_is_available() -> None:
     guard, failures = guarded(make_policy("shortest-queue"))
     with pytest.raises(NoWorkerError):
         guard.select(request(), Loads.of([2, 0, 1], available=False), RNG)
     assert not failures
 
 
-def test_the_largest_counts_that_are_taken_work() -> None:
+def test_the_largest_allowed_parameters_work() -> None:
     most = 2**31 - 1
     policy = BalanceRoute(slots=most, lookahead=most, threshold=most, max_overtakes=most, overcommit=most)
     assert len(policy.dispatch([request(str(n)) for n in range(5)], LOADS, RNG)) == 5

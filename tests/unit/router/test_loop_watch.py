@@ -1,4 +1,4 @@
-"""An event loop that stands still is noticed, with whatever makes it stand."""
+"""Stalls of an event loop are counted, whatever their cause."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from eldr_serve.router.loop_watch import LoopWatch
 from tests.faults.virtual_time import VirtualLoop
 
 
-class Exported:
-    """In place of Ray's metrics."""
+class ExportedMetrics:
+    """Stand in for Ray's metrics."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
 
     def export(self, role: str, status: dict[str, Any]) -> None:
-        self.told.append((role, status))
+        self.calls.append((role, status))
 
 
 @pytest.fixture
-def exported(monkeypatch: pytest.MonkeyPatch) -> Exported:
-    found = Exported()
-    monkeypatch.setattr(loop_watch, "LoopMetrics", lambda: found)
-    return found
+def exported(monkeypatch: pytest.MonkeyPatch) -> ExportedMetrics:
+    metrics = ExportedMetrics()
+    monkeypatch.setattr(loop_watch, "LoopMetrics", lambda: metrics)
+    return metrics
 
 
 def watched(*stops_s: float) -> LoopWatch:
-    """A process that is stopped for so long, now and then."""
+    """Watch a process that is stopped for these times."""
     watch = LoopWatch("ingress")
     loop = VirtualLoop(random.Random(0))  # type: ignore[abstract]
 
@@ -51,28 +51,26 @@ def watched(*stops_s: float) -> LoopWatch:
     return watch
 
 
-def test_a_loop_that_turns_does_not_stand_still(exported: Exported) -> None:
+def test_a_running_loop_has_no_stalls(exported: ExportedMetrics) -> None:
     watch = watched()
     assert (watch.stalls, watch.longest_s) == (0, pytest.approx(0))
-    assert [role for role, _ in exported.told] == ["ingress"] * 3  # once a second
+    assert [role for role, _ in exported.calls] == ["ingress"] * 3  # once a second
 
 
 @pytest.mark.parametrize("stops_s", [[0.3], [0.7, 2.0, 0.2], [STALL_S + 0.1] * 3])
-def test_a_loop_that_stands_still_is_counted_by_how_long_it_stood(
-    stops_s: list[float], exported: Exported
-) -> None:
+def test_stalls_are_counted_and_timed(stops_s: list[float], exported: ExportedMetrics) -> None:
     watch = watched(*stops_s)
     assert watch.stalls == sum(seconds > STALL_S for seconds in stops_s)
     assert max(stops_s) - 0.1 <= watch.longest_s <= max(stops_s) + 1e-9
-    assert exported.told[-1][1]["stalls"] == watch.stalls
+    assert exported.calls[-1][1]["stalls"] == watch.stalls
 
 
-async def test_what_blocks_the_loop_is_noticed(exported: Exported) -> None:
+async def test_blocking_code_counts_as_a_stall(exported: ExportedMetrics) -> None:
     watch = LoopWatch("router")
     running = asyncio.create_task(watch.run())
     await asyncio.sleep(0)
     time.sleep(STALL_S + 0.2)
-    while not exported.told:
+    while not exported.calls:
         await asyncio.sleep(0.01)
     assert watch.stalls == 1
     assert watch.status().keys() == LOOP.keys()

@@ -1,4 +1,4 @@
-"""A redeployed YAML against what operators have said since the last one."""
+"""Settings of a redeployed YAML and of operators: the later one is live."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ SECOND = RouterSettings(model_id="m", policy="least-tokens", table=unit_table(2)
 
 
 async def restored(router: DecodeRouter, settings: Settings) -> Settings:
-    """What is live after a client that knows these settings has told them."""
+    """Return the live settings after a client has reported these."""
     router._state.restore(Restore("client", ("r0",), settings=settings))
     return await router.settings()
 
 
-async def test_a_changed_deployment_wins_over_a_put_before_it_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_changed_deployment_replaces_an_earlier_put(caplog: pytest.LogCaptureFixture) -> None:
     router = DecodeRouter(FIRST)
     put = await router.set_policy("random", {})
     await router.configure(SECOND)  # by a new ingress
     assert "least-tokens" in caplog.text
     assert "random" in caplog.text
-    live = await restored(router, put)  # by an ingress of before
+    live = await restored(router, put)  # from an older ingress
     assert (live.policy, live.table_version) == ("least-tokens", 1)
-    again = await router.set_policy("round-robin", {})  # and a PUT after it over the deployment
+    again = await router.set_policy("round-robin", {})  # a PUT after the deployment wins
     await router.configure(SECOND)
     assert (await restored(router, live)).policy == again.policy == "round-robin"
 
@@ -45,18 +43,18 @@ async def test_an_unchanged_deployment_changes_nothing(caplog: pytest.LogCapture
     assert not caplog.messages
 
 
-async def test_a_router_that_died_knows_again_which_deployment_is_live() -> None:
-    """Ray starts it with what the first deployment said."""
+async def test_a_restarted_router_restores_the_live_deployment() -> None:
+    """Ray restarts it with the settings of the first deployment."""
     before = DecodeRouter(FIRST)
     await before.configure(SECOND)
     put = await before.set_policy("random", {})
     router = DecodeRouter(FIRST)
     assert await restored(router, put) == put
-    await router.configure(SECOND)  # an ingress replica is started anew, nothing was redeployed
+    await router.configure(SECOND)  # by a new ingress replica, without a redeployment
     assert (await router.settings()).policy == "random"
 
 
-def test_fingerprints_tell_settings_apart() -> None:
+def test_different_settings_have_different_fingerprints() -> None:
     others = (SECOND, FIRST.model_copy(update={"seed": 1}), FIRST.model_copy(update={"parameters": {"a": 1}}))
     assert FIRST.fingerprint == RouterSettings(**dict(FIRST)).fingerprint
     assert len({settings.fingerprint for settings in (FIRST, *others)}) == 4

@@ -1,4 +1,4 @@
-"""Calls of the router's own class over its real channel; the actor's handle alone is a stand-in."""
+"""Calls to a real router over its real channel, with a stand-in for the actor's handle."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from router_talk import settled
 from tables import counts_for, request, unit_table
 
 from eldr_serve.channel import CallFailed, ChannelLost
@@ -24,11 +24,11 @@ from eldr_serve.router.settings import RouterSettings
 
 
 class Cluster:
-    """Looks the actor up, and can kill it."""
+    """Stands in for Ray: looks up the actor and can kill it."""
 
     def __init__(self) -> None:
         self.router = DecodeRouter(RouterSettings(model_id="m", policy="locality-band"))
-        self.error: Exception | None = None  # of the handle
+        self.error: Exception | None = None  # raised by the handle
         self.look_ups = self.addresses = 0
         self.address = self
         self.configure = SimpleNamespace(remote=lambda settings: self.router.configure(settings))
@@ -44,7 +44,7 @@ class Cluster:
         return await self.router.address()
 
     async def end(self) -> None:
-        """The actor's process ends."""
+        """End the actor's process."""
         for task in self.router._tasks:
             task.cancel()
         if self.router._channel is not None:
@@ -66,7 +66,7 @@ async def running() -> AsyncIterator[tuple[Cluster, RouterCalls]]:
         await cluster.end()
 
 
-async def test_calls_return_what_the_actor_returns_and_raise_what_it_raises() -> None:
+async def test_calls_return_the_actors_results_and_raise_its_errors() -> None:
     async with running() as (cluster, calls):
         table = unit_table(3).to_bytes()
         assert (await calls.call("swap_table", table)).table == table
@@ -82,7 +82,7 @@ async def test_calls_return_what_the_actor_returns_and_raise_what_it_raises() ->
         assert cluster.look_ups == cluster.addresses == 1
 
 
-async def test_a_large_table_comes_back_whole() -> None:
+async def test_a_large_table_is_returned_whole() -> None:
     async with running() as (_, calls):
         table = unit_table(900, num_layers=48, num_experts=128).to_bytes()
         assert len(table) > 2 * 2**20
@@ -90,41 +90,45 @@ async def test_a_large_table_comes_back_whole() -> None:
         assert (await calls.call("settings")).table == table
 
 
-async def test_a_router_client_places_through_it_and_goes_on_after_a_restart() -> None:
+@asynccontextmanager
+async def running_client() -> AsyncIterator[tuple[Cluster, RouterCalls, RouterClient]]:
     async with running() as (cluster, calls):
         directory = ReplicaDirectory()
-        directory.publish(["r0", "r1"])
+        directory.publish({"r0": {}, "r1": {}})
         client = RouterClient(calls, directory, timeout_s=5.0)
         client.start()
+        yield cluster, calls, client
+        await client.stop()
+
+
+async def test_a_router_client_continues_after_a_restart() -> None:
+    async with running_client() as (cluster, _, client):
         await client.call("swap_table", unit_table(2).to_bytes())
         for name in "ab":
             lease = await client.place(request(name), counts_for(1))
         assert (lease.replica, lease.reason) == ("r1", "locality-band")
         await cluster.restart()
         lease = await client.place(request("c"), counts_for(0))
-        await settled(lambda: set(cluster.router._state.placer.running) == set("abc"))
+        await wait_until(lambda: set(cluster.router._state.placer.running) == set("abc"))
         assert client.settings is not None
-        assert client.settings.policy == "locality-band"  # what the client knew
-        await client.stop()
+        assert client.settings.policy == "locality-band"  # restored by the client
 
 
-async def test_a_lost_channel_ends_its_calls_and_the_next_makes_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_lost_channel_ends_its_calls_and_the_next_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as (cluster, calls):
         await calls.call("settings")
         monkeypatch.setattr(cluster.router, "live", lambda: asyncio.sleep(60))
-        waits = asyncio.create_task(calls.call("live"))
+        waiting = asyncio.create_task(calls.call("live"))
         channel = await calls.connected()
-        await settled(lambda: channel.in_flight)
+        await wait_until(lambda: channel.in_flight)
         await cluster.restart()
         with pytest.raises(ChannelLost):
-            await waits
+            await waiting
         assert (await calls.call("settings")).policy == "random"
         assert (cluster.look_ups, cluster.addresses) == (1, 2)
 
 
-async def test_a_call_that_is_given_up_ends_in_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_call_ends_in_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as (cluster, calls):
         ended = asyncio.Event()
 
@@ -142,24 +146,19 @@ async def test_a_call_that_is_given_up_ends_in_the_actor(monkeypatch: pytest.Mon
             await ended.wait()
 
 
-async def test_a_redeployed_router_is_told_by_ray_and_its_clients_restore_their_leases() -> None:
-    async with running() as (cluster, calls):
-        directory = ReplicaDirectory()
-        directory.publish({"r0": {}, "r1": {}})
-        client = RouterClient(calls, directory, timeout_s=5.0)
-        client.start()
+async def test_clients_of_a_redeployed_router_restore_their_leases() -> None:
+    async with running_client() as (cluster, calls, client):
         for name in "ab":
             await client.place(request(name), None)
         before = cluster.router._state
         await calls.configure(RouterSettings(model_id="m", policy="random"))
         assert cluster.router._state is not before
         client.release("a")
-        await settled(lambda: cluster.router._state.placer.running.keys() == {"b"})
+        await wait_until(lambda: cluster.router._state.placer.running.keys() == {"b"})
         assert (await client.place(request("c"), None)).policy == "random"
-        await client.stop()
 
 
-async def test_a_look_up_that_blocks_leaves_the_loop_free_and_is_the_only_one() -> None:
+async def test_a_slow_lookup_does_not_block_the_loop_and_is_shared() -> None:
     async with running() as (cluster, _):
         loop_runs, free = threading.Event(), []
 
@@ -181,9 +180,7 @@ async def test_a_look_up_that_blocks_leaves_the_loop_free_and_is_the_only_one() 
 @pytest.mark.parametrize(
     ("error", "look_ups"), [(ActorUnavailableError("test", None), 1), (ActorDiedError(), 2)]
 )
-async def test_the_actor_is_looked_up_anew_only_if_it_is_gone_for_good(
-    error: Exception, look_ups: int
-) -> None:
+async def test_the_actor_is_looked_up_again_only_after_it_died(error: Exception, look_ups: int) -> None:
     async with running() as (cluster, calls):
         await calls.call("settings")
         cluster.error = error

@@ -1,4 +1,4 @@
-"""The ingress's side of the router, over a fake actor that can be slow, away, or new."""
+"""The router's client in the ingress, with a fake actor that can be slow, unreachable or restarted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from router_talk import SLOTS, FakeActor, all_is_over, connected, settled
+from fake_router import SLOTS, FakeActor, connected, router_and_client, wait_until, wait_until_idle
 from tables import counts_for, request, unit_table
 
 from eldr_serve.errors import Overloaded, SwapRefused
@@ -16,13 +16,12 @@ from eldr_serve.router.messages import Answered
 from eldr_serve.scheduling import Lease, State
 
 
-async def test_a_signature_is_scored_here_and_placed_there() -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", "r1") as client:
-        for name in "ab":  # the first brings the table
+async def test_a_client_scores_a_signature_and_the_router_places_it() -> None:
+    async with router_and_client("r0", "r1") as (actor, client):
+        for name in "ab":  # the first one receives the table
             lease = await client.place(request(name), counts_for(1))
             assert (lease.replica, lease.reason, lease.best) == ("r1", "locality-band", True)
-        assert actor.asked[-1].similarity.shape == (2,)
+        assert actor.requests[-1].similarity.shape == (2,)
         # A swap between scoring and placing: it is scored again.
         actor.state.swap_table(unit_table(2, band=0.0).to_bytes())
         lease = await client.place(request("c"), counts_for(1))
@@ -33,34 +32,32 @@ async def test_a_signature_is_scored_here_and_placed_there() -> None:
         assert actor.state.counters["signature_missing"] == 1
 
 
-async def test_counts_travel_where_the_policy_reads_them_and_come_back_after_a_restart() -> None:
+async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restored() -> None:
     actor = FakeActor(policy="marginal-cost", table=None)
     held = lambda: actor.state.placer.policy.active.held  # noqa: E731
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
         await client.place(request("a"), counts_for(0))
-        assert actor.asked[-1].expert_counts.dtype == "uint8"
+        assert actor.requests[-1].expert_counts.dtype == "uint8"
         actor.alive = False
         away = await client.place(request("b"), counts_for(1))
         assert away.reason == "router-away"
         actor.restart()
-        await settled(lambda: not client.router_away and len(actor.running) == 2)
+        await wait_until(lambda: not client.router_away and len(actor.running) == 2)
         assert set(held()) == {"a", "b"}
         client.release("a")
         client.release("b")
-        await settled(lambda: not held())
+        await wait_until(lambda: not held())
         assert not client.leases
         await client.call("set_policy", "shortest-queue", {})
         await client.place(request("c"), counts_for(0))
-        assert actor.asked[-1].expert_counts is None
+        assert actor.requests[-1].expert_counts is None
 
 
-async def test_concurrent_placements_share_a_decision_and_all_releases_arrive(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_concurrent_requests_are_placed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     actor, batches = FakeActor(), []
     actor.delay_s = 0.02
     place = actor.state.place
-    monkeypatch.setattr(actor.state, "place", lambda asked: (batches.append(len(asked)), place(asked)))
+    monkeypatch.setattr(actor.state, "place", lambda leases: (batches.append(len(leases)), place(leases)))
     async with connected(actor, "r0", "r1", timeout_s=5.0) as client:
         await asyncio.gather(*(client.place(request(str(n)), counts_for(n % 2)) for n in range(100)))
         assert [number for number in batches if number] == [100]
@@ -69,16 +66,14 @@ async def test_concurrent_placements_share_a_decision_and_all_releases_arrive(
             client.progress(str(n), n)
             client.release(str(n))
             client.release(str(n))
-        await all_is_over(client, actor)
 
 
 @pytest.mark.parametrize("how", ["dead", "slow"])
-async def test_while_the_actor_is_away_own_load_places_and_afterwards_it_knows_all(how: str) -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+async def test_own_load_decides_without_the_actor_which_later_restores_all_leases(how: str) -> None:
+    async with router_and_client("r0", "r1", timeout_s=0.1) as (actor, client):
         kept = await client.place(request("before"), counts_for(1))
         actor.state.set_policy("locality-band", {"band": 0.0})
-        await client.place(request("news"), None)
+        await client.place(request("update"), None)
         policy = actor.state.settings
         if how == "dead":
             actor.alive = False
@@ -91,16 +86,15 @@ async def test_while_the_actor_is_away_own_load_places_and_afterwards_it_knows_a
         client.release("away0")
         actor.delay_s = 0.0
         actor.restart()
-        await settled(lambda: not client.router_away)
+        await wait_until(lambda: not client.router_away)
         await client.place(request("after"), counts_for(1))
-        assert set(actor.running) == {"before", "news", "away1", "away2", "away3", "after"}
+        assert set(actor.running) == {"before", "update", "away1", "away2", "away3", "after"}
         assert actor.state.settings == policy
-        await settled(lambda: actor.state.counters["placed_by_own_load"] == 4)
+        await wait_until(lambda: actor.state.counters["placed_by_own_load"] == 4)
 
 
-async def test_while_the_actor_is_away_nothing_piles_up_for_it() -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", "r1", timeout_s=0.05) as client:
+async def test_a_client_keeps_no_backlog_for_an_unreachable_actor() -> None:
+    async with router_and_client("r0", "r1", timeout_s=0.05) as (actor, client):
         for name in "abc":
             await client.place(request(name), counts_for(0))
         actor.alive = False
@@ -109,57 +103,41 @@ async def test_while_the_actor_is_away_nothing_piles_up_for_it() -> None:
             client.progress(f"{number}", 3)
             client.release(f"{number}")
         client.release("a")
-        await settled(lambda: client.router_away and not client._progress)
+        await wait_until(lambda: client.router_away and not client._progress)
         assert not client._calls
-        actor.alive = True  # the same one, which has kept what it knew
-        await settled(lambda: set(actor.running) == {"b", "c"})
-        for name in "bc":
-            client.release(name)
-        await all_is_over(client, actor)
+        actor.alive = True  # with its state
+        await wait_until(lambda: set(actor.running) == {"b", "c"})
 
 
-async def test_of_streams_that_end_while_the_actor_is_away_the_newest_are_kept() -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", timeout_s=0.05) as client:
+async def test_only_the_newest_latencies_are_kept_for_an_unreachable_actor() -> None:
+    async with router_and_client("r0", timeout_s=0.05) as (actor, client):
         await client.place(request("a"), counts_for(0))
         actor.alive = False
         for number in range(3000):
             client.answered_client(Answered(float(number), None))
-        await settled(lambda: client.router_away)
+        await wait_until(lambda: client.router_away)
         assert [answered.ttft_s for answered in client._finished] == [float(n) for n in range(1976, 3000)]
         actor.alive = True
-        await settled(lambda: actor.state.view._answers)
+        await wait_until(lambda: actor.state.view._answers)
         assert len(actor.state.view._answers) == 1024
         assert not client._finished
-        client.release("a")
-        await all_is_over(client, actor)
 
 
-async def test_an_actor_that_has_started_again_hears_the_shape_from_its_clients() -> None:
-    """Who calls it directly, as a refit does, is refused like everybody."""
-    actor = FakeActor()
+async def test_a_restarted_actor_learns_the_shape_and_refuses_tables_of_another() -> None:
+    """The shape comes from its clients; a direct call, as of a refit, is refused too."""
+    actor, other = FakeActor(), unit_table(2, num_experts=16).to_bytes()
     async with connected(actor, "r0", "r1") as client:
         await client.call("expect_counts", 2, 8)
         actor.restart()
-        await client.place(request("a"), counts_for(0))
+        await wait_until(lambda: actor.sessions.by_peer)
         with pytest.raises(SwapRefused, match="report 2 x 8"):
-            actor.state.swap_table(unit_table(2, num_experts=16).to_bytes())
-        client.release("a")
-        await all_is_over(client, actor)
-
-
-async def test_an_actor_that_has_started_again_takes_no_table_of_another_shape() -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", "r1") as client:
-        await client.call("expect_counts", 2, 8)
-        actor.restart()
-        await settled(lambda: actor.sessions.by_peer)
+            actor.state.swap_table(other)
         with pytest.raises(SwapRefused, match="report 2 x 8"):
-            await client.call("swap_table", unit_table(2, num_experts=16).to_bytes())
+            await client.call("swap_table", other)
         assert (await client.call("swap_table", unit_table(2).to_bytes())).table_version > 1
 
 
-async def test_processes_without_a_router_do_not_all_choose_the_same_worker() -> None:
+async def test_clients_without_a_router_choose_different_workers() -> None:
     chosen = set()
     actor = FakeActor()
     actor.alive = False
@@ -169,7 +147,7 @@ async def test_processes_without_a_router_do_not_all_choose_the_same_worker() ->
     assert chosen == {"r0", "r1"}
 
 
-async def test_with_no_decode_replica_at_all_the_client_is_told_to_come_again() -> None:
+async def test_a_request_is_refused_without_a_decode_replica() -> None:
     async with connected(FakeActor()) as client:
         with pytest.raises(Overloaded):
             await client.place(request("a"), None)
@@ -178,27 +156,21 @@ async def test_with_no_decode_replica_at_all_the_client_is_told_to_come_again() 
 # -- requests that wait in the actor's decode queue ----------------------------------------------------
 
 
-def queueing(**options: Any) -> FakeActor:
-    """Of a policy under which each worker takes one request at a time."""
-    return FakeActor(policy=SLOTS, **options)
-
-
 async def waiting(
     client: RouterClient, actor: FakeActor, name: str, counts: Any = None, wait_s: float = 30.0
 ) -> asyncio.Task[Lease]:
-    """The placement of a request that is in the queue."""
+    """Wait until a request is in the queue; return the task of its placement."""
     size = actor.state.queue_size
     task = asyncio.create_task(client.place(request(name), counts, wait_s=wait_s))
-    await settled(lambda: actor.state.queue_size == size + 1 and client.leases[name].state is State.QUEUED)
+    await wait_until(lambda: actor.state.queue_size == size + 1 and client.leases[name].state is State.QUEUED)
     return task
 
 
-async def test_a_queued_request_gets_its_lease_when_there_is_room() -> None:
-    actor = queueing()
-    async with connected(actor, "r0") as client:
+async def test_a_queued_request_gets_its_lease_when_a_slot_is_free() -> None:
+    async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None, wait_s=30.0)
         task = await waiting(client, actor, "b")
-        # Who does not say how long does not wait.
+        # A request without a waiting time does not wait.
         assert (await client.place(request("c"), None)).reason == "at-once"
         client.release("c")
         for tokens in range(1, 18):
@@ -208,112 +180,89 @@ async def test_a_queued_request_gets_its_lease_when_there_is_room() -> None:
         assert (lease.request_id, lease.replica, lease.reason) == ("b", "r0", "slot")
         assert lease.waited_s > 0
         client.release("b")
-        await all_is_over(client, actor)
-        assert actor.state.placer.policy.lengths == [0, 17, 0]  # all progress is told before the release
+        await wait_until_idle(client, actor)
+        assert actor.state.placer.policy.lengths == [0, 17, 0]  # all progress arrives before the release
 
 
-async def test_who_waits_too_long_is_told_to_come_again() -> None:
-    actor = queueing()
-    async with connected(actor, "r0") as client:
+async def test_a_request_that_waits_too_long_is_refused() -> None:
+    async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None)
         task = await waiting(client, actor, "b", wait_s=0.1)
         with pytest.raises(Overloaded) as refusal:
             await task
         assert (refusal.value.status, refusal.value.retry_after_s) == (503, 1)
-        client.release("a")
-        await all_is_over(client, actor)
-        await settled(lambda: actor.state.counters["queue_expired"] == 1)
+        await wait_until(lambda: actor.state.counters["queue_expired"] == 1)
 
 
-async def test_queued_requests_are_asked_for_again_when_the_actor_starts_anew() -> None:
-    actor = queueing()
-    async with connected(actor, "r0") as client:
+async def test_queued_requests_are_sent_again_to_a_restarted_actor() -> None:
+    async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None)
         task = await waiting(client, actor, "b", wait_s=2.0)
         started = asyncio.get_running_loop().time()
         actor.restart()
-        await settled(lambda: actor.state.queue_size == 1)
+        await wait_until(lambda: actor.state.queue_size == 1)
         assert not task.done()
         with pytest.raises(Overloaded):
             await task
-        assert asyncio.get_running_loop().time() - started < 2.5  # the wait did not begin anew
+        assert asyncio.get_running_loop().time() - started < 2.5  # the wait did not restart
 
 
-async def test_a_router_that_falls_silent_while_a_request_waits_in_its_queue_is_asked_again() -> None:
-    """The channel's pings tell; here it is closed. Its leases are restored, the request loses no time."""
-    actor = queueing()
-    async with connected(actor, "r0", "r1") as client:
+async def test_a_queued_request_is_sent_again_after_a_lost_channel() -> None:
+    """The channel closes as after missing pings; the leases are restored and the request keeps waiting."""
+    async with router_and_client("r0", "r1", policy=SLOTS) as (actor, client):
         for name in "ab":
             await client.place(request(name), None, wait_s=30.0)
         task = await waiting(client, actor, "c")
         actor.disconnect()
-        await settled(
+        await wait_until(
             lambda: client.leases["c"].state is State.QUEUED and actor.sessions.open.keys() == {*"abc"}
         )
         assert not client.router_away
         client.release("a")
         assert (await asyncio.wait_for(task, 10)).reason == "slot"
-        client.release("b")
-        client.release("c")
-        await all_is_over(client, actor)
 
 
-async def test_requests_that_wait_are_scored_again_after_a_swap() -> None:
-    actor = queueing()
-    async with connected(actor, "r0") as client:
+async def test_queued_requests_are_scored_again_after_a_swap() -> None:
+    async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None, wait_s=30.0)
         task = await waiting(client, actor, "b", counts_for(0))
         version = actor.state.swap_table(unit_table(3).to_bytes()).table_version
-        await settled(lambda: actor.state.placer.queue["b"].request.table_version == version)
+        await wait_until(lambda: actor.state.placer.queue["b"].request.table_version == version)
         assert actor.state.placer.queue["b"].request.similarity.shape == (3,)
         assert actor.state.counters["queued"] == 1
         client.release("a")
         assert (await task).best
-        client.release("b")
-        await all_is_over(client, actor)
 
 
-async def test_a_call_that_the_router_cannot_answer_is_placed_by_own_load(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "knows no worker"])
+async def test_own_load_decides_if_the_router_cannot_place(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0", timeout_s=5.0) as client:
+    async with router_and_client("r0", timeout_s=5.0) as (actor, client):
         await client.place(request("a"), None)
-        monkeypatch.setattr(actor.state, "place", lambda asked: 1 / 0)
+        if fails:
+            monkeypatch.setattr(actor.state, "place", lambda leases: 1 / 0)
+        else:
+            actor.state.update_workers([])
         lease = await client.place(request("b"), None)
         assert (lease.replica, lease.reason) == ("r0", "no-worker")
-        assert "cannot place 1 requests" in caplog.text
+        assert ("cannot place 1 requests" in caplog.text) == fails
         monkeypatch.undo()
-        await settled(lambda: actor.running.keys() == {"a", "b"})
-        for name in "ab":
-            client.release(name)
-        await all_is_over(client, actor)
-
-
-async def test_a_client_whose_workers_the_router_does_not_know_places_by_own_load_and_says_so() -> None:
-    actor = FakeActor()
-    async with connected(actor, "r0") as client:
-        await client.place(request("a"), None)
-        actor.state.update_workers([])  # of another client
-        assert (await client.place(request("b"), None)).reason == "no-worker"
-        await settled(lambda: actor.running.keys() == {"a", "b"})
+        await wait_until(lambda: actor.running.keys() == {"a", "b"})
         assert actor.state.counters["placed_by_client"] == 1
-        for name in "ab":
-            client.release(name)
-        await all_is_over(client, actor)
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_happens_every_request_ends_once_and_nothing_stays_behind(seed: int) -> None:
-    """Granted, expired or cancelled, while the actor is slow, swaps, changes its policy and dies."""
+async def test_each_request_ends_once_and_leaves_nothing_behind(seed: int) -> None:
+    """Requests get leases, expire or are cancelled while the actor is slow, changed, and restarted."""
     rng = random.Random(seed)
-    actor = queueing(parameters={"slots": 2})
+    actor = FakeActor(policy=SLOTS, parameters={"slots": 2})
     actor.delay_s = 0.002
     ends: dict[str, str] = {}
 
     async with connected(actor, "r0", "r1", "r2", timeout_s=0.2) as client:
 
-        async def one(name: str) -> None:
+        async def run(name: str) -> None:
             counts = counts_for(rng.randrange(2))
             try:
                 lease = await client.place(request(name), counts, wait_s=rng.choice([0.005, 1.0]))
@@ -348,10 +297,9 @@ async def test_whatever_happens_every_request_ends_once_and_nothing_stays_behind
         disturbing = asyncio.create_task(disturb())
         for number in range(250):
             await asyncio.sleep(rng.expovariate(500))
-            tasks.append(asyncio.create_task(one(str(number))))
+            tasks.append(asyncio.create_task(run(str(number))))
             if rng.random() < 0.15:
                 asyncio.get_running_loop().call_later(rng.random() * 0.1, tasks[-1].cancel)
         await asyncio.gather(disturbing, *tasks, return_exceptions=True)
         assert {*ends.values()} >= {"granted", "expired"}
         assert len(ends) + sum(task.cancelled() for task in tasks) >= 250
-        await all_is_over(client, actor)

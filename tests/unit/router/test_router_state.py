@@ -1,4 +1,4 @@
-"""The router's own rules: slots, leases, settings, restarts."""
+"""The router's state: positions, leases, settings, restarts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from router_talk import ask, leased, loads, make, release, say
+from clock import Clock
+from fake_router import client_lease, loads, place, place_one, release, router_state
 from tables import request, unit_table
 
 from eldr_serve.errors import SwapRefused
@@ -16,50 +17,50 @@ from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import State, StepCost, StepSums
 
 
-def test_a_request_goes_to_the_worker_of_its_centroid_and_counts_there_at_once() -> None:
-    state = make()
-    lease = ask(state, "a", 1)
+def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> None:
+    state = router_state()
+    lease = place_one(state, "a", 1)
     assert (lease.replica, lease.position, lease.band, lease.best) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
-    say(state, progress={"a": 7, "unknown": 3})
+    state.progress({"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)
-    say(state, held=(leased("a", "r2"),))  # it was served elsewhere
+    state.hold(client_lease("a", "r2"))  # it was served elsewhere
     assert loads(state)["r2"][0] == 1
     release(state, "a", "a", "unknown")
     assert set(loads(state).values()) == {(0, 0)}
 
 
-def test_a_vacant_slot_keeps_the_others_centroids_and_a_newcomer_takes_it() -> None:
-    state = make()
+def test_a_new_replica_takes_a_vacant_position_and_others_keep_theirs() -> None:
+    state = router_state()
     state.update_workers(["r0", "r2"])
-    assert ask(state, "a", 2).replica == "r2"
-    # Its worker is gone: the others are equally far, load decides.
-    assert ask(state, "b", 1).replica == "r0"
+    assert place_one(state, "a", 2).replica == "r2"
+    # Its worker is lost: the others are equally similar, so load decides.
+    assert place_one(state, "b", 1).replica == "r0"
     state.update_workers(["r0", "r2", "new"])
-    heir = ask(state, "c", 1)
-    assert (heir.replica, heir.position) == ("new", 1)
+    lease = place_one(state, "c", 1)
+    assert (lease.replica, lease.position) == ("new", 1)
 
 
-def test_a_table_for_fewer_or_more_workers_still_places() -> None:
+def test_a_table_for_fewer_or_more_workers_can_be_used() -> None:
     for k in (1, 2, 5):
-        state = make(workers=3, table=k)
+        state = router_state(workers=3, table=k)
         assert state.status()["table"]["refit_advised"]
-        assert {ask(state, str(n), n % k).state for n in range(12)} == {State.LEASED}
+        assert {place_one(state, str(n), n % k).state for n in range(12)} == {State.LEASED}
         assert sum(n for n, _ in loads(state).values()) == 12
 
 
-def test_an_excluded_replica_is_taken_only_if_there_is_no_other() -> None:
-    state = make()
-    ask(state, "a", 1)
-    assert ask(state, "a", 1, exclude=("r1",)).replica != "r1"
-    assert sum(n for n, _ in loads(state).values()) == 1  # it has left its first worker
+def test_an_excluded_replica_is_used_only_if_there_is_no_other() -> None:
+    state = router_state()
+    place_one(state, "a", 1)
+    assert place_one(state, "a", 1, exclude=("r1",)).replica != "r1"
+    assert sum(n for n, _ in loads(state).values()) == 1  # it left its first worker
     assert state.counters["rerouted"] == 1
-    assert ask(make(workers=1, table=None), "a", exclude=("r0",)).replica == "r0"
+    assert place_one(router_state(workers=1, table=None), "a", exclude=("r0",)).replica == "r0"
 
 
-def test_without_workers_or_with_scores_of_another_table_nothing_is_placed() -> None:
-    for state, version in ((make(), 99), (make(workers=0), 1)):
-        assert ask(state, "a", 1, table_version=version).state is State.SENT
+def test_a_request_is_not_placed_without_workers_or_with_old_scores() -> None:
+    for state, version in ((router_state(), 99), (router_state(workers=0), 1)):
+        assert place_one(state, "a", 1, table_version=version).state is State.SENT
         assert not state.status()["leases"]
 
 
@@ -67,20 +68,20 @@ def test_without_workers_or_with_scores_of_another_table_nothing_is_placed() -> 
     "bad", [{"model": "other"}, {"num_layers": 3}, {"num_experts": 16}, b"\x00" * 64, b""], ids=repr
 )
 def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: Any) -> None:
-    state = make()
+    state = router_state()
     state.expect_counts(2, 8)
     before = state.settings
     with pytest.raises(SwapRefused, match=r"\A.+\Z"):  # one line
         state.swap_table(bad if isinstance(bad, bytes) else unit_table(3, **bad).to_bytes())
     assert state.settings is before
-    assert ask(state, "a", 1).state is State.LEASED
+    assert place_one(state, "a", 1).state is State.LEASED
 
 
-def test_a_new_incarnation_takes_settings_and_leases_back_from_its_clients() -> None:
-    old = make()
+def test_a_restarted_router_restores_settings_and_leases_from_its_clients() -> None:
+    old = router_state()
     old.set_policy("locality-band", {"band": 0.0})
     old.swap_table(unit_table(2).to_bytes())
-    lease = ask(old, "a", 1)
+    lease = place_one(old, "a", 1)
     new = RouterState(model_id="m", policy="random", table=None)
     for _ in range(2):  # a second time, after another loss of the channel
         new.restore(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
@@ -90,8 +91,8 @@ def test_a_new_incarnation_takes_settings_and_leases_back_from_its_clients() -> 
     assert loads(new) == loads(old)
 
 
-def test_what_an_operator_says_after_a_restart_is_not_undone_by_a_late_client() -> None:
-    old = make()
+def test_a_late_client_does_not_undo_an_operators_change_after_a_restart() -> None:
+    old = router_state()
     old.set_policy("random", {})
     new = RouterState(model_id="m", policy="locality-band", table=None)
     new.set_policy("least-tokens", {})
@@ -99,64 +100,64 @@ def test_what_an_operator_says_after_a_restart_is_not_undone_by_a_late_client() 
     assert new.status()["policy"] == "least-tokens"
 
 
-def test_all_steps_are_in_the_totals_however_old() -> None:
-    now = [0.0]
-    state = make(clock=lambda: now[0])
+def test_the_totals_include_steps_of_any_age() -> None:
+    clock = Clock()
+    state = router_state(clock=clock)
     state.observe_steps(StepSums.of([2, 4], [9, 9], [30, 50], [0.01, 0.02]))
-    assert state.status()["decode_totals"] is None  # of how many layers is not known
+    assert state.status()["decode_totals"] is None  # the number of layers is unknown
     state.expect_counts(5, 64)
-    now[0] += 36_000
+    clock.now += 36_000
     state.observe_steps(StepSums.of([6], [9], [20], [0.03]))
     totals = {"steps": 3, "requests": 12, "active_experts": 20, "seconds": 0.06}
     totals["token_seconds"] = 2 * 0.01 + 4 * 0.02 + 6 * 0.03
     assert state.status()["decode_totals"] == pytest.approx(totals)
 
 
-def test_the_policy_follows_what_steps_cost() -> None:
-    now = [0.0]
-    state = make(policy="marginal-cost", clock=lambda: now[0])
+def test_the_policy_uses_the_measured_step_cost() -> None:
+    clock = Clock()
+    state = router_state(policy="marginal-cost", clock=clock)
     assert state.status()["step_cost"] == {"steps": 0.0}
     rng = np.random.default_rng(0)
     batch, experts = rng.integers(1, 30, 300), rng.integers(10, 200, 300)
-    for cost in (StepCost(1e-3, 1e-5, 0.0, 9e-5), StepCost(1e-3, 1e-5, 0.0, 2e-5)):
-        state.observe_steps(StepSums.of(batch, 100 * batch, experts, cost.seconds(batch, 0, experts)))
-        now[0] += 36_000
-    shown = state.status()["step_cost"]
-    assert shown["per_expert_s"] == pytest.approx(2e-5, rel=0.01)
-    assert shown["relative_error"] < 0.05
-    assert state.placer.policy.cost.per_expert_s == shown["per_expert_s"]
+    for step_cost in (StepCost(1e-3, 1e-5, 0.0, 9e-5), StepCost(1e-3, 1e-5, 0.0, 2e-5)):
+        state.observe_steps(StepSums.of(batch, 100 * batch, experts, step_cost.seconds(batch, 0, experts)))
+        clock.now += 36_000
+    cost = state.status()["step_cost"]
+    assert cost["per_expert_s"] == pytest.approx(2e-5, rel=0.01)
+    assert cost["relative_error"] < 0.05
+    assert state.placer.policy.cost.per_expert_s == cost["per_expert_s"]
     state.set_policy("marginal-cost", {"affinity": 0.0})
-    assert state.placer.policy.cost.per_expert_s == shown["per_expert_s"]
+    assert state.placer.policy.cost.per_expert_s == cost["per_expert_s"]
 
 
-def test_failures_of_the_predictor_are_in_the_status() -> None:
-    state = make(policy="balance-route-horizon")
+def test_failures_of_the_length_predictor_are_in_the_status() -> None:
+    state = router_state(policy="balance-route-horizon")
     assert state.status()["counters"]["predictor_failures"] == 0
-    state.placer.policy.predictor = None  # which fails in whatever it is asked
-    for name in "ab":  # it is asked about those that run when the next is placed
-        ask(state, name)
+    state.placer.policy.predictor = None  # every call of it fails
+    for name in "ab":  # the second placement needs the length of the first
+        place_one(state, name)
     failures = state.status()["counters"]["predictor_failures"]
     assert failures > 0
     state.set_policy("shortest-queue", {})
     assert state.status()["counters"]["predictor_failures"] == failures
 
 
-def test_recent_signatures_are_kept_for_a_refit_and_no_more() -> None:
-    state = make()
+def test_only_recent_expert_counts_are_kept_for_a_refit() -> None:
+    state = router_state()
     for number in range(1100):
-        say(state, request(f"r{number}", expert_counts=np.full((2, 8), number, np.uint16)))
+        place(state, request(f"r{number}", expert_counts=np.full((2, 8), number, np.uint16)))
         release(state, f"r{number}")
-    say(state, request("bare"))
+    place(state, request("bare"))
     assert [int(counts[0, 0]) for counts in state.recent] == list(range(76, 1100))
 
 
 @pytest.mark.parametrize("policy", ["shortest-queue", "least-tokens", "marginal-cost", "locality-band"])
 @pytest.mark.parametrize("fitted", [2, 3, 4])
-def test_a_newcomer_takes_part_at_once(policy: str, fitted: int) -> None:
-    """Whether the table has a centroid for it or not."""
-    state = make(workers=3, table=fitted, policy=policy)
+def test_a_new_worker_gets_requests_at_once(policy: str, fitted: int) -> None:
+    """The table may lack a centroid for it."""
+    state = router_state(workers=3, table=fitted, policy=policy)
     for number in range(12):
-        ask(state, f"before{number}", number % fitted)
+        place_one(state, f"before{number}", number % fitted)
     state.update_workers(["r0", "r1", "r2", "new"])
-    placed = {ask(state, f"after{number}", number % fitted).replica for number in range(4)}
+    placed = {place_one(state, f"after{number}", number % fitted).replica for number in range(4)}
     assert "new" in placed

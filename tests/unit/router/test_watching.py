@@ -1,4 +1,4 @@
-"""Whatever the status counts is a metric, under the labels and with the values that it should have."""
+"""Each count of the status is a metric with the right labels and values."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ingress_app import running_app
+from fake_router import place, request, router_state
+from ingress_app import COMPLETIONS, HELLO, running_app
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from ray._private.telemetry.open_telemetry_metric_recorder import OpenTelemetryMetricRecorder
-from router_talk import make, request, say
 from shipped import ROOT
 
 from eldr_serve.metrics import (
@@ -38,7 +38,7 @@ from eldr_serve.router.process_metrics import IngressMetrics, LoopMetrics, Repli
 
 
 class FakeMetric:
-    """Stands in for one of Ray's; as strict as that is about labels and values."""
+    """Stand in for a Ray metric, with the same checks of labels and values."""
 
     def __init__(self, name: str, about: str, *more: Any) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class FakeMetric:
         self.samples.setdefault(tuple(sorted((tags or {}).items())), []).append(value)
 
     def inc(self, value: float, tags: dict[str, str]) -> None:
-        assert value > 0  # or Ray raises an error
+        assert value > 0  # otherwise Ray raises an error
         self._take(value, tags)
 
     set = observe = _take
@@ -58,19 +58,19 @@ class FakeMetric:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeMetric]:
-    """Metrics by name, as they are made."""
-    found: dict[str, FakeMetric] = {}
+    """Return the metrics by name as they are created."""
+    metrics: dict[str, FakeMetric] = {}
 
-    def making(kind: str) -> Any:
-        def make_one(name: str, *args: Any) -> FakeMetric:
+    def factory(kind: str) -> Any:
+        def create(name: str, *args: Any) -> FakeMetric:
             assert METRICS[name].kind == kind
-            return found.setdefault(name, FakeMetric(name, *args))
+            return metrics.setdefault(name, FakeMetric(name, *args))
 
-        return make_one
+        return create
 
     for kind, name in ((COUNTER, "Counter"), (GAUGE, "Gauge"), (HISTOGRAM, "Histogram")):
-        monkeypatch.setattr(watching, name, making(kind))
-    return found
+        monkeypatch.setattr(watching, name, factory(kind))
+    return metrics
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
@@ -80,7 +80,7 @@ def _texts(node: ast.AST) -> Iterator[str]:
 
 
 def _counted() -> Iterator[str]:
-    """Keys that serving code counts by `count("x")`, `counters["x"]` or `counters.update(x=1)`."""
+    """Yield the keys that serving code counts by `count("x")`, `counters["x"]` or `counters.update(x=1)`."""
     packages = ("ingress", "limits", "pipeline", "queues", "replicas", "router", "signatures")
     for path in sorted(path for name in packages for path in (ROOT / "eldr_serve" / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -93,21 +93,21 @@ def _counted() -> Iterator[str]:
                     yield from (keyword.arg for keyword in named if keyword.arg)
 
 
-def test_each_counter_that_the_code_counts_has_a_metric_and_no_metric_is_without_one() -> None:
-    counted = set(_counted()) | set(make().status()["counters"])
+def test_each_counter_has_a_metric_and_each_metric_a_counter() -> None:
+    counted = set(_counted()) | set(router_state().status()["counters"])
     assert "reason:" in counted
     assert counted - {"reason:"} == set(COUNTED)
 
 
-async def test_each_key_of_the_ingress_has_a_metric() -> None:
+async def test_each_status_key_of_the_ingress_has_a_metric() -> None:
     async with running_app() as app:
-        await app.post("/v1/completions", {"model": "m", "prompt": "hello", "max_tokens": 2})
+        await app.post(COMPLETIONS, HELLO)
         status = await app.status()
-    assert set(status["ingress"]) == set(OWN) | {"experts"}  # of which EXPERTS are metrics
+    assert set(status["ingress"]) == set(OWN) | {"experts"}  # EXPERTS are its metrics
     assert set(status["loops"]["ingress"]) == set(LOOP)
 
 
-def test_names_are_as_prometheus_has_them() -> None:
+def test_metric_names_follow_prometheus_conventions() -> None:
     for metric in METRICS.values():
         assert re.fullmatch(r"eldr_[a-z0-9]+(_[a-z0-9]+)*", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == COUNTER)
@@ -118,22 +118,20 @@ def test_names_are_as_prometheus_has_them() -> None:
     assert len(METRICS) == len(ROUTER) + len(INGRESS) + len(PROCESS) + len(REPLICA) + len(ENGINE)
 
 
-def test_counters_begin_as_good_as_zero_and_grow_with_those_of_the_status(
-    made: dict[str, FakeMetric],
-) -> None:
-    state, metrics = make(policy="shortest-queue"), RouterMetrics()
+def test_counters_begin_near_zero_and_follow_the_status(made: dict[str, FakeMetric]) -> None:
+    state, metrics = router_state(policy="shortest-queue"), RouterMetrics()
     metrics.export(state)
     policy = (("policy", "shortest-queue"),)
     for metric in COUNTED.values():
         (begin,) = made[metric.name].samples[policy]
         assert begin + 1 == 1
-    say(state, request("a"))
+    place(state, request("a"))
     state.report("c", Report(dict.fromkeys(COUNTED, 2) | {"of_newer_code": 1}))
     for _ in range(2):
         metrics.export(state)
     counters = state.status()["counters"]
     for key, metric in COUNTED.items():
-        if key != "predictor_failures":  # the status has the policies' own count
+        if key != "predictor_failures":  # the policy counts these itself
             assert sum(made[metric.name].samples[policy]) == counters[key] >= 2
     (reason,) = made[BY_REASON.name].samples
     assert dict(reason)["policy"] == "shortest-queue"
@@ -144,9 +142,9 @@ def test_counters_begin_as_good_as_zero_and_grow_with_those_of_the_status(
     assert sum(other) == 1
 
 
-def test_every_metric_of_the_router_has_its_sample(made: dict[str, FakeMetric]) -> None:
-    state, metrics = make(policy="shortest-queue", shadow=NamedPolicy("random")), RouterMetrics()
-    (lease,) = say(state, request("a"))
+def test_the_router_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None:
+    state, metrics = router_state(policy="shortest-queue", shadow=NamedPolicy("random")), RouterMetrics()
+    (lease,) = place(state, request("a"))
     metrics.placed(state, 1e-4)
     metrics.leased(state, [lease])
     metrics.waited(state, lease)
@@ -170,10 +168,10 @@ def test_every_metric_of_the_router_has_its_sample(made: dict[str, FakeMetric]) 
     }
 
 
-async def test_every_metric_of_an_ingress_has_its_sample(made: dict[str, FakeMetric]) -> None:
+async def test_an_ingress_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None:
     metrics = IngressMetrics()
     async with running_app() as app:
-        await app.post("/v1/completions", {"model": "m", "prompt": "hello", "max_tokens": 2})
+        await app.post(COMPLETIONS, HELLO)
         own = (await app.status())["ingress"]
     held = {"slices_left": 2, "experts_moved": 30, "replica_bytes": 4096, "placement": "0123456789ab"}
     metrics.export(
@@ -188,7 +186,7 @@ async def test_every_metric_of_an_ingress_has_its_sample(made: dict[str, FakeMet
     assert median == [own["stages"]["prefill"]["p50_ms"] / 1000]
 
 
-def test_every_metric_of_an_event_loop_has_its_sample(made: dict[str, FakeMetric]) -> None:
+def test_an_event_loop_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None:
     metrics = LoopMetrics()
     for stalls in (0, 0, 2, 3):
         metrics.export("decode", {"stalls": stalls, "longest_stall_s": stalls * 1.5, "tasks": 7})
@@ -199,7 +197,7 @@ def test_every_metric_of_an_event_loop_has_its_sample(made: dict[str, FakeMetric
     assert made["eldr_loop_longest_stall_seconds"].samples == {role: [0, 0, 3, 4.5]}
 
 
-def test_the_metric_of_an_engines_replica_begins_as_good_as_zero(made: dict[str, FakeMetric]) -> None:
+def test_the_counter_of_lost_engines_begins_near_zero(made: dict[str, FakeMetric]) -> None:
     metrics = ReplicaMetrics()
     metrics.begin("prefill")
     metrics.lost("prefill")
@@ -208,8 +206,8 @@ def test_the_metric_of_an_engines_replica_begins_as_good_as_zero(made: dict[str,
     assert (begin + 1, more) == (1, [1])
 
 
-def test_ray_exports_each_metric_under_its_name_and_kind() -> None:
-    """By the code of Ray's agent that stands behind its metrics port."""
+def test_ray_exports_each_metric_with_its_name_and_kind() -> None:
+    """This runs the code of Ray's metrics agent."""
     agent = OpenTelemetryMetricRecorder(gauge_metric_ttl_seconds=60)
     for metric in METRICS.values():
         tags = dict.fromkeys(metric.labels, "x")

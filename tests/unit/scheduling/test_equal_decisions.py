@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from router_talk import say
+from fake_router import place
 from shipped import ROOT
 from tables import counts_for, request, unit_table
 from traces import observed_experts, random_routes
@@ -102,7 +102,7 @@ class Traffic:
         for name in held:  # even if it is the same replica
             known = self.state.placer.running[name].request
             self.state.placer.hold(replace(self.held[client][name], request=known, client=client))
-        answers = say(self.state, *placements, client=client)
+        answers = place(self.state, *placements, client=client)
         for answer in answers:
             if answer.state is State.QUEUED:
                 self.waiting[client][answer.request_id] = answer.request

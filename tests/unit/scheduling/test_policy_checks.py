@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_router import place_one, router_state
 from pydantic import Field
-from router_talk import ask, make
 from shipped import ROOT
 from tables import request
 
@@ -74,8 +74,8 @@ def test_a_strangers_policy_is_loaded_by_its_import_path(stranger: str) -> None:
     name = f"{stranger}:Nearest"
     policy = make_policy(name, start=2)
     assert (policy.name, reads_counts(name), check_policy(type(policy), start=1)) == (name, True, [])
-    state = make(policy=name, parameters={"start": 1})
-    lease = ask(state, "x")
+    state = router_state(policy=name, parameters={"start": 1})
+    lease = place_one(state, "x")
     assert (lease.replica, lease.reason, lease.policy) == ("r1", "nearest", name)
     assert RouterSettings(policy=name, parameters={"start": 3}).policy == name
     predicts: Any = make_policy("balance-route-horizon", predictor=f"{stranger}:Late")

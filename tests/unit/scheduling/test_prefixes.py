@@ -6,9 +6,9 @@ from itertools import takewhile
 
 import numpy as np
 import pytest
+from fake_router import loads, place, release, router_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router_talk import loads, make, release, say
 from tables import request
 
 from eldr_serve.scheduling import (
@@ -166,11 +166,11 @@ def test_a_policy_sees_what_each_worker_has_of_the_prompt_and_a_placement_what_i
 
 
 def test_the_router_counts_cached_tokens_and_knows_how_much_a_replica_keeps() -> None:
-    state = make(workers=1, table=None, policy="round-robin")
+    state = router_state(workers=1, table=None, policy="round-robin")
     prompt = blocks(*range(17))
 
     def cached(name: str) -> int:
-        (lease,) = say(state, request(name, 17, blocks=prompt))
+        (lease,) = place(state, request(name, 17, blocks=prompt))
         release(state, name)
         return lease.cached_tokens
 
@@ -188,7 +188,7 @@ def test_the_router_counts_cached_tokens_and_knows_how_much_a_replica_keeps() ->
 
 
 def test_what_a_worker_has_yet_to_prefill_is_in_its_load_until_its_first_token_or_its_counts() -> None:
-    state = make(workers=1, table=None, policy="round-robin")
+    state = router_state(workers=1, table=None, policy="round-robin")
     prompt = blocks(*range(17))
 
     def lacks() -> int:
@@ -196,15 +196,15 @@ def test_what_a_worker_has_yet_to_prefill_is_in_its_load_until_its_first_token_o
         assert found is not None
         return int(found[0])
 
-    say(state, *(request(name, 17, blocks=prompt) for name in "abcd"), request("split", 17))
+    place(state, *(request(name, 17, blocks=prompt) for name in "abcd"), request("split", 17))
     assert lacks() == 17 + 3 * 1
-    say(state, progress={"a": 1})
+    state.progress({"a": 1})
     assert lacks() == 3
-    say(state, counted=(request("b", 18),))
+    state.counted(request("b", 18))
     assert lacks() == 2
     release(state, "c")
     assert lacks() == 1
-    say(state, request("d", 17, blocks=prompt))  # is placed anew
+    place(state, request("d", 17, blocks=prompt))  # it is placed again
     assert lacks() == 1
     release(state, "a", "b", "d", "split")
     assert lacks() == 0
@@ -213,9 +213,9 @@ def test_what_a_worker_has_yet_to_prefill_is_in_its_load_until_its_first_token_o
 def test_where_prefixes_are_not_shared_all_of_a_prompt_is_computed() -> None:
     none = prompt_blocks(np.arange(99, dtype=np.uint32), 0)
     assert not len(none.hashes)
-    state = make(workers=1, table=None, policy="round-robin")
+    state = router_state(workers=1, table=None, policy="round-robin")
     for name in "ab":
-        (lease,) = say(state, request(name, 99, blocks=none))
+        (lease,) = place(state, request(name, 99, blocks=none))
         assert lease.cached_tokens == 0
     found = state.placer.loads().prefill_tokens
     assert found is not None
@@ -224,7 +224,7 @@ def test_where_prefixes_are_not_shared_all_of_a_prompt_is_computed() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"blocks": blocks()}])
 def test_without_blocks_nothing_is_remembered(fields: dict[str, PromptBlocks]) -> None:
-    state = make(workers=2, table=None, policy="marginal-cost")
-    (lease,) = say(state, request("a", **fields))
+    state = router_state(workers=2, table=None, policy="marginal-cost")
+    (lease,) = place(state, request("a", **fields))
     assert lease.cached_tokens == 0
     assert not len(state.placer.prefixes)

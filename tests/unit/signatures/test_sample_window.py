@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from clock import Clock
 from samples import EXPERTS, LAYERS, TOP_K, sample, traffic
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -25,10 +26,10 @@ def test_the_newest_samples_are_kept_within_both_bounds() -> None:
     assert names(window) == ["r3", "r4"]
     assert window.bytes <= 2 * window.samples[0].size
     window.resize(10, 1, True)
-    assert names(window) == ["r4"]  # the newest one, however large
+    assert names(window) == ["r4"]  # the newest one is kept at any size
 
 
-def test_a_request_that_comes_twice_is_kept_once() -> None:
+def test_a_repeated_request_id_is_kept_once() -> None:
     window = SampleWindow(8)
     window.add([sample("a", prompt=20), sample("b"), sample("a", prompt=30)])
     assert names(window) == ["b", "a"]
@@ -37,7 +38,7 @@ def test_a_request_that_comes_twice_is_kept_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "why"),
+    ("changed", "reason"),
     [
         ({"shape": (LAYERS, 8)}, "2 layers x 8 experts, the pool holds 2 x 16"),
         ({"decode_steps": 0}, "decode counts"),
@@ -46,14 +47,14 @@ def test_a_request_that_comes_twice_is_kept_once() -> None:
         ({"decode_counts": np.zeros((3, 4), np.uint32)}, "both must be"),
     ],
 )
-def test_a_sample_that_does_not_fit_is_refused_with_one_sentence_and_counted(changed, why) -> None:
+def test_an_invalid_sample_is_refused_and_counted(changed, reason) -> None:
     window = SampleWindow(8)
     window.add([sample("a")])
     shape = changed.pop("shape", None)
     wrong = sample("b", shape=shape) if shape else replace(sample("b"), **changed)
     assert window.add([wrong, replace(wrong, request_id="c")]) == 0
     ((sentence, times),) = window.refused.items()
-    assert why in sentence
+    assert reason in sentence
     assert times == 2
     assert names(window) == ["a"]
 
@@ -68,7 +69,7 @@ def test_counts_that_differ_between_layers_are_refused() -> None:
 def test_samples_become_a_trace_that_can_be_saved() -> None:
     window = SampleWindow(8)
     cut = sample("cut")
-    cut = replace(cut, token_ids=np.append(cut.token_ids, np.uint32(7)))  # its last token was decoded
+    cut = replace(cut, token_ids=np.append(cut.token_ids, np.uint32(7)))  # the last token was decoded
     window.add([sample("a"), cut])
     trace = trace_of(window.samples, "m", tokenizer="t", vocabulary=50)
     again = CalibrationTrace.from_bytes(trace.to_bytes())
@@ -93,25 +94,24 @@ def test_token_ids_can_be_left_out() -> None:
     assert trace.prompt_tokens.tolist() == [20, 20]
 
 
-def test_an_empty_pool_makes_no_trace() -> None:
+def test_an_empty_window_makes_no_trace() -> None:
     with pytest.raises(ValueError, match="holds no sample"):
         trace_of([], "m")
 
 
 def test_the_share_follows_the_rate_of_requests() -> None:
-    now = 0.0
-    share = SampleShare(2.0, clock=lambda: now)
+    clock = Clock()
+    share = SampleShare(2.0, clock=clock)
 
-    def seconds(requests_per_s: float, many: int) -> None:
-        nonlocal now
-        for _ in range(many):
-            now += 1.0
+    def serve(requests_per_s: float) -> None:
+        for _ in range(10):
+            clock.now += 1.0
             share.count(round(requests_per_s * share.now))
 
-    seconds(100, 10)
+    serve(100)
     assert share.now == 1.0  # until the first table
     share.all = False
-    seconds(100, 10)
+    serve(100)
     assert share.now == pytest.approx(0.02, rel=0.3)
-    seconds(0, 10)
+    serve(0)
     assert share.now == 1.0

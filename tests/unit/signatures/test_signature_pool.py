@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from clock import Clock
 from samples import EXPERTS, sample, traffic
 from tables import unit_table
 
@@ -26,24 +29,32 @@ OPTIONS = SignatureOptions(first_table=60, window=240, every_s=60.0)
 POOL = PoolSettings("eldr", "decode-router:eldr", "m", OPTIONS)
 
 
-class Pool:
-    """A coordinator with a router and a window in this process, and a clock that stands still.
+class LocalPool:
+    """A coordinator with a router and a sample window in this process, and a clock that the test sets.
 
     Args:
-        table: the table that the deployment configures.
+        samples: number of samples in the window at the start.
+        kinds: their kinds.
+        table: the configured routing table.
     """
 
-    def __init__(self, table: bytes | None = None, policy: str = "locality-band") -> None:
+    def __init__(
+        self, samples: int = 0, kinds: Sequence[int | None] = (0, 3), *, workers: int = 2,
+        table: bytes | None = None, policy: str = "locality-band",
+    ) -> None:  # fmt: skip
         settings = RouterSettings(model_id="m", policy=policy, table=table, pool=POOL)
         self.router = DecodeRouter(settings)
-        self.now = 1000.0
+        self.clock = Clock(1000.0)
         self.window = SampleWindow(OPTIONS.window)
-        self.coordinator = Coordinator(POOL, self, self._trace, clock=lambda: self.now)
-        self.meanwhile: Any = None  # called while a table is being fitted
+        self.coordinator = Coordinator(POOL, self, self._trace, clock=self.clock)
+        self.during_fit: Any = None  # callback
+        self.window.add(traffic(kinds, samples))
+        if workers:
+            self.serve(workers)
 
     async def _trace(self) -> CalibrationTrace:
-        if self.meanwhile is not None:
-            self.meanwhile()
+        if self.during_fit is not None:
+            self.during_fit()
         return trace_of(self.window.samples, "m")
 
     async def look(self, status: dict[str, Any]) -> RouterView:
@@ -55,13 +66,13 @@ class Pool:
     async def swap(self, table: bytes, view: RouterView, *, refit: bool) -> int | None:
         return await self.router.take_table(table, view.epoch, view.table_version, refit)
 
-    async def looks(self, times: int = 2) -> None:
-        """Poll like the actor; twice is enough to see a stable number of replicas."""
+    async def poll(self, times: int = 2) -> None:
+        """Poll like the actor; two polls see a stable number of replicas."""
         for _ in range(times):
             self.coordinator.samples = len(self.window)
             await self.coordinator.look(self.coordinator.status())
 
-    async def serve(self, workers: int) -> None:
+    def serve(self, workers: int) -> None:
         replicas = tuple(f"r{number}" for number in range(workers))
         self.router._state.restore(Restore("ingress", replicas))
         self.router._state.update_workers(replicas)
@@ -72,11 +83,18 @@ class Pool:
         return None if file is None else RoutingTable.from_bytes(file)
 
     @property
+    def status(self) -> dict[str, Any]:
+        return self.coordinator.status()
+
+    async def refit(self) -> Any:
+        return await self.coordinator.refit(self.status)
+
+    @property
     def counters(self) -> Any:
         return self.router._state.counters
 
 
-def serves(table: RoutingTable | None) -> list[int]:
+def kinds(table: RoutingTable | None) -> list[int]:
     """Return the kind (see samples.py) of each worker's centroid."""
     assert table is not None
     cells = table.centroids.reshape(len(table.centroids), -1, EXPERTS).sum(axis=1)
@@ -84,187 +102,163 @@ def serves(table: RoutingTable | None) -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def actors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Record the actors that would be started, without starting any."""
-    done: list[tuple[str, Any]] = []
-    monkeypatch.setattr(link, "start_pool", lambda settings: done.append(("start", settings)))
-    monkeypatch.setattr(link, "end_pool", lambda settings, beyond=0: done.append((f"end {beyond}", settings)))
-    return done
+def actors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record which actors would start and end, without starting any."""
+    calls: list[str] = []
+    monkeypatch.setattr(link, "start_pool", lambda settings: calls.append("start"))
+    monkeypatch.setattr(link, "end_pool", lambda settings, beyond=0: calls.append(f"end {beyond}"))
+    return calls
 
 
 @pytest.mark.parametrize("policy", ["locality-band", "marginal-cost"])
-async def test_the_first_table_is_made_of_enough_samples_under_every_policy(policy: str) -> None:
-    found = Pool(policy=policy)
-    await found.serve(2)
-    found.window.add(traffic([0, 3], 59))
-    await found.looks()
-    assert found.live is None
-    assert found.coordinator.status()["note"] == "no table yet: 59 of 60 samples"
-    found.window.add(traffic([0, 3], 1, begin=59))
-    await found.looks(1)
-    assert sorted(serves(found.live)) == [0, 3]
-    status = found.coordinator.status()
+async def test_the_first_table_is_fitted_from_enough_samples_under_any_policy(policy: str) -> None:
+    local = LocalPool(59, policy=policy)
+    await local.poll()
+    assert local.live is None
+    assert local.status["note"] == "no table yet: 59 of 60 samples"
+    local.window.add(traffic([0, 3], 1, begin=59))
+    await local.poll(1)
+    assert sorted(kinds(local.live)) == [0, 3]
+    status = local.status
     assert status["table"] | {"version": 1, "samples": 60, "workers": 2} == status["table"]
     assert status["table"]["why"] == "first table for 2 decode replicas"
     assert status["table"]["held_out"]["experts_by_table"] < status["table"]["held_out"]["experts_by_load"]
-    assert status["note"] == "no table yet: 60 of 60 samples"  # from the previous look
-    await found.looks(1)
-    assert found.coordinator.status()["note"] == "table version 1 is live"
-    assert (await found.router.status())["signatures"]["table"] == status["table"]
-    assert found.counters["refits"] == 0
-    assert found.counters["table_swaps"] == 1
+    assert status["note"] == "no table yet: 60 of 60 samples"  # from the previous poll
+    await local.poll(1)
+    assert local.status["note"] == "table version 1 is live"
+    assert (await local.router.status())["signatures"]["table"] == status["table"]
+    assert local.counters["refits"] == 0
+    assert local.counters["table_swaps"] == 1
 
 
-async def test_a_table_that_is_worse_than_load_is_refused_and_the_status_says_why() -> None:
-    found = Pool()
-    await found.serve(2)
-    found.window.add(traffic([None], 120))  # requests without common structure
-    await found.looks(4)
-    assert found.live is None
-    status = found.coordinator.status()
-    assert status["tables_refused"] == 1  # not tried at every look
+async def test_a_table_no_better_than_load_is_refused_with_a_reason_in_the_status() -> None:
+    local = LocalPool(120, [None])  # requests without common structure
+    await local.poll(4)
+    assert local.live is None
+    status = local.status
+    assert status["tables_refused"] == 1  # not retried at each poll
     assert "no better than load" in status["last_refusal"]["why"]
     assert status["last_refusal"]["why"] in status["note"]
-    await found.looks(1)
-    assert found.counters["tables_refused"] == 1
+    await local.poll(1)
+    assert local.counters["tables_refused"] == 1
     with pytest.raises(SwapRefused, match="no better than load"):
-        await found.coordinator.refit(found.coordinator.status())
-    found.now += OPTIONS.every_s
-    found.window.add(traffic([0, 3], 240, begin=500))
-    await found.looks(1)
-    assert sorted(serves(found.live)) == [0, 3]
+        await local.refit()
+    local.clock.now += OPTIONS.every_s
+    local.window.add(traffic([0, 3], 240, begin=500))
+    await local.poll(1)
+    assert sorted(kinds(local.live)) == [0, 3]
 
 
-async def test_a_refused_first_table_is_tried_again_once_there_are_half_as_many_samples_more() -> None:
-    found = Pool()
-    await found.serve(2)
-    found.window.add(traffic([None], 60))
-    await found.looks()
-    found.window.add(traffic([0, 3], 29, begin=500))
-    await found.looks()
-    assert found.coordinator.status()["tables_refused"] == 1
-    found.window.add(traffic([0, 3], 121, begin=600))
-    await found.looks(1)
-    assert sorted(serves(found.live)) == [0, 3]  # before every_s
+async def test_a_refused_first_table_is_fitted_again_after_half_as_many_new_samples() -> None:
+    local = LocalPool(60, [None])
+    await local.poll()
+    local.window.add(traffic([0, 3], 29, begin=500))
+    await local.poll()
+    assert local.status["tables_refused"] == 1
+    local.window.add(traffic([0, 3], 121, begin=600))
+    await local.poll(1)
+    assert sorted(kinds(local.live)) == [0, 3]  # without waiting for every_s
 
 
 async def test_drift_leads_to_a_refit() -> None:
-    found = Pool()
-    await found.serve(2)
-    found.window.add(traffic([0, 3], 120))
-    await found.looks()
-    before = serves(found.live)
-    found.now += OPTIONS.every_s
-    await found.looks()
-    assert found.counters["table_swaps"] == 1  # nothing has changed
-    found.window.add(traffic([3, 6], 240, begin=500))
-    await found.looks()
-    assert found.counters["table_swaps"] == 1  # not before every_s
-    found.now += OPTIONS.every_s
-    await found.looks()
-    assert found.counters["refits"] == 1
-    assert "drifted" in found.coordinator.status()["table"]["why"]
-    assert serves(found.live) == [3 if kind == 3 else 6 for kind in before]  # kind 3 kept its worker
+    local = LocalPool(120)
+    await local.poll()
+    before = kinds(local.live)
+    local.clock.now += OPTIONS.every_s
+    await local.poll()
+    assert local.counters["table_swaps"] == 1  # nothing has changed
+    local.window.add(traffic([3, 6], 240, begin=500))
+    await local.poll()
+    assert local.counters["table_swaps"] == 1  # not before every_s
+    local.clock.now += OPTIONS.every_s
+    await local.poll()
+    assert local.counters["refits"] == 1
+    assert "drifted" in local.status["table"]["why"]
+    assert kinds(local.live) == [3 if kind == 3 else 6 for kind in before]  # kind 3 kept its worker
 
 
-async def test_scaling_leads_to_a_table_of_as_many_workers() -> None:
-    found = Pool()
-    await found.serve(2)
-    found.window.add(traffic([0, 3, 6], 120))
-    await found.looks()
-    assert len(found.live.centroids) == 2
-    await found.serve(3)
-    await found.looks(1)
-    assert len(found.live.centroids) == 2  # more replicas may be starting
-    await found.looks(1)
-    assert sorted(serves(found.live)) == [0, 3, 6]
-    assert "3 decode replicas serve" in found.coordinator.status()["table"]["why"]
+async def test_scaling_leads_to_a_table_for_the_new_number_of_workers() -> None:
+    local = LocalPool(120, [0, 3, 6])
+    await local.poll()
+    assert len(local.live.centroids) == 2
+    local.serve(3)
+    await local.poll(1)
+    assert len(local.live.centroids) == 2  # more replicas may be starting
+    await local.poll(1)
+    assert sorted(kinds(local.live)) == [0, 3, 6]
+    assert "3 decode replicas serve" in local.status["table"]["why"]
 
 
 async def test_one_decode_replica_needs_no_table() -> None:
-    found = Pool()
-    await found.serve(1)
-    found.window.add(traffic([0, 3], 120))
-    await found.looks()
-    assert found.live is None
-    assert "a table needs 2 or more" in found.coordinator.status()["note"]
+    local = LocalPool(120, workers=1)
+    await local.poll()
+    assert local.live is None
+    assert "a table needs 2 or more" in local.status["note"]
     with pytest.raises(SwapRefused, match="2 or more"):
-        await found.coordinator.refit(found.coordinator.status())
+        await local.refit()
 
 
-async def test_a_table_of_an_operator_is_not_replaced_by_a_first_one() -> None:
-    found = Pool(table=unit_table(2, num_experts=EXPERTS).to_bytes())
-    await found.serve(2)
-    found.window.add(traffic([0, 3], 31))
-    await found.looks()
-    assert found.router._state.settings.table_version == 1
-    found.window.add(traffic([0, 3], 60, begin=31))
-    found.now += OPTIONS.every_s
-    await found.looks()  # but it is refitted on drift
-    assert found.counters["refits"] == 1
+async def test_a_configured_table_is_replaced_only_by_a_refit() -> None:
+    local = LocalPool(31, table=unit_table(2, num_experts=EXPERTS).to_bytes())
+    await local.poll()
+    assert local.router._state.settings.table_version == 1
+    local.window.add(traffic([0, 3], 60, begin=31))
+    local.clock.now += OPTIONS.every_s
+    await local.poll()  # drift leads to a refit
+    assert local.counters["refits"] == 1
 
 
-async def test_before_an_ingress_has_restored_its_settings_nothing_is_made() -> None:
+async def test_no_table_is_fitted_before_an_ingress_has_restored_its_settings() -> None:
     """After a restart the router has no table; the ingresses hold the operator's table."""
-    found = Pool()
-    found.router._state.update_workers(("r0", "r1"))
-    found.window.add(traffic([0, 3], 120))
-    await found.looks(3)
-    assert found.live is None
-    assert "before the router has an ingress" in found.coordinator.status()["note"]
-    await found.serve(2)
-    await found.looks()
-    assert found.live is not None
+    local = LocalPool(120, workers=0)
+    local.router._state.update_workers(("r0", "r1"))
+    await local.poll(3)
+    assert local.live is None
+    assert "before the router has an ingress" in local.status["note"]
+    local.serve(2)
+    await local.poll()
+    assert local.live is not None
 
 
-async def test_a_request_makes_a_whole_new_table_that_keeps_the_workers() -> None:
-    found = Pool()
-    await found.serve(2)
+async def test_a_requested_refit_keeps_each_workers_kind() -> None:
+    local = LocalPool()
     with pytest.raises(SwapRefused, match="holds 0 samples and a table of 2 decode replicas needs 16"):
-        await found.coordinator.refit(found.coordinator.status())
-    found.window.add(traffic([0, 3], 60))
-    await found.looks()
-    before = serves(found.live)
-    found.window.add(traffic([0, 3], 60, begin=60))
-    found.coordinator.samples = 120
-    made = await found.coordinator.refit(found.coordinator.status())
+        await local.refit()
+    local.window.add(traffic([0, 3], 60))
+    await local.poll()
+    before = kinds(local.live)
+    local.window.add(traffic([0, 3], 60, begin=60))
+    local.coordinator.samples = 120
+    made = await local.refit()
     assert (made["version"], made["samples"], made["why"]) == (2, 120, "requested")
-    assert serves(found.live) == before
+    assert kinds(local.live) == before
 
 
-async def test_a_table_that_somebody_swaps_in_meanwhile_stays() -> None:
-    found = Pool()
-    await found.serve(2)
-    found.window.add(traffic([0, 3], 60))
+async def test_a_table_swapped_in_during_a_fit_stays() -> None:
+    local = LocalPool(60)
     file = unit_table(2, num_experts=EXPERTS).to_bytes()
-    found.meanwhile = lambda: found.router._state.swap_table(file)
-    await found.looks()
-    assert found.router._state.settings.table == file
+    local.during_fit = lambda: local.router._state.swap_table(file)
+    await local.poll()
+    assert local.router._state.settings.table == file
 
 
-async def test_a_table_of_another_shape_than_the_engines_is_refused_by_the_router() -> None:
-    found = Pool()
-    await found.serve(2)
-    await found.router.expect_counts(4, 8)
-    found.window.add(traffic([0, 3], 60))
-    await found.looks()
-    assert found.live is None
-    assert "but the prefill engines report 4 x 8" in found.coordinator.status()["last_refusal"]["why"]
+async def test_the_router_refuses_a_table_of_another_shape_than_the_engines() -> None:
+    local = LocalPool(60)
+    await local.router.expect_counts(4, 8)
+    await local.poll()
+    assert local.live is None
+    assert "but the prefill engines report 4 x 8" in local.status["last_refusal"]["why"]
 
 
-async def test_samples_of_another_shape_than_the_live_table_refit_nothing() -> None:
-    found = Pool(table=unit_table(2).to_bytes())
-    await found.serve(2)
-    found.window.add(traffic([0, 3], 60))
-    await found.looks()
-    assert found.counters["table_swaps"] == 0
-    assert "the samples have 2 x 16" in found.coordinator.status()["last_refusal"]["why"]
+async def test_samples_of_another_shape_than_the_live_table_cause_no_refit() -> None:
+    local = LocalPool(60, table=unit_table(2).to_bytes())
+    await local.poll()
+    assert local.counters["table_swaps"] == 0
+    assert "the samples have 2 x 16" in local.status["last_refusal"]["why"]
 
 
-async def test_samples_are_taken_while_a_table_is_made() -> None:
-    found = Pool()
-    await found.serve(2)
-    found.window.add(traffic([0, 3], 60))
+async def test_samples_are_accepted_during_a_fit() -> None:
+    local = LocalPool(60)
     making, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(function: Any, *arguments: Any) -> Any:
@@ -272,17 +266,17 @@ async def test_samples_are_taken_while_a_table_is_made() -> None:
         await go_on.wait()
         return await asyncio.to_thread(function, *arguments)
 
-    found.coordinator._fit = slow
-    looking = asyncio.create_task(found.looks())
+    local.coordinator._fit = slow
+    looking = asyncio.create_task(local.poll())
     await making.wait()
-    found.window.add([sample("late")])
-    await found.looks(1)  # a concurrent look fits no second table
+    local.window.add([sample("late")])
+    await local.poll(1)  # a concurrent poll fits no second table
     go_on.set()
     await looking
-    assert found.coordinator.status()["table"]["samples"] == 60
+    assert local.status["table"]["samples"] == 60
 
 
-async def test_a_changed_deployment_starts_and_ends_actors(actors: list[tuple[str, Any]]) -> None:
+async def test_a_changed_deployment_starts_and_ends_actors(actors: list[str]) -> None:
     settings = RouterSettings(model_id="m", pool=POOL)
     router = DecodeRouter(settings)
     await router._pool._changing
@@ -290,26 +284,21 @@ async def test_a_changed_deployment_starts_and_ends_actors(actors: list[tuple[st
     for changed in (fewer, POOL, POOL, None):
         await router.configure(settings.model_copy(update={"pool": changed}))
         await router._pool._changing
-    assert [what for what, _ in actors] == [
-        "start", "end 3", "start", "end 1", "start", "end 0",
-    ]  # fmt: skip
+    assert actors == ["start", "end 3", "start", "end 1", "start", "end 0"]
     assert (await router.status())["signatures"] is None
 
 
-async def test_the_status_says_when_the_pool_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Pool()
-    await found.serve(2)
-    await found.looks(1)
-    assert (await found.router.status())["signatures"]["note"].startswith("no table")
+async def test_the_status_shows_that_the_pool_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = LocalPool()
+    await local.poll(1)
+    assert (await local.router.status())["signatures"]["note"].startswith("no table")
     monkeypatch.setattr(link, "_AWAY_S", 0.0)
-    signatures = (await found.router.status())["signatures"]
+    signatures = (await local.router.status())["signatures"]
     assert "has not answered" in signatures["note"]
     assert signatures["actors"] == 0
 
 
-async def test_an_actor_that_is_away_costs_its_samples_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_unreachable_actor_loses_only_its_own_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = PoolSettings("eldr", "r", "m", OPTIONS.model_copy(update={"actors": 3}))
     first, second = (pool.SignaturePool(settings, index) for index in (0, 1))
     for task in [*first._tasks, *second._tasks]:
@@ -317,10 +306,13 @@ async def test_an_actor_that_is_away_costs_its_samples_and_nothing_else(
     await first.add(traffic([0], 5))
     await second.add([*traffic([3], 5, begin=5), sample("x", shape=(1, 4))])
 
+    methods = {name: SimpleNamespace(remote=getattr(second, name)) for name in ("samples", "look")}
+    handle = SimpleNamespace(**methods)
+
     def find(name: str) -> Any:
         if name.endswith(":2"):
             raise ValueError("no such actor")
-        return _Handle(second)
+        return handle
 
     monkeypatch.setattr(pool, "find_actor", find)
     await first._ask_all()
@@ -333,18 +325,7 @@ async def test_an_actor_that_is_away_costs_its_samples_and_nothing_else(
     assert first._share.all is False
 
 
-class _Handle:
-    """A local stand-in for an actor handle."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._actor, name)
-        return type("Method", (), {"remote": staticmethod(method)})
-
-
-def test_the_options_name_what_is_wrong() -> None:
+def test_invalid_options_are_named() -> None:
     with pytest.raises(ValueError, match="first_table"):
         SignatureOptions(first_table=3)
     with pytest.raises(ValueError, match="write `signatures` beside `router`"):

@@ -1,4 +1,4 @@
-"""The states of a request at its client: each edge of the table, and whatever order they come in."""
+"""The states of a lease in the client: each transition, and random orders of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
+from fake_router import FakeActor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router_talk import FakeActor
 from tables import request, unit_table
 
 from eldr_serve.channel import CallFailed, ChannelLost
@@ -18,7 +18,7 @@ from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.messages import Leased, Queued, Settings, Unplaced, decoder, encode
 from eldr_serve.scheduling import Lease, State
 
-EDGES = {
+TRANSITIONS = {
     State.SCORED: {State.SENT, State.LEASED, State.DONE},
     State.SENT: {State.SCORED, State.QUEUED, State.LEASED, State.DONE},
     State.QUEUED: {State.SCORED, State.LEASED, State.DONE},
@@ -29,41 +29,41 @@ EDGES = {
 
 @pytest.mark.parametrize("before", State)
 @pytest.mark.parametrize("after", State)
-def test_a_request_goes_along_the_edges_and_no_others(before: State, after: State) -> None:
-    placement = Lease(request("a"), before)
-    if after in EDGES[before]:
-        placement.become(after)
-        assert placement.state is after
+def test_only_the_listed_transitions_are_allowed(before: State, after: State) -> None:
+    lease = Lease(request("a"), before)
+    if after in TRANSITIONS[before]:
+        lease.become(after)
+        assert lease.state is after
     else:
         with pytest.raises(ValueError, match=f"a cannot go from {before.value} to {after.value}"):
-            placement.become(after)
+            lease.become(after)
 
 
 class Call:
-    """An open call, whose other end is the test."""
+    """An open call with the test at the other end."""
 
-    def __init__(self, desk: Desk, body: bytes, received: Any, failed: Any) -> None:
-        self.desk, self.received, self.failed = desk, received, failed
-        self.told = [decoder(Any)(body)]
+    def __init__(self, router: Router, body: bytes, received: Any, failed: Any) -> None:
+        self.router, self.received, self.failed = router, received, failed
+        self.sent = [decoder(Any)(body)]
         self.ended = False
 
     def note(self, payload: bytes = b"", tokens: int = 0) -> None:
         assert not self.ended
-        self.told.append(decoder(Any)(payload) if payload else tokens)
+        self.sent.append(decoder(Any)(payload) if payload else tokens)
 
     def close(self, tokens: int = 0) -> None:
         assert not self.ended
         self.ended = True
 
 
-class Desk:
-    """A client with one request, to which the test speaks for the router, in these steps."""
+class Router:
+    """The router as a client with one request sees it, which the test controls in these steps."""
 
     ANSWERS: ClassVar = {"lease": Leased("r1", policy="p"), "queue": Queued(), "unplaced": Unplaced()}
     STEPS = ("open", "fail", *ANSWERS, "swap", "lose", "away", "cancel", "release")
 
     def __init__(self) -> None:
-        """It has been asked for a worker, and there is no channel yet."""
+        """Place the request; there is no channel yet."""
         directory = ReplicaDirectory()
         directory.publish({"r0": {}, "r1": {}})
         self.client = RouterClient(FakeActor(), directory)
@@ -94,16 +94,16 @@ class Desk:
     async def do(self, *steps: str) -> None:
         await asyncio.sleep(0)
         for step in steps:
-            asked = self.calls.get("place")
-            asked = None if asked is None or asked.ended else asked
+            call = self.calls.get("place")
+            call = None if call is None or call.ended else call
             match step:
                 case "open" if self.channel is None:
                     self.channel = Mock(open_call=self.open_call, close=self.lost)
                     self.client._link._subscribe(self.channel)
                     self.push()
-                case "fail" if asked is not None and self.state is State.SENT:
-                    asked.ended = True
-                    asked.failed(CallFailed(500, b"no memory"))
+                case "fail" if call is not None and self.state is State.SENT:
+                    call.ended = True
+                    call.failed(CallFailed(500, b"no memory"))
                 case "swap" if self.channel is not None:
                     self.push()
                 case "lose" if self.channel is not None:
@@ -114,27 +114,27 @@ class Desk:
                     self.task.cancel()
                 case "release":
                     self.client.release("a")
-                case answer if asked is not None and answer in self.ANSWERS and self.state in (
+                case answer if call is not None and answer in self.ANSWERS and self.state in (
                     State.SENT, State.QUEUED
                 ):  # fmt: skip
-                    asked.received(encode(self.ANSWERS[answer]))
+                    call.received(encode(self.ANSWERS[answer]))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
     @property
     def state(self) -> State:
-        found = self.client.leases.get("a")
-        return State.DONE if found is None else found.state
+        lease = self.client.leases.get("a")
+        return State.DONE if lease is None else lease.state
 
 
 PATHS: dict[str, tuple[list[str], State]] = {
     "there is no channel yet": ([], State.SCORED),
     "it is sent": (["open"], State.SENT),
     "the channel is lost": (["open", "lose"], State.SCORED),
-    "there is another channel": (["open", "lose", "open"], State.SENT),
-    "there is a worker": (["open", "lease"], State.LEASED),
-    "there is none free": (["open", "queue"], State.QUEUED),
-    "the table is another": (["open", "swap"], State.SENT),
+    "it is sent over another channel": (["open", "lose", "open"], State.SENT),
+    "it gets a worker": (["open", "lease"], State.LEASED),
+    "no worker is free": (["open", "queue"], State.QUEUED),
+    "the table is swapped": (["open", "swap"], State.SENT),
     "a worker is free now": (["open", "queue", "lease"], State.LEASED),
     "the table is swapped while it waits": (["open", "queue", "swap"], State.QUEUED),
     "the channel is lost while it waits": (["open", "queue", "lose"], State.SCORED),
@@ -153,39 +153,39 @@ PATHS: dict[str, tuple[list[str], State]] = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_each_edge(path: str) -> None:
+async def test_each_path_ends_in_its_state(path: str) -> None:
     steps, end = PATHS[path]
-    desk = Desk()
-    await desk.do(*steps)
-    assert desk.state is end
+    router = Router()
+    await router.do(*steps)
+    assert router.state is end
     if end is State.LEASED:
-        assert (await desk.task).replica in ("r0", "r1")
-    asked = desk.calls.get("place")
+        assert (await router.task).replica in ("r0", "r1")
+    call = router.calls.get("place")
     if end in (State.SCORED, State.DONE):
-        assert asked is None or asked.ended
-    elif desk.channel is not None and path != "the router fails":
-        assert asked is not None
-        assert not asked.ended
-    desk.task.cancel()
+        assert call is None or call.ended
+    elif router.channel is not None and path != "the router fails":
+        assert call is not None
+        assert not call.ended
+    router.task.cancel()
 
 
 @settings(max_examples=150)
-@given(st.lists(st.sampled_from(Desk.STEPS), max_size=12))
-def test_whatever_the_router_says_the_request_ends_and_nothing_stays_behind(steps: list[str]) -> None:
+@given(st.lists(st.sampled_from(Router.STEPS), max_size=12))
+def test_any_order_of_events_ends_the_request_and_leaves_nothing_behind(steps: list[str]) -> None:
     async def run() -> None:
-        desk = Desk()
-        await desk.do(*steps, "away", "open")
-        leased = (await asyncio.gather(desk.task, return_exceptions=True))[0]
+        router = Router()
+        await router.do(*steps, "away", "open")
+        leased = (await asyncio.gather(router.task, return_exceptions=True))[0]
         assert isinstance(leased, Lease | asyncio.CancelledError)
-        assert (desk.state is State.LEASED) == ("a" in desk.client.leases)
-        if desk.state is State.LEASED:  # the router knows where it is
-            _, restored, lease = desk.calls["place"].told[0]
+        assert (router.state is State.LEASED) == ("a" in router.client.leases)
+        if router.state is State.LEASED:  # the router knows its worker
+            _, restored, lease = router.calls["place"].sent[0]
             assert restored["request_id"] == "a"
-            assert lease[1] == desk.client.leases["a"].replica
-        desk.client.release("a")
-        assert desk.client.lease_count == 0
-        assert not desk.client._calls
-        assert not list(desk.client._waiting)
-        assert "place" not in desk.calls or desk.calls["place"].ended
+            assert lease[1] == router.client.leases["a"].replica
+        router.client.release("a")
+        assert router.client.lease_count == 0
+        assert not router.client._calls
+        assert not list(router.client._waiting)
+        assert "place" not in router.calls or router.calls["place"].ended
 
     asyncio.run(run())

@@ -1,11 +1,10 @@
-"""A router's state, a client of it over a channel without a network, a queued policy, and what tests say."""
+"""A router's state, a fake actor of it, clients over a channel without a network, and a queued policy."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,10 +24,10 @@ from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Decision, Lease, Loads, PlacementRequest, QueuedPolicy, State
 
 
-def make(
+def router_state(
     workers: int = 3, table: int | None = 3, policy: str = "locality-band", clients: str = "c", **options: Any
 ) -> RouterState:
-    """A router whose clients (a letter each) have told it of workers r0, r1, ..."""
+    """Return a router whose clients (a letter each) have reported the workers r0, r1, ..."""
     data = unit_table(table).to_bytes() if table else None
     state = RouterState(model_id="m", policy=policy, table=data, **options)
     for client in clients:
@@ -36,56 +35,43 @@ def make(
     return state
 
 
-def say(
-    state: RouterState,
-    *ask: str | PlacementRequest,
-    client: str = "c",
-    progress: dict[str, int] | None = None,
-    released: Sequence[str] = (),
-    held: Sequence[Lease] = (),
-    counted: Sequence[PlacementRequest] = (),
-) -> list[Lease]:
-    """Ask for workers, by name alone for a request that may wait, after all the other news."""
-    asked = [request(a, may_wait=True) if isinstance(a, str) else a for a in ask]
-    state.progress(progress or {})
-    for name in released:
-        state.finish(name)
-    for lease in held:
-        state.hold(replace(lease, client=client))
-    for known in counted:
-        state.counted(known)
-    placements = [Lease(one, State.SENT, client) for one in asked]
-    state.place(placements)
-    return placements
+def place(state: RouterState, *requests: str | PlacementRequest, client: str = "c") -> list[Lease]:
+    """Place requests together; a name stands for a request that may wait."""
+    leases = [
+        Lease(request(one, may_wait=True) if isinstance(one, str) else one, State.SENT, client)
+        for one in requests
+    ]
+    state.place(leases)
+    return leases
 
 
-def ask(state: RouterState, name: str, centroid: int | None = None, **fields: Any) -> Lease:
-    """The answer to a request, which must not wait, of a centroid's signature."""
+def place_one(state: RouterState, name: str, centroid: int | None = None, **fields: Any) -> Lease:
+    """Place a request that must not wait, with the signature of this centroid."""
     if centroid is not None:
         table = RoutingTable.from_bytes(state.settings.table or b"")
         fields["similarity"] = table.similarity(counts_for(centroid))
-    asked = request(name, **{"table_version": state.settings.table_version, **fields})
-    (answer,) = say(state, asked)
-    return answer
+    (lease,) = place(state, request(name, **{"table_version": state.settings.table_version, **fields}))
+    return lease
 
 
 def release(state: RouterState, *names: str) -> None:
-    say(state, released=names)
+    for name in names:
+        state.finish(name)
 
 
-def leased(name: str, replica: str, **fields: Any) -> Lease:
-    """What a client that placed by itself tells."""
-    asked = request(name, **{"max_new_tokens": 0, **fields})
-    return Lease(asked, State.LEASED, replica=replica, policy="own-load")
+def client_lease(name: str, replica: str, client: str = "c", **fields: Any) -> Lease:
+    """Return the lease of a request that its client has placed by own load."""
+    fields = {"max_new_tokens": 0, **fields}
+    return Lease(request(name, **fields), State.LEASED, client, replica, policy="own-load")
 
 
 def loads(state: RouterState) -> dict[str, tuple[int, int]]:
-    """Requests and KV tokens of each worker."""
+    """Return the requests and KV tokens of each worker."""
     return {w["replica"]: (w["in_flight"], w["kv_tokens"]) for w in state.status()["workers"]}
 
 
 class _End(asyncio.Transport):
-    """One end of a connection in this process; what is written arrives in order, after the actor's delay."""
+    """One end of a connection in this process; data arrives in order, after the actor's delay."""
 
     other: _End
 
@@ -125,11 +111,11 @@ class _End(asyncio.Transport):
 
 
 class FakeActor(RouterCalls):
-    """The actor's state and sessions without Ray, and the calls of a client of it.
+    """The actor's state and sessions without Ray, and a client's calls to it.
 
     Attributes:
-        delay_s: time that a message is on its way.
-        messages: notes and requests of clients.
+        delay_s: travel time of a message.
+        messages: received requests and notes.
     """
 
     def __init__(self, *, grace_s: float = 6.0, **options: Any) -> None:
@@ -151,12 +137,13 @@ class FakeActor(RouterCalls):
         return self.state.placer.running
 
     @property
-    def asked(self) -> list[PlacementRequest]:
-        return [one.request for one in self.messages if isinstance(one, Place)]
+    def requests(self) -> list[PlacementRequest]:
+        """Return the received requests."""
+        return [message.request for message in self.messages if isinstance(message, Place)]
 
     @property
     def alive(self) -> bool:
-        """Whether it can be reached; it keeps what it knows."""
+        """Whether clients can reach the actor; it keeps its state."""
         return self._alive
 
     @alive.setter
@@ -166,12 +153,12 @@ class FakeActor(RouterCalls):
             self.disconnect()
 
     def disconnect(self) -> None:
-        """Lose all connections."""
+        """Close all connections."""
         for connection in list(self.server.connections):
             connection.close("it is lost")
 
     def restart(self) -> None:
-        """Forget everything."""
+        """Lose all state."""
         self.disconnect()
         self.state = RouterState(**self.options)
         self.sessions = Sessions(self.state, Mock(), self.sessions.grace_s)
@@ -179,14 +166,14 @@ class FakeActor(RouterCalls):
 
     def _subscribe(self, body: bytes, answer: Answer) -> Any:
         held = self.sessions.held["subscribe"](body, answer)
-        return self._heard(held, decoder(Any))
+        return self._recorded(held, decoder(Any))
 
     def _place(self, body: bytes, answer: Answer) -> Any:
         held = self.sessions.held["place"](body, answer)
         self.messages.append(decoder(Place)(body))
-        return self._heard(held, decoder(Place | Counted))
+        return self._recorded(held, decoder(Place | Counted))
 
-    def _heard(self, held: Any, decode: Callable[[bytes], Any]) -> Any:
+    def _recorded(self, held: Any, decode: Callable[[bytes], Any]) -> Any:
         def noted(payload: bytes, tokens: int) -> None:
             self.messages.append(decode(payload) if payload else tokens)
             held.noted(payload, tokens)
@@ -194,22 +181,22 @@ class FakeActor(RouterCalls):
         return Mock(noted=noted, closed=held.closed, lost=held.lost)
 
     async def _answer(self, method: str, header: Any, body: bytes, answer: Answer) -> None:
-        found = getattr(self.state, method)
-        result = found(*_ARGUMENTS[method](body)) if callable(found) else found
+        member = getattr(self.state, method)
+        result = member(*_ARGUMENTS[method](body)) if callable(member) else member
         answer.send(encode(result))
 
     async def configure(self, settings: Any) -> None:
-        """Nothing was deployed anew."""
+        """Ignore a redeployment."""
 
     def calls(self) -> RouterCalls:
-        """Of another client."""
-        made = RouterCalls(lambda: None)  # type: ignore[arg-type, return-value]
-        made._connect = self._connect  # type: ignore[method-assign]
-        return made
+        """Return the calls of another client."""
+        calls = RouterCalls(lambda: None)  # type: ignore[arg-type, return-value]
+        calls._connect = self._connect  # type: ignore[method-assign]
+        return calls
 
     async def _connect(self) -> Channel:
         if not self.alive:
-            raise ChannelLost("it is dead")
+            raise ChannelLost("the actor is dead")
         channel = Channel("secret", lambda: None)
         here, there = _End(self, channel), _End(self, _Connection(self.server))
         here.other, there.other = there, here
@@ -221,32 +208,43 @@ class FakeActor(RouterCalls):
 
 @asynccontextmanager
 async def connected(
-    actor: FakeActor,
-    *replicas: str,
-    timeout_s: float = 0.3,
-    directory: ReplicaDirectory | None = None,
+    actor: FakeActor, *replicas: str, timeout_s: float = 0.3, release: bool = True
 ) -> AsyncIterator[RouterClient]:
-    """A client of the actor."""
-    directory = directory or ReplicaDirectory()
+    """Run a client of the actor; at the end release its leases, and wait until both sides are idle."""
+    directory = ReplicaDirectory()
     directory.publish({replica: {} for replica in replicas})
     client = RouterClient(actor.calls(), directory, timeout_s=timeout_s)
     client.start()
     try:
         yield client
+        for name in list(client.leases) if release else ():
+            client.release(name)
+        if release:
+            await wait_until_idle(client, actor)
     finally:
         await client.stop()
 
 
-async def settled(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
-    """Wait until it is so."""
+@asynccontextmanager
+async def router_and_client(
+    *replicas: str, timeout_s: float = 0.3, **options: Any
+) -> AsyncIterator[tuple[FakeActor, RouterClient]]:
+    """Run an actor with these options and a client of it."""
+    actor = FakeActor(**options)
+    async with connected(actor, *replicas, timeout_s=timeout_s) as client:
+        yield actor, client
+
+
+async def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    """Wait until the condition holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-async def all_is_over(client: RouterClient, actor: FakeActor) -> None:
-    """Wait until neither router nor client holds anything."""
-    await settled(lambda: not actor.state.queue_size and not actor.running)
+async def wait_until_idle(client: RouterClient, actor: FakeActor) -> None:
+    """Wait until neither router nor client has a lease or a waiting request."""
+    await wait_until(lambda: not actor.state.queue_size and not actor.running)
     assert set(loads(actor.state).values()) <= {(0, 0)}
     assert not client.lease_count
     assert not client.leases
@@ -255,11 +253,18 @@ async def all_is_over(client: RouterClient, actor: FakeActor) -> None:
     assert not actor.sessions.open
 
 
-SLOTS = "router_talk:Slots"  # loads the policy
+SLOTS = "fake_router:SlotPolicy"  # its import path
 
 
-class Slots(QueuedPolicy):
-    """First come, first served, on the first worker with a free slot. Remembers what it was told."""
+class SlotPolicy(QueuedPolicy):
+    """First come, first served, on the first worker with a free slot; records its callbacks.
+
+    Attributes:
+        waiting: requests at the last dispatch.
+        running: worker by request id.
+        assigned: the same requests.
+        lengths: generated tokens of the requests that have ended.
+    """
 
     class Parameters(QueuedPolicy.Parameters):
         slots: int = 1
@@ -269,11 +274,11 @@ class Slots(QueuedPolicy):
 
     def __init__(self, **parameters: Any) -> None:
         super().__init__(**parameters)
-        self.waiting: list[PlacementRequest] = []  # at the last dispatch
-        self.running: dict[str, int] = {}  # request id -> worker
-        self.placed_as: dict[str, PlacementRequest] = {}  # the same requests
+        self.waiting: list[PlacementRequest] = []
+        self.running: dict[str, int] = {}
+        self.assigned: dict[str, PlacementRequest] = {}
         self.generated: dict[str, int] = {}
-        self.lengths: list[int] = []  # of requests that have ended
+        self.lengths: list[int] = []
 
     @property
     def queues(self) -> bool:
@@ -292,7 +297,7 @@ class Slots(QueuedPolicy):
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
         self.running[request.request_id] = worker
-        self.placed_as[request.request_id] = request
+        self.assigned[request.request_id] = request
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         self.generated |= generated_tokens

@@ -1,4 +1,4 @@
-"""The path of one request over fake engines and a fake client of the router."""
+"""The request path over fake engines and a fake router client."""
 
 from __future__ import annotations
 
@@ -7,80 +7,100 @@ import json
 from typing import Any
 
 import numpy as np
-from fake_fleet import FakeFleet, answering, prefilled
+from fake_fleet import FakeFleet, answer_with, prefill_result
 
 from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.request import Request, RequestFields
 from eldr_serve.scheduling import Lease, PlacementRequest, State
 
 COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
-good_prefill = answering(
-    prefilled(do_remote_prefill=True, remote_request_id="r", **{EXPERT_COUNTS: pack_counts(COUNTS)})
+good_prefill = answer_with(
+    prefill_result(do_remote_prefill=True, remote_request_id="r", **{EXPERT_COUNTS: pack_counts(COUNTS)})
 )
-good_decode = answering(b"a", b"b", b"c")
+good_decode = answer_with(b"a", b"b", b"c")
+TOKENS = 12  # of the stream whose events follow
+END = b"data: [DONE]\n\n"
+EVENTS = [b'data: {"created":77,"text":"%d"}\n\n' % number for number in range(TOKENS)]
+WHOLE = b"".join(EVENTS)
 
 
-def asking(method: str = "completions", **fields: Any) -> RequestContext:
-    """Return the context of a client's request, as the ingress makes it."""
+def packed(*ids: int) -> bytes:
+    """Return token ids as they are sent."""
+    return np.asarray(ids, np.uint32).tobytes()
+
+
+def request_context(method: str = "completions", **fields: Any) -> RequestContext:
+    """Return the context that the ingress makes of a client's request."""
     body = {"model": "m", "prompt": "hello", "max_tokens": 5, **fields}
     return RequestContext(Request(method, json.dumps(body).encode(), RequestFields.model_validate(body)))
 
 
-class Client:
+def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
+    """Return engines of which one has this answer, and the others have another."""
+    return lambda sent: (answer if sent.replica == replica else others)(sent)
+
+
+class FakeRouterClient:
     """A RouterClient that leases the first replica that is not excluded."""
 
     def __init__(self) -> None:
         self.placed: list[tuple[PlacementRequest, Any]] = []
-        self.placed_by: list[Any] = []  # token ids
+        self.token_ids: list[Any] = []
         self.counts: list[tuple[str, Any, Any, int]] = []
         self.waits: list[float] = []
-        self.held: set[str] = set()
+        self.leases: set[str] = set()
         self.tokens: list[int] = []
         self.events: list[str] = []
 
     async def place(self, request: PlacementRequest, counts: Any, *, token_ids: Any, wait_s: float) -> Lease:
         self.placed.append((request, counts))
-        self.placed_by.append(token_ids)
+        self.token_ids.append(token_ids)
         self.waits.append(wait_s)
-        self.held.add(request.request_id)
+        self.leases.add(request.request_id)
         replica = next(r for r in ("d0", "d1", "d2") if r not in request.exclude)
         return Lease(request, State.LEASED, replica=replica)
 
     def release(self, request_id: str) -> None:
-        self.held.discard(request_id)
+        self.leases.discard(request_id)
 
     def progress(self, request_id: str, tokens: int) -> None:
-        assert request_id in self.held
+        assert request_id in self.leases
         self.tokens.append(tokens)
 
     def counted(self, request_id: str, token_ids: Any, counts: Any, prompt_tokens: int) -> None:
-        assert request_id in self.held
+        assert request_id in self.leases
         self.counts.append((request_id, token_ids, counts, prompt_tokens))
 
     def count(self, event: str) -> None:
         self.events.append(event)
 
 
-class World:
-    """The path over engines that answer by `prefill` and `decode`."""
+class Pipeline:
+    """The path over engines that answer by `prefill` and `decode`, or over whole engines."""
 
-    def __init__(self, prefill: Any = good_prefill, decode: Any = good_decode, **options: Any) -> None:
+    def __init__(
+        self, prefill: Any = good_prefill, decode: Any = good_decode, *, whole: bool = False, **options: Any
+    ) -> None:
         self.prefill = FakeFleet(prefill, "p0", "p1")
         self.decode = FakeFleet(decode, "d0", "d1", "d2")
-        self.client: Any = Client()
+        self.client: Any = FakeRouterClient()
         fleets: Any = self.prefill, self.decode
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
-        self.path = RequestPath(engines=Engines(*fleets), client=self.client, options=path_options)
+        tokens: Any = PromptTokens("") if whole else None
+        self.path = RequestPath(
+            engines=Engines(*fleets, whole=whole), client=self.client, options=path_options, tokens=tokens
+        )
 
     async def run(self, **fields: Any) -> bytes:
-        """The answer; what it leaves to do is done."""
+        """Return the answer to a request, after the lease has ended."""
         try:
-            return b"".join([chunk async for chunk in self.path.generate(asking(**fields))])
+            return b"".join([chunk async for chunk in self.path.generate(request_context(**fields))])
         finally:
             await asyncio.sleep(0.01)
-            assert not self.client.held
+            assert not self.client.leases
