@@ -65,7 +65,7 @@ def _build(*options: str) -> subprocess.CompletedProcess[str]:
         (None, "orphan.md"),
     ],
 )
-def test_a_page_in_no_menu_and_a_link_to_nowhere_fail_the_build(
+def test_a_page_outside_the_menu_or_a_dead_link_fails_the_build(
     page: str | None, said: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "docs").mkdir()
@@ -83,7 +83,7 @@ def test_a_page_in_no_menu_and_a_link_to_nowhere_fail_the_build(
 
 
 @pytest.mark.slow
-def test_the_site_is_built_strictly_and_fetches_from_no_other_host(tmp_path: Path) -> None:
+def test_the_site_builds_strictly_and_fetches_from_no_other_host(tmp_path: Path) -> None:
     done = _build("--site-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr  # a link or an anchor that leads nowhere, a page in no menu
     pages = sorted(tmp_path.rglob("*.html"))
@@ -161,7 +161,7 @@ def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
     assert not wrong
 
 
-def test_the_predictor_of_the_page_is_one() -> None:
+def test_the_predictor_on_the_page_is_valid() -> None:
     text = (ROOT / "docs/extend.md").read_text()
     names: dict[str, Any] = {}
     exec(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0], names)

@@ -82,7 +82,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_imports_only_those_before_it(part: str) -> None:
+def test_a_part_imports_only_earlier_parts(part: str) -> None:
     allowed = set(PARTS[: PARTS.index(part) + 1])
     assert not {
         f"{module} imports {name}"
@@ -175,7 +175,7 @@ def test_the_tests_own_imports_are_declared() -> None:
     }
 
 
-def test_the_table_names_modules_that_are_there() -> None:
+def test_the_table_names_existing_modules() -> None:
     assert not set(RUNS_UNDER) - set(FILES)
 
 
@@ -274,7 +274,7 @@ def test_beyond_the_engines_the_product_does_not_name_vllm() -> None:
     }
 
 
-def test_names_of_vllm_are_told_from_sentences(tmp_path: Path) -> None:
+def test_names_of_vllm_are_distinguished_from_prose(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text(
         '"""VLLM_DOCUMENTED."""\nfrom vllm import LLM\nx = "vLLM says no: leave VLLM_PORT"\n'
@@ -285,7 +285,7 @@ def test_names_of_vllm_are_told_from_sentences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["loadgen", "offline"])
-def test_jobs_and_tools_take_engines_by_their_protocols(package: str) -> None:
+def test_jobs_and_tools_use_engines_by_protocol(package: str) -> None:
     assert not {
         f"{module} imports {name}"
         for module, path in FILES.items()

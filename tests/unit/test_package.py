@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
-def test_the_wheel_holds_all_that_the_demo_needs(wheel: Path) -> None:
+def test_the_wheel_contains_everything_that_the_demo_needs(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0].split("-")[0] for name in names} == {
         "eldr_serve",

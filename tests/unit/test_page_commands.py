@@ -49,11 +49,11 @@ BY_A_TEST = {
     ),
     "eldr check deployments/": (
         "tests/unit/preflight/test_check.py",
-        "test_the_command_says_it_and_exits_with_1",
+        "test_the_command_prints_errors_and_exits_with_1",
     ),
     "eldr compare": (
         "tests/unit/loadgen/test_compare.py",
-        "test_the_readmes_line_needs_no_load_and_no_model",
+        "test_the_readmes_command_needs_no_load_and_no_model",
     ),
     "eldr demo": (
         "tests/e2e/test_demo.py",
@@ -109,7 +109,7 @@ BY_A_TEST = {
     ),
     "make docs": (
         "tests/unit/test_docs_site.py",
-        "test_the_site_is_built_strictly_and_fetches_from_no_other_host",
+        "test_the_site_builds_strictly_and_fetches_from_no_other_host",
     ),
     "make package": (
         "tests/unit/test_package.py",
@@ -221,7 +221,7 @@ def eldr(line: str, *beside: str, **environment: str) -> Any:
     return CliRunner().invoke(app, [*words, *beside], prog_name="eldr", env=environment)
 
 
-def test_every_command_of_a_page_is_in_the_registry_and_the_registry_is_of_pages() -> None:
+def test_the_registry_and_the_commands_of_the_pages_correspond() -> None:
     lines = set(shown())
     assert len(lines) > 60
     assert not [line for line in lines if where(line) is None]
@@ -231,7 +231,7 @@ def test_every_command_of_a_page_is_in_the_registry_and_the_registry_is_of_pages
 
 
 @pytest.mark.parametrize(("file", "test"), sorted(set(BY_A_TEST.values())))
-def test_a_test_that_the_registry_names_is_there(file: str, test: str) -> None:
+def test_every_test_in_the_registry_exists(file: str, test: str) -> None:
     assert f"def {test}" in (ROOT / file).read_text()
 
 
@@ -266,7 +266,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_commands_of_the_pages_that_need_no_service_run_as_they_stand(folder: Path) -> None:
+def test_commands_of_the_pages_that_need_no_service_run(folder: Path) -> None:
     lines = of(*HERE)
     assert len(lines) > 12
     for beginning in HERE:
@@ -288,7 +288,7 @@ def test_commands_of_the_pages_that_need_no_service_run_as_they_stand(folder: Pa
 
 
 @pytest.mark.slow
-def test_rays_token_is_made_where_the_page_says(tmp_path: Path) -> None:
+def test_rays_token_is_created_where_the_page_says(tmp_path: Path) -> None:
     (line,) = of(TOKEN)
     command = [Path(sys.executable).with_name("ray"), *line.split()[1:]]
     done = subprocess.run(
@@ -300,7 +300,7 @@ def test_rays_token_is_made_where_the_page_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_commands_of_the_pages_that_operate_a_service_run_as_they_stand(folder: Path) -> None:
+async def test_commands_of_the_pages_that_operate_a_service_run(folder: Path) -> None:
     actor = busy_actor()
     async with served(actor) as (_, url):
         root = url.removesuffix("/eldr/")

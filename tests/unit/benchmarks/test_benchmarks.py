@@ -70,7 +70,7 @@ def test_bad_input_is_one_sentence() -> None:
     )
 
 
-def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:
+def test_the_signature_caches_share_falls_with_the_block_size() -> None:
     shape = shape_of("Qwen/Qwen3-30B-A3B")
     small, large = (
         compare(shape, block_size=size, dtype_bytes=2, ranks=1, kv_gib=0.1)["share_of_kv_pct"]
@@ -87,7 +87,7 @@ def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:
         shape_of("nobody/nothing")
 
 
-def test_a_summary_counts_failures_and_leaves_them_out_of_the_times() -> None:
+def test_a_summary_counts_failures_but_excludes_their_times() -> None:
     good = Answer(start=0.0, end=2.0, timing=StreamTiming([0.5, 1.0, 1.5, 2.0]))
     bad = Answer(start=1.0, end=1.5, error="HTTP 500")
     row = summary([good, bad])
@@ -142,7 +142,7 @@ def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
     assert polled["kv_connector"] == "EldrConnector"
 
 
-def test_what_is_left_of_a_hand_over_is_without_the_pull_and_the_step() -> None:
+def test_the_rest_of_a_hand_over_excludes_the_pull_and_the_step() -> None:
     names = ("prefill", "handover", "place", "first_token", "engine", "admit", "wait", "pull", "step")
     means = dict(zip(names, (20.0, 18.0, 2.0, 15.0, 14.0, 2.0, 4.0, 1.5, 7.0), strict=True))
     stages = {name: {"mean_ms": mean, "p50_ms": mean, "p99_ms": mean} for name, mean in means.items()}
@@ -169,7 +169,7 @@ def test_rounds_become_one_row_with_their_median_and_its_interval() -> None:
     assert all("errors" not in row for row in found)
 
 
-def test_what_a_setting_saves_is_against_the_bare_start_of_its_round() -> None:
+def test_a_settings_saving_is_relative_to_the_plain_start_of_its_round() -> None:
     drift = (0.0, 4.0, 10.0)  # of the machine, from round to round
     starts = [
         {"setting": name, "parts": {"ray": base + more, "ingress": 1.0}}
@@ -186,7 +186,7 @@ def test_what_a_setting_saves_is_against_the_bare_start_of_its_round() -> None:
     assert (shipped["saved_pct"], shipped["saved_pct_low"], shipped["saved_pct_high"]) == (3.0, 3.0, 3.0)
 
 
-def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
+def test_the_tables_in_the_pages_equal_the_results() -> None:
     for page in tables.PAGES:
         text = page.read_text()
         assert "<!-- end -->" in text
@@ -199,7 +199,7 @@ def _in(claim: dict[str, Any], row: dict[str, Any]) -> bool:
     return tables.selected(row, claim) and (not own or any(tables.selected(row, cell) for cell in own))
 
 
-def test_claims_hide_no_policy_that_beats_one_that_they_show() -> None:
+def test_a_claim_shows_every_policy_that_beats_a_shown_one() -> None:
     claims = [claim for claim in tables.CLAIMS["summary"]["lines"] if claim["result"] == "together_policies"]
     rows = tables.read_rows("together_policies")
     shown = [row for row in rows if any(_in(claim, row) for claim in claims)]

@@ -31,7 +31,7 @@ def step(letter: str, code: str, *arguments: object, seconds: float = 0.1, limit
     return Step(letter, ("-c", code, *map(str, arguments)), seconds, limit_s, f"{letter}_fake")
 
 
-def test_a_step_that_hangs_or_crashes_costs_its_own_limit_only(
+def test_a_step_that_hangs_or_crashes_costs_only_its_own_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "_GRACE_S", 0.2)
@@ -50,7 +50,7 @@ def test_a_step_that_hangs_or_crashes_costs_its_own_limit_only(
     assert "sleeps" in (tmp_path / "x_fake.log").read_text()
 
 
-def test_a_second_start_runs_what_has_no_result_and_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
+def test_a_second_start_runs_steps_without_results_that_fit(tmp_path: Path) -> None:
     steps = [step("x", WRITES), step("y", WRITES, seconds=100)]
     assert [row["state"] for row in run_steps(steps, tmp_path, 50)] == ["done", "left out"]
     assert run_steps(steps, tmp_path, 50)[1]["seconds"] == 100  # what it would need

@@ -71,7 +71,7 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
     assert len(RoutingTable.load(file).centroids) == 2
 
 
-def test_rows_come_by_both_clocks_until_they_are_published(tmp_path: Path) -> None:
+def test_rows_exist_for_both_clocks_until_they_are_published(tmp_path: Path) -> None:
     """Two policies alike, one of which met cores at half their speed."""
     shape = {"warm_up_s": 0, "seconds": 100, "slo_ttft_ms": 1e3, "slo_tpot_ms": 1e2, "seed": 0}
     policies = ["random", "marginal-cost"]

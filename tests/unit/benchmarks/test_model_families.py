@@ -91,7 +91,7 @@ def test_right_counts_are_exact(line: Callable[..., dict[str, Any]]) -> None:
     ],
     ids=["an id", "a chunk", "a block twice", "the last token", "a token more", "another's token"],
 )
-def test_a_prompt_that_is_counted_wrong_is_found(line: Callable[..., dict[str, Any]], wrong: Counts) -> None:
+def test_a_wrong_prompt_count_is_found(line: Callable[..., dict[str, Any]], wrong: Counts) -> None:
     found = line(record(prompt=wrong))
     assert (found["prompts_exact"], found["decodes_exact"]) == (0, 1)
 
@@ -105,14 +105,12 @@ def test_a_prompt_that_is_counted_wrong_is_found(line: Callable[..., dict[str, A
     ],
     ids=["an id", "a route", "the order"],
 )
-def test_decoding_that_is_counted_wrong_is_found(
-    line: Callable[..., dict[str, Any]], wrong: dict[str, Any]
-) -> None:
+def test_a_wrong_decode_count_is_found(line: Callable[..., dict[str, Any]], wrong: dict[str, Any]) -> None:
     found = line(record(**wrong))
     assert (found["prompts_exact"], found["decodes_exact"]) == (1, 0)
 
 
-def test_a_token_that_was_seen_with_two_choices_excuses_those_two_alone(
+def test_a_token_with_two_observed_choices_excuses_only_those(
     line: Callable[..., dict[str, Any]],
 ) -> None:
     for first, exact in ((CHOSEN, 1), (OTHER, 1), ((CHOSEN + 2) % EXPERTS, 0)):
@@ -125,7 +123,7 @@ def test_a_token_that_was_seen_with_two_choices_excuses_those_two_alone(
     assert line(one)["prompts_exact"] == 0
 
 
-def test_rows_that_are_not_measured_anew_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_measured_again_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     published = [{"family": family, "runner": runner, "n": 1} for family in "ab" for runner in ("V1", "V2")]
     monkeypatch.setattr(model_families, "read_rows", lambda name: published)
     anew = {"family": "b", "runner": "V1", "n": 2}
@@ -133,7 +131,7 @@ def test_rows_that_are_not_measured_anew_stay(monkeypatch: pytest.MonkeyPatch) -
     assert model_families.with_published([anew, new]) == [*published[:2], anew, published[3], new]
 
 
-def test_an_engine_that_ended_loses_no_other_family(tmp_path: Any) -> None:
+def test_an_engine_failure_loses_no_other_family(tmp_path: Any) -> None:
     (tmp_path / "a.json").write_text('{"records": []}')
     reports = [model_families.report(tmp_path / f"{name}.json", -11) for name in "ab"]
     assert reports == [
@@ -142,7 +140,7 @@ def test_an_engine_that_ended_loses_no_other_family(tmp_path: Any) -> None:
     ]
 
 
-def test_a_gap_is_what_theirs_scores_above_mine() -> None:
+def test_a_gap_is_the_difference_between_their_score_and_ours() -> None:
     score = np.array([0.0, 10.0, 9.0, 8.9], np.float32)
     assert gap(np.array([1, 3]), np.array([1, 2]), score) == pytest.approx(0.01, rel=1e-4)
     assert gap(np.array([0, 1]), np.array([1, 2]), score) == pytest.approx(0.9, rel=1e-4)

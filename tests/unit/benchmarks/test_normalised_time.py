@@ -27,7 +27,7 @@ def notes(*, slow: float = 2.0, stolen: float = 0.0, seconds: float = 100.0) -> 
 
 
 @pytest.mark.parametrize("cores", [[notes()], [notes(), notes()], [notes(slow=1.0, stolen=0.5)]])
-def test_a_second_on_cores_at_half_their_speed_is_half_of_one_before(cores: list[np.ndarray]) -> None:
+def test_a_second_at_half_speed_is_half_a_normalised_second(cores: list[np.ndarray]) -> None:
     clock = NormalisedTime(cores)
     fast, slow = clock.seconds(10.0, 40.0), clock.seconds(60.0, 90.0)
     assert slow == pytest.approx(fast / 2, rel=0.01)
@@ -35,7 +35,7 @@ def test_a_second_on_cores_at_half_their_speed_is_half_of_one_before(cores: list
     assert clock.seconds(10.0, 90.0) == pytest.approx(clock.seconds(10.0, 37.0) + clock.seconds(37.0, 90.0))
 
 
-def test_the_slowdown_is_of_the_core_and_not_of_what_was_stolen(tmp_path: Path) -> None:
+def test_the_slowdown_excludes_stolen_time(tmp_path: Path) -> None:
     slow, stolen = NormalisedTime([notes()]), NormalisedTime([notes(slow=1.0, stolen=0.5)])
     assert slow.slowdown(60.0, 90.0) == pytest.approx(2 * slow.slowdown(10.0, 40.0))
     assert stolen.slowdown(60.0, 90.0) == pytest.approx(stolen.slowdown(10.0, 40.0)) == pytest.approx(1.0)
@@ -45,7 +45,7 @@ def test_the_slowdown_is_of_the_core_and_not_of_what_was_stolen(tmp_path: Path) 
         NormalisedTime.read(tmp_path)
 
 
-def test_a_few_interrupted_notes_change_little_and_a_gap_is_bridged() -> None:
+def test_a_few_interrupted_samples_change_little_and_a_gap_is_bridged() -> None:
     even = notes(slow=1.0)
     interrupted = np.random.default_rng(0).choice(len(even), 40, replace=False)
     even[interrupted, 1] *= np.repeat([0.0, 5.0], 20)
@@ -84,7 +84,7 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
 
 
 @pytest.mark.parametrize("felt", [0.0, 0.5, 1.0, 1.5])
-def test_what_steps_feel_of_the_probe_is_learned_from_trials_of_a_policy(felt: float) -> None:
+def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(felt: float) -> None:
     """Two balancers that are alike and a policy whose steps take half as long, on restless cores."""
     slowdown = np.array([1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6])
     at = np.arange(0.0, 800.0, 0.25)
@@ -106,7 +106,7 @@ def test_what_steps_feel_of_the_probe_is_learned_from_trials_of_a_policy(felt: f
 
 
 @pytest.mark.slow
-def test_the_speed_of_every_core_is_noted_until_the_end(tmp_path: Path) -> None:
+def test_the_speed_of_every_core_is_sampled_until_the_end(tmp_path: Path) -> None:
     began = time.time()
     with probed(tmp_path):
         deadline = time.monotonic() + 120

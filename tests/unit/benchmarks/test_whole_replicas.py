@@ -34,7 +34,7 @@ PROMPTS = [Prompt(f"p{n}", f"d{n % 3}", f"{n} of domain {n % 3}, " + "text " * n
 ANSWERS = range(8, 17)
 
 
-def test_prompts_of_many_domains_repeat_only_when_all_were_sent() -> None:
+def test_prompts_repeat_only_after_all_were_sent() -> None:
     chains = many_domains(PROMPTS, ANSWERS, random.Random(0), tag="t", count=40)
     texts = [body["prompt"] for (body,) in chains]
     assert len(set(texts[:30])) == 30
@@ -42,7 +42,7 @@ def test_prompts_of_many_domains_repeat_only_when_all_were_sent() -> None:
     assert {body["max_tokens"] for (body,) in chains} <= set(ANSWERS)
 
 
-def test_turns_of_a_session_begin_as_the_trace_says_and_come_in_order() -> None:
+def test_turns_of_a_session_follow_the_trace_in_order() -> None:
     """Two sessions with turns in between; what is too short, or too long, is not played."""
     turns: dict[str, list[tuple[int, ...]]] = {}
     turns |= {"a": [(0, 1), (0, 1, 2), (0, 1, 2, 3)], "b": [(0, 9), (0, 9, 8), (0, 9, 7)], "c": [(0, 5)]}
@@ -63,7 +63,7 @@ def test_turns_of_a_session_begin_as_the_trace_says_and_come_in_order() -> None:
     assert chains[0][0]["user"] != chains[1][0]["user"]
 
 
-def test_prompts_of_an_application_begin_with_its_own_text_and_popular_ones_are_many() -> None:
+def test_prompts_of_an_application_begin_with_its_text_and_follow_its_popularity() -> None:
     chains = system_prompts(PROMPTS, ANSWERS, random.Random(0), tag="t", count=400)
     begin: dict[str, str] = {}
     for (body,) in chains:
@@ -100,7 +100,7 @@ def test_a_trial_counts_the_same_requests_of_each_system() -> None:
         _trial(2, in_flight=2, warm_up=4, requests=6)
 
 
-def test_a_trial_waits_for_the_slowest_that_counts() -> None:
+def test_a_trial_waits_for_its_slowest_measured_request() -> None:
     """The third request that is sent outlasts all others; its time counts, theirs do not."""
     ended: list[int] = []
 
@@ -119,7 +119,7 @@ def test_a_trial_waits_for_the_slowest_that_counts() -> None:
     assert len(ended) < 200
 
 
-def test_ours_is_compared_with_each_other_system_round_by_round() -> None:
+def test_our_system_is_compared_with_each_other_system_round_by_round() -> None:
     """What a round's machine does to all systems alike is in no change."""
     zeros = dict.fromkeys((*whole_report.METRICS, "requests", "failures"), 1.0)
     trials = {
@@ -159,7 +159,7 @@ def test_ours_is_compared_with_each_other_system_round_by_round() -> None:
     assert whole_report.rows(trials, ["eldr/random"], ["sessions"]) == []
 
 
-def test_a_system_is_not_blamed_for_the_cores_that_its_trial_met() -> None:
+def test_a_system_is_not_charged_for_slow_cores() -> None:
     """Two systems that are alike, and ours, whose steps take 3/4 as long, on restless cores."""
     slowdown = [1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6, 0.9]
     at = np.arange(0.0, 900.0, 0.25)
@@ -183,7 +183,7 @@ def test_a_system_is_not_blamed_for_the_cores_that_its_trial_met() -> None:
         assert trials[key]["tpot_p50_ms"] == pytest.approx(found["slow"] * found["tpot_p50_ms"])
 
 
-def test_plain_whole_servers_transfer_nothing_and_are_equal_otherwise() -> None:
+def test_plain_whole_servers_differ_only_in_the_missing_transfer() -> None:
     kwargs = plain_engine_kwargs("whole", {"max_num_seqs": 64})
     assert "kv_transfer_config" not in kwargs
     assert "scheduler_cls" not in kwargs
@@ -191,7 +191,7 @@ def test_plain_whole_servers_transfer_nothing_and_are_equal_otherwise() -> None:
     assert kwargs["max_num_seqs"] == 64
 
 
-def test_what_cannot_run_is_refused_before_anything_starts() -> None:
+def test_impossible_options_are_refused_before_anything_starts() -> None:
     for asked, said in (
         ({"systems": "nobody"}, "there is no system 'nobody'"),
         ({"systems": "vllm-router/cache_aware"}, "'vllm-router/cache_aware' needs an option"),

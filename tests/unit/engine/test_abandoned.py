@@ -10,7 +10,7 @@ from eldr_serve.engine.abandoned import REMEMBERED_S, AbandonedPrompts
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["hold", "abandon", "hold another"])))
-def test_a_prompt_is_due_once_it_is_held_and_given_up(order: tuple[str, ...]) -> None:
+def test_a_prompt_is_freed_once_it_is_held_and_abandoned(order: tuple[str, ...]) -> None:
     prompts = AbandonedPrompts()
     events = {
         "hold": lambda: prompts.hold({"engine-1": "mine"}),
@@ -30,7 +30,7 @@ def test_a_prompt_is_due_once_it_is_held_and_given_up(order: tuple[str, ...]) ->
     assert prompts.due() == ["engine-2"]
 
 
-def test_a_name_that_never_came_is_forgotten() -> None:
+def test_the_name_of_a_prompt_that_never_arrives_is_forgotten() -> None:
     clock = [0.0]
     prompts = AbandonedPrompts(now=lambda: clock[0])
     prompts.abandon(["early"])

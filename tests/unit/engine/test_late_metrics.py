@@ -168,7 +168,7 @@ def _held(told: Told) -> dict[tuple[Any, ...], Any]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_they_hold_what_those_of_each_step_hold(told: Told, seed: int) -> None:
+async def test_batched_metrics_equal_those_recorded_in_each_step(told: Told, seed: int) -> None:
     draw = random.Random(seed)
     config = _config()
     each_step = ray_wrappers.RayPrometheusStatLogger(config, [0])
@@ -189,7 +189,7 @@ async def test_they_hold_what_those_of_each_step_hold(told: Told, seed: int) -> 
     assert _held(told) == expected
 
 
-async def test_ray_is_told_once_for_many_steps_and_of_gauges_also_between_them(
+async def test_ray_gets_one_update_for_many_steps_and_gauges_also_between_updates(
     told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(late_metrics, "_FLUSH_PERIOD_S", 0.02)
@@ -210,9 +210,7 @@ async def test_ray_is_told_once_for_many_steps_and_of_gauges_also_between_them(
         assert set(told[running]) == {49}
 
 
-async def test_what_ray_did_not_take_once_does_not_end_the_telling(
-    told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_of_ray_does_not_end_the_updates(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_metrics, "_FLUSH_PERIOD_S", 0.01)
     late = LateStatLogger(_config(), [0])
     with monkeypatch.context() as broken:
@@ -227,7 +225,7 @@ async def test_what_ray_did_not_take_once_does_not_end_the_telling(
             await asyncio.sleep(0.01)
 
 
-async def test_what_somebody_waits_for_comes_with_its_step(told: Told) -> None:
+async def test_awaited_metrics_are_sent_with_their_step(told: Told) -> None:
     late = LateStatLogger(_config(), [0])
     waiting = asyncio.create_task(signatures.wait_for("prompt"))
     await asyncio.sleep(0)
@@ -256,9 +254,7 @@ def _client(loggers: list[Any], config: Any) -> Any:
 
 
 @pytest.mark.parametrize("details", [False, True])
-async def test_it_takes_the_place_of_rays_and_of_the_text_that_nobody_reads(
-    told: Told, details: bool
-) -> None:
+async def test_it_replaces_rays_logger_and_the_unread_text_log(told: Told, details: bool) -> None:
     config = _config()
     config.observability_config.enable_logging_iteration_details = details
     other = MagicMock()
@@ -275,7 +271,7 @@ async def test_it_takes_the_place_of_rays_and_of_the_text_that_nobody_reads(
     other.record.assert_called_once()
 
 
-async def test_engines_whose_stats_do_not_go_through_ray_keep_their_loggers() -> None:
+async def test_engines_that_do_not_report_to_ray_keep_their_loggers() -> None:
     replace_ray_logger(SimpleNamespace(logger_manager=None), LateStatLogger)
     kept = MagicMock(spec=PrometheusStatLogger)
     client = SimpleNamespace(vllm_config=_config(), logger_manager=SimpleNamespace(stat_loggers=[kept]))
@@ -288,7 +284,7 @@ def test_another_vllm_is_refused() -> None:
         replace_ray_logger(SimpleNamespace(logger_manager=object()), LateStatLogger)
 
 
-async def test_an_engine_that_stops_tells_ray_the_rest(told: Told) -> None:
+async def test_a_stopping_engine_sends_the_remaining_metrics(told: Told) -> None:
     late = LateStatLogger(_config(), [0])
     told.clear()
     late.record(SchedulerStats(num_running_reqs=3), None)

@@ -77,7 +77,7 @@ def check_weights(experts: LiveExperts, rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_go_with_the_map(ranks: int) -> None:
+def test_weights_move_with_the_map(ranks: int) -> None:
     received = on_ranks(ranks, moved, ranks)
     expert = 2 * 3 * 4 + 3 * 2
     assert all(count % expert == 0 for count in received)
@@ -114,7 +114,7 @@ def alone(tmp_path: Any) -> Any:
     dist.destroy_process_group()
 
 
-def test_a_client_swaps_and_is_told_what_it_took(alone: None) -> None:
+def test_a_swap_returns_its_cost_to_the_client(alone: None) -> None:
     experts, wanted = started(), placements(5)[0]
     swapped = asyncio.run(swap_placement(call_on(experts), placed(wanted)))
     assert swapped.experts == experts.status()["experts_moved"] > 0
@@ -123,7 +123,7 @@ def test_a_client_swaps_and_is_told_what_it_took(alone: None) -> None:
     assert np.array_equal(np.sort(experts.placement()), np.sort(wanted))
 
 
-def test_what_does_not_fit_leaves_all_as_it_was(alone: None) -> None:
+def test_a_placement_that_does_not_fit_changes_nothing(alone: None) -> None:
     experts = started()
     before = experts.status()
     good = placements(5)[0]
@@ -144,7 +144,7 @@ def test_what_does_not_fit_leaves_all_as_it_was(alone: None) -> None:
     assert experts.status() == before
 
 
-def test_one_swap_at_a_time_and_a_cancelled_one_ends_where_it_is(alone: None) -> None:
+def test_one_swap_runs_at_a_time_and_a_cancelled_one_stops_where_it_is(alone: None) -> None:
     experts, moved = started(), asyncio.Event()
     call = call_on(experts)
 
@@ -174,7 +174,7 @@ def test_one_swap_at_a_time_and_a_cancelled_one_ends_where_it_is(alone: None) ->
     asyncio.run(swap_placement(call, placed(placements(5)[1])))
 
 
-def test_a_swap_that_is_cancelled_while_it_is_planned_leaves_none_under_way(alone: None) -> None:
+def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(alone: None) -> None:
     experts, asked, go_on = started(), asyncio.Event(), asyncio.Event()
     before, call = experts.placement(), call_on(experts)
     asking: list[asyncio.Future[list[Any]]] = []
@@ -206,7 +206,7 @@ def test_a_swap_that_is_cancelled_while_it_is_planned_leaves_none_under_way(alon
     asyncio.run(swap_placement(call, placed(placements(5)[0])))
 
 
-def test_an_engine_says_what_its_ranks_hold_and_refuses_two_swaps(alone: None) -> None:
+def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(alone: None) -> None:
     experts, began, go_on = started(), asyncio.Event(), asyncio.Event()
     call = call_on(experts)
 
@@ -241,7 +241,7 @@ def test_an_engine_says_what_its_ranks_hold_and_refuses_two_swaps(alone: None) -
     asyncio.run(swapped())
 
 
-def test_after_a_cancelled_swap_an_engine_says_where_the_experts_are(alone: None) -> None:
+def test_an_engine_reports_its_experts_after_a_cancelled_swap(alone: None) -> None:
     experts, moved = started(), asyncio.Event()
     call = call_on(experts)
 
@@ -269,7 +269,7 @@ def test_after_a_cancelled_swap_an_engine_says_where_the_experts_are(alone: None
     asyncio.run(cancelled())
 
 
-def test_an_engine_without_ranks_of_ours_says_so() -> None:
+def test_an_engine_without_our_ranks_refuses_swaps() -> None:
     async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
         return ["this engine's experts cannot be moved"]
 
@@ -277,7 +277,7 @@ def test_an_engine_without_ranks_of_ours_says_so() -> None:
         asyncio.run(HeldExperts(call).refresh())
 
 
-def test_slots_that_shall_be_empty_are(alone: None) -> None:
+def test_slots_can_be_left_empty(alone: None) -> None:
     experts = started()
     full, bare = (
         np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1)),
@@ -294,7 +294,7 @@ def test_slots_that_shall_be_empty_are(alone: None) -> None:
         experts.begin(np.where(bare == 5, -1, bare).clip(-1, 4), 1)
 
 
-def test_a_swap_without_a_load_keeps_the_one_before(alone: None) -> None:
+def test_a_swap_without_loads_keeps_the_previous_loads(alone: None) -> None:
     experts, load = started(), np.arange(12.0).reshape(LAYERS, EXPERTS)
     asyncio.run(swap_placement(call_on(experts), placed(placements(5)[0]), load))
     asyncio.run(swap_placement(call_on(experts), placed(placements(5)[1])))
@@ -302,7 +302,7 @@ def test_a_swap_without_a_load_keeps_the_one_before(alone: None) -> None:
         assert np.array_equal(np.asarray(layer.load), load[number])
 
 
-def test_a_rank_that_cannot_move_ends(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_move_exits(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = started()
     before = experts.placement()
     monkeypatch.setattr(live_module, "transfer", lambda *_: 1 / 0)
@@ -313,7 +313,7 @@ def test_a_rank_that_cannot_move_ends(alone: None, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16])
-def test_what_a_rank_serves_is_logged(tokens: int) -> None:
+def test_the_tokens_that_a_rank_serves_are_recorded(tokens: int) -> None:
     """Against brute force: 3 ranks, on which the batch's tokens live in equal blocks."""
     ranks, rng = 3, np.random.default_rng(tokens)
     batch = np.stack([rng.choice(EXPERTS, 3, replace=False) for _ in range(tokens)])
@@ -331,7 +331,7 @@ def test_what_a_rank_serves_is_logged(tokens: int) -> None:
         assert logged[1] == len(set(batch[here]))
 
 
-def test_batches_are_told_once_and_the_oldest_are_forgotten(alone: None) -> None:
+def test_batches_are_reported_once_and_the_oldest_are_dropped(alone: None) -> None:
     experts = started()
     asyncio.run(swap_placement(call_on(experts), placed(np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1)))))
     for layer in experts._layers.values():

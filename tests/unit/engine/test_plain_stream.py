@@ -87,7 +87,7 @@ def requested(method: str, **fields: Any) -> tuple[Any, Any]:
     st.booleans(),
     st.booleans(),
 )
-async def test_a_plain_stream_is_vllms_own(
+async def test_a_plain_stream_equals_vllms(
     method: str,
     made: list[tuple[str, list[int]]],
     finish: tuple[str, Any],
@@ -115,12 +115,12 @@ async def test_a_plain_stream_is_vllms_own(
      {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["chat", "completions"])
-def test_what_differs_in_more_than_its_text_is_left_to_vllm(method: str, fields: dict[str, Any]) -> None:
+def test_chunks_that_differ_in_more_than_text_are_made_by_vllm(method: str, fields: dict[str, Any]) -> None:
     of, request = requested(method, stream=True, **fields)
     assert not is_plain(of, request)
 
 
-def test_several_prompts_logprobs_of_the_token_alone_and_parsers_are_left_to_vllm() -> None:
+def test_requests_with_several_prompts_logprobs_or_parsers_are_left_to_vllm() -> None:
     of, request = requested("completions", stream=True)
     assert not is_plain(of, request.model_copy(update={"prompt": ["a", "b"]}))
     assert not is_plain(of, request.model_copy(update={"logprobs": 0}))
@@ -129,7 +129,7 @@ def test_several_prompts_logprobs_of_the_token_alone_and_parsers_are_left_to_vll
     assert not is_plain(of, request)
 
 
-async def test_chunks_in_the_middle_cost_no_model() -> None:
+async def test_chunks_in_the_middle_do_not_call_vllms_generator() -> None:
     """The form is asked for once; then vLLM's generator sleeps until the end."""
     of, request = requested("completions", stream=True)
     seen = 0

@@ -152,6 +152,6 @@ class SamplesTheCancelled(FakeEngine):
         (SamplesTheCancelled, "a_sampled_request_that_is_cancelled_gives_no_sample"),
     ],
 )
-async def test_an_engine_that_breaks_it_is_found(kind: Any, found_by: str) -> None:
+async def test_an_engine_that_violates_the_contract_is_found(kind: Any, found_by: str) -> None:
     with pytest.raises((AssertionError, KeyError, ValueError)):
         await over(kind, found_by)

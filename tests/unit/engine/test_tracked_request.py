@@ -33,7 +33,7 @@ def take(one: TrackedRequest, first: int, end: int) -> None:
 
 
 @pytest.mark.parametrize("routes", [False, True])
-def test_steps_are_summed_one_by_one(routes: bool) -> None:
+def test_a_span_of_steps_equals_their_sum(routes: bool) -> None:
     one = tracked(routes=routes)
     for step in range(STEPS):
         take(one, step, step + 1)

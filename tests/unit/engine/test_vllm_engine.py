@@ -110,7 +110,7 @@ async def prefill(response: Any, **fields: Any) -> tuple[Serving, Any]:
     return serving, found
 
 
-async def test_one_token_is_made_whatever_was_asked_for() -> None:
+async def test_prefill_generates_one_token_for_every_request() -> None:
     serving, found = await prefill(
         {"handed": "over"}, max_tokens=50, min_tokens=5, temperature=0.7, seed=1, stop=["x"], logprobs=3,
         stream=False,
@@ -136,7 +136,7 @@ async def test_one_token_is_made_whatever_was_asked_for() -> None:
         ({}, error(404), 404),
     ],
 )
-async def test_what_decode_would_refuse_costs_no_prefill(
+async def test_requests_that_decode_would_refuse_are_not_prefilled(
     fields: dict[str, Any], response: Any, status: int
 ) -> None:
     serving, (said, body) = await prefill(response, **fields)
@@ -147,9 +147,7 @@ async def test_what_decode_would_refuse_costs_no_prefill(
 @pytest.mark.parametrize(
     ("failure", "status"), [(TypeError("a list"), 400), (ValueError("x"), 400), (RuntimeError("x"), 500)]
 )
-def test_what_vllm_calls_a_clients_error_is_one_and_all_else_the_engines(
-    failure: Exception, status: int
-) -> None:
+def test_only_errors_that_vllm_blames_on_the_client_are_refusals(failure: Exception, status: int) -> None:
     said, body = told(failure)
     assert said == status
     assert str(failure) in json.loads(body)["error"]["message"]
@@ -193,7 +191,7 @@ async def decode(serving: Generating, method: str, **fields: Any) -> list[tuple[
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_a_decode_call_is_given_the_prompts_tokens_where_its_text_is_not_needed() -> None:
+async def test_decode_gets_token_ids_unless_it_needs_the_prompts_text() -> None:
     serving = Generating(CHUNKS)
     assert await decode(serving, "completions", prompt="hello", stream=True) == [
         ("".join(CHUNKS).encode(), 0)
@@ -209,7 +207,7 @@ async def test_a_decode_call_is_given_the_prompts_tokens_where_its_text_is_not_n
     assert given == [[5, 6], None, None]
 
 
-async def test_a_stream_that_begins_with_an_error_has_failed_and_one_that_ends_so_has_not() -> None:
+async def test_a_stream_fails_only_if_it_begins_with_an_error() -> None:
     failed = 'data: {"error": {"message": "no", "code": 404}}\n\n'
     with pytest.raises(Exception, match="no") as refused:
         await decode(Generating([failed, CHUNKS[1]]), "completions", prompt="x", stream=True)
@@ -218,7 +216,7 @@ async def test_a_stream_that_begins_with_an_error_has_failed_and_one_that_ends_s
     assert sent == [((CHUNKS[0] + failed).encode(), 0)]
 
 
-async def test_a_whole_answer_is_counted_by_its_usage_and_an_error_is_refused_in_vllms_words() -> None:
+async def test_a_whole_answer_is_counted_by_its_usage_and_errors_keep_vllms_words() -> None:
     whole = SimpleNamespace(usage=SimpleNamespace(completion_tokens=31), model_dump_json=lambda: "{}")
     assert await decode(Generating([], whole), "completions", prompt="x", n=2) == [(b"{}", 31)]
     with pytest.raises(Exception, match="no") as refused:
@@ -260,7 +258,7 @@ async def test_an_engine_whose_vllm_has_renamed_an_endpoint_does_not_start(
         await start(monkeypatch, {})
 
 
-def test_every_name_that_ray_reads_of_vllms_state_is_checked_or_known_to_be_wrong() -> None:
+def test_every_name_that_ray_reads_from_vllms_state_is_checked() -> None:
     """Ray 2.60 reads `openai_serving_tokenization`, which does not exist, so we do not use that name."""
     read = {
         name
@@ -341,7 +339,9 @@ async def start(
     return serving, abandoned, shape
 
 
-async def test_a_prefill_engine_that_counts_starts_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prefill_engine_with_expert_counts_starts_without_held_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counted = {EXPERT_COUNTS: pack_counts(np.ones((3, 4), np.uint32))}
     serving, abandoned, shape = await start(monkeypatch, counted)
     assert shape == (3, 4)
@@ -363,7 +363,7 @@ NO_COUNTS = r"'m' \(vLLM .*without expert counts.*scheduler_cls"
         (error(500, "no room"), "'m' failed its first prompt: no room"),
     ],
 )
-async def test_a_prefill_engine_that_counts_no_experts_does_not_start(
+async def test_a_prefill_engine_without_expert_counts_does_not_start(
     monkeypatch: pytest.MonkeyPatch, response: Any, sentence: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):

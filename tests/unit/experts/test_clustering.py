@@ -53,7 +53,7 @@ def blobs(sizes: list[int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return points / np.linalg.norm(points, axis=1, keepdims=True), np.repeat(np.arange(len(sizes)), sizes)
 
 
-def test_equal_blobs_are_found_and_only_plain_kmeans_follows_the_crowd() -> None:
+def test_equal_clusters_are_found_and_only_plain_kmeans_ignores_balance() -> None:
     points, truth = blobs([20, 20, 20, 20])
     clusters, again = (balanced_kmeans(points, 4, seed=4) for _ in range(2))
     assert sorted(clusters.sizes) == [20] * 4
@@ -67,7 +67,7 @@ def test_equal_blobs_are_found_and_only_plain_kmeans_follows_the_crowd() -> None
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 1000))
 @settings(max_examples=40)
-def test_no_cluster_is_over_its_share(n: int, k: int, seed: int) -> None:
+def test_no_cluster_exceeds_its_share(n: int, k: int, seed: int) -> None:
     points = np.random.default_rng(seed).normal(size=(n, 5))
     points[:: max(2, seed % 7)] = 0  # signatures of zeros happen
     points /= np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1e-9)

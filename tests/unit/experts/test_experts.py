@@ -25,7 +25,7 @@ from eldr_serve.experts.placement import hosts_of
 from offline.placement.eplb import activation_placement, eplb_placement
 
 
-def test_eplb_gives_the_published_example() -> None:
+def test_eplb_reproduces_the_published_example() -> None:
     load = [
         [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
         [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
@@ -76,7 +76,7 @@ def worst_rank(rank: np.ndarray) -> int:
 
 
 @given(seed=st.integers(0, 9999))
-def test_the_optimum_is_the_optimum_and_greedy_is_feasible(seed: int) -> None:
+def test_the_optimum_equals_brute_force_and_greedy_is_feasible(seed: int) -> None:
     tokens, hosts = random_case(seed)
     active = np.flatnonzero(tokens)
     choices = itertools.product(*(np.flatnonzero(hosts[e]) for e in active))
@@ -122,7 +122,7 @@ def test_layers_are_independent() -> None:
         (lambda: route_even([-1], [[True]]), "0 or more"),
     ],
 )
-def test_bad_input_is_named(call: object, word: str) -> None:
+def test_bad_input_is_refused(call: object, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         call()  # type: ignore[operator]
 
@@ -143,14 +143,14 @@ def cases(
 
 
 @given(case=cases())
-def test_tensors_choose_as_the_plan(case: tuple[np.ndarray, np.ndarray]) -> None:
+def test_tensors_choose_like_the_plan(case: tuple[np.ndarray, np.ndarray]) -> None:
     tokens, hosts = case
     rank = TorchMetro(MetroPlan.of(hosts)).route(torch.from_numpy(tokens))
     assert np.array_equal(rank.numpy(), route_metro(tokens, hosts))
 
 
 @given(case=cases())
-def test_the_plan_is_the_greedy_with_shares_turn_by_turn(case: tuple[np.ndarray, np.ndarray]) -> None:
+def test_the_plan_equals_greedy_choice_step_by_step(case: tuple[np.ndarray, np.ndarray]) -> None:
     tokens, hosts = case
     plan = MetroPlan.of(hosts)
     for layer, rank in enumerate(plan.route(tokens)):
@@ -183,7 +183,7 @@ def test_a_plan_too_large_for_its_integers_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("what", "interpreter"), [("interpret", "1"), ("compile", "0")])
-def test_the_triton_kernel_chooses_as_the_plan_and_compiles_for_gpus(what: str, interpreter: str) -> None:
+def test_the_triton_kernel_chooses_like_the_plan_and_compiles_for_gpus(what: str, interpreter: str) -> None:
     script = ROOT / "tests/unit/metro_interpreted.py"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -23,14 +23,14 @@ def traffic(*experts: int, each: int = 20, seed: int = 0) -> NDArray[np.uint32]:
 
 
 @given(st.permutations(range(4)), st.integers(0, 5))
-def test_traffic_that_has_not_changed_keeps_its_workers(order: list[int], seed: int) -> None:
+def test_unchanged_traffic_keeps_its_workers(order: list[int], seed: int) -> None:
     table = unit_table(4)
     fitted = refit_centroids(table, traffic(*order, seed=seed), 4, seed=seed)
     assert (fitted.centroids @ table.centroids.T).argmax(axis=1).tolist() == [0, 1, 2, 3]
     assert fitted.domains == table.domains
 
 
-def test_what_is_new_comes_after_what_stays() -> None:
+def test_new_centroids_follow_those_that_stay() -> None:
     table = unit_table(2)
     fitted = refit_centroids(table, traffic(5, 1, 0, 6), 4)
     served = fitted.centroids[:, :8].argmax(axis=1).tolist()
@@ -58,6 +58,6 @@ def test_a_refit_has_a_reason(
     assert found is None if why is None else found.startswith(why)
 
 
-def test_the_gain_is_what_signatures_that_were_not_fitted_to_gain() -> None:
+def test_the_gain_is_measured_on_signatures_outside_the_fit() -> None:
     assert gain(unit_table(3), traffic(0, 1, 2)) < 0.02
     assert gain(unit_table(3), traffic(5, 6, 7)) > 0.5

@@ -87,7 +87,7 @@ def pools(manifest: dict[str, Any], count: str) -> list[Pool]:
     return found
 
 
-def test_it_is_valid_by_kuberays_definition(
+def test_the_manifest_is_valid_by_kuberays_schema(
     kuberay: jsonschema.Draft202012Validator, case: tuple[Deployment, dict[str, Any]]
 ) -> None:
     manifest = case[1]
@@ -120,7 +120,7 @@ def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(
             assert int(asked["nvidia.com/gpu"]) == engines.spec.ranks == total(engines.bundles)["GPU"]
 
 
-def test_no_replica_comes_to_the_head(case: tuple[Deployment, dict[str, Any]]) -> None:
+def test_no_replica_runs_on_the_head(case: tuple[Deployment, dict[str, Any]]) -> None:
     deployment, manifest = case
     head = cluster_of(manifest)["headGroupSpec"]
     assert head["rayStartParams"]["num-cpus"] == "0"
@@ -129,7 +129,7 @@ def test_no_replica_comes_to_the_head(case: tuple[Deployment, dict[str, Any]]) -
         assert total(replicas.bundles)["CPU"] > 0
 
 
-def test_the_application_is_the_deployments_but_for_where_it_listens(
+def test_the_application_equals_the_deployment_except_for_its_address(
     case: tuple[Deployment, dict[str, Any]], tmp_path: Path
 ) -> None:
     deployment, manifest = case
@@ -147,7 +147,7 @@ def test_the_application_is_the_deployments_but_for_where_it_listens(
     assert manifest["spec"]["rayClusterDeletionDelaySeconds"] >= max(drain_s)
 
 
-def test_the_service_leads_to_the_ingress_once_it_says_that_it_is_ready(
+def test_the_service_targets_ready_ingresses(
     case: tuple[Deployment, dict[str, Any]],
 ) -> None:
     deployment, manifest = case
@@ -165,7 +165,7 @@ def test_the_service_leads_to_the_ingress_once_it_says_that_it_is_ready(
         assert container["readinessProbe"]["httpGet"] == {"path": "/eldr/ready", "port": port}
 
 
-def test_nothing_waits_for_an_application_that_waits_for_it(case: tuple[Deployment, dict[str, Any]]) -> None:
+def test_no_readiness_probe_depends_on_the_application(case: tuple[Deployment, dict[str, Any]]) -> None:
     """KubeRay submits the application once the head is ready, and probes it by itself."""
     _, manifest = case
     assert manifest["spec"]["excludeHeadPodFromServeSvc"]
@@ -188,7 +188,7 @@ def test_keys_are_read_from_a_secret(case: tuple[Deployment, dict[str, Any]]) ->
     assert "admin_key" not in case[1]["spec"]["serveConfigV2"]
 
 
-def test_rays_settings_memory_and_models_are_in_all_pods(case: tuple[Deployment, dict[str, Any]]) -> None:
+def test_all_pods_have_rays_settings_memory_and_models(case: tuple[Deployment, dict[str, Any]]) -> None:
     deployment, manifest = case
     homes = {engines.spec.environment.get("HF_HOME") for engines in deployment.engines} - {None}
     for _, pod, container in pods(manifest):
@@ -206,7 +206,7 @@ def test_rays_settings_memory_and_models_are_in_all_pods(case: tuple[Deployment,
         }
 
 
-def test_pods_name_resources_that_a_cluster_for_ray_up_has_too(
+def test_pods_and_the_ray_up_cluster_have_the_same_resources(
     case: tuple[Deployment, dict[str, Any]],
 ) -> None:
     deployment, manifest = case
@@ -224,7 +224,7 @@ def test_pods_name_resources_that_a_cluster_for_ray_up_has_too(
     assert cluster_of(manifest).get("enableInTreeAutoscaling", False) == scaled
 
 
-def test_the_image_is_made_of_what_the_wheel_is_made_of() -> None:
+def test_the_image_copies_the_files_of_the_wheel() -> None:
     """It was never built, so names are all that can be checked."""
     lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()
     copied = {word.rstrip("/") for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}

@@ -53,7 +53,7 @@ def lose_last_lines(out: Path, number: int) -> None:
     journal.write_text("\n".join(journal.read_text().splitlines()[:-number]))
 
 
-def test_each_round_has_each_policy_once_in_an_order_of_its_own() -> None:
+def test_each_round_has_each_policy_once_in_its_own_order() -> None:
     steps = order(["a", "b", "c"], 40, seed=1)
     rounds = [[s.policy for s in steps if s.round == r] for r in range(40)]
     assert all(sorted(policies) == ["a", "b", "c"] for policies in rounds)
@@ -63,7 +63,7 @@ def test_each_round_has_each_policy_once_in_an_order_of_its_own() -> None:
     assert len({s.seed for s in steps}) == 40
 
 
-def test_a_policy_carries_its_parameters() -> None:
+def test_a_policy_is_set_with_its_parameters() -> None:
     assert parse_policy("random") == ("random", {})
     assert parse_policy("their.rules:Packed:slots=3") == ("their.rules:Packed", {"slots": 3})
     assert parse_policy("x:band=0.1:cap=two:n=3") == ("x", {"band": 0.1, "cap": "two", "n": 3})
@@ -73,7 +73,7 @@ def test_a_policy_carries_its_parameters() -> None:
 
 
 @pytest.mark.slow
-def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
+def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loadgen.compare.LATE_S", 60.0)  # requests are late on busy cores
@@ -128,7 +128,7 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
 
 
 @pytest.mark.slow
-def test_a_burn_in_is_load_before_the_first_trial_and_in_no_figure(
+def test_a_burn_in_precedes_the_first_trial_and_is_not_measured(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "compare"
@@ -166,7 +166,7 @@ def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
 
 
 @pytest.mark.slow
-def test_the_readmes_line_needs_no_load_and_no_model(service: FakeService, tmp_path: Path) -> None:
+def test_the_readmes_command_needs_no_load_and_no_model(service: FakeService, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "domain": "d", "prompt": "Hello"}\n')
     words = re.search(r"^eldr compare (.*?)(?:\s+#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
@@ -183,7 +183,7 @@ def test_the_readmes_line_needs_no_load_and_no_model(service: FakeService, tmp_p
 
 
 @pytest.mark.slow
-def test_failed_requests_are_in_the_first_line_and_the_status(
+def test_failed_requests_appear_in_the_first_line_and_the_exit_status(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service.fail_every = 4
@@ -197,7 +197,7 @@ def test_failed_requests_are_in_the_first_line_and_the_status(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_sets_the_policy_back(
+def test_an_interrupted_run_restores_the_policy(
     service: FakeService, tmp_path: Path, sent: signal.Signals
 ) -> None:
     out = tmp_path / "c"
@@ -245,7 +245,7 @@ def test_an_interrupted_run_sets_the_policy_back(
         ({"admin_key_env": "UNSET_KEY"}, "admin key"),
     ],
 )
-def test_bad_input_is_one_sentence_and_changes_nothing(
+def test_bad_input_is_reported_in_one_sentence_and_changes_nothing(
     service: FakeService, tmp_path: Path, change: dict[str, Any], sentence: str
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
@@ -258,7 +258,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(
     assert service.policy == OWN
 
 
-def test_what_ended_in_the_measured_part_of_a_closed_loop_is_measured() -> None:
+def test_a_closed_loop_measures_requests_that_end_in_the_measured_part() -> None:
     sent_s, took_s = (0.0, 0.0, 19.0, 19.5, 12.0), (9.9, 10.0, 0.9, 0.5, None)  # the last one failed
     ended = [
         {"number": n, "due_s": None, "sent_s": sent} | ({} if took is None else {"end_s": took})

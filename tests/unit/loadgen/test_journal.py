@@ -10,7 +10,7 @@ from eldr_serve.command_errors import BadInput
 from loadgen.journal import Journal
 
 
-def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
+def test_a_journal_belongs_to_one_run(tmp_path: Path) -> None:
     path = tmp_path / "made" / "run.jsonl"
     Journal(path, {"seed": 0}).put("a", [1.5])
     with path.open("a") as file:

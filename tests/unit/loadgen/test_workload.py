@@ -14,7 +14,7 @@ from loadgen.arrivals import closed_loop
 from loadgen.workload import Prompt, balanced_sample, read_prompts, write_prompts
 
 
-def test_prompts_of_files_and_folders(tmp_path: Path) -> None:
+def test_prompts_are_read_from_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": "1", "domain": "code", "prompt": "x"}\n\n{"prompt": "y"}\n')
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
         file.write('{"id": "3", "domain": "zh", "prompt": "z"}\n')
@@ -71,7 +71,7 @@ def test_a_log_of_openai_requests_is_a_workload(tmp_path: Path) -> None:
         None,
     ],
 )
-def test_what_is_not_a_workload_is_refused_whole(tmp_path: Path, content: str | None) -> None:
+def test_an_invalid_workload_is_refused(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "a.jsonl"  # None: not there, and its folder is empty
     if content == "cut":
         path = tmp_path / "a.jsonl.gz"

@@ -33,7 +33,7 @@ def record(name: str, prompt: int, steps: int, seed: int = 0) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_records_become_a_trace_that_adds_up() -> None:
+def test_records_become_a_consistent_trace() -> None:
     records = [record("a", 7, 4), record("b", 3, 9, seed=1)]
     vocabulary = {f"token {n}": n for n in range(9)}
     made = partial(build_trace, "m", top_k=1, vocabulary=vocabulary)
@@ -49,7 +49,7 @@ def test_records_become_a_trace_that_adds_up() -> None:
     assert (trace.vocabulary, trace.tokenizer) == (9, tokenizer_fingerprint(vocabulary))
 
 
-def test_a_prompt_that_leaves_no_room_for_its_answer_is_cut() -> None:
+def test_a_prompt_that_leaves_no_room_for_its_answer_is_truncated() -> None:
     tracer = FakeTracer(FakeConfig(np.ones((1, 3, 5), np.uint32), top_k=1), max_model_len=10)
     sampling = Sampling(4, 0.5, routes=True)
     found = trace_texts(tracer, [Prompt("a", "code", "123"), Prompt("b", "law", "12345678")], sampling, True)
@@ -58,7 +58,7 @@ def test_a_prompt_that_leaves_no_room_for_its_answer_is_cut() -> None:
     assert [len(unpack_routes(r["eldr_routes"])) for r in found] == [3, 3]  # as the sampling says
 
 
-def test_engines_are_set_up_as_the_deployments_decode_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_configured_like_the_deployments_decode_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     model, kwargs, environment, resources = decode_settings(Path("deployments/cpu_demo.yaml"))
     assert model == "eldr-demo"

@@ -76,7 +76,7 @@ def full_disk() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("which", ["fit", "fit_predictor"])
-def test_a_full_disk_is_one_sentence_and_the_old_files_stay(which: str, trace: Path) -> None:
+def test_a_full_disk_is_reported_and_old_files_stay(which: str, trace: Path) -> None:
     options: dict[str, object] = {"trace": trace, "out": trace.with_name("artifact.safetensors")}
     options |= {"workers": 3} if which == "fit" else {}
     assert command(f"offline.{which}", **options).exit_code == 0
@@ -98,7 +98,7 @@ def test_help_says_units_and_defaults(module: Any) -> None:
     assert "default" in done.stdout
 
 
-def test_a_dry_run_of_calibrate_says_what_it_would_do() -> None:
+def test_a_dry_run_of_calibrate_prints_its_plan() -> None:
     done = command(
         "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml",
         "--prompts", "examples/demo_model/prompts",

@@ -54,7 +54,7 @@ def apart(placed: ExpertPlacement, *experts: int) -> bool:
     return bool((hosts[:, list(experts)].sum(axis=1) <= 1).all())
 
 
-def test_experts_follow_the_newest_prompts_and_stay_where_that_would_save_nothing() -> None:
+def test_experts_follow_the_newest_prompts_unless_nothing_is_saved() -> None:
     service: Any = Service("r0", "r1")
     plans = planner()
     assert update_placement(plans, service, []) is None
@@ -72,7 +72,7 @@ def test_experts_follow_the_newest_prompts_and_stay_where_that_would_save_nothin
     assert service.put[-1].report["gain"] >= 0.05
 
 
-def test_a_gain_below_what_is_asked_moves_nothing() -> None:
+def test_a_gain_below_the_minimum_moves_nothing() -> None:
     service: Any = Service("r0")
     plans = planner(min_gain=0.99)
     update_placement(plans, service, traffic(0, 1))
@@ -81,7 +81,7 @@ def test_a_gain_below_what_is_asked_moves_nothing() -> None:
     assert len(service.put) == 1
 
 
-def test_what_somebody_else_has_moved_is_placed_anew() -> None:
+def test_experts_that_another_client_moved_are_placed_again() -> None:
     service: Any = Service("r0", "r1")
     plans = planner()
     update_placement(plans, service, traffic(0, 1))
@@ -90,7 +90,7 @@ def test_what_somebody_else_has_moved_is_placed_anew() -> None:
     assert len(service.put) == 2
 
 
-def test_replicas_of_two_shapes_are_refused_and_none_is_no_fault() -> None:
+def test_replicas_of_two_shapes_are_refused_and_no_replicas_are_accepted() -> None:
     service: Any = Service("r0", "r1")
     service.held["r1"]["slots"] = 10
     with pytest.raises(ValueError, match="2 kinds of slots"):

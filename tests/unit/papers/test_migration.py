@@ -72,7 +72,7 @@ def test_a_plan_gives_the_new_placement_and_reads_before_it_overwrites(
         assert move.end_s - move.start_s == pytest.approx(took)
 
 
-def test_aligning_moves_as_few_as_any_renaming_could() -> None:
+def test_alignment_moves_as_few_experts_as_the_best_permutation() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         old, wanted = placement(rng, 1, 6, 9), placement(rng, 1, 6, 9)
@@ -88,7 +88,7 @@ def test_aligning_moves_as_few_as_any_renaming_could() -> None:
         assert moved == fewest
 
 
-def test_layers_that_do_not_pay_stay_and_what_gains_most_goes_first() -> None:
+def test_layers_without_gain_stay_and_the_largest_gain_moves_first() -> None:
     old, new = np.array([[0, 1, 2, 3]] * 3), np.array([[0, 2, 1, 3]] * 3)
     arguments = {"topology": Topology(ranks=2), "links": LINKS, "steps": 100}
     plan = plan_migration(old, new, **arguments, windows_s=[1e-3], gain_s=[0.0, 1.0, 1e-9])

@@ -101,7 +101,7 @@ def computed(rank: int, cases: list[Case]) -> list[np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_together_compute_what_one_process_does(ranks: int) -> None:
+def test_ranks_together_compute_the_result_of_one_process(ranks: int) -> None:
     sizes = [tuple(some[:ranks]) for some in SIZES]
     every = itertools.product(PLACEMENTS, ROUTINGS, sizes, ("gathered", "exchanged"))
     cases = list(itertools.starmap(Case, every))
@@ -113,7 +113,7 @@ def test_ranks_together_compute_what_one_process_does(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_a_routing_keeps_to_hosts_and_gives_the_counts_of_its_rule(name: str) -> None:
+def test_a_routing_uses_hosts_and_gives_the_counts_of_its_rule(name: str) -> None:
     rng = np.random.default_rng(1)
     placed = placement("replicated", 4)
     hosts = hosts_of(placed[None], E, 4)[0]
@@ -133,7 +133,7 @@ def test_a_routing_keeps_to_hosts_and_gives_the_counts_of_its_rule(name: str) ->
         assert ((served > 0).sum(axis=1) == (tokens > 0)).all()
 
 
-def test_the_kernel_that_serves_gives_what_plain_torch_gives() -> None:
+def test_the_serving_kernel_equals_plain_torch() -> None:
     w13, w2 = read_experts(WEIGHTS, LAYER, [3, 9, 9])
     rows, slot = hidden(12, 0).bfloat16(), torch.tensor([0, 1, 2, 0] * 3)
     expected = torch_products(w13.float(), w2.float())(rows.float(), slot)

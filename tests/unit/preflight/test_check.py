@@ -240,7 +240,7 @@ def test_the_readmes_deployment_would_start(outcomes: dict[str, Checked]) -> Non
     assert [engines.role for engines, *_ in outcome.answers] == ["prefill", "decode"]
 
 
-def test_where_vllm_would_choose_a_kernel_that_hides_its_choices_ours_is_shown(
+def test_our_kernel_is_shown_where_vllms_choice_would_hide_routes(
     outcomes: dict[str, Checked],
 ) -> None:
     outcome = outcomes["gpt_oss_by_itself"]
@@ -249,7 +249,7 @@ def test_where_vllm_would_choose_a_kernel_that_hides_its_choices_ours_is_shown(
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_one_gets_one_sentence(name: str, outcomes: dict[str, Checked]) -> None:
+def test_a_wrong_deployment_is_reported_in_one_sentence(name: str, outcomes: dict[str, Checked]) -> None:
     errors = [finding.sentence for finding in outcomes[name].findings if finding.severity == "error"]
     assert len(errors) == 1, errors
     assert WRONG[name][2] in errors[0]
@@ -257,7 +257,7 @@ def test_a_wrong_one_gets_one_sentence(name: str, outcomes: dict[str, Checked]) 
     assert "\n" not in errors[0]
 
 
-def test_weights_are_those_that_were_published(outcomes: dict[str, Checked]) -> None:
+def test_weights_equal_the_published_sizes(outcomes: dict[str, Checked]) -> None:
     """Parameters, in thousands of millions, by the model cards; two bytes each."""
     for name, published in {"qwen3_30b_8p16d": 30.5, "gemma_4_26b_8p16d": 25.2}.items():
         assert outcomes[name].answers[0][2].weights / 2e9 == pytest.approx(published, abs=0.1)
@@ -265,7 +265,7 @@ def test_weights_are_those_that_were_published(outcomes: dict[str, Checked]) -> 
     assert 4 * four / 2e9 == pytest.approx(235, abs=0.5)
 
 
-def test_kv_tokens_by_hand(outcomes: dict[str, Checked]) -> None:
+def test_kv_tokens_equal_a_computation_by_hand(outcomes: dict[str, Checked]) -> None:
     """Qwen3-30B-A3B: 48 layers, keys and values, 4 heads of 128, 2 bytes, blocks of 16 tokens."""
     answer = outcomes["qwen3_30b_8p16d"].answers[1][2]
     block = 16 * 48 * 2 * 4 * 128 * 2
@@ -273,7 +273,7 @@ def test_kv_tokens_by_hand(outcomes: dict[str, Checked]) -> None:
     assert answer.kv == int(gpu_of("H100").memory_gib * GIB * 0.9) - answer.weights - answer.reserve
 
 
-def test_json_has_it_all(outcomes: dict[str, Checked]) -> None:
+def test_json_output_is_complete(outcomes: dict[str, Checked]) -> None:
     found = json.loads(json.dumps(as_json(outcomes["qwen3_235b_2p8d"])))
     assert found["starts"]
     prefill, decode = found["engines"]
@@ -283,7 +283,7 @@ def test_json_has_it_all(outcomes: dict[str, Checked]) -> None:
     assert sorted(number for _, number in held) == list(range(8))
 
 
-def test_the_command_says_it_and_exits_with_1() -> None:
+def test_the_command_prints_errors_and_exits_with_1() -> None:
     done = python(
         "-m", "eldr_serve.cli", "check", "deployments/qwen3_30b_8p16d.yaml", "--gpu", "L40S", "--json"
     )

@@ -218,7 +218,7 @@ def declared() -> Iterator[Wrong]:
 GENERATED = [*WRONG, *declared()]
 
 
-def test_there_are_many_kinds() -> None:
+def test_the_cases_cover_many_kinds_of_errors() -> None:
     assert len(WRONG) >= 60
     assert len({str(wrong) for wrong in GENERATED}) == len(GENERATED)
 
@@ -245,7 +245,7 @@ def written(folder: Path, args: Any, **others: Any) -> Path:
 
 
 @pytest.mark.parametrize("wrong", GENERATED, ids=str)
-def test_build_and_check_refuse_it_with_the_same_sentence(wrong: Wrong, tmp_path: Path) -> None:
+def test_build_and_check_refuse_an_error_with_the_same_sentence(wrong: Wrong, tmp_path: Path) -> None:
     args = args_of(wrong.file)
     if wrong.path.startswith("ingress.tracing."):
         changed(args, "ingress.tracing.endpoint", "http://127.0.0.1:4318/v1/traces")
@@ -287,7 +287,7 @@ RIGHT: dict[str, list[tuple[str, Any]]] = {
 
 
 @pytest.mark.parametrize("changes", RIGHT.values(), ids=RIGHT)
-def test_build_and_check_take_what_is_right(changes: list[tuple[str, Any]], tmp_path: Path) -> None:
+def test_build_and_check_accept_valid_values(changes: list[tuple[str, Any]], tmp_path: Path) -> None:
     args = args_of("cpu_demo")
     for path, value in changes:
         changed(args, path, value)

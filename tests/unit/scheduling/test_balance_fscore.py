@@ -44,7 +44,9 @@ def requests(draw: st.DrawFn, steps: int) -> np.ndarray:
 
 
 @given(LOADS, st.integers(0, 5), TOKENS)
-def test_the_present_score_is_the_fall_of_the_imbalance(loads: list[int], worker: int, tokens: int) -> None:
+def test_the_current_score_is_the_decrease_of_the_imbalance(
+    loads: list[int], worker: int, tokens: int
+) -> None:
     worker %= len(loads)
     after = [load + tokens * (w == worker) for w, load in enumerate(loads)]
     before, now = (len(loads) * max(ls) - sum(ls) for ls in (loads, after))
@@ -53,7 +55,7 @@ def test_the_present_score_is_the_fall_of_the_imbalance(loads: list[int], worker
 
 
 @given(scores(), st.data())
-def test_scores_are_those_of_the_definition(case: tuple[FScore, np.ndarray], data: st.DataObject) -> None:
+def test_scores_equal_the_definition(case: tuple[FScore, np.ndarray], data: st.DataObject) -> None:
     score, margins = case
     added = np.array(data.draw(st.lists(requests(len(margins)), min_size=1, max_size=8)))
     assert score(added, margins) == pytest.approx([slow_score(score, x, margins) for x in added])

@@ -39,7 +39,9 @@ def empirical(lengths: list[int], age: int) -> tuple[float, float]:
 
 
 @given(st.lists(st.integers(1, 60), max_size=60), st.lists(st.integers(0, 70), min_size=1, max_size=9))
-def test_survival_is_the_empirical_distribution_of_the_newest(lengths: list[int], ages: list[int]) -> None:
+def test_survival_is_the_empirical_distribution_of_the_newest_lengths(
+    lengths: list[int], ages: list[int]
+) -> None:
     survival = Survival(H, capacity=24)
     for length in lengths:
         survival.learn(None, 5, length)
@@ -53,7 +55,7 @@ def test_survival_is_the_empirical_distribution_of_the_newest(lengths: list[int]
     st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.integers(1, 40)), max_size=60),
     st.lists(st.tuples(st.sampled_from(["a", "b", "z", None]), st.integers(0, 45)), min_size=1, max_size=9),
 )
-def test_equal_prompts_say_more_than_all_together(
+def test_equal_prompts_predict_better_than_all_prompts(
     learnt: list[tuple[str | None, int]], asked: list[tuple[str | None, int]]
 ) -> None:
     keyed, overall = PromptKeyed(H, lengths_each=5), Survival(H)
@@ -72,7 +74,7 @@ def test_equal_prompts_say_more_than_all_together(
             assert (p[n], mu[n]) == (all_p[0], all_mu[0])
 
 
-def test_the_prompt_that_was_seen_longest_ago_is_forgotten() -> None:
+def test_the_least_recently_seen_prompt_is_forgotten() -> None:
     keyed = PromptKeyed(H, capacity=2)
     for key, length in (("a", 3), ("b", 50), ("a", 3), ("c", 50)):
         keyed.learn(key, 5, length)
@@ -80,7 +82,7 @@ def test_the_prompt_that_was_seen_longest_ago_is_forgotten() -> None:
     assert ask(keyed, [0], ["b"])[0] == [0.5]  # as any other
 
 
-def test_boosted_trees_learn_what_the_prompt_says() -> None:
+def test_boosted_trees_learn_from_prompts() -> None:
     trees = BoostedTrees(H, refit_every=300, age_step=2, background=False)
     for _ in range(300):
         prompt = int(RNG.integers(1, 200))
@@ -94,7 +96,7 @@ def test_boosted_trees_learn_what_the_prompt_says() -> None:
     assert ask(alone, [0]) == ([1.0], [3.0])
 
 
-def test_boosted_trees_are_fitted_beside_the_routing() -> None:
+def test_boosted_trees_are_fitted_in_the_background() -> None:
     trees = BoostedTrees(H, refit_every=64)
     for n in range(64):
         trees.learn(None, n, 5 if n % 2 else 50)
@@ -152,7 +154,7 @@ class Says:
         (Oracle({"r": 30}), 0, [H, H, H, 7, 4, 1], [0, 19, 22, 23, 26, 29], {}),
     ],
 )
-def test_how_long_a_request_remains(
+def test_the_remaining_steps_of_a_request(
     says: Any, asked: int, expected: list[int], ages: Any, options: dict[str, Any]
 ) -> None:
     forecast = following(says, **options)
@@ -177,7 +179,7 @@ def test_how_long_a_request_remains(
     ],
     ids=repr,
 )
-def test_nonsense_never_stops_routing(answer: Any) -> None:
+def test_invalid_predictions_do_not_stop_routing(answer: Any) -> None:
     policy: Any = make_policy("balance-route-horizon", horizon=H)
     policy.predictor = Mock(spec=["learn", "predict"])
     policy.predictor.learn.side_effect = RuntimeError("never")
@@ -194,12 +196,12 @@ def test_nonsense_never_stops_routing(answer: Any) -> None:
     assert policy.predictor_failures > 0
 
 
-def test_the_oracle_knows_nothing_of_others() -> None:
+def test_the_oracle_knows_only_its_own_requests() -> None:
     assert ask(Oracle({"r": 3}), [1], ["nobody"])[0] == [0.0]
 
 
 @pytest.mark.parametrize("name", sorted(PREDICTORS))
-def test_without_experience_every_request_stays_for_the_horizon(name: str) -> None:
+def test_a_predictor_without_data_expects_requests_to_stay_for_the_horizon(name: str) -> None:
     forecast = Forecast(H, name, 4, 0.5)
     forecast.on_assigned(request("r", 50, 999, prompt_key="k"), 0)
     assert remaining(forecast, 0) == H

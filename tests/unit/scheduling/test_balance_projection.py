@@ -85,7 +85,7 @@ TestRunning = Running.TestCase
 TestRunning.settings = settings(max_examples=40, stateful_step_count=40)
 
 
-def test_many_requests_fit() -> None:
+def test_the_projection_grows_to_many_requests() -> None:
     running = RunningRequests(H)
     for i in range(300):
         running.add(str(i), i % 2, 10, max_new_tokens=99, key=None)

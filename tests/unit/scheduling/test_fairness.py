@@ -35,7 +35,7 @@ def test_the_smallest_share_is_always_next(waiting: list[str], held: dict[str, i
 
 
 @given(tenants)
-def test_whoever_gets_a_worker_out_of_the_decode_queue_has_the_smallest_share(waiting: list[str]) -> None:
+def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: list[str]) -> None:
     """Requests of one size and a policy without a mind of its own: only fairness decides."""
     placer = Placer(make_policy("balance-route", slots=2, lookahead=1, candidates=1), failed=_raise)
     placer.set_workers(["w0", "w1"])

@@ -64,7 +64,7 @@ def on_each(requests: list[PlacementRequest], workers: list[int], many: int) -> 
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), requests=st.integers(0, 24), workers=st.integers(1, 5))
-def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: int, workers: int) -> None:
+def test_the_choice_minimises_the_sum_over_all_requests(seed: int, requests: int, workers: int) -> None:
     policy: Any = make_policy("marginal-cost", affinity=0.0, cost=COST.as_dict())
     rng = np.random.default_rng(seed)
     there = [request_like(f"r{i}", seed + i) for i in range(requests)]
@@ -84,7 +84,7 @@ def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: in
     seed=st.integers(0, 10_000), requests=st.integers(0, 24), workers=st.integers(1, 5),
     most=st.sampled_from([0, 3, 500]), answers=st.lists(st.integers(1, 90), max_size=5),
 )  # fmt: skip
-def test_prefill_and_decode_are_weighed_in_seconds_of_all_requests(
+def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
     seed: int, requests: int, workers: int, most: int, answers: list[int]
 ) -> None:
     cost = replace(COST, per_prompt_token_s=3e-4)
@@ -121,7 +121,7 @@ def test_prefill_and_decode_are_weighed_in_seconds_of_all_requests(
     assert added[policy.select(newcomer, seen, rng).worker] <= added.min() * (1 + 1e-6)
 
 
-def test_a_cached_prefix_outweighs_load_and_experts_only_as_far_as_it_saves_time() -> None:
+def test_a_cached_prefix_counts_by_the_time_that_it_saves() -> None:
     chosen = []
     for per_token in (0.0, 1e-5, 1e-2):
         policy = make_policy("marginal-cost", affinity=0.0, cost={"per_prompt_token_s": per_token})
@@ -216,7 +216,7 @@ def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None
     assert np.array_equal(policy.profiles.profile, learnt)
 
 
-def test_true_counts_take_the_place_of_predicted_ones_in_all_that_is_learnt() -> None:
+def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
     """As if the truth had been told at first, whatever came in between."""
     learnt = []
     for predicts in (False, True):
@@ -259,7 +259,7 @@ def test_workers_specialise_and_follow_the_traffic(affinity: float, least: float
         assert least < purity <= most
 
 
-def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() -> None:
+def test_the_choice_among_very_many_workers_is_nearly_the_best() -> None:
     rng = np.random.default_rng(3)
     tastes = rng.dirichlet(np.full(32, 0.2), size=(6, 16))
 
@@ -282,7 +282,7 @@ def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() ->
     assert max(regret) < 0.1
 
 
-def test_without_counts_load_decides_then_the_mean_of_others() -> None:
+def test_a_request_without_counts_is_placed_by_load_or_the_mean_of_others() -> None:
     policy = make_policy("marginal-cost")
     bare = PlacementRequest("bare", None, 10, 5)
     first = policy.select(bare, Loads.of([2, 1]), RNG)
@@ -295,7 +295,7 @@ def test_without_counts_load_decides_then_the_mean_of_others() -> None:
         assert policy.select(PlacementRequest("odd", odd, 10, 5), Loads.of([1, 9], [9, 9]), RNG).worker == 0
 
 
-def test_a_given_cost_stays_and_a_default_follows_the_engines() -> None:
+def test_a_configured_cost_stays_and_a_default_follows_the_engines() -> None:
     live = StepCost(1e-3, 1e-5, 0.0, 1e-5)
     fixed, following = MarginalCost(cost=StepCost().as_dict()), MarginalCost()
     for policy in (fixed, following):
@@ -311,7 +311,7 @@ def records(cost: StepCost, n: int, noise: float = 0.0) -> tuple[np.ndarray, ...
     return batch, kv_tokens, experts, seconds
 
 
-def test_the_fit_finds_the_cost_that_made_the_steps() -> None:
+def test_the_fit_recovers_the_cost_of_the_steps() -> None:
     true = StepCost(3e-3, 2e-4, 1e-7, 4e-5)
     sums = StepSums.of(*records(true, 200)) + StepSums.of(*records(true, 300))
     fitted = sums.fit()
@@ -325,7 +325,7 @@ def test_the_fit_finds_the_cost_that_made_the_steps() -> None:
     assert noisy.error(again) == pytest.approx(0.2, abs=0.03)
 
 
-def test_terms_are_never_negative_and_too_little_says_nothing() -> None:
+def test_terms_are_never_negative_and_too_little_data_gives_no_fit() -> None:
     assert StepSums().fit() is None
     assert StepSums.of(*records(StepCost(), 20)).fit() is None
     flat = records(StepCost(5e-3, 0.0, 0.0, 0.0), 500)
@@ -333,7 +333,7 @@ def test_terms_are_never_negative_and_too_little_says_nothing() -> None:
     assert cost is None or min(cost.as_dict().values()) >= 0
 
 
-def test_what_prompts_add_to_steps_is_shared_out_to_their_tokens() -> None:
+def test_the_prefill_part_of_steps_is_divided_among_prompt_tokens() -> None:
     true = StepCost(3e-3, 2e-4, 1e-7, 4e-5, per_prompt_token_s=6e-5)
     decode = StepSums.of(*records(true, 500))
     batch, kv_tokens, tokens = (RNG.integers(1, most, 90) for most in (40, 9000, 2000))
@@ -353,12 +353,12 @@ def test_what_prompts_add_to_steps_is_shared_out_to_their_tokens() -> None:
     assert free.per_prompt_token_s == 0
 
 
-def test_a_cost_of_before_there_were_prompts_in_it_is_read() -> None:
+def test_an_old_cost_without_prefill_can_be_read() -> None:
     old = {"fixed_s": 1e-3, "per_request_s": 1e-4, "per_kv_token_s": 0.0, "per_expert_s": 1e-5}
     assert StepCost(**old).per_prompt_token_s == 0.0
 
 
-def test_older_steps_fade() -> None:
+def test_old_steps_lose_weight() -> None:
     old, new = StepCost(1e-3, 1e-4, 0.0, 9e-5), StepCost(1e-3, 1e-4, 0.0, 1e-5)
     sums = StepSums.of(*records(old, 500))
     for _ in range(8):

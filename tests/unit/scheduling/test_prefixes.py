@@ -45,7 +45,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 @settings(max_examples=200)
 @given(sent=Sent, prompt=Prompt, salt=st.sampled_from(["", "salt"]))
-def test_cached_tokens_are_those_of_the_longest_prefix_that_was_sent(
+def test_cached_tokens_are_those_of_the_longest_sent_prefix(
     sent: list[tuple[str, str, list[int]]], prompt: list[int], salt: str
 ) -> None:
     known = PrefixMap()
@@ -99,7 +99,7 @@ def test_a_cache_is_bounded_and_keeps_the_newest_prefixes(
             assert [block in cache._used for block in other].count(True) == cache.hit(other)
 
 
-def test_a_hash_is_of_all_tokens_before_it_and_of_the_salt_and_of_whole_blocks() -> None:
+def test_a_hash_covers_the_salt_and_all_tokens_up_to_the_end_of_its_block() -> None:
     one = blocks(*range(13)).hashes
     assert (one.dtype, len(one), len(set(one.tolist()))) == (np.uint64, 3, 3)
     assert blocks(*range(12)).hashes.tolist() == one[:2].tolist()  # the last token is always computed
@@ -110,7 +110,7 @@ def test_a_hash_is_of_all_tokens_before_it_and_of_the_salt_and_of_whole_blocks()
     assert not len(blocks().hashes)
 
 
-def test_the_map_holds_what_its_workers_hold_and_forgets_those_that_are_gone() -> None:
+def test_the_map_holds_the_prefixes_of_live_workers_only() -> None:
     known = PrefixMap()
     known.holds("a", kv_tokens=2 * SIZE, block_tokens=SIZE)
     prompt = blocks(*range(21))
@@ -141,7 +141,7 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def test_a_policy_sees_what_each_worker_has_of_the_prompt_and_a_placement_what_its_own_has() -> None:
+def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their_own() -> None:
     placer = Placer(Longest(), failed=fail)
     placer.set_workers(["w0", "w1"])
     system, other = list(range(8)), list(range(100, 109))
@@ -165,7 +165,7 @@ def test_a_policy_sees_what_each_worker_has_of_the_prompt_and_a_placement_what_i
     assert place("e", *other).cached_tokens == 8
 
 
-def test_the_router_counts_cached_tokens_and_knows_how_much_a_replica_keeps() -> None:
+def test_the_router_counts_cached_tokens_within_each_replicas_capacity() -> None:
     state = make(workers=1, table=None, policy="round-robin")
     prompt = blocks(*range(17))
 
@@ -187,7 +187,7 @@ def test_the_router_counts_cached_tokens_and_knows_how_much_a_replica_keeps() ->
     assert len(state.placer.prefixes._room) == held
 
 
-def test_what_a_worker_has_yet_to_prefill_is_in_its_load_until_its_first_token_or_its_counts() -> None:
+def test_pending_prefill_is_in_a_workers_load_until_the_first_token_or_counts() -> None:
     state = make(workers=1, table=None, policy="round-robin")
     prompt = blocks(*range(17))
 
@@ -210,7 +210,7 @@ def test_what_a_worker_has_yet_to_prefill_is_in_its_load_until_its_first_token_o
     assert lacks() == 0
 
 
-def test_where_prefixes_are_not_shared_all_of_a_prompt_is_computed() -> None:
+def test_the_whole_prompt_is_computed_where_prefixes_are_not_shared() -> None:
     none = prompt_blocks(np.arange(99, dtype=np.uint32), 0)
     assert not len(none.hashes)
     state = make(workers=1, table=None, policy="round-robin")
@@ -223,7 +223,7 @@ def test_where_prefixes_are_not_shared_all_of_a_prompt_is_computed() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"blocks": blocks()}])
-def test_without_blocks_nothing_is_remembered(fields: dict[str, PromptBlocks]) -> None:
+def test_prompts_without_blocks_are_not_remembered(fields: dict[str, PromptBlocks]) -> None:
     state = make(workers=2, table=None, policy="marginal-cost")
     (lease,) = say(state, request("a", **fields))
     assert lease.cached_tokens == 0

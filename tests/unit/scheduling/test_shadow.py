@@ -70,7 +70,7 @@ def step_seconds(held: list[PlacementRequest], generated: dict[str, int]) -> flo
     other=st.sampled_from(["marginal-cost", "least-tokens", "balance-route"]),
     lag=st.integers(1, 7),
 )
-def test_both_placements_cost_what_they_cost_from_scratch(
+def test_both_placements_are_priced_as_from_scratch(
     seed: int, workers: int, live: str, other: str, lag: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -109,7 +109,7 @@ def test_both_placements_cost_what_they_cost_from_scratch(
 
 
 @pytest.mark.parametrize("name", ["marginal-cost", "shortest-queue", "least-tokens", "round-robin"])
-def test_a_policy_costs_what_it_costs_in_its_own_shadow(name: str) -> None:
+def test_a_policy_saves_nothing_against_itself(name: str) -> None:
     rng = np.random.default_rng(1)
     placer = Placer(make_policy(name), failed=fails)
     placer.set_workers(["a", "b", "c"])
@@ -141,7 +141,7 @@ class OneWorker(Policy):
         return Decision(int(loads.workers[0]), 1, None, "first")
 
 
-def test_the_saving_has_the_sign_of_what_an_operator_gains_and_an_interval_of_blocks() -> None:
+def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval() -> None:
     now = [0.0]
     placer = Placer(make_policy("shortest-queue"), failed=fails)
     placer.set_workers(["a", "b"])
@@ -164,7 +164,7 @@ def test_the_saving_has_the_sign_of_what_an_operator_gains_and_an_interval_of_bl
     assert found.low_pct < found.change_pct < found.high_pct
 
 
-def test_what_runs_already_is_in_the_shadow_and_leaves_a_worker_that_goes() -> None:
+def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> None:
     rng = np.random.default_rng(5)
     placer = Placer(make_policy("round-robin"), failed=fails)
     placer.set_workers(["a", "b"])
@@ -184,7 +184,7 @@ def test_what_runs_already_is_in_the_shadow_and_leaves_a_worker_that_goes() -> N
     assert shadow.totals[0] == before + 4
 
 
-def test_nothing_of_the_policy_runs_while_a_request_is_placed_and_it_must_keep_up(
+def test_the_shadow_runs_outside_placement_and_must_keep_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Broken(Policy):
