@@ -1,4 +1,4 @@
-"""An answer that another engine has begun goes on in exactly the bytes that one engine would have sent."""
+"""An answer that another engine has begun continues with exactly the bytes that one engine would send."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from eldr_serve.engine.keys import CREATED
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.continuation import Continuation
 
-TEXT = "Die Straße: 春眠不覚暁 - naïve 🦊🦊 ends. END of it"  # its characters are of several tokens
+TEXT = "Die Straße: 春眠不覚暁 - naïve 🦊🦊 ends. END of it"  # some characters consist of several tokens
 SCRIPT = [*TOKENIZER.encode(TEXT), EOS]
 
 
 @dataclass
 class Frames:
-    """An answer's frames: ids, or None where they are not told, and bytes."""
+    """The frames of an answer: token ids, or None if they are not reported, and bytes."""
 
     sent: list[tuple[list[int] | None, bytes]] = field(default_factory=list)
     waited_s: float | None = None
@@ -45,7 +45,7 @@ def scripted(before: list[int]) -> int:
 
 
 class Stamped(Client):
-    """Whose outputs say when their request was scheduled first."""
+    """A client whose outputs have the time at which their request was first scheduled."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async for output in super().generate(*args, **kwargs):
@@ -100,14 +100,8 @@ async def test_a_stream_that_is_cut_anywhere_continues_with_the_same_bytes(
     cut = data.draw(st.integers(0, len(undisturbed.sent) - 1))
     ids, begun = undisturbed.up_to(cut)
     client = Client(scripted)
-    rest = await answer(
-        method,
-        fields,
-        generated=ids,
-        created=100 if begun else None,
-        client=client,
-        now=999 if begun else 100,
-    )
+    created, now = (100, 999) if begun else (None, 100)
+    rest = await answer(method, fields, generated=ids, created=created, client=client, now=now)
     whole_ids, whole = undisturbed.up_to(None)
     rest_ids, ending = rest.up_to(None)
     assert begun + ending == whole
@@ -126,12 +120,9 @@ async def test_a_whole_answer_that_is_cut_anywhere_stays_the_same(
     assert all(not payload for _, payload in undisturbed.sent[:-1])
     ids, _ = undisturbed.up_to(data.draw(st.integers(0, len(undisturbed.sent) - 1)))
     rest = await answer(method, fields, generated=ids)
-
-    def told(frames: Frames) -> dict[str, Any]:
-        return json.loads(frames.up_to(None)[1])
-
-    assert told(rest) == told(undisturbed)
-    assert ids + rest.up_to(None)[0] == undisturbed.up_to(None)[0]
+    (rest_ids, ending), (whole_ids, whole) = rest.up_to(None), undisturbed.up_to(None)
+    assert json.loads(ending) == json.loads(whole)
+    assert ids + rest_ids == whole_ids
 
 
 @pytest.mark.parametrize("method", ["chat", "completions"])
@@ -177,7 +168,7 @@ async def test_an_answer_reports_its_wait_for_the_first_step(method: str, stream
     fields = {"stream": stream, "max_tokens": 4}
     frames = await answer(method, fields, client=Stamped(scripted))
     assert frames.waited_s is not None
-    assert 0 < frames.waited_s - 1000 < 100  # what goes before the last output counts, here alone
+    assert 0 < frames.waited_s - 1000 < 100  # the time before the last output counts
     assert (await answer(method, fields)).waited_s is None  # as under disable_log_stats
 
 
@@ -185,7 +176,7 @@ async def test_an_answer_reports_its_wait_for_the_first_step(method: str, stream
 
 
 async def test_usage_counts_tokens_that_prefill_wrote_and_a_disconnect_frees_blocks_once() -> None:
-    """Once the engine has the request, it frees the blocks; vLLM's server would do so a second time."""
+    """The engine frees the blocks of its request; vLLM's server would free them a second time."""
     client = Client(scripted)
     transfer: dict[str, Any] = {"do_remote_prefill": True, CREATED: 736}
     params = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": transfer})

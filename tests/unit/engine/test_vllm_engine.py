@@ -1,7 +1,4 @@
-"""The prefill call: refused as decode would refuse it, else one token, rendered from the whole request.
-
-By one an engine that counts no experts never becomes ready, and says why.
-"""
+"""The vLLM engine: prefill, decode, errors, and the first prompt of an engine that starts."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import re
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -37,24 +35,22 @@ def vllm_engine(**state: Any) -> VllmEngine:
     return VllmEngine(SimpleNamespace(engine=SimpleNamespace(_app_state=SimpleNamespace(**state))), "m")
 
 
-def told(error: Exception) -> tuple[int, bytes]:
-    """The client."""
+def answer_to(error: Exception) -> tuple[int, bytes]:
+    """Return the status and the body that a client gets."""
     return describe(error, VllmEngine)
 
 
 def error(code: int, message: str = "no") -> Any:
-    """vLLM's answer that is an error."""
+    """Return an error as vLLM answers it."""
     body = error_body(message, code).decode()
     return SimpleNamespace(error=SimpleNamespace(code=code), model_dump_json=lambda: body)
 
 
 class Serving:
-    """vLLM's serving object with its engine client, which takes at most three log-probabilities.
-
-    It renders, checks and calls the engine; a stream is begun by its reader.
+    """A fake of vLLM's serving object, whose engine client accepts at most three log-probabilities.
 
     Args:
-        response: to every prompt, transfer parameters or an error.
+        response: transfer parameters, or an error, for every prompt.
     """
 
     def __init__(self, response: Any) -> None:
@@ -98,14 +94,14 @@ class Serving:
 
 
 async def prefill(response: Any, **fields: Any) -> tuple[Serving, Any]:
-    """What a prefill call's serving object saw, and what it returned or what the caller is told."""
+    """Return the serving object of a prefill call, and its result or the answer to its error."""
     serving = Serving(response)
     body = json.dumps({"model": "m", "prompt": "hello", **fields}).encode()
     engine = vllm_engine(openai_serving_completion=serving)
     try:
         found: Any = await engine.prefill(EngineRequest("completions", body, "id"))
     except Exception as failure:
-        found = told(failure)
+        found = answer_to(failure)
     assert not serving.begun
     return serving, found
 
@@ -123,7 +119,7 @@ async def test_prefill_generates_one_token_for_every_request() -> None:
     assert (found.token_ids.dtype, found.token_ids.tolist()) == (np.uint32, [1, 2, 3])
     assert found.kv == {"handed": "over"}
     assert serving.seen[0].kv_transfer_params[REQUEST] == "id"
-    assert serving.seen[0].max_tokens == 50  # as decode will see it
+    assert serving.seen[0].max_tokens == 50  # as decode gets it
 
 
 @pytest.mark.parametrize(
@@ -148,7 +144,7 @@ async def test_requests_that_decode_would_refuse_are_not_prefilled(
     ("failure", "status"), [(TypeError("a list"), 400), (ValueError("x"), 400), (RuntimeError("x"), 500)]
 )
 def test_only_errors_that_vllm_blames_on_the_client_are_refusals(failure: Exception, status: int) -> None:
-    said, body = told(failure)
+    said, body = answer_to(failure)
     assert said == status
     assert str(failure) in json.loads(body)["error"]["message"]
 
@@ -159,7 +155,7 @@ CHUNKS = ['data: {"choices":[{"index":0,"text":"a"}]}\n\n', "data: [DONE]\n\n"]
 
 
 class Generating:
-    """vLLM's serving object, which answers a stream by these chunks and all else by `whole`."""
+    """A fake of vLLM's serving object that streams the chunks, or returns `whole`."""
 
     engine_client = None
     parser_cls = object()
@@ -211,7 +207,7 @@ async def test_a_stream_fails_only_if_it_begins_with_an_error() -> None:
     failed = 'data: {"error": {"message": "no", "code": 404}}\n\n'
     with pytest.raises(Exception, match="no") as refused:
         await decode(Generating([failed, CHUNKS[1]]), "completions", prompt="x", stream=True)
-    assert told(refused.value)[0] == 404
+    assert answer_to(refused.value)[0] == 404
     sent = await decode(Generating([CHUNKS[0], failed]), "completions", prompt="x", stream=True)
     assert sent == [((CHUNKS[0] + failed).encode(), 0)]
 
@@ -221,7 +217,7 @@ async def test_a_whole_answer_is_counted_by_its_usage_and_errors_keep_vllms_word
     assert await decode(Generating([], whole), "completions", prompt="x", n=2) == [(b"{}", 31)]
     with pytest.raises(Exception, match="no") as refused:
         await decode(Generating([], error(404)), "completions", prompt="x")
-    assert told(refused.value) == (404, error_body("no", 404))
+    assert answer_to(refused.value) == (404, error_body("no", 404))
 
 
 @pytest.mark.parametrize(
@@ -292,27 +288,17 @@ async def test_an_error_names_the_field_that_vllm_names(fields: dict[str, Any], 
         await engine.generate(
             EngineRequest("completions", json.dumps(fields).encode(), "id"), lambda *a: None
         )
-    status, body = told(refused.value)
+    status, body = answer_to(refused.value)
     assert (status, json.loads(body)["error"]["param"]) == (400, param)
 
 
 # -- the first prompt of an engine that starts ---------------------------------------------------------
 
 
-class Tokenization:
-    """A stand-in for vLLM's tokenization object."""
-
-    async def create_tokenize(self, request: Any, raw_request: Any) -> Any:
-        """Stand in for vLLM's method."""
-
-    async def create_detokenize(self, request: Any, raw_request: Any) -> Any:
-        """Stand in for vLLM's method."""
-
-
 async def start(
     monkeypatch: pytest.MonkeyPatch, response: Any, tokenization: Any = None
 ) -> tuple[Serving, list[str], Any]:
-    """Of an engine that is started so: what it served, the prompts that it abandoned, and its shape."""
+    """Start an engine, and return its serving object, the prompts that it abandoned, and its shape."""
     serving, abandoned = Serving(response), []
 
     async def collective_rpc(method: str, timeout: Any, args: Any, kwargs: Any) -> None:
@@ -324,7 +310,7 @@ async def start(
             _app_state=SimpleNamespace(
                 openai_serving_chat=serving,
                 openai_serving_completion=serving,
-                serving_tokenization=tokenization or Tokenization(),
+                serving_tokenization=tokenization or Mock(spec=["create_tokenize", "create_detokenize"]),
             ),
             _engine_client=SimpleNamespace(
                 logger_manager=None,

@@ -1,4 +1,4 @@
-"""Placement files: round trips, what engines read, and what is refused."""
+"""Placement files: round trips, the formats of engines, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_saved_placement_can_be_loaded(seed: int, ranks: int, spare: int, tmp_
 def test_sglang_reads_the_file_by_its_rules(tmp_path: Path) -> None:
     placement().save(tmp_path / "p.json")
     content = json.loads((tmp_path / "p.json").read_text())
-    assert list(content) == ["physical_to_logical_map"]  # it refuses any other key
+    assert list(content) == ["physical_to_logical_map"]  # SGLang refuses any other key
     physical = np.array(content["physical_to_logical_map"])
     num_layers, num_physical = physical.shape
     assert (num_layers, num_physical) == (2, 4 + placement().num_redundant)

@@ -1,6 +1,6 @@
 """Expert placement and replica routing against brute force and published examples.
 
-METRO on tensors and in Triton chooses, bit for bit, as the plan in numpy; Triton is interpreted here.
+METRO on tensors and in Triton makes the same choices as the plan in numpy; Triton is interpreted here.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ def test_eplb_places_every_expert_and_fills_every_slot(
     for row, slots in zip(load, placed, strict=True):
         replicas = np.bincount(slots, minlength=8)
         spared = replicas > 1
-        if (
-            groups % 2 and spared.any()
-        ):  # one pool: nobody with a replica to spare is lighter than one without
+        # With one pool, no expert with a replica to spare would be lighter without it than the heaviest.
+        if groups % 2 and spared.any():
             assert (row / replicas).max() <= (row / np.maximum(replicas - 1, 1))[spared].min() + 1e-9
 
 
@@ -63,7 +62,7 @@ def test_activation_placement_balances_what_each_rank_activates(seed: int, ranks
     for row, slots in zip(activation, placed, strict=True):
         worst = row[slots].reshape(ranks, -1).sum(axis=1).max()
         best = row[orders].reshape(len(orders), ranks, -1).sum(axis=2).max(axis=1).min()
-        assert best - 1e-9 <= worst <= 1.34 * best  # the bound of the greedy on identical machines
+        assert best - 1e-9 <= worst <= 1.34 * best  # the bound of greedy scheduling on identical machines
 
 
 def random_case(seed: int, experts: int = 7, ranks: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -134,7 +133,7 @@ def test_bad_input_is_refused(call: object, word: str) -> None:
 def cases(
     draw: st.DrawFn, *, layers: int = 3, experts: int = 24, ranks: int = 9
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int[N, E] and hosts bool[N, E, G], every expert somewhere."""
+    """Draw tokens int[N, E] and hosts bool[N, E, G]; every expert has a host."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = draw(st.integers(1, layers)), draw(st.integers(1, experts)), draw(st.integers(1, ranks))
     hosts = random_hosts(rng, *shape, density=draw(st.sampled_from([0.0, 0.1, 0.4, 1.0])))
@@ -165,7 +164,7 @@ def test_the_plan_equals_greedy_choice_step_by_step(case: tuple[np.ndarray, np.n
             load[choice] += UNIT
 
 
-def test_the_greedy_is_within_three_percent_of_the_optimum_on_average() -> None:
+def test_greedy_choice_is_within_three_percent_of_the_optimum_on_average() -> None:
     rng = np.random.default_rng(0)
     hosts = rng.uniform(size=(60, 64, 8)) < 0.12
     hosts[..., 0] |= ~hosts.any(axis=2)

@@ -1,4 +1,4 @@
-"""From one placement to the next: every step on the way is a placement, and no expert moves for nothing."""
+"""Moves between placements: every intermediate step is a valid placement, and no move is unnecessary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Change = tuple[np.ndarray, np.ndarray, int]
 
 @st.composite
 def changes(draw: Any) -> Change:
-    """(old int[L, P], new int[L, P], ranks), every expert somewhere in both; both may have empty slots."""
+    """Draw (old int[L, P], new int[L, P], ranks); every expert is in both, and both may have empty slots."""
     ranks, size, layers = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 2))
     slots = ranks * size
     experts = draw(st.integers(1, slots))

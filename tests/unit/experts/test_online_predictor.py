@@ -1,4 +1,4 @@
-"""A predictor learns from what prefills return, and is off while the mean of recent prompts is better."""
+"""Online learning of the predictor, which is disabled while the mean of recent prompts is better."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prompts(number: int, seed: int, low: int = 0, high: int = V) -> list[np.ndar
 
 
 def linear(p: SignaturePredictor, ids: np.ndarray) -> np.ndarray:
-    """Counts without the clipping, so that least squares has a truth to find."""
+    """Return counts without clipping, which least squares can recover."""
     return (p.mean + np.tensordot(p.hidden(ids), p.experts, axes=1)) * len(ids)
 
 
@@ -41,7 +41,7 @@ def test_the_predictor_learns_from_prefills() -> None:
     assert online.gain > 0.9
     assert online.cosine > 0.9
     assert online.status == {"on": True, "prompts": 600, "cosine": online.cosine, "gain": online.gain}
-    assert not untaught.tokens.any()  # the fitted one is as it was
+    assert not untaught.tokens.any()  # the fitted predictor is unchanged
 
 
 def test_directions_turn_towards_the_error_and_stay_orthonormal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +60,12 @@ def test_directions_turn_towards_the_error_and_stay_orthonormal(monkeypatch: pyt
 
 @given(st.integers(0, 50), st.integers(1, 12))
 def test_prompts_of_one_token_are_learnt_like_least_squares(seed: int, times: int) -> None:
-    """With one token a prompt there is no covariance between tokens, and the diagonal is exact."""
+    """With one token in each prompt there is no covariance between tokens, and the diagonal is exact."""
     rng = np.random.default_rng(seed)
     start = replace(predictor(seed), variance=rng.uniform(0.1, 5, V).astype(np.float32))
     online = OnlinePredictor(start)
     ids = np.zeros(3, np.int64)
-    within = rng.normal(size=(times, R)).astype(np.float32)  # so that the directions have nothing to turn to
+    within = rng.normal(size=(times, R)).astype(np.float32)  # within the directions, so that they do not turn
     seen = start.mean + np.tensordot(within, start.experts, axes=1)
     for frequencies in seen:
         online.observe(ids, frequencies * len(ids))

@@ -1,4 +1,4 @@
-"""When a table is fitted anew by itself, and that workers keep what they serve."""
+"""Automatic refits of a table: their reasons, and that workers keep their traffic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eldr_serve.experts.fitting.refit import gain, reason, refit_centroids
 
 
 def traffic(*experts: int, each: int = 20, seed: int = 0) -> NDArray[np.uint32]:
-    """Prompts of kinds: each has its expert of layer 0, and some noise."""
+    """Return counts of prompts of several kinds: each kind uses its own expert of layer 0, with noise."""
     rng = np.random.default_rng(seed)
     counts = rng.poisson(0.3, (each * len(experts), 2, 8)).astype(np.uint32)
     counts[np.arange(len(counts)), 0, np.tile(experts, each)] += 20
@@ -46,9 +46,9 @@ def test_new_centroids_follow_those_that_stay() -> None:
         ((0, 1, 2), 3, 3, 20, None),
         ((5, 6, 7), 3, 3, 20, "traffic has drifted"),
         ((0, 1, 2), 2, 2, 20, "2 decode replicas serve, and the table is for 3"),
-        ((0, 1, 2), 2, 3, 20, None),  # they are changing
-        ((5, 6, 7), 3, None, 20, None),  # the first look
-        ((5, 6, 7), 3, 3, 4, None),  # too few to tell
+        ((0, 1, 2), 2, 3, 20, None),  # the replicas are changing
+        ((5, 6, 7), 3, None, 20, None),  # the first check
+        ((5, 6, 7), 3, 3, 4, None),  # too few prompts
     ],
 )
 def test_a_refit_has_a_reason(

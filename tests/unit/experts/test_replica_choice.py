@@ -1,4 +1,4 @@
-"""Rules of replica choice: every pair goes to a slot of its expert, and by the rule."""
+"""Replica choice: every pair goes to a slot of its expert, by the rule."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_rank_that_routes_alone_chooses_its_nearest_replica(case: Case) -> Non
 
 
 def test_weighted_is_proportional_to_the_inverse_load() -> None:
-    row = np.array([0, 1, 0, 2])  # of expert 0 each rank has one; rank 0 also bears expert 1, rank 1 expert 2
+    row = np.array([0, 1, 0, 2])  # expert 0 on both ranks, expert 1 on rank 0, expert 2 on rank 1
     choice = make_choice("weighted", row, 3, Topology(ranks=2), load=[2.0, 8.0, 2.0])  # 9 and 3 expected
     slots = choice.slots(torch.zeros(4000, 1, dtype=torch.int32))
     assert (slots == 2).float().mean().item() == pytest.approx(0.75, abs=0.01)

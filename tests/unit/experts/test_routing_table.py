@@ -1,4 +1,4 @@
-"""Files that are what they should be come back; all others are refused with one sentence."""
+"""Saved artifacts can be loaded; all other files are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_foreign_files_are_refused_and_never_unpickled(artifact: Any, kind: Any,
 
 
 def with_array(artifact: Any, name: str, value: Any) -> bytes:
-    """The artifact's bytes with one array replaced, past the checks of its class."""
+    """Return the artifact's bytes with one array replaced, without the checks of its class."""
     changed = copy(artifact)
     changed.__dict__[name] = value
     return changed.to_bytes()
@@ -173,16 +173,15 @@ def test_decode_probability_is_a_share_of_steps() -> None:
 def test_a_subset_of_a_trace_is_a_trace() -> None:
     subset = TRACE.subset(np.array([3, 1]))
     assert subset.ids == ["3", "1"]
-    assert (
-        CalibrationTrace.from_bytes(subset.to_bytes()).fingerprint == subset.fingerprint != TRACE.fingerprint
-    )
+    loaded = CalibrationTrace.from_bytes(subset.to_bytes())
+    assert loaded.fingerprint == subset.fingerprint != TRACE.fingerprint
 
 
 FULL_DISK = """
 import pathlib, resource, signal, sys
 from eldr_serve.files import write_whole
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # no byte of a file beyond
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # larger files fail
 try:
     write_whole(pathlib.Path(sys.argv[1]), b"new" * 1000)
 except OSError as error:

@@ -1,4 +1,4 @@
-"""A prompt's tokens say its experts: the artifact, its checks, and what it predicts."""
+"""The signature predictor: its predictions, its file and its checks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PREDICTOR = predictor()
 
 
 def by_hand(p: SignaturePredictor, ids: list[int]) -> np.ndarray:
-    """Token by token and cell by cell."""
+    """Compute the prediction token by token and cell by cell."""
     found = np.zeros((L, E))
     for layer in range(L):
         for expert in range(E):
@@ -67,12 +67,8 @@ def test_predicted_counts_are_valid_counts(added: np.ndarray) -> None:
     length = np.linalg.norm(added)
     direction = added / length if length > 1e-3 else np.eye(L, E, dtype=np.float32) / np.sqrt(L)
     one = np.ones(1, np.float32)
-    p = replace(
-        PREDICTOR,
-        tokens=one[None] * np.float32(length),
-        experts=direction[None].astype(np.float32),
-        variance=one,
-    )
+    tokens, experts = one[None] * np.float32(length), direction[None].astype(np.float32)
+    p = replace(PREDICTOR, tokens=tokens, experts=experts, variance=one)
     found = p.predict([0, 0, 0])
     assert np.isfinite(found).all()
     assert (found >= 0).all()

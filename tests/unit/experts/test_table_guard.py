@@ -21,7 +21,7 @@ def test_a_table_fitted_to_the_traffic_is_better_than_load() -> None:
 
 
 def test_a_table_of_noise_is_not_better_than_load() -> None:
-    """Prefill counts that predict nothing, because they belong to another request."""
+    """The prefill counts belong to other requests, so they predict nothing."""
     refused = 0
     for seed in range(10):
         trace = synthetic_trace(120, seed=seed)
@@ -35,7 +35,7 @@ def test_a_table_of_noise_is_not_better_than_load() -> None:
     assert refused >= 8
 
 
-def test_a_table_with_one_centroid_groups_nothing() -> None:
+def test_a_table_with_one_centroid_is_not_better() -> None:
     trace = synthetic_trace(60)
     assert not judge(fit_table(trace, 1)[0], trace).better
 

@@ -123,13 +123,13 @@ def test_engines_that_share_a_gpu_leave_ray_room_for_its_own_task() -> None:
     assert 0.9 < shares <= 1
     assert _gpus(arguments) == 1
     assert _gpus(demo_arguments(DEPLOYMENT, MODEL, 2, 20)) is None
-    told = demo._Plan(arguments, Shape("p", "m", 0.0, 1, 0, 1, 1, temperature=0.0), 1, 1, Path("out"), 0)
-    assert told.clock == "engine time"
-    assert told.hardware.startswith("one GPU and ")
+    described = demo._Plan(arguments, Shape("p", "m", 0.0, 1, 0, 1, 1, temperature=0.0), 1, 1, Path("out"), 0)
+    assert described.clock == "engine time"
+    assert described.hardware.startswith("one GPU and ")
 
 
 class _Service:
-    """A service whose pool refuses a number of tables; each load brings samples for a further one."""
+    """A service whose pool refuses the first tables; each load brings samples for another one."""
 
     def __init__(self, refusals: int) -> None:
         self.loads = 0

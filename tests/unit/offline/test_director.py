@@ -1,4 +1,4 @@
-"""DIRECTOR's placement against brute force, its bounds, and what must hold of any placement."""
+"""DIRECTOR's placement against brute force, its bounds, and invariants of every placement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BYTES = 2000.0
 
 
 def workload(seed: int, layers: int, ranks: int, experts: int) -> np.ndarray:
-    """Tokens [L, G, E], some experts far busier than others, some idle."""
+    """Return tokens [L, G, E]; some experts are far busier than others, some are idle."""
     rng = np.random.default_rng(seed)
     busy = rng.lognormal(4, 1, (layers, 1, experts)) * (rng.random((layers, 1, experts)) < 0.9)
     return rng.poisson(busy * rng.dirichlet(np.ones(ranks), (layers, experts)).swapaxes(1, 2))
@@ -62,8 +62,8 @@ def test_every_expert_is_placed_within_capacity_and_repair_never_harms(
     assert (hosts.sum(axis=1) <= slots).all()
     assert np.allclose(report.rank_s, measured_s(tokens, placed, topology))
     assert (report.rank_s >= report.bound_s * (1 - 1e-9)).all()
-    mended, after = director_placement(other, **arguments, start=placed)
-    assert np.allclose(after.rank_s, measured_s(other, mended, topology))
+    repaired, after = director_placement(other, **arguments, start=placed)
+    assert np.allclose(after.rank_s, measured_s(other, repaired, topology))
 
 
 def test_director_is_within_two_percent_of_the_bound_at_scale() -> None:
@@ -74,14 +74,14 @@ def test_director_is_within_two_percent_of_the_bound_at_scale() -> None:
     arguments = {"topology": topology, "slots": 5, "cost": COST, "token_bytes": BYTES}
     placed, report = director_placement(tokens, **arguments)
     assert 0 <= report.gap < 0.02
-    mended, after = director_placement(tokens, **arguments, start=placed)
+    repaired, after = director_placement(tokens, **arguments, start=placed)
     assert (after.rank_s <= report.rank_s * (1 + 1e-9)).all()
-    assert (mended != placed).mean() < 0.1
+    assert (repaired != placed).mean() < 0.1
 
 
-def test_slow_links_keep_tokens_on_their_node() -> None:
+def test_slow_links_keep_tokens_on_their_node_and_loads_without_sources_are_balanced() -> None:
     tokens = np.zeros((1, 4, 8))
-    tokens[0, :2, :4] = tokens[0, 2:, 4:] = 100  # each node's tokens want four experts
+    tokens[0, :2, :4] = tokens[0, 2:, 4:] = 100  # each node's tokens need four experts
     slow = COST.model_copy(update={"far_byte_s": 1e-6})
     topology = Topology(ranks=4, nodes=2)
     placed, _ = director_placement(tokens, topology=topology, slots=2, cost=slow, token_bytes=BYTES)

@@ -1,4 +1,4 @@
-"""Forecasts of expert use, by hand and on requests whose prompts mislead."""
+"""Forecasts of expert use, by hand and for requests whose prompts are biased."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offline.placement.forecast import decode_correction, expected_workload
 
 
 def workload_error(predicted: np.ndarray, actual: np.ndarray) -> float:
-    """Share of the tokens given to the wrong expert, mean over layers."""
+    """Return the share of tokens with the wrong expert, averaged over layers."""
     guess, truth = (counts / counts.sum(axis=-1, keepdims=True) for counts in (predicted, actual))
     return float(abs(guess - truth).sum(axis=-1).mean() / 2)
 

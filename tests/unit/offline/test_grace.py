@@ -1,4 +1,4 @@
-"""GRACE-MoE's parts against brute force, and what must hold whatever the routes."""
+"""Parts of GRACE-MoE against brute force, and invariants for all routes."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ TOPOLOGY = Topology(ranks=4, nodes=2)
 
 
 def random_routes(seed: int, experts: int = 8, tokens: int = 60, layers: int = 2, k: int = 2) -> np.ndarray:
-    """Tokens of two kinds, each with its half of the experts."""
+    """Return routes of tokens of two kinds, each of which prefers half of the experts."""
     rng = np.random.default_rng(seed)
     taste = 3 * (np.arange(experts) % 2 == rng.integers(2, size=(tokens, 1, 1)))
     return np.argsort(-(taste + rng.gumbel(size=(tokens, layers, experts))), axis=-1)[..., :k]
 
 
 def planted(groups: int, size: int, within: float = 10.0, between: float = 1.0) -> np.ndarray:
-    """Affinity of groups whose experts are dealt out in turn: expert e is of group e modulo `groups`."""
+    """Return the affinity of groups, where expert e belongs to group e modulo `groups`."""
     group = np.arange(groups * size) % groups
     affinity = np.where(group[:, None] == group, within, between)
     np.fill_diagonal(affinity, 0)
@@ -92,7 +92,7 @@ def test_the_weakest_member_moves_to_the_group_of_highest_affinity() -> None:
     label = bounded_groups(affinity, np.array([0, 0, 0, 0, 1, 2]), 3, 1, 3)
     assert label.tolist() == [0, 0, 0, 2, 1, 2]  # expert 3 to the group of expert 5
     label = bounded_groups(affinity, np.array([0, 0, 0, 0, 0, 2]), 3, 1, 5)
-    assert label.tolist() == [0, 0, 0, 0, 1, 2]  # the empty group gets the one that loses least
+    assert label.tolist() == [0, 0, 0, 0, 1, 2]  # the empty group gets the expert that loses least
 
 
 def test_group_sizes_and_replicas_equal_the_papers() -> None:
@@ -109,7 +109,7 @@ def test_group_sizes_and_replicas_equal_the_papers() -> None:
 def test_planted_groups_are_found_and_related_ones_share_a_node() -> None:
     found = spectral_groups(planted(3, 5), 3)
     assert len({(int(found[e]), e % 3) for e in range(15)}) == 3
-    near = planted(2, 8, within=8, between=0.1)  # experts of one parity go together, and of them
+    near = planted(2, 8, within=8, between=0.1)  # groups by parity, which contain smaller groups
     rank = hierarchical_groups(near + planted(4, 4, within=30, between=0), TOPOLOGY, ratio=0.3)
     assert len({(int(rank[e]), e % 4) for e in range(16)}) == 4
     assert len({(int(rank[e]) // 2, e % 2) for e in range(16)}) == 2
@@ -137,7 +137,7 @@ def test_the_knee_is_where_affinity_stops_growing() -> None:
     assert knee(curve) == 1
     assert knee(np.array([[0.3, 1.0], [0.3, 1.0]])) == 0
     sizes = ratio_curve([planted(2, 8)], 2, ratios=(0.0, 1.0))[:, 1]
-    assert sizes.tolist() == [0.0, 0.0]  # planted groups are of one size: the ratio changes nothing
+    assert sizes.tolist() == [0.0, 0.0]  # planted groups have equal sizes, so the ratio has no effect
 
 
 @quick
@@ -163,7 +163,7 @@ def test_replicas_follow_the_first_copies(seed: int, capacity: int | None, repli
     by_rank = np.bincount(primary, load, minlength=4)
     heaviest = int(by_rank.argmax())
     assert set(np.flatnonzero(hosts.sum(axis=1) > 1)) <= set(np.flatnonzero(primary == heaviest))
-    assert hosts[:, heaviest].sum() == 3  # nothing comes to the heaviest rank
+    assert hosts[:, heaviest].sum() == 3  # the heaviest rank gets no replica
     if capacity is None:
         count = replicas or num_replicas(load_skew(load, primary, 4), 4)
         lightest = np.argsort(by_rank)[:count]
@@ -277,7 +277,7 @@ def test_an_evaluation_equals_direct_counting(seed: int) -> None:
     pairs = 3 * 2 * 8
     assert (found["near_copies"], found["far_copies"]) == pytest.approx((near / pairs, far / pairs))
     assert forwarded_copies(ranks, TOPOLOGY) == pytest.approx((near_forwarded / pairs, far_forwarded / pairs))
-    # In turn: the tokens of an expert are spread over its replicas.
+    # The tokens of an expert are spread over its replicas in turn.
     both = np.array([[True, False, True, True], [False, True, False, False]])
     ranks = serve_even(0, np.array([[0, 1]] * 6), np.zeros(6, np.int64), both)
     assert ranks.tolist() == [[0, 1], [2, 1], [3, 1]] * 2

@@ -1,4 +1,4 @@
-"""`python -m offline.place`: what it prints and writes, and what it refuses."""
+"""`python -m offline.place`: its output, its files and its refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ def test_a_placement_is_written_with_its_report(
 
 
 def test_each_method_improves_its_own_objective(trace: Path, tmp_path: Path) -> None:
-    """Experts that are active together spread, or meet; balanced tokens are balanced on the other half."""
     found = {}
     for method in METHODS:
         placed(trace, tmp_path / "p.json", method=method, nodes=2)

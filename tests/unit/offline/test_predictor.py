@@ -1,4 +1,4 @@
-"""Fits of a signature predictor: the ridge by brute force, unseen prompts, and the command."""
+"""Fits of a signature predictor: ridge regression by brute force, unseen prompts, and the command."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_predictor_of_full_rank_equals_ridge_regression() -> None:
     hidden = np.array([predictor.hidden(prompt.astype(np.int64)) for prompt in TRACE.subset(TEST).prompts])
     found = predictor.mean.reshape(-1) + hidden @ predictor.experts.reshape(report["rank"], -1)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
-    # What each token's row would still vary by, had it been learnt alone.
+    # The remaining variance of each token's row if it were learnt alone.
     noise = 0.3 * np.trace(kernel) / len(kernel)
     alone = [
         1 / (noise / w**2 + (x**2).sum())

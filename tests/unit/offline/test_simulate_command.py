@@ -1,4 +1,4 @@
-"""`offline.simulate`: scenarios, fitted costs, and what it says to bad input."""
+"""`offline.simulate`: scenarios, fitted costs, and bad input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
 
 @pytest.fixture
 def gptoss(tmp_path: Path) -> Path:
-    """30 records of two domains, each with experts of its own."""
+    """Provide 30 records of two domains, each with its own experts."""
     rng = np.random.default_rng(0)
     lines = []
     for n in range(30):
@@ -66,7 +66,7 @@ def test_locality_activates_fewer_experts(tmp_path: Path, gptoss: Path) -> None:
     )  # fmt: skip
     scenario = read_scenario(path)
     *rows, again = (one_run(scenario, scenario.policies[n], seed=3) for n in (0, 1, 2, 2))
-    # 16 experts of 32 a layer are all that one domain has.
+    # A domain uses 16 of the 32 experts of a layer.
     assert all(row["active_experts"] <= 0.75 * rows[0]["active_experts"] for row in rows[1:])
     timed = {"simulated_steps_per_s": 0}
     assert again | timed == rows[2] | timed

@@ -1,4 +1,4 @@
-"""The simulator against a plain reading of the same rules, and what must hold of every run."""
+"""The simulator against a plain implementation of its rules, and invariants of every run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ L, E, TOP_K = 2, 70, 3
 
 
 class Hoarding(QueuedPolicy):
-    """Lets requests wait until three are there or a worker is idle."""
+    """Lets requests wait until there are three or a worker is idle."""
 
     def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(0, 1, None, "now")
@@ -40,7 +40,7 @@ class Hoarding(QueuedPolicy):
 
 
 def some(n: int, seed: int = 0, gap_s: float = 2.0) -> tuple[Requests, Experts, list[np.ndarray]]:
-    """n requests that each behave like one of their own."""
+    """Return n requests, each with its own routes."""
     rng = np.random.default_rng(seed)
     routes = random_routes(rng, n, (1, 9), layers=L, experts=E, top_k=TOP_K)
     lengths = np.array([len(r) for r in routes])
@@ -101,8 +101,7 @@ def test_masks_divide_the_experts_between_ranks(layers: int, num_experts: int, s
 
 @settings(max_examples=60)
 @given(
-    seed=st.integers(0, 10_000),
-    n=st.integers(1, 40),
+    seed=st.integers(0, 10_000), n=st.integers(1, 40),
     decode=st.builds(
         Decode, workers=st.integers(1, 4), max_batch=st.integers(1, 6),
         kv_tokens=st.sampled_from([None, 70, 130]), barrier=st.booleans(), cost=st.just(COST),
@@ -140,7 +139,7 @@ def test_every_request_ends_once_and_all_kv_is_freed(
     done = outcome.finished
     assert sum(ended) == n
     assert set(released) == {str(j) for j in np.flatnonzero(done)}
-    if policy != "marginal-cost":  # which calls its own `released` as it places
+    if policy != "marginal-cost":  # which calls its own on_finished during placement
         assert len(released) == done.sum()
     assert policy == "hoarding" or done.all()
     assert np.isnan(outcome.last_s[~done]).all()
@@ -152,7 +151,7 @@ def test_every_request_ends_once_and_all_kv_is_freed(
     for earlier, later, apart in zip(times, times[1:], (0, handoff_s, 0), strict=False):
         assert (later[done] >= earlier[done] + apart).all()
     assert outcome.batch.max() <= decode.max_batch
-    # A preempted request makes its tokens once: steps hold as many tokens as were asked for.
+    # A preempted request generates its tokens once, so steps hold as many tokens as requested.
     assert outcome.batch.sum() == requests.output_tokens[done].sum()
     if decode.kv_tokens is None:
         assert outcome.preempted == 0
@@ -164,9 +163,9 @@ def test_a_full_worker_preempts_and_recomputes_the_youngest_request() -> None:
     decode = Decode(workers=1, kv_tokens=40, cost=cost, recompute_per_token_s=0.5)
     outcome = simulate(requests, make_policy("random"), Cluster(decode=decode))
     assert outcome.preempted == 1
-    # The first makes a token alone, then 9 with the other (20 + 19 tokens), and the rest alone again.
+    # The first generates a token alone, 9 beside the second (20 + 19 KV tokens), and the rest alone.
     assert outcome.last_s[0] == 20.0
-    # The other comes back with 10 + 9 tokens at 0.5 s each, and makes its last 11.
+    # The second recomputes 10 + 9 tokens at 0.5 s each, and generates its last 11.
     assert outcome.last_s[1] == 20.0 + 19 * 0.5 + 11
 
 

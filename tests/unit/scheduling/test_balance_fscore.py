@@ -1,4 +1,4 @@
-"""The F-score against the imbalance that it stands for, and the best set against all sets."""
+"""The F-score against the imbalance that it measures, and the best set against all sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def slow_score(score: FScore, added: np.ndarray, margins: np.ndarray) -> float:
 
 @st.composite
 def scores(draw: st.DrawFn) -> tuple[FScore, np.ndarray]:
-    """A score, and margins[H+1] of whole tokens."""
+    """Draw a score, and margins[H+1] in whole tokens."""
     horizon = draw(st.integers(0, 5))
     score = FScore.discounted(
         horizon,
@@ -38,7 +38,7 @@ def scores(draw: st.DrawFn) -> tuple[FScore, np.ndarray]:
 
 @st.composite
 def requests(draw: st.DrawFn, steps: int) -> np.ndarray:
-    """Tokens that a request adds at each of so many steps: it may end on the way."""
+    """Draw the tokens that a request adds at each step; it may end before the last one."""
     tokens, stays = draw(TOKENS), draw(st.integers(0, steps - 1))
     return np.array([tokens * (h <= stays) for h in range(steps)], np.float64)
 

@@ -1,4 +1,4 @@
-"""BalanceRoute's dispatch, its immediate choice, and balance-band."""
+"""Dispatch and immediate choice of BalanceRoute, and balance-band."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dispatched(policy: Any, requests: list[PlacementRequest], state: Loads) -> d
 
 
 def one_by_one(policy: Any, queue: list[PlacementRequest], state: Loads) -> list[str]:
-    """Who is taken by each of the next dispatches, of one slot each."""
+    """Return the requests that five dispatches of one slot each place, in order."""
     order = []
     for _ in range(5):
         ((index, _),) = policy.dispatch(queue, state, RNG)
@@ -51,13 +51,9 @@ def one_by_one(policy: Any, queue: list[PlacementRequest], state: Loads) -> list
     st.integers(0, 9999),
 )
 def test_every_slot_is_filled_once(
-    name: str,
-    tokens: list[int],
-    workers: list[tuple[int, int, bool]],
-    candidates: int,
-    threshold: int | None,
-    seed: int,
-) -> None:
+    name: str, tokens: list[int], workers: list[tuple[int, int, bool]], candidates: int,
+    threshold: int | None, seed: int,
+) -> None:  # fmt: skip
     parameters: dict[str, Any] = {
         "balance-route": {"candidates": candidates, "threshold": threshold},
         "balance-route-horizon": {"candidates": candidates, "threshold": threshold, "horizon": 5},
@@ -68,7 +64,7 @@ def test_every_slot_is_filled_once(
     rng = np.random.default_rng(seed)
     state = Loads.of(*map(list, zip(*workers, strict=True)))
     queue = waiting(*tokens)
-    for n in range(int(rng.integers(4))):  # of which it was told
+    for n in range(int(rng.integers(4))):  # that the policy knows
         policy.on_assigned(request(f"held{n}", 100, 50), int(rng.integers(len(state))))
     while True:
         free = np.where(state.available, np.maximum(0, 4 - state.in_flight), 0)
@@ -81,7 +77,7 @@ def test_every_slot_is_filled_once(
         if not given_out:
             break
         queue = [h for n, h in enumerate(queue) if n not in indices]
-        # Everybody on available workers leaves.
+        # All requests on available workers end.
         state = replace(state, in_flight=np.where(state.available, 0, state.in_flight))
 
 
@@ -113,7 +109,7 @@ def test_the_largest_request_goes_to_the_worker_with_most_free_slots() -> None:
 
 
 def test_a_request_that_ends_soon_may_overflow_a_margin() -> None:
-    """The heaviest worker is the heavier one for two more steps only, and the small request for long."""
+    """The heaviest worker becomes lighter after two steps; the brief request ends by then."""
     policy: Any = make_policy("balance-route-horizon", slots=2, threshold=99, horizon=9, gate=0.1)
     lengths = {"heavy": 3, "light": 50, "brief": 2, "long": 60}
     policy.predictor = Oracle(lengths)
@@ -148,14 +144,14 @@ def test_requests_are_placed_at_once_up_to_a_few_beyond_the_slots() -> None:
 
 
 def using(name: str, experts: list[int], tokens: int = 100) -> PlacementRequest:
-    """A request whose every token uses these of 8 experts."""
+    """Return a request whose tokens all use these of 8 experts."""
     counts = np.zeros((1, 8), np.uint32)
     counts[0, experts] = tokens
     return PlacementRequest(name, counts, tokens, 100)
 
 
 def banded(band_tokens: float, **more: Any) -> Any:
-    """balance-band where worker 0 runs a user of experts 0 and 1, worker 1 of 2 and 3; 3 has most KV."""
+    """Return balance-band where worker 0 runs a user of experts 0 and 1, and worker 1 one of 2 and 3."""
     policy: Any = make_policy("balance-band", slots=2, band_tokens=band_tokens, **more)
     policy.on_assigned(using("a", [0, 1]), 0)
     policy.on_assigned(using("b", [2, 3]), 1)
@@ -186,7 +182,7 @@ def test_a_request_within_the_balance_band_goes_to_its_experts() -> None:
 
 
 def test_the_waiting_request_that_adds_fewest_experts_is_chosen_if_it_balances_as_well() -> None:
-    """One slot on worker 0, which lacks 300 tokens: the stranger fills the margin, the friend does not."""
+    """Worker 0 has one slot and lacks 300 tokens: `stranger` fills the margin, `friend` does not."""
     state = Loads.of([1, 2, 2], [700, 900, 1000])
     queue = [using("stranger", [2, 3], 300), using("friend", [0, 1], 220)]
     assert dispatched(banded(100), queue, state) == {1: 0}

@@ -1,4 +1,4 @@
-"""What authors of policies are offered: import paths, checks, refusals, and tables made from declarations."""
+"""Support for authors of policies: import paths, checks, refusals, and tables of declared parameters."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Fails(Policy):
 
 @pytest.fixture
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module outside the repository."""
+    """Provide a module outside the repository."""
     (tmp_path / "their_rules.py").write_text(STRANGER)
     monkeypatch.syspath_prepend(tmp_path)
     yield "their_rules"
@@ -102,7 +102,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(stranger: 
 def test_an_invalid_policy_is_refused_in_one_sentence(
     stranger: str, name: str, parameters: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(PolicyError, match=rf"\A.*{re.escape(sentence)}.*\Z"):  # in one line
+    with pytest.raises(PolicyError, match=rf"\A.*{re.escape(sentence)}.*\Z"):  # one line
         make_policy(name, **parameters)
     with pytest.raises(ValueError, match=re.escape(sentence)):
         RouterSettings(policy=name, parameters=parameters)
@@ -167,7 +167,7 @@ class _Moody(Policy):
 
 
 class _Fixed(MarginalCost):
-    """Knows the requests and workers that it has seen first, and no others."""
+    """Fails for requests without counts and for unknown requests."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         assert request.expert_counts is not None

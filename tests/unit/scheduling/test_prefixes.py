@@ -1,4 +1,4 @@
-"""What was sent where, against a naive search of everything that was sent."""
+"""Cached prefixes of workers, compared with a naive search of all prompts that were sent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Sent = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "salt"]), 
 
 
 def common(a: list[int], b: list[int]) -> int:
-    """Tokens of their common prefix."""
+    """Return the number of tokens of their common prefix."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
@@ -53,7 +53,7 @@ def test_cached_tokens_are_those_of_the_longest_sent_prefix(
         known.sent(worker, blocks(*ids, salt=theirs))
     expected = []
     for name in "ab":
-        # A block is kept when the prompt that had it was computed to its end, and its last token aside.
+        # A block is cached if its prompt was computed to the end of it; the last token is not cached.
         whole = [
             min(common(prompt, ids), len(prompt) - 1, len(ids) - 1) // SIZE * SIZE
             for worker, theirs, ids in sent
@@ -65,7 +65,7 @@ def test_cached_tokens_are_those_of_the_longest_sent_prefix(
 
 
 class Naive:
-    """The least recently used block goes, by a list that is searched from end to end."""
+    """A cache of the most recently used blocks, as a list that is searched linearly."""
 
     def __init__(self, room: int) -> None:
         self.room, self.used = room, list[int]()  # newest first
@@ -95,7 +95,7 @@ def test_a_cache_is_bounded_and_keeps_the_newest_prefixes(
         assert cache.hit(chain) == min(len(chain), cache.room)
         for other in chains:
             assert cache.hit(other) == naive.hit(other)
-            # What is known of a prompt are its first blocks, so that the search may be a bisection.
+            # The known blocks of a prompt are its first ones, so that the search can be a bisection.
             assert [block in cache._used for block in other].count(True) == cache.hit(other)
 
 
@@ -123,14 +123,14 @@ def test_the_map_holds_the_prefixes_of_live_workers_only() -> None:
     known.keep("b")
     assert known.cached_tokens("ab", prompt).tolist() == [0, 3 * SIZE]
     known.sent("a", prompt)
-    assert known.cached_tokens("a", prompt).tolist() == [5 * SIZE]  # how much it holds is forgotten, too
+    assert known.cached_tokens("a", prompt).tolist() == [5 * SIZE]  # its capacity is forgotten too
 
 
 # -- in placements -----------------------------------------------------------------------------------
 
 
 class Longest(Policy):
-    """The worker with most of the prompt."""
+    """Chooses the worker that caches most of the prompt."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         assert loads.cached_tokens is not None
@@ -146,7 +146,7 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
     placer.set_workers(["w0", "w1"])
     system, other = list(range(8)), list(range(100, 109))
     held = Lease(request("first", blocks=blocks(*system, 1)), State.LEASED, replica="w1")
-    placer.hold(held)  # a client's own choice is known as well
+    placer.hold(held)  # a client's own choice counts too
     lost = Lease(request("lost", blocks=blocks(*other)), State.LEASED, replica="gone")
     placer.hold(lost)
     assert len(placer.prefixes) == 2
@@ -160,7 +160,7 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
     ]  # fmt: skip
     assert place("c", *other).cached_tokens == 8
     place("c", *system, 3)
-    placer.set_workers(["w0", "new"])  # w1 started again under another name
+    placer.set_workers(["w0", "new"])  # w1 was restarted under another name
     assert place("d", *system, 2).cached_tokens == 0
     assert place("e", *other).cached_tokens == 8
 
@@ -183,7 +183,7 @@ def test_the_router_counts_cached_tokens_within_each_replicas_capacity() -> None
     assert cached("d") == 0
     assert set(loads(state)) == {"r1"}
     held = len(state.placer.prefixes._room)
-    state.observe_steps(StepSums(), "r0", (SIZE, 2 * SIZE))  # the last word of one that has gone
+    state.observe_steps(StepSums(), "r0", (SIZE, 2 * SIZE))  # a late report of a removed replica
     assert len(state.placer.prefixes._room) == held
 
 
@@ -204,7 +204,7 @@ def test_pending_prefill_is_in_a_workers_load_until_the_first_token_or_counts() 
     assert lacks() == 2
     release(state, "c")
     assert lacks() == 1
-    say(state, request("d", 17, blocks=prompt))  # is placed anew
+    say(state, request("d", 17, blocks=prompt))  # is placed again
     assert lacks() == 1
     release(state, "a", "b", "d", "split")
     assert lacks() == 0

@@ -1,4 +1,4 @@
-"""Policies, the band at its edges, and the ledger."""
+"""Load policies, and the locality band at its edges."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_load_policies() -> None:
     two = Counter(
         make_policy("power-of-two").select(request(), loads(9, 1, 5), RNG).worker for _ in range(300)
     )
-    assert two[0] == 0  # of any two, the fullest is never the emptier
+    assert two[0] == 0  # the fullest is never the emptier of two
     assert two[1] > two[2] > 0
 
 
@@ -65,7 +65,7 @@ def test_a_load_cap_removes_full_workers_from_the_band() -> None:
     st.lists(st.integers(0, 9), min_size=5, max_size=5),
     st.none() | st.floats(0, 2),
 )
-@example([0.5, 0.9, 0.8], [0, 99, 0], 0.0)  # the nearest centroid, whatever its load
+@example([0.5, 0.9, 0.8], [0, 99, 0], 0.0)  # the nearest centroid, for any load
 @example([-1.0, 1.0, 0.0], [0, 1, 1], 2.0)  # the widest band is shortest-queue
 # A worker on the edge is inside; 0.75 and 0.5 are exact in binary.
 @example([0.5, 0.75, 0.25], [0, 1, 0], 0.25)

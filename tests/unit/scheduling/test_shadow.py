@@ -1,4 +1,4 @@
-"""The shadow against both placements priced from scratch, and that it never stands in a placement's way."""
+"""The shadow equals both placements priced from scratch, and never delays a placement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COST = StepCost(2e-3, 3e-4, 1e-6, 7e-4)
 
 
 class Recorded(Policy):
-    """Another policy's choices, remembered."""
+    """Records the choices of another policy."""
 
     def __init__(self, policy: Policy) -> None:
         self.inner, self.positions = policy, {}  # type: tuple[Policy, dict[str, int]]
@@ -53,7 +53,7 @@ def a_request(name: str, rng: np.random.Generator) -> PlacementRequest:
 
 
 def step_seconds(held: list[PlacementRequest], generated: dict[str, int]) -> float:
-    """Time of a step of a worker that holds these, from nothing but their counts."""
+    """Return the step time of a worker that holds these requests, from their counts alone."""
     idle = np.ones((L, E))
     for request in held:
         assert request.expert_counts is not None
@@ -95,7 +95,7 @@ def test_both_placements_are_priced_as_from_scratch(
         placer.progress({n: generated[n] for n in more})
         for gone in [n for n in placer.running if rng.random() < 0.2]:
             placer.finish(gone)
-        if number % lag == 0:  # when it works makes no difference
+        if number % lag == 0:  # the time of its work makes no difference
             shadow.catch_up()
     assert not shadow.catch_up()
     for where, before, more in expected:
@@ -122,9 +122,9 @@ def test_a_policy_saves_nothing_against_itself(name: str) -> None:
         if number > 8:
             placer.finish(next(iter(placer.running)))
     shadow.catch_up()
-    found = shadow.saving()
-    assert found is not None
-    assert found.measured_ms is None
+    before = shadow.saving()
+    assert before is not None
+    assert before.measured_ms is None
     shadow.observe_steps(StepSums.of([2, 4], [9, 9], [3, 5], [0.01, 0.03]))
     shadow.catch_up()
     found = shadow.saving()
@@ -135,7 +135,7 @@ def test_a_policy_saves_nothing_against_itself(name: str) -> None:
 
 
 class OneWorker(Policy):
-    """All on the same."""
+    """Places all requests on one worker."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(loads.workers[0]), 1, None, "first")
@@ -184,9 +184,7 @@ def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> Non
     assert shadow.totals[0] == before + 4
 
 
-def test_the_shadow_runs_outside_placement_and_must_keep_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_shadow_runs_outside_placement_and_must_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Policy):
         def select(self, *_: Any) -> Decision:
             raise KeyError("mine")
