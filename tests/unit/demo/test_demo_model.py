@@ -1,4 +1,4 @@
-"""The committed demonstration model: whole, loadable, and widened without change."""
+"""The committed demonstration model: files, tokenizer, widening, training and data."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_dispatch_gives_each_choice_its_own_slot_in_its_experts_rows():
 
 @pytest.fixture
 def small(monkeypatch) -> Qwen3MoeForCausalLM:
-    """An untrained model of one layer, whose training functions are not compiled."""
+    """Provide an untrained model of one layer, with uncompiled training functions."""
     monkeypatch.setattr(train, "_block", train.block)
     monkeypatch.setattr(train, "_head", train.head)
     config = train.configuration(300)
@@ -152,7 +152,7 @@ def test_training_has_the_loss_and_gradients_of_the_reference_implementation(sma
 def test_the_routers_loss_terms_distinguish_spread_from_concentrated_routing():
     gate_up, down = torch.zeros(64, 64, 160), torch.zeros(64, 160, 32)
     axes = torch.eye(160)[:64]
-    hidden = 100 * axes.view(8, 8, 160).repeat(1, 16, 1)  # each sequence keeps to 8 directions of its own
+    hidden = 100 * axes.view(8, 8, 160).repeat(1, 16, 1)  # each sequence uses 8 directions of its own
     gate = axes + 0.5 * axes.view(16, 4, 160).sum(1).repeat_interleave(4, 0)
     _, own = train.experts_forward(hidden, gate, gate_up, down, torch.float32)
     _, same = train.experts_forward(hidden[:1].expand(8, -1, -1), gate, gate_up, down, torch.float32)
@@ -252,6 +252,6 @@ def test_encoded_documents_begin_at_their_start_and_end_with_the_end_token(token
         (widen.widen_experts, "--out {tmp}/w --intermediate 33", "multiple of 32"),
     ],
 )
-def test_bad_input_exits_with_2_and_one_sentence(tmp_path: Path, entry, arguments: str, said: str):
+def test_bad_input_is_reported_in_one_sentence(tmp_path: Path, entry, arguments: str, said: str):
     assert said in sentence(command(entry, *arguments.format(tmp=tmp_path).split()))
     assert not list(tmp_path.iterdir())

@@ -32,7 +32,7 @@ from vllm.v1.metrics.stats import (
 )
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from eldr_serve.engine.vllm import kv_usage, late_metrics, signatures, steps
+from eldr_serve.engine.vllm import kv_usage, late_metrics, prompt_counts, steps
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.nixl import NixlKVConnectorStats
 from eldr_serve.engine.vllm.compat.stat_loggers import replace_ray_logger
@@ -215,7 +215,7 @@ async def test_an_error_of_ray_does_not_end_the_updates(sent: Sent, monkeypatch:
 
 async def test_awaited_metrics_are_sent_with_their_step(sent: Sent) -> None:
     late = LateStatLogger(_config(), [0])
-    waiting = asyncio.create_task(signatures.wait_for("prompt"))
+    waiting = asyncio.create_task(prompt_counts.wait_for("prompt"))
     await asyncio.sleep(0)
     steps.take()
     step = {

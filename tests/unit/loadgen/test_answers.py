@@ -15,7 +15,7 @@ KEYS = ("tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms")
 
 
 def row(policy: str, *changes: tuple[float | None, float | None, float | None]) -> dict[str, Any]:
-    """With these changes and their intervals, in the order of KEYS."""
+    """Return a row with these changes and their intervals, in the order of KEYS."""
     found: dict[str, Any] = {"policy": policy}
     for key, change in zip(KEYS, changes, strict=False):
         found |= zip((f"{key}_change_pct{end}" for end in ("", "_low", "_high")), change, strict=True)
@@ -69,7 +69,7 @@ def test_missing_measurements_and_baselines_are_reported() -> None:
 
 
 def test_each_figure_of_a_trial_has_a_sentence() -> None:
-    """Each figure against its own baseline; a balancer that is one itself, only where it is not."""
+    """Each figure has its own baseline; the baseline of a figure has no sentence for it."""
     times = {"random": (0.02, 0.1), "shortest-queue": (0.01, 0.2), "marginal-cost": (0.009, 0.15)}
     trials = [
         Trial(policy, round_, [

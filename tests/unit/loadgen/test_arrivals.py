@@ -35,7 +35,7 @@ def test_poisson_gaps_are_exponential_at_the_rate(rate: float) -> None:
     gaps = np.diff(times, prepend=0)
     assert stats.kstest(gaps, "expon", args=(0, 1 / rate)).pvalue > 0.01
     assert len(times) / times[-1] == pytest.approx(rate, rel=0.03)
-    # Counts of disjoint seconds: variance as the mean, and no memory.
+    # Counts of disjoint intervals: their variance is their mean, and they are independent.
     counts = np.bincount((times * rate / 10).astype(int))[:-1]
     assert counts.var() / counts.mean() == pytest.approx(1, abs=0.15)
     assert abs(np.corrcoef(gaps[1:], gaps[:-1])[0, 1]) < 0.03
@@ -49,7 +49,7 @@ def test_a_stream_depends_on_its_seed_alone() -> None:
     assert [a.due_s for a in first] != [a.due_s for a in other]
     assert [a.prompt for a in first] != [a.prompt for a in other]
     assert [a.number for a in first] == list(range(100))
-    for rate in (0, -1, float("nan"), float("inf")):  # before anything is sent
+    for rate in (0, -1, float("nan"), float("inf")):  # at the call, before any request
         with pytest.raises(BadInput):
             open_loop(PROMPTS, rate, max_tokens=8)
 
@@ -69,7 +69,7 @@ def test_output_lengths_are_uniform_and_equal_in_both_loops() -> None:
 
 
 def test_shares_partition_the_stream_without_common_prompts() -> None:
-    workers = 4  # 30 prompts are no multiple of it
+    workers = 4  # 30 prompts do not divide by it
 
     def stream(prompts: list[Prompt] = PROMPTS) -> Iterator[Arrival]:
         return open_loop(prompts, 5, max_tokens=8, workers=workers)
@@ -105,7 +105,7 @@ def test_both_formats_can_be_read(trace: list[TraceRequest], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
-        ("a.csv", AZURE + "3.0,10,10\n", "line 5"),  # back in time
+        ("a.csv", AZURE + "3.0,10,10\n", "line 5"),  # times decrease
         ("a.csv", AZURE + "5.0,-1,10\n", "line 5"),
         ("a.csv", AZURE + "5.0,10,0\n", "line 5"),
         ("a.csv", AZURE + "5.0,10\n", "line 5"),

@@ -1,4 +1,4 @@
-"""The comparison against a fake service: order, pairing, resume, and what is refused."""
+"""The comparison against a fake service: order, pairing, resumption and refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def options(service: FakeService, out: Path, **changes: Any) -> dict[str, Any]:
 
 
 def lose_last_lines(out: Path, number: int) -> None:
-    """As if the run had been killed before it wrote them; the last one says that the policy is set back."""
+    """Simulate a kill before these lines were written; the last one says that the policy was restored."""
     journal = out / JOURNAL
     journal.write_text("\n".join(journal.read_text().splitlines()[:-number]))
 
@@ -88,11 +88,11 @@ def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
     assert service.policy == OWN
     sent = len(service.bodies)
     parts = service.bodies[: sent // 2], service.bodies[sent // 2 :]
-    # Both policies met the same requests; the warm-up is in no figure.
+    # Both policies get the same requests; no figure includes the warm-up.
     halves = [sorted((b["messages"][0]["content"], b["max_tokens"]) for b in part) for part in parts]
     assert halves[0] == halves[1]
     assert {tokens for _, tokens in halves[0]} == {2, 3, 4}
-    # No policy finds the prefixes that another one computed.
+    # No policy uses cached prefixes of another one.
     salts = [{body["cache_salt"] for body in part} for part in parts]
     assert [len(salt) for salt in salts] == [1, 1]
     assert salts[0] != salts[1]
@@ -109,17 +109,17 @@ def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
     assert "tpot_p50_ms_change_pct" not in plain
     assert banded["engine_ms_per_token_change_pct"] == pytest.approx(0, abs=1e-6)
 
-    # Again: nothing is sent, the same figures come out.
+    # A repetition sends nothing and gives the same figures.
     compare(**options(service, out))
     assert len(service.bodies) == sent
     assert json.loads((out / "compare.json").read_text())["rows"] == result["rows"]
 
-    # More of it is not the same comparison.
+    # Other options are another comparison.
     for change in ({"rate": 16.0}, {"rounds": 2}, {"seed": 1}, {"policies": "random,shortest-queue"}):
         with pytest.raises(BadInput, match=f"another .*{next(iter(change))}"):
             compare(**options(service, out, **change))
 
-    # A trial that is lost is measured again, and the policy that the first run found is set back.
+    # A lost trial is measured again, and the policy before the first run is restored.
     lose_last_lines(out, 2)
     service.policy = {"name": "random", "parameters": {}}
     compare(**options(service, out))
@@ -156,7 +156,7 @@ def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
     one, other = ({r["number"]: r["id"] for r in trial} for trial in trials)
     assert [one[number] for number in range(15)] == [other[number] for number in range(15)]
     for row, trial in zip(json.loads((out / "compare.json").read_text())["rows"], trials, strict=True):
-        # The second second and the third are measured; what ended before or after is in no figure.
+        # Only requests that end within seconds 1 to 3 are measured.
         ended = [r for r in trial if 1 <= r["sent_s"] + r["end_s"] < 3]
         assert 0 < row["requests"] == len(ended) < len(trial)
         assert row["requests"] <= 55  # 5 in flight, 0.2 s each
@@ -206,7 +206,7 @@ def test_an_interrupted_run_restores_the_policy(
     process = subprocess.Popen(
         [sys.executable, "-m", "loadgen.compare", *words],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else as who runs us has it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else inherited
     )  # fmt: skip
     deadline = time.monotonic() + 40
     while not service.bodies and time.monotonic() < deadline:

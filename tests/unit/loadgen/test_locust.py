@@ -22,7 +22,7 @@ from shipped import ROOT
 from benchmarks.lib.replay_engine import free_port
 from loadgen.arrivals import poisson
 
-pytestmark = pytest.mark.slow  # a process a test
+pytestmark = pytest.mark.slow  # each test starts processes
 BASE = [sys.executable, "-m", "locust", "-f", "loadgen/locustfile.py"]
 
 
@@ -35,7 +35,7 @@ def service() -> Iterator[FakeService]:
 def locust(
     service: FakeService, out: Path, users: int, *options: object
 ) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
-    """What it said, and its records in the order of their numbers."""
+    """Return the finished process, and its records in the order of their numbers."""
     record = out / "record.jsonl"
     done = subprocess.run(
         [*BASE, "--headless", "--only-summary", "--host", service.url, "--record", str(record),
@@ -67,7 +67,7 @@ def test_an_open_loop_sends_by_the_clock_and_records_every_request(
         assert (len(record["itl_s"]), record["tokens"]) == (5, 6)
         assert record["handover_s"] == pytest.approx(0.0125)
         assert (record["worker"], record["policy"]) == (REPLICAS[0], "locality-band")
-    # The server saw them at those times, and a busy machine may delay some.
+    # The server received the requests at those times; a busy machine may delay some.
     seen = np.diff(sorted(service.arrived_s))
     assert np.median(np.abs(seen - np.diff(sorted(r["sent_s"] for r in records)))) < 0.05
     assert all(body["ignore_eos"] for body in service.bodies)
@@ -97,7 +97,7 @@ def test_a_closed_loop_keeps_every_user_busy(service: FakeService, tmp_path: Pat
     done, records = locust(service, tmp_path, 3, "--run-time", "2s")
     assert done.returncode == 0, done.stdout + done.stderr
     assert {r["due_s"] for r in records} == {None}
-    # Until 2 s an answer that ended is followed by the next request; the last answers are waited for.
+    # Each answer is followed by a request until 2 s; the last answers are awaited.
     assert max(r["sent_s"] for r in records) < 2.0 < max(r["sent_s"] + r["end_s"] for r in records)
     busy_s = sum(max(0.0, min(1.8, r["sent_s"] + r["end_s"]) - max(0.2, r["sent_s"])) for r in records)
     assert 0.75 * 3 < busy_s / 1.6 <= 3

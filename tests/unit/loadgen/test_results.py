@@ -1,4 +1,4 @@
-"""What a result says of the code that made it."""
+"""The commit and the machine in a result."""
 
 from __future__ import annotations
 

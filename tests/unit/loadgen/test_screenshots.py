@@ -1,4 +1,4 @@
-"""A screenshot of a report is of that page, from its top."""
+"""Screenshots of reports."""
 
 from __future__ import annotations
 

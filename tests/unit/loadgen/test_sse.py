@@ -1,4 +1,4 @@
-"""The times and the text of a stream of tokens."""
+"""Times and text of a stream of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def event(**choice: object) -> str:
 
 
 def read(*lines: str | bytes) -> StreamTiming:
-    """By a clock that advances by 0.1 s a reading."""
+    """Read the lines with a clock that advances by 0.1 s at each reading."""
     tenths = itertools.count(1)
     return read_stream(lines, 0.0, lambda: 0.1 * next(tenths))
 

@@ -1,4 +1,4 @@
-"""Bootstrap intervals, and requests that keep their objectives."""
+"""Bootstrap intervals, and requests within their objectives."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rounds_are_resampled_only_if_there_are_many() -> None:
     few, many = np.repeat(np.arange(3), 20), np.repeat(np.arange(5), 20)
     assert (resampled_counts(few, draws=50).reshape(50, 3, 20).sum(axis=2) == 20).all()
     drawn = resampled_counts(many, draws=50).reshape(50, 5, 20)
-    assert (drawn == drawn[:, :, :1]).all()  # a round with all its requests
+    assert (drawn == drawn[:, :, :1]).all()  # whole rounds are drawn
     assert (drawn[:, :, 0].sum(axis=1) == 5).all()
 
 
@@ -75,7 +75,7 @@ def test_pairing_removes_common_variation() -> None:
     assert change.low < -10 < change.high
     assert change.high - change.low < 5
     alone = interval(base.quantile(0.5), draws[0])
-    # Unpaired, what both met would hide it.
+    # Without pairing, the common variation would hide the change.
     assert 100 * (alone.high - alone.low) / alone.value > 4 * (change.high - change.low)
 
 
@@ -113,7 +113,7 @@ def test_a_paired_interval_has_its_nominal_coverage() -> None:
     assert 930 <= covered <= 970
 
 
-def test_one_pair_has_no_interval_and_equal_pairs_have_one_of_no_width() -> None:
+def test_one_pair_has_no_interval_and_equal_pairs_have_one_of_zero_width() -> None:
     assert paired_ratio_percent([1.0], [2.0]) == pytest.approx((-50, math.nan, math.nan), nan_ok=True)
     assert all(math.isnan(value) for value in paired_ratio_percent([], []))
     assert paired_ratio_percent([1.0, 2.0, 4.0], [2.0, 4.0, 8.0]) == pytest.approx((-50, -50, -50))

@@ -1,4 +1,4 @@
-"""Alert rules and dashboards: valid PromQL over metrics that exist, tested alerts, each with its page."""
+"""Alert rules and dashboards: valid PromQL over existing metrics, tested alerts, and their runbook."""
 
 from __future__ import annotations
 

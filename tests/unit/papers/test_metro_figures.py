@@ -1,4 +1,4 @@
-"""METRO's figures at small size: what they must show, whatever the machine."""
+"""METRO's figures at small size: results that hold on every machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_the_example_equals_the_papers() -> None:
 
 def test_every_routing_serves_every_token_on_a_host_of_its_expert(options: Options) -> None:
     half = metro.Source.read(options.traces[0], 0)
-    assert sorted([*half.fit, *half.test]) == list(range(N))  # held-out requests placed no expert
+    assert sorted([*half.fit, *half.test]) == list(
+        range(N)
+    )  # held-out requests have no influence on the placement
     plan = half.plan(1.5)
     tokens = half.batches(16, 5, 0)
     assert (tokens.sum(axis=2) == 16 * TOP_K).all()
@@ -41,9 +43,7 @@ def test_every_routing_serves_every_token_on_a_host_of_its_expert(options: Optio
         assert routing == "even" or ((served > 0).sum(axis=-1) <= 1).all()
 
 
-def test_metro_lies_between_the_optimum_and_eplb(
-    options: Options,
-) -> None:
+def test_metro_lies_between_the_optimum_and_eplb(options: Options) -> None:
     rows = metro.figure_8(options)
     for row in rows:
         assert row["optimum"] <= row["metro"] <= row["even"]

@@ -1,4 +1,4 @@
-"""A MoE layer on real gloo processes gives what one process gives, however it is placed and routed."""
+"""A MoE layer on real gloo processes gives the result of one process for every placement and routing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def placement(name: str, ranks: int) -> np.ndarray:
 def routing(name: str, hosts: np.ndarray) -> Routing:
     if name == "even":
         return all_replicas(hosts)
-    if name == "home":  # the rank itself where it holds the expert, or else the first that does
+    if name == "home":  # the own rank if it holds the expert, else the first rank that does
         ranks = np.arange(hosts.shape[1])
         return by_home(np.where(hosts.T, ranks[:, None], hosts.argmax(axis=1)))
     choose = {"metro": MetroPlan.of(hosts).route, "optimal": lambda tokens: route_optimal(tokens, hosts)}
@@ -59,7 +59,7 @@ def hidden(tokens: int, seed: int) -> Tensor:
 
 
 def alone(x: Tensor) -> Tensor:
-    """The layer by its definition: each token through each of its experts."""
+    """Compute the layer by its definition: each token through each of its experts."""
     weights, experts = GATE(x)
     w13, w2 = (w.float() for w in read_experts(WEIGHTS, LAYER, range(E)))
     out = torch.zeros_like(x)
@@ -84,7 +84,7 @@ def products(placed: tuple[int, ...]) -> Products:
 
 
 def computed(rank: int, cases: list[Case]) -> list[np.ndarray]:
-    """This rank's outputs of each case."""
+    """Return this rank's outputs of each case."""
     outputs = []
     for seed, case in enumerate(cases):
         ranks = len(case.sizes)

@@ -1,4 +1,4 @@
-"""The study of predicted signatures, small: what is measured was not fitted on, and what must show."""
+"""The study of predicted signatures at small size: held-out requests and expected results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 requests a domain, each domain with favourite experts and token ids."""
+    """Provide 60 requests of each domain, which has favourite experts and token ids."""
     shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.05}
     return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
 
@@ -85,8 +85,8 @@ def test_an_answer_of_one_token_is_not_in_the_tpot(small: Options) -> None:
     np.put_along_axis(counts[0], trace.routes[0].astype(np.int64), 1, axis=1)
     routes = np.delete(trace.routes, slice(1, 1 + gone), axis=0)
     cut = replace(trace, decode_counts=counts, decode_steps=steps, routes=routes, route_offsets=offsets)
-    told = {"true prefill": cut.prefill_counts.astype(np.float32)}
-    found = predicted._placed(cut, told, np.arange(100), 4, small, 0, in_order=True)
+    signatures = {"true prefill": cut.prefill_counts.astype(np.float32)}
+    found = predicted._placed(cut, signatures, np.arange(100), 4, small, 0, in_order=True)
     assert all(np.isfinite(list(times.values())).all() for times in found.values())
 
 
@@ -107,7 +107,7 @@ def test_a_share_of_the_gain_is_paired_by_seed() -> None:
     true = [-10.0, -20.0, -40.0]
     same = predicted._share("s", [-9.0, -18.0, -36.0], true)
     assert list(same) == ["s", "s_ci_low", "s_ci_high"]
-    assert list(same.values()) == pytest.approx([90, 90, 90])  # however seeds differ
+    assert list(same.values()) == pytest.approx([90, 90, 90])  # for all differences between seeds
     other = predicted._share("s", [-10.0, -10.0, -40.0], true)
     assert other == pytest.approx({"s": 600 / 7, "s_ci_low": 50, "s_ci_high": 100})
     assert predicted._share("s", [-1.0], [-2.0]) == {"s": 50}

@@ -1,4 +1,4 @@
-"""Reproduced figures at small size: what they must show, whatever the machine."""
+"""Reproduced figures at small size: results that hold on every machine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 requests a domain, each domain with a favourite eighth of the experts."""
+    """Provide 60 requests of each domain, which has a favourite eighth of the experts."""
     shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.02}
     return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def arrivals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A request trace with prompts and answers of very different lengths."""
+    """Provide a request trace with prompts and answers of very different lengths."""
     rng = np.random.default_rng(1)
     times = np.cumsum(rng.exponential(0.2, 4000))
     prompts, outputs = (rng.lognormal(*shape, 4000).astype(int) + 1 for shape in ((6.5, 1), (3.5, 0.7)))
@@ -65,7 +65,7 @@ def test_balance_routes_reduce_imbalance(
     ours = [row for row in rows if row["method"].startswith("balance-route")]
     assert (len(baselines), len(ours)) == (5, 4)
     assert max(r["imbalance_tokens"] for r in ours) < min(r["imbalance_tokens"] for r in baselines)
-    # A tail of 100 requests: single policies may change places.
+    # The tail has 100 requests, so single policies may swap their order.
     assert np.mean([r["tpot_p95_ms"] for r in ours]) < np.mean([r["tpot_p95_ms"] for r in baselines])
     assert min(r["output_tokens_per_s"] for r in ours) > max(r["output_tokens_per_s"] for r in baselines)
     assert of(rows, method="shortest-queue")["imbalance_below_jsq"] == 1
@@ -83,7 +83,7 @@ def test_predictors_and_imbalance_are_measured(arrivals: Path) -> None:
 def test_a_workers_own_placement_relieves_its_slowest_rank(
     observed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A domain's favourites are neighbours, so that in order of ids one rank holds them all."""
+    """A domain's favourites have neighbouring ids, so that one rank holds them all in linear order."""
     monkeypatch.setattr(eldr_parallel, "RATES", (20,))
     monkeypatch.setattr(eldr_parallel, "OUTPUT_TOKENS", 48)
     options = Options((observed,), requests=200)
@@ -96,7 +96,7 @@ def test_a_workers_own_placement_relieves_its_slowest_rank(
         assert own < common < linear
     work = Work(eldr_parallel._scenario(options, (), 20, 0), 0)
     assert len(work.fitted_on)
-    assert not set(work.fitted_on) & set(work.requests.kind)  # what a placement is fitted on does not run
+    assert not set(work.fitted_on) & set(work.requests.kind)  # requests of the fit are not simulated
 
 
 def test_locality_saves_experts_at_every_rate(observed: Path) -> None:

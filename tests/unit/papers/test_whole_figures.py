@@ -1,4 +1,4 @@
-"""The study of whole replicas, small: its workloads are what they say, and what must show."""
+"""The study of whole replicas at small size: its workloads and expected results."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 requests a domain, each domain with favourite experts."""
+    """Provide 60 requests of each domain, which has favourite experts."""
     shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.05}
     return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 sessions of 12 turns, each turn two blocks longer; all share the first block."""
+    """Provide 100 sessions of 12 turns, each turn two blocks longer; all share the first block."""
     rng, lines = np.random.default_rng(1), []
     for turn in range(12):
         for session in rng.permutation(100).tolist():
@@ -82,9 +82,7 @@ def test_an_applications_requests_share_only_its_system_prompt(observed: Path) -
     assert all(trace.domains[k] == domain[key] for key, k in zip(requests.keys, requests.kind, strict=True))
 
 
-def test_a_long_prompt_begins_like_its_session_and_all_its_tokens_predict(
-    observed: Path,
-) -> None:
+def test_a_long_prompt_begins_like_its_session_and_all_its_tokens_predict(observed: Path) -> None:
     trace = read(routes_of(observed))  # prompts of 20 tokens
     members, kind = np.arange(360), np.array([3, 3, 70])
     lengths = np.array([20, 47, 47])
@@ -102,11 +100,11 @@ def test_a_long_prompt_begins_like_its_session_and_all_its_tokens_predict(
 
 
 def test_policies_of_whole_workers_get_predicted_then_measured_counts() -> None:
-    told: list[tuple[str, bool, float]] = []
+    assigned: list[tuple[str, bool, float]] = []
 
     class Listening(MarginalCost):
         def on_assigned(self, request: Any, worker: int, decision: Any = None) -> None:
-            told.append((request.request_id, request.predicted, float(request.expert_counts[0, 0])))
+            assigned.append((request.request_id, request.predicted, float(request.expert_counts[0, 0])))
             super().on_assigned(request, worker, decision)
 
     experts = observed_experts(
@@ -117,7 +115,7 @@ def test_policies_of_whole_workers_get_predicted_then_measured_counts() -> None:
     requests = Requests(np.zeros(1), np.array([20]), np.array([3]), np.zeros(1, np.int64))
     cluster = Cluster(decode=Decode(workers=2, cost=StepCost(), whole=Whole()))
     simulate(requests, Listening(), cluster, experts=experts)
-    assert told == [("0", True, 5.0), ("0", False, 10.0)]
+    assert assigned == [("0", True, 5.0), ("0", False, 10.0)]
 
 
 def test_marginal_cost_weighs_prefixes_experts_and_load_together(
@@ -141,9 +139,8 @@ def test_marginal_cost_weighs_prefixes_experts_and_load_together(
             assert {row["cached_pct"] for row in (ours, alone)} == {0}
         else:
             assert ours["cached_pct"] > alone["cached_pct"] + 2
-            assert (
-                rows[workload, "longest-prefix"]["cached_pct"] > rows[workload, "round-robin"]["cached_pct"]
-            )
+            longest, turns = (rows[workload, name] for name in ("longest-prefix", "round-robin"))
+            assert longest["cached_pct"] > turns["cached_pct"]
 
 
 def test_unusable_input_is_refused_in_one_sentence(

@@ -1,4 +1,4 @@
-"""What `eldr check` refuses before it asks anybody, and how it reads clusters."""
+"""Options that `eldr check` refuses at once, and cluster files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_shipped_cluster_has_the_resources_of_the_shipped_deployments() -> N
     assert pools["decode_of_8"].resources["GPU"] == pools["decode_of_8"].resources["decode"] == 8
 
 
-def test_another_gpu_changes_the_kind_and_nothing_else() -> None:
+def test_another_gpu_changes_only_the_type() -> None:
     (before,) = described(
         gpu_of("H100"), nodes=2, gpus_per_node=4, cpus_per_node=8, memory_gib=9, resources={"decode": 4}
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from document_edits import MISSING, edit
 from in_process import python
 from shipped import ROOT
 
@@ -83,14 +84,14 @@ def test_a_binary_file_is_reported(tmp_path: Path) -> None:
 # -- Serve's own keys ------------------------------------------------------------------------------------
 
 APPLICATION = "applications.0"
-# path -> value, words of the error; a value of None removes the key
+# path -> value, words of the error
 WRONG: dict[str, tuple[Any, str]] = {
     "http_option": ({"port": 1}, "unknown key 'http_option': did you mean 'http_options'?"),
     "http_options.prot": (1, "http_options: unknown key 'prot': did you mean 'port'?"),
     "http_options.port": ("x", "http_options.port is 'x': must be a whole number"),
     "proxy_location": ("HeadsOnly", "proxy_location is 'HeadsOnly': unknown, did you mean 'HeadOnly'?"),
     "logging_config.log_level": ("LOUD", "logging_config.log_level is 'LOUD'"),
-    "applications": (None, "applications is missing"),
+    "applications": (MISSING, "applications is missing"),
     f"{APPLICATION}.import_path": ("eldr_serve.app:build", "must be eldr_serve.app:build_app"),
     f"{APPLICATION}.import_pth": (
         "x",
@@ -109,13 +110,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_content_that_serve_would_refuse_or_misread_is_reported(path: str, tmp_path: Path) -> None:
     value, words = WRONG[path]
     given = content()
-    here: Any = given
-    *parents, last = path.split(".")
-    for name in parents:
-        here = here[int(name) if name.isdigit() else name]
-    here[last] = value
-    if value is None:
-        del here[last]
+    edit(given, path, value)
     (sentence,) = sentences(checked(tmp_path, given))
     assert words in sentence
     assert "\n" not in sentence
@@ -194,7 +189,7 @@ def test_a_missing_or_invalid_key_file_is_reported(tmp_path: Path) -> None:
     assert checked(tmp_path, given).starts
 
 
-# -- quickly ---------------------------------------------------------------------------------------------
+# -- before slow imports -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

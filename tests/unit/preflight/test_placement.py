@@ -1,4 +1,4 @@
-"""Where replicas go, against all ways in which they could."""
+"""Placement of replicas on nodes, against all possible placements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sizes = st.integers(1, 3)
 
 @st.composite
 def clusters(draw: st.DrawFn) -> list[Pool]:
-    """Two pools of nodes with GPUs, one with a resource of its own."""
+    """Draw two pools of nodes with GPUs, one of them with an extra resource."""
     return [
         Pool("a", draw(st.integers(0, 2)), {"GPU": draw(st.integers(1, 4))}),
         Pool(
@@ -35,7 +35,7 @@ def replicas(draw: st.DrawFn, name: str = "x") -> Replicas:
 
 
 def most(pools: list[Pool], wanted: Replicas) -> int:
-    """How many of the replicas can be placed at all, by trying every node for every bundle."""
+    """Return how many replicas can be placed, by trying every node for every bundle."""
     nodes = tuple(
         tuple(int(pool.resources.get(name, 0)) for name in ("GPU", "extra"))
         for pool in pools
@@ -94,7 +94,7 @@ def test_placed_replicas_never_exceed_the_optimum_and_one_is_placed_if_possible(
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
 def test_equal_engines_fill_equal_nodes(nodes: int, per_node: int, ranks: int, count: int) -> None:
-    """The shipped topologies: whole nodes of one pool, engines that stay together."""
+    """Place engines that stay on one node, as in the shipped topologies."""
     pools = [Pool("a", nodes, {"GPU": per_node * ranks, "decode": per_node * ranks})]
     wanted = Replicas("decode", count, [{"GPU": 1, "decode": 1}] * ranks, "STRICT_PACK")
     assert place(pools, [wanted]).missing.get("decode", 0) == max(0, count - nodes * per_node)
