@@ -164,13 +164,18 @@ class Sample:
 def increase(seen: list[Sample], from_s: float, until_s: float) -> dict[str, float] | None:
     """Return the increase of the totals between the first and the last sample of a period.
 
+    If the status was so slow that only one sample lies in the period, in its second half, the last sample
+    before the period is the first.
     Decode engines report once a second, so the result includes up to a second of steps before the period, and
     lacks up to a second at its end. Return None if no step was reported or the router lost its totals.
     """
-    known = [s.totals for s in seen if from_s <= s.unix_s <= until_s and s.totals]
-    if not known or known[-1]["steps"] <= known[0]["steps"]:
+    known = [(s.unix_s, s.totals) for s in seen if s.unix_s <= until_s and s.totals]
+    inside = [totals for unix_s, totals in known if unix_s >= from_s]
+    if len(inside) == 1 and known[-1][0] >= (from_s + until_s) / 2:
+        inside = [totals for _, totals in known[-2:]]
+    if not inside or inside[-1]["steps"] <= inside[0]["steps"]:
         return None
-    return {key: known[-1][key] - known[0][key] for key in known[0]}
+    return {key: inside[-1][key] - inside[0][key] for key in inside[0]}
 
 
 def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:

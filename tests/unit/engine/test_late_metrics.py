@@ -226,7 +226,7 @@ async def test_awaited_metrics_are_sent_with_their_step(sent: Sent) -> None:
         "seconds": 0.25,
     }
     data = {"nixl": None, "steps": [step], "prompt_steps": [], "capture_s": []}
-    data |= {"kv_usage": 0.375, "signatures": {"prompt": (3, "counts")}}
+    data |= {"kv_usage": 0.375, "prompt_counts": {"prompt": (3, "counts")}}
     late.record(SchedulerStats(kv_connector_stats=data), None)
     assert not sent
     assert kv_usage.last() == 0.375

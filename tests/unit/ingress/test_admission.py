@@ -97,7 +97,7 @@ async def test_places_are_counted_where_they_are_checked() -> None:
 )
 async def test_a_full_ingress_refuses_whatever_reaches_an_engine(path: str) -> None:
     async with running_app(max_in_flight=1) as app:
-        app.ingress.gate.places.in_flight = 1
+        app.ingress.gate.limiter.in_flight = 1
         answer = await app.post(path, HELLO)
         assert is_one_sentence(answer, 429)
         assert answer.json()["error"]["type"] == "overloaded"

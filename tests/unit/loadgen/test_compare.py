@@ -274,6 +274,7 @@ def test_only_steps_of_the_measured_part_are_counted() -> None:
     seen = [sample(t, 10 * t) for t in (1, 2, 3, 4, 5, 6)]
     assert increase(seen, 2, 5.5) == {"steps": 30, "active": 600}
     assert increase([sample(2.5, None), *seen], 2, 5.5) == {"steps": 30, "active": 600}
+    assert increase([seen[0], seen[4]], 2, 5.5) == {"steps": 40, "active": 800}  # a slow status
     for lacking in ([], seen[:2], [sample(3, 5), sample(4, 5)], [sample(3, 50), sample(4, 5)]):
         assert increase(lacking, 2, 5.5) is None  # no steps, or a restarted router
 

@@ -16,7 +16,7 @@ from one_path import COUNTS, World, asking
 from router_talk import FakeActor, all_is_over, ask, connected, loads, make, say, settled
 from tables import request
 
-from eldr_serve.engine.vllm import signatures
+from eldr_serve.engine.vllm import prompt_counts
 from eldr_serve.errors import SwapRefused
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature import pack_counts
@@ -437,13 +437,13 @@ async def test_a_client_that_goes_leaves_nothing_behind(monkeypatch: pytest.Monk
 
 
 async def test_the_engines_end_answers_whoever_asked_first_and_forgets_the_rest() -> None:
-    asking, gone = (asyncio.create_task(signatures.wait_for(name)) for name in "ab")
+    asking, gone = (asyncio.create_task(prompt_counts.wait_for(name)) for name in "ab")
     await asyncio.sleep(0)
-    assert [signatures.is_awaited(name) for name in "abc"] == [True, True, False]
+    assert [prompt_counts.is_awaited(name) for name in "abc"] == [True, True, False]
     gone.cancel()
-    await asyncio.to_thread(signatures.put, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unasked")})
+    await asyncio.to_thread(prompt_counts.put, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unasked")})
     assert await asking == (9, "packed")
-    assert not signatures._waiting
+    assert not prompt_counts._waiting
 
 
 async def test_an_ingress_that_hears_of_a_predictor_reads_prompts_by_the_models_tokenizer(
