@@ -22,7 +22,7 @@ _TWO_SENTENCES = re.compile(r"[.?!] +(?=[A-Z`*\[])")
 
 
 def code_lines(page: Path) -> list[str]:
-    """Lines of its blocks of code, fenced or indented by four; a command that goes on is one line."""
+    """Return the lines of code blocks, fenced or indented by four; a continued command is one line."""
     text = page.read_text()
     blocks = [*_FENCED.findall(text), *_INDENTED.findall(_FENCED.sub("", text))]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
@@ -36,7 +36,7 @@ def test_code_is_found_in_lists_and_without_a_fence(tmp_path: Path) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of headings."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 

@@ -1,4 +1,4 @@
-"""What `import eldr_serve` offers, that it is light, and how the command `eldr` finds what it runs."""
+"""Public names of `eldr_serve`, light imports, and the subcommands of `eldr`."""
 
 from __future__ import annotations
 
@@ -52,10 +52,8 @@ def test_importing_the_package_loads_no_engine(code: str) -> None:
 
 def test_an_ingress_needs_no_engine() -> None:
     code = "import sys, eldr_serve.ingress.deployment, eldr_serve.replicas.request_router"
-    assert (
-        in_a_process(f"{code}; print([m for m in ('vllm', 'torch', 'ray.llm') if m in sys.modules])")
-        == "[]\n"
-    )
+    loaded = f"{code}; print([m for m in ('vllm', 'torch', 'ray.llm') if m in sys.modules])"
+    assert in_a_process(loaded) == "[]\n"
 
 
 def test_the_list_of_subcommands_loads_none_of_them() -> None:

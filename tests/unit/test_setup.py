@@ -1,4 +1,4 @@
-"""`make setup` by pip, and by uv where pip cannot; stand-ins note how they were called."""
+"""`make setup` with pip, and with uv if pip fails; fakes of both record their calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIP_ERROR = "ERROR: No matching distribution found for torch==2.13.0+cpu"
 def make_setup(
     venv: Path, *, extra: str = "cpu", pip_can: bool, uv_can: bool = True
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """How `make setup` ended, and the calls of pip and uv."""
+    """Return the finished `make setup`, and the calls of pip and uv."""
     calls = venv / "calls"
     (venv / "bin").mkdir(parents=True)
     for name, refused, can in (("pip", "*-e*", pip_can), ("uv", "*", uv_can)):

@@ -1,4 +1,4 @@
-"""What the benchmarks of EP engines make of what they measured; the engines are in tests/engine."""
+"""Rows of benchmarks of EP engines; tests/engine has the engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def measured(step_ms: float, experts: float = 10.0, answers: str = "ab", **other
 
 
 class Engine:
-    """A context, as an engine is, that counts its starts."""
+    """A fake engine that counts its starts."""
 
     started = 0
 
@@ -108,7 +108,7 @@ def test_a_choice_is_compared_with_no_replicas_and_even_spread() -> None:
     base, even, metro = choice_rows(arms, 8, 0)
     assert [row["step_ms"] for row in (base, even, metro)] == [20, 24, 18]
     assert [row["change_pct"] for row in (base, even, metro)] == pytest.approx([0, 20, -10])
-    assert metro["change_low_pct"] == pytest.approx(-10)  # each round is held against its own
+    assert metro["change_low_pct"] == pytest.approx(-10)  # each round is compared with its own base
     assert metro["even_pct"] == pytest.approx(-25)
     assert metro["even_experts_pct"] == pytest.approx(100 * (9 / 13 - 1))
     assert even["none_experts_pct"] == pytest.approx(30)

@@ -1,4 +1,4 @@
-"""Who is placed where before engines are asked, and what becomes of their times; without engines."""
+"""Placements of requests and experts before measurements, and rows of the times; without engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster run would do, and what it finds that a cluster left behind."""
+"""The commands of a cluster run, and processes that a cluster leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replays by step are made of, without an engine."""
+"""Parts of replays by step, without an engine."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_gpu_engine_captures_graphs_of_the_given_batch_sizes() -> None:
 
 
 class _EnginePool:
-    """Steps of one request each, that cost what a random number of experts does; stops after so many runs."""
+    """A fake pool whose steps cost a random number of experts; it is interrupted after some runs."""
 
     def __init__(self, runs: int) -> None:
         self.runs = 0
@@ -129,7 +129,7 @@ def test_a_stopped_run_resumes_and_repeats_no_measurement(
     for runs in (7, 20):
         with pytest.raises(KeyboardInterrupt):
             compared(runs)
-    # The fit was stopped within and begun again; what came after it was kept.
+    # The interrupted fit begins again; later measurements are kept.
     (done,) = compared(100)
     assert [pool.runs for pool in pools] == [7, 20, needed - 20]
     assert all((times > 0).all() for times in done.replayed_tpot_s.values())

@@ -1,4 +1,4 @@
-"""The shadow's benchmark over a fake service, and its rows from trials that are made up."""
+"""The shadow's benchmark with a fake service, and its rows from synthetic trials."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_each_policy_is_live_once_in_each_round_with_the_other_as_shadow(
     assert sorted(service.policies_set) == sorted(service.shadows) == policies
     assert service.policies_set != service.shadows
     found = {row["figure"]: row for row in json.loads(out.read_text())["rows"]}
-    # Both are alike here, so each prices its shadow at 10 of its own 11 ms.
+    # Both policies are equal here, so each prices its shadow at 10 of its own 11 ms.
     assert found["priced, random live"]["change_pct"] == pytest.approx(10, abs=0.1)
     assert found["priced, shortest-queue live"]["change_pct"] == pytest.approx(-100 / 11, abs=0.1)
     assert found["step"]["random"] == pytest.approx(10, abs=0.1)

@@ -1,4 +1,4 @@
-"""The shadow over the simulator, where what it prices is what steps cost."""
+"""The shadow in the simulator, whose steps cost what the shadow prices."""
 
 from __future__ import annotations
 

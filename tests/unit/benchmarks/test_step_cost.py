@@ -18,7 +18,7 @@ COST = StepCost(2e-3, 5e-5, 0.0, 3e-6)
 
 
 class _Engine:
-    """Tells what a step took one step later, as a GPU does; a lossy one activates an expert too few."""
+    """A fake that reports the time of a step one step later, as a GPU does; a lossy one omits an expert."""
 
     def __init__(self, *, lossy: bool = False) -> None:
         self._lossy, self._batch, self._number = lossy, 0, 100
@@ -84,7 +84,7 @@ def test_the_packages_figures_stand_beside_the_measured_batches() -> None:
 
 
 def test_impossible_options_are_refused_in_one_sentence() -> None:
-    told = sentence(command("benchmarks.engine.step_cost", device="cpu", batches="1", active="16,32"))
-    assert "8 to 8 experts" in told
+    said = sentence(command("benchmarks.engine.step_cost", device="cpu", batches="1", active="16,32"))
+    assert "8 to 8 experts" in said
     assert "--active" in sentence(command("benchmarks.engine.step_cost", device="cpu", active="many"))
     assert "use cpu" in sentence(command("benchmarks.engine.step_cost"))

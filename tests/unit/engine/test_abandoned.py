@@ -1,4 +1,4 @@
-"""Prompts that are abandoned, in every order of events."""
+"""Abandoned prompts, in every order of events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_prompt_is_freed_once_it_is_held_and_abandoned(order: tuple[str, ...])
         events[event]()
         done.add(event)
         assert prompts.due() == (["engine-1"] if {"hold", "abandon"} <= done else [])
-    assert prompts.due() == ["engine-1"]  # again and again, until it is freed
+    assert prompts.due() == ["engine-1"]  # until it is freed
     prompts.freed(["engine-1"])
     assert prompts.due() == []
     prompts.freed(["engine-1", "never-held"])

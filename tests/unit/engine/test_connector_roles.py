@@ -1,4 +1,4 @@
-"""What the connector does by its engine's role: answers that are cut, and engines that transfer nothing."""
+"""The connector by the role of its engine: truncated answers, and engines without transfers."""
 
 from __future__ import annotations
 

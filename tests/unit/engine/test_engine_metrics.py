@@ -1,4 +1,4 @@
-"""What an engine's steps become on vLLM's way to Prometheus."""
+"""Metrics of an engine's steps in vLLM's Prometheus exporter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we use of Ray Serve LLM: another Ray is refused in one sentence, and the connector is registered."""
+"""Our use of Ray Serve LLM: another Ray is refused, and the connector is registered."""
 
 from __future__ import annotations
 

@@ -55,9 +55,8 @@ def test_steps_that_a_preempted_request_computes_again_count_once(again: int) ->
     take(one, again, 40)  # in one chunk with new tokens
     for step in range(40, STEPS):
         take(one, step, step + 1)
-    np.testing.assert_array_equal(
-        unpack_counts(one.decode_answer(prefilled_here=False)["eldr_decode"]), COUNTS
-    )
+    answer = one.decode_answer(prefilled_here=False)
+    np.testing.assert_array_equal(unpack_counts(answer["eldr_decode"]), COUNTS)
 
 
 def test_incomplete_counts_are_not_reported() -> None:
