@@ -22,8 +22,9 @@ from eldr_serve.command_errors import BadInput, run
 from loadgen.progress import progress_bar
 from loadgen.results import environment, print_table, write_result
 from loadgen.workload import read_prompts
-from tests.faults.chaos import FAULTS, run_chaos
+from tests.faults.chaos import run_chaos
 from tests.faults.mutations import MUTATIONS, search
+from tests.faults.operations import FAULTS
 from tests.faults.record import APART, NOTES, Record, rows, wrong
 from tests.faults.simulate import Run, run_seed
 

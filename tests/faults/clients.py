@@ -10,9 +10,11 @@ from itertools import islice
 from typing import Any
 
 from eldr_serve.ingress.http_application import application
-from tests.faults.fake_engines import MODEL, TOKEN_HEADER, continuation, text_of, tokens_of
+from tests.faults.fake_engines import TOKEN_HEADER
+from tests.faults.fake_ray import TENANTS
+from tests.faults.greedy_model import MODEL, continuation, text_of, tokens_of
 from tests.faults.virtual_time import Process, current
-from tests.faults.world import TENANTS, World
+from tests.faults.world import World
 
 _WINDOW_BYTES = 600  # bytes that a server may write before its client reads
 

@@ -37,9 +37,9 @@ MUTATIONS = (
         "a retry decodes from blocks that were read before",
         "eldr_serve.pipeline.path",
         "prefilled = await self.prefill.prefilled(context) if self._splits(context.request) else None",
-        "prefilled = run.__dict__.get('kept') or "
+        "prefilled = context.__dict__.get('kept') or "
         "(await self.prefill.prefilled(context) if self._splits(context.request) else None)\n"
-        "                run.__dict__['kept'] = prefilled",
+        "                context.__dict__['kept'] = prefilled",
     ),
     Mutation(
         "a cancel is lost on its way to the decode engine",

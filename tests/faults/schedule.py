@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from eldr_serve.router.state import RouterState
 from tests.faults.clients import Plan
+from tests.faults.fake_ray import TENANTS, table
 from tests.faults.virtual_time import Process
-from tests.faults.world import POLICIES, ROLES, TENANTS, World, table
+from tests.faults.world import POLICIES, ROLES, World
 
 DURATION_S = 6.0  # requests and faults begin within this time
 DRAIN = "drain"

@@ -9,12 +9,23 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from eldr_serve.replicas.outliers import FAILURES
 from eldr_serve.scheduling import State
 from tests.faults.clients import Outcome, Plan, ask
-from tests.faults.fake_engines import BLOCK_TOKENS, DecodeEngine, PrefillEngine
+from tests.faults.fake_ray import LIMIT, LIMITED, TENANTS
+from tests.faults.greedy_model import BLOCK_TOKENS
+from tests.faults.invariants import (
+    client_of,
+    engine_violations,
+    leases_of_clients,
+    leases_of_router,
+    left_behind,
+    more_tasks,
+    not_back,
+    num_tasks,
+    router_state,
+)
 from tests.faults.schedule import DRAIN, DURATION_S, Fault, arm, faults, plans
 from tests.faults.virtual_network import Network
 from tests.faults.virtual_time import Livelock, Process, VirtualLoop
@@ -22,11 +33,7 @@ from tests.faults.world import (
     CALL_S,
     CLIENT_TIMEOUT_S,
     LEASE_S,
-    LIMIT,
-    LIMITED,
     QUEUE_S,
-    ROLES,
-    TENANTS,
     WAIT_S,
     World,
     virtual,
@@ -64,12 +71,12 @@ class Run:
         return Counter(outcome.kind for outcome in self.outcomes)
 
 
-def run_seed(seed: int, *, asked: list[Plan] | None = None, wrong: list[Fault] | None = None) -> Run:
+def run_seed(seed: int, *, requests: list[Plan] | None = None, injected: list[Fault] | None = None) -> Run:
     """Run one seed; the same seed gives the same run.
 
     Args:
-        asked: requests to send instead of those that the seed draws.
-        wrong: faults to inject instead of those that the seed draws.
+        requests: requests to send instead of those that the seed draws.
+        injected: faults to inject instead of those that the seed draws.
     """
     logging.disable(logging.CRITICAL)
     gc.freeze()
@@ -78,18 +85,12 @@ def run_seed(seed: int, *, asked: list[Plan] | None = None, wrong: list[Fault] |
         rng = random.Random(seed)
         loop = VirtualLoop(random.Random(rng.random()))  # type: ignore[abstract]
         loop.network = Network(loop, random.Random(rng.random()))
-        run = Run(seed, faults=faults(rng) if wrong is None else wrong)
-        asked = plans(rng) if asked is None else asked
-        holder: list[World] = []
-
-        async def main() -> None:
-            await _Simulation(run, holder[0], asked, rng).go()
-
+        run = Run(seed, faults=faults(rng) if injected is None else injected)
+        requests = plans(rng) if requests is None else requests
         world = World(loop, random.Random(rng.random()))
-        holder.append(world)
         with virtual(loop, world, random.Random(rng.random())):
             try:
-                loop.run(main())
+                loop.run(_Simulation(run, world, requests, rng).go())
             except Livelock as error:
                 run.violations.append(f"the run does not end: {error}")
         run.violations += loop.errors
@@ -102,39 +103,39 @@ def run_seed(seed: int, *, asked: list[Plan] | None = None, wrong: list[Fault] |
 
 
 class _Simulation:
-    def __init__(self, run: Run, world: World, asked: list[Plan], rng: random.Random) -> None:
-        self.run, self.world, self.asked, self.rng = run, world, asked, rng
-        self._long: list[asyncio.Task[Outcome]] = []
+    def __init__(self, run: Run, world: World, requests: list[Plan], rng: random.Random) -> None:
+        self.run, self.world, self.requests, self.rng = run, world, requests, rng
+        self._long: list[asyncio.Task[Outcome]] = []  # streams that run while leases are compared
 
     async def go(self) -> None:
         world, loop = self.world, self.world.loop
         await world.start(prefills=self.rng.choice([1, 2]), decodes=self.rng.choice([2, 3]), ingresses=2)
         for fault in self.run.faults:
             arm(world, fault, self.run.happened.append)
-        clients = [loop.create_task(self._client(plan)) for plan in self.asked]
+        clients = [loop.create_task(self._client(plan)) for plan in self.requests]
         self._begin_long(2)
         self.run.outcomes = list(await asyncio.gather(*clients))
         for outcome in self.run.outcomes:
             self._check_outcome(outcome)
         await asyncio.sleep(max(DURATION_S - loop.time(), 0) + 0.01)
-        await self._until(self._all_back, 30, "processes that were restarted are not back")
+        await self._until(lambda: not_back(world), 30, "processes that were restarted are not back")
         await self._until(self._disagreements, CLIENT_TIMEOUT_S + 8.0, "leases, before clients restore them")
-        await self._clients_place()
+        await self._clients_place_without_router()
         await self._clients_leave_their_channels()
         await self._compare_leases()
-        await self._until(self._nothing_left, _SETTLE_S, "left behind")
-        before = self._tasks()
+        await self._until(lambda: left_behind(world), _SETTLE_S, "left behind")
+        tasks_before = num_tasks(world)
         self._check_drains()
         await self._check_answered()
-        await self._prefill_is_sick()
-        await self._an_engine_reads_late()
-        await self._one_engine_is_sick()
+        await self._resume_while_prefill_fails()
+        await self._cancel_arrives_late()
+        await self._call_a_failing_engine()
         if world.keyed:
-            await self._shares_are_fair()
-            await self._limits_are_shared()
+            await self._check_fair_shares()
+            await self._check_shared_limits()
         what = "left behind by requests after the faults"
-        await self._until(lambda: self._nothing_left() + self._more_tasks(before), _SETTLE_S, what)
-        self._check_engines()
+        await self._until(lambda: left_behind(world) + more_tasks(world, tasks_before), _SETTLE_S, what)
+        self.run.violations += engine_violations(world, engines_well=self._only_router_faults)
         await self._stop_ingresses()
 
     async def _client(self, plan: Plan) -> Outcome:
@@ -152,8 +153,6 @@ class _Simulation:
                 return
             await asyncio.sleep(0.25)
 
-    # -- what must be so ---------------------------------------------------------------------------
-
     def _check_outcome(self, outcome: Outcome) -> None:
         plan, say = outcome.plan, self.run.violations.append
         what = f"{'stream' if plan.stream else 'answer'} of {plan.prompt!r}"
@@ -165,7 +164,7 @@ class _Simulation:
         if not allowed:
             say(f"{what}: {outcome.kind} after {outcome.seconds:.1f} s {outcome.detail}")
         late_s = 1.5 * plan.max_tokens * plan.token_s + QUEUE_S + WAIT_S + 4.0
-        if self._engines_are_well and not plan.reads_s and outcome.seconds > late_s:
+        if self._only_router_faults and not plan.reads_s and outcome.seconds > late_s:
             say(f"{what}: it took {outcome.seconds:.1f} s, though only the router was away")
         if outcome.starts > 1 or outcome.ends > 1:
             say(f"{what}: {outcome.starts} starts, {outcome.ends} ends")
@@ -175,34 +174,10 @@ class _Simulation:
             say(f"{what}: {outcome.text!r} is no prefix of {plan.reference!r}")
 
     @property
-    def _engines_are_well(self) -> bool:
+    def _only_router_faults(self) -> bool:
         return all(fault.role == "router" for fault in self.run.faults)
 
-    def _all_back(self) -> list[str]:
-        world, found = self.world, []
-        for role, number in world.wanted.items():
-            there = len(world.known[role] if role in world.known else world.live[role])
-            if there < number:
-                found.append(f"{there} of {number} {role}")
-        for process in world.live["ingress"]:
-            if process.stopped:
-                found.append(f"{process} is stopped")
-                continue
-            one = process.servable_object
-            if one._client.router_away:
-                found.append(f"{process} places by own load")
-            if set(one._prefill.live) != set(world.known["prefill"]):
-                found.append(f"{process} does not know all prefill replicas")
-            if set(one._decode.live) != set(world.known["decode"]):
-                found.append(f"{process} does not know all decode replicas")
-        return found
-
-    def _state(self) -> Any:
-        router = self.world.router()
-        assert router is not None
-        return router.servable_object._state
-
-    async def _clients_place(self) -> None:
+    async def _clients_place_without_router(self) -> None:
         """Stop the router: clients lease by own load, also while they restore their leases.
 
         Their streams run while leases are compared.
@@ -216,12 +191,12 @@ class _Simulation:
         for process in world.live["ingress"]:
             waits_s = [
                 loop.time() - one.asked_s
-                for one in self._client_of(process)._waiting._waiting.values()
+                for one in client_of(process)._waiting._waiting.values()
                 if one.placement.state in (State.SCORED, State.SENT)
             ]
             if max(waits_s, default=0.0) > _ANSWER_S:
                 self.run.violations.append(f"requests at {process} wait for a router that is stopped")
-        links = {process: self._client_of(process)._link for process in world.live["ingress"]}
+        links = {process: client_of(process)._link for process in world.live["ingress"]}
         until = loop.time() + _STOP_S
         while links and loop.time() < until:
             await asyncio.sleep(0.0002)
@@ -248,10 +223,6 @@ class _Simulation:
             plan = Plan(0.0, "completions", f"{number} 3", _LONG, True, token_s=_LONG_S, leaves_s=500.0)
             self._long.append(self.world.loop.create_task(ask(self.world, plan, process)))
 
-    @staticmethod
-    def _client_of(process: Process) -> Any:
-        return process.servable_object._client
-
     async def _compare_leases(self) -> None:
         """Check that router and clients agree on all leases while long streams run."""
         self._begin_long(0)
@@ -270,90 +241,16 @@ class _Simulation:
             self._long.append(self.world.loop.create_task(self._client(plan)))
 
     def _disagreements(self) -> list[str]:
-        in_router = {name: placement.replica for name, placement in self._state().placer.running.items()}
-        held: dict[str, str] = {}
-        for process in self.world.live["ingress"]:
-            placements = process.servable_object._client.leases
-            held |= {n: p.replica for n, p in placements.items() if p.state is State.LEASED}
+        in_router, held = leases_of_router(self.world), leases_of_clients(self.world)
         if in_router == held and held:
             return []
         if all(task.done() for task in self._long):  # lost requests still fill prefill engines
             self._begin_long(0)
         return [f"the router has {in_router}, its clients have {held}"]
 
-    def _nothing_left(self) -> list[str]:
-        found = []
-
-        def zero(what: str, number: Any) -> None:
-            if number:
-                found.append(f"{what}: {number}")
-
-        world = self.world
-        for process in world.live["ingress"]:
-            one = process.servable_object
-            zero(f"{process} in flight", one.gate.in_flight)
-            zero(f"{process} waiting", one.gate.limiter.waiting)
-            zero(f"{process} places of tenants", dict(one.gate.limiter._held))
-            zero(f"{process} retries", world.retries_at_once - one.openai._path._retries._turns._value)
-            zero(f"{process} placements", dict(one._client.leases))
-            zero(f"{process} requests that wait for the router", list(one._client._waiting))
-            zero(f"{process} open calls to the router", one._client._calls)
-            zero(f"{process} progress to report", one._client._progress)
-            zero(f"{process} ended streams to report", len(one._client._finished))
-            zero(f"{process} own load", len(one._client._own._ledger))
-            zero(f"{process} background", len(one.openai._path._background))
-            zero(f"{process} prompts that wait for prefill", one.openai._path.prefill.queues.outstanding)
-            zero(
-                f"{process} open calls",
-                sum(one._prefill.in_flight.values()) + sum(one._decode.in_flight.values()),
-            )
-        state = self._state()
-        zero("router leases", dict(state.placer.running))
-        zero("router queue", dict(state.placer.queue))
-        sessions = world.router().servable_object._sessions  # type: ignore[union-attr]
-        zero("router calls", dict(sessions.open))
-        zero("router progress", sessions.tokens)
-        zero("router clients too many", len(sessions.by_client) - world.wanted["ingress"])
-        zero("router ledger", len(state.placer._ledger))
-        zero("router prompt tokens to compute", int(abs(state.placer._ledger._prefill_tokens).sum()))
-        known = state.placer.prefixes._caches.keys() | state.placer.prefixes._room.keys()
-        zero("prefixes of workers that have gone", known - set(state.positions))
-        for name, engine in world.engines.items():
-            if engine.process.alive:
-                zero(f"{name} blocks in use", engine.blocks.in_use)
-                zero(f"{name} running", engine.running)
-                zero(f"{name} calls", world.servers[name]._channel.in_flight)
-                if isinstance(engine, PrefillEngine):
-                    zero(f"{name} prompts held", engine.held)
-        return found
-
-    def _tasks(self) -> dict[Process, int]:
-        live = [process for role in ROLES for process in self.world.live[role]]
-        return {process: len(process.pending) for process in live}
-
-    def _more_tasks(self, before: dict[Process, int]) -> list[str]:
-        """Return the processes that have more tasks than when they were idle before."""
-        return [
-            f"{process} tasks: {number}, before {before[process]}"
-            for process, number in self._tasks().items()
-            if process in before and number > before[process]
-        ]
-
-    def _check_engines(self) -> None:
-        """Check that no engine caches wrong blocks, and no lease expired while all could be reached."""
-        say = self.run.violations.append
-        for name, engine in self.world.engines.items():
-            if isinstance(engine, PrefillEngine):
-                if self._engines_are_well and engine.expired:
-                    say(f"{name}: {engine.expired} prompts were neither read nor released")
-            elif isinstance(engine, DecodeEngine):
-                for prefix, block in engine.prefixes.items():
-                    if prefix[-len(block) :] != block:
-                        say(f"{name} keeps {block} as the end of {prefix}")
-
     def _check_drains(self) -> None:
         """Check that draining engines complete their streams."""
-        counters = self._state().counters
+        counters = router_state(self.world).counters
         only_drains = self.run.faults and all(fault.kind == DRAIN for fault in self.run.faults)
         if only_drains and (counters["resumed"] or counters["streams_lost"]):
             self.run.violations.append(f"draining engines have lost streams: {dict(counters)}")
@@ -370,7 +267,7 @@ class _Simulation:
             self.run.violations.append(f"{what}: {outcome.kind} {outcome.detail}")
         return outcome
 
-    async def _prefill_is_sick(self) -> None:
+    async def _resume_while_prefill_fails(self) -> None:
         """Check that a stream that loses its decode engine is resumed although all prefill engines fail."""
         world, process = self.world, self.world.live["ingress"][0]
         sick = [world.engines[name] for name in world.known["prefill"]]
@@ -379,10 +276,10 @@ class _Simulation:
         plan = Plan(0.0, "completions", "3 1 4 1 5", 20, stream=True, token_s=0.1)
         what = "a stream that loses its engine while prefill is sick"
         asked = world.loop.create_task(self._answered(plan, process, what))
-        placements = process.servable_object._client.leases
+        leases = client_of(process).leases
 
         def on() -> list[str]:
-            return [p.replica for p in placements.values() if p.generated_tokens]
+            return [lease.replica for lease in leases.values() if lease.generated_tokens]
 
         await self._until(lambda: [] if on() or asked.done() else ["no token"], CALL_S, what)
         for engine in sick:
@@ -393,9 +290,9 @@ class _Simulation:
         await asked
         for engine in sick:
             engine.sick = False
-        await self._until(self._all_back, CALL_S, "engines whose connections were cut are not back")
+        await self._until(lambda: not_back(world), CALL_S, "engines whose connections were cut are not back")
 
-    async def _an_engine_reads_late(self) -> None:
+    async def _cancel_arrives_late(self) -> None:
         """Disconnect a client whose request waits for decode blocks; the engine gets the cancel late."""
         world, process = self.world, self.world.live["ingress"][0]
         if world.whole:
@@ -416,22 +313,21 @@ class _Simulation:
             blocks.give_back(held)
         await asyncio.sleep(1.0)
 
-    async def _one_engine_is_sick(self) -> None:
+    async def _call_a_failing_engine(self) -> None:
         """Check that a failing engine soon gets no more calls, and that no answer is lost."""
         process, names = self.world.live["ingress"][0], list(self.world.known["decode"])
-        one = process.servable_object
-        if len(names) < 2 or one.openai._path._health._outliers._records:
+        if len(names) < 2 or process.servable_object.openai._path._health._outliers._records:
             return
-        sick = self.world.engines[names[0]]
-        sick.sick = True
+        failing = self.world.engines[names[0]]
+        failing.sick = True
         for number in range(_SICK_REQUESTS):
             plan = Plan(0.0, "completions", f"{number} 2 3 4 5 6", 2, stream=bool(number % 2), token_s=0.005)
             await self._answered(plan, process, "a request while an engine is sick")
-        sick.sick = False
-        if sick.failed > FAILURES:
-            self.run.violations.append(f"{sick.name} is sick and got {sick.failed} calls")
+        failing.sick = False
+        if failing.failed > FAILURES:
+            self.run.violations.append(f"{failing.name} is sick and got {failing.failed} calls")
 
-    async def _shares_are_fair(self) -> None:
+    async def _check_fair_shares(self) -> None:
         """Check that an idle tenant's request is admitted before those of a tenant that fills the limit."""
         process = self.world.live["ingress"][0]
         places = process.servable_object.gate.options.max_in_flight
@@ -439,7 +335,7 @@ class _Simulation:
             return
         loop = self.world.loop
         # A policy with a decode queue would let some requests overtake others.
-        self._state().set_policy("round-robin", {})
+        router_state(self.world).set_policy("round-robin", {})
 
         def plan(number: int, tenant: str) -> Plan:
             return Plan(0.0, "completions", f"{number} 7", 8, stream=True, token_s=0.05, tenant=tenant)
@@ -455,7 +351,7 @@ class _Simulation:
                 f"an idle tenant: {one.kind} {one.detail} after {before} of another's requests"
             )
 
-    async def _limits_are_shared(self) -> None:
+    async def _check_shared_limits(self) -> None:
         """Check that ingresses share what a tenant has used of its limit."""
         first, *others = self.world.live["ingress"]
         plan = Plan(0.0, "completions", "1 2", 1, stream=False, tenant=LIMITED)

@@ -7,10 +7,9 @@ real.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -18,24 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-from numpy.typing import NDArray
-from ray.exceptions import RayError
-
-from eldr_serve.channel import ChannelServer
 from eldr_serve.channel import client as channel_client
-from eldr_serve.channel.address import Address
-from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.experts.signature import SignatureSpec
-from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.ingress import deployment as ingress
 from eldr_serve.ingress import http_application
 from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.limits import tenants
-from eldr_serve.limits.keys import Key, Keys, Limits, digest
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.replicas import engine_watch, servers
-from eldr_serve.request import RequestFields
 from eldr_serve.router import actor as decode_router
 from eldr_serve.router import loop_watch
 from eldr_serve.router.actor import DecodeRouter
@@ -43,16 +31,17 @@ from eldr_serve.router.budget import PrefillBudget
 from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
-from tests.faults.fake_engines import (
-    EXPERTS,
-    LAYERS,
-    MODEL,
-    VOCABULARY,
-    BlockEngine,
-    DecodeEngine,
-    PrefillEngine,
-    prompt_of,
+from tests.faults.fake_engines import BlockEngine, DecodeEngine, PrefillEngine
+from tests.faults.fake_ray import (
+    FakePromptTokens,
+    NoMetrics,
+    Remote,
+    open_channel_without_ray,
+    predictor,
+    read_fake_keys,
+    table,
 )
+from tests.faults.greedy_model import MODEL
 from tests.faults.virtual_network import Network
 from tests.faults.virtual_time import Process, VirtualLoop, current
 
@@ -63,8 +52,6 @@ CALL_S = 10.0
 QUEUE_S = 5.0
 WAIT_S = 2.0  # maximum wait of a tenant's request for admission
 RETRIES_AT_ONCE = (2, 64)
-# Each tenant's key is its name. The last one has a request limit and sends nothing by itself.
-TENANTS, LIMITED, LIMIT = ("a", "b"), "limited", 3
 LONG_AWAY_S = 12.0  # occasional downtime of the router, in which no request may wait for it
 _MAX_UNREAD_BYTES = 40_000  # of an unread stream: more than 4 s of tokens
 SLOTS = (1, 2, 64)  # of a decode engine under a policy with a decode queue; few, so that requests wait
@@ -72,92 +59,9 @@ POLICIES = ("round-robin", "marginal-cost", "balance-band", "locality-band")
 ROLES = ("prefill", "decode", "router", "ingress")
 
 
-def table(centroids: int, band: float = 0.1) -> RoutingTable:
-    """Return a table whose centroid c points at expert c of layer 0."""
-    spec = SignatureSpec(np.ones((LAYERS, EXPERTS), np.float32), np.arange(LAYERS))
-    domains = [f"domain{c}" for c in range(centroids)]
-    points = np.eye(centroids, spec.dim, dtype=np.float32)
-    return RoutingTable(MODEL, spec, points, np.ones(centroids, np.int64), domains, band)
-
-
-def predictor() -> SignaturePredictor:
-    """Return a predictor that has seen no token."""
-    directions = np.zeros((2, LAYERS, EXPERTS), np.float32)
-    directions[[0, 1], 0, [0, 1]] = 1
-    return SignaturePredictor(
-        model=MODEL,
-        tokenizer=_Tokens.NAME,
-        top_k=1,
-        mean=np.full((LAYERS, EXPERTS), 1 / EXPERTS, np.float32),
-        tokens=np.zeros((VOCABULARY, 2), np.float32),
-        experts=directions,
-        variance=np.full(VOCABULARY, 10, np.float32),
-    )
-
-
-def _keys(path: Path) -> Keys:
-    """Return the keys; replaces reading a file."""
-    limits = {"a": Limits(), "b": Limits(priority=2.0), LIMITED: Limits(requests_per_minute=LIMIT)}
-    return Keys(tenants=limits, keys=tuple(Key(sha256=digest(name), tenant=name) for name in limits))
-
-
-class _Tokens:
-    """A fake of the ingress replicas' tokenizer."""
-
-    NAME = "words"
-
-    def __init__(self, source: str) -> None:
-        pass
-
-    async def fingerprint(self) -> str:
-        return self.NAME
-
-    async def of(self, asked: RequestFields) -> NDArray[np.uint32]:
-        return np.array(prompt_of({k: v for k, v in asked.model_dump().items() if v is not None}), np.uint32)
-
-
 class _Ingress(ingress.EldrIngress):
     def __del__(self) -> None:  # type: ignore[override]
         """Do nothing: Serve's method is asynchronous, and only Serve awaits it."""
-
-
-class _Remote:
-    """A fake of `handle.method.remote()` that runs the method in its process.
-
-    Args:
-        find: returns the process; None while it is away.
-        call: coroutine function to run there.
-    """
-
-    def __init__(
-        self, find: Callable[[], Process | None], call: Callable[..., Coroutine[Any, Any, Any]]
-    ) -> None:
-        self._find = find
-        self._call = call
-
-    async def remote(self, *args: Any) -> Any:
-        caller, process = current(), self._find()
-        if process is None:
-            raise RayError("the actor is away")
-        done: asyncio.Future[Any] = caller.loop.create_future()
-
-        def answered(task: asyncio.Task[Any]) -> None:
-            if not task.cancelled() and task.exception() is None:
-                caller.soon(settle, task.result(), after_s=0.001)
-
-        def settle(result: Any) -> None:
-            if not done.done():
-                done.set_result(result)
-
-        process.soon(
-            lambda: process.loop.create_task(self._call(process, *args)).add_done_callback(answered),
-            after_s=0.001,
-        )
-        while not done.done():
-            await asyncio.wait([done], timeout=0.5)
-            if not process.alive and not done.done():
-                raise RayError("the actor died")
-        return done.result()
 
 
 class World:
@@ -258,7 +162,7 @@ class World:
         process.servable_object = DecodeRouter(self.settings)
 
     def _start_ingress(self, process: Process) -> None:
-        healthy: Any = SimpleNamespace(check_health=_Remote(lambda: process, _healthy))
+        healthy: Any = SimpleNamespace(check_health=Remote(lambda: process, _healthy))
         process.servable_object = made = _Ingress(
             prefill=None if self.whole else healthy,
             decode=healthy,
@@ -384,13 +288,6 @@ async def _observe_steps(process: Process, *args: Any) -> Any:
     return await process.servable_object.observe_steps(*args)
 
 
-async def _open_channel(handler: Any, *, limit: int = 10**6, **options: Any) -> tuple[Address, ChannelServer]:
-    """Open a channel as address.open_channel does, but without Ray."""
-    host = current().name
-    server = ChannelServer("secret", handler, limit=limit, full=RuntimeError, **options)
-    return Address(host, await server.start(host), "secret"), server
-
-
 @contextmanager
 def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[None]:
     """Replace Ray, clocks and random numbers of the serving code by this world's within the block."""
@@ -398,7 +295,7 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
     def connect(name: str, settings: RouterSettings) -> Any:
         in_thread()
         return SimpleNamespace(
-            address=_Remote(world.router, _router_address), configure=_Remote(world.router, _configure)
+            address=Remote(world.router, _router_address), configure=Remote(world.router, _configure)
         )
 
     def in_thread() -> None:
@@ -409,7 +306,7 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
         in_thread()
         if world.router() is None:
             raise ValueError("the actor is away")
-        return SimpleNamespace(observe_steps=_Remote(world.router, _observe_steps))
+        return SimpleNamespace(observe_steps=Remote(world.router, _observe_steps))
 
     def context() -> Any:
         return SimpleNamespace(replica_id=SimpleNamespace(unique_id=current().name))
@@ -421,17 +318,17 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
             (ingress, "connect", connect),
             (ingress, "directory", world.directory),
             (http_application, "serve", SimpleNamespace(get_replica_context=current)),
-            (ingress, "PromptTokens", _Tokens),
-            (tenants, "read_keys", _keys),
+            (ingress, "PromptTokens", FakePromptTokens),
+            (tenants, "read_keys", read_fake_keys),
             (tenants, "_stamp", lambda path: 0),
             (servers, "find_actor", find),
             (servers, "serve", SimpleNamespace(get_replica_context=context)),
-            (decode_router, "open_channel", _open_channel),
-            (servers, "open_channel", _open_channel),
-            (decode_router, "RouterMetrics", _NoMetrics),
-            (ingress, "IngressMetrics", _NoMetrics),
-            (loop_watch, "LoopMetrics", _NoMetrics),
-            (engine_watch, "ReplicaMetrics", _NoMetrics),
+            (decode_router, "open_channel", open_channel_without_ray),
+            (servers, "open_channel", open_channel_without_ray),
+            (decode_router, "RouterMetrics", NoMetrics),
+            (ingress, "IngressMetrics", NoMetrics),
+            (loop_watch, "LoopMetrics", NoMetrics),
+            (engine_watch, "ReplicaMetrics", NoMetrics),
             (channel_client, "MAX_UNREAD_BYTES", _MAX_UNREAD_BYTES),
             (uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
         ):
@@ -443,10 +340,3 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
             yield
         finally:
             random.setstate(chance)
-
-
-class _NoMetrics:
-    """Metrics that do nothing, since Ray's need Ray."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: None

@@ -52,16 +52,9 @@ class Outcome:
     @property
     def line(self) -> str:
         """Return the case as a JSON line with everything needed to send it again."""
-        return json.dumps(
-            {
-                "problem": self.problem,
-                "status": self.status,
-                "seconds": round(self.seconds, 3),
-                "label": self.case.label,
-                "complete": self.case.complete,
-                "raw": base64.b64encode(self.case.raw).decode(),
-            }
-        )
+        raw = base64.b64encode(self.case.raw).decode()
+        outcome = {"problem": self.problem, "status": self.status, "seconds": round(self.seconds, 3)}
+        return json.dumps(outcome | {"label": self.case.label, "complete": self.case.complete, "raw": raw})
 
 
 async def send(case: Case, host: str, port: int, limit_s: float) -> Outcome:
@@ -86,9 +79,8 @@ async def send(case: Case, host: str, port: int, limit_s: float) -> Outcome:
         pass  # closed before everything was sent, as for a body that is too large
     found = _STATUS.match(answer)
     status = int(found.group(1)) if found else 0
-    return Outcome(
-        case, status, time.perf_counter() - start, _problem(case, status, bytes(answer), late, limit_s)
-    )
+    problem = _problem(case, status, bytes(answer), late, limit_s)
+    return Outcome(case, status, time.perf_counter() - start, problem)
 
 
 def _problem(case: Case, status: int, answer: bytes, late: bool, limit_s: float) -> str | None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,9 @@ class Case:
 
 
 def case(
-    label: str,
-    path: str,
-    body: Any = b"",
-    *,
-    method: str = "POST",
-    headers: dict[str, str] | None = None,
-    length: int | None = None,
-    complete: bool = True,
-) -> Case:
+    label: str, path: str, body: Any = b"", *, method: str = "POST", headers: dict[str, str] | None = None,
+    length: int | None = None, complete: bool = True,
+) -> Case:  # fmt: skip
     """Return a request with a body of bytes, text or JSON; `length` overrides its content-length."""
     if not isinstance(body, bytes):
         text = body if isinstance(body, str) else json.dumps(body)
@@ -71,14 +65,8 @@ def known(model: str) -> list[Case]:
 
 def by_hand(model: str, admin_key: str | None) -> list[Case]:
     """Return requests that may break such services: each field with odd values, and other ideas."""
-    return [
-        *_texts(model),
-        *_fields(model),
-        *_messages(model),
-        *_other_endpoints(model),
-        *_transport(model),
-        *_administration(admin_key),
-    ]
+    by_model = (_texts, _fields, _messages, _other_endpoints, _transport)
+    return [*chain.from_iterable(make(model) for make in by_model), *_administration(admin_key)]
 
 
 @cache
@@ -224,15 +212,9 @@ def _transport(model: str) -> Iterator[Case]:
     yield case("chunked", COMPLETIONS, chunks, headers=chunked)
     one_by_one = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
     yield case("chunked", COMPLETIONS, one_by_one, headers=chunked)
-    broken_off = (
-        b"",
-        chunks[:-5],
-        b"zz\r\nx\r\n0\r\n\r\n",
-        b"-1\r\n",
-        b"f" * 18 + b"\r\n",
-        b"5;x=" + b"y" * 5000,
-    )
-    for broken in broken_off:
+    for broken in (
+        b"", chunks[:-5], b"zz\r\nx\r\n0\r\n\r\n", b"-1\r\n", b"f" * 18 + b"\r\n", b"5;x=" + b"y" * 5000,
+    ):  # fmt: skip
         yield case("chunked", COMPLETIONS, broken, headers=chunked, complete=False)
     whole = case("", COMPLETIONS, body).raw
     for cut in (1, 10, 20, len(whole) // 2, len(whole) - 1):
@@ -249,8 +231,8 @@ def _administration(key: str | None) -> Iterator[Case]:
     odd_counts: list[Any] = [2**31, 2**63, 10**30, -1, 0, 1.5, None, "x", [], {}]
     odd_values: list[Any] = [2**63, 10**400, -1, 1e308, 1e-320, None, "x", [], {}, {"x": 1}, True]
     policies: list[Any] = [
-        None, 5, [], {}, {"name": 5}, {"name": "x"}, {"name": "random", "x": 1}, {"name": "random",
-        "parameters": 5},
+        None, 5, [], {}, {"name": 5}, {"name": "x"}, {"name": "random", "x": 1},
+        {"name": "random", "parameters": 5},
         *(
             {"name": "balance-route", "parameters": {name: odd}}
             for name in ("slots", "candidates", "lookahead", "threshold", "max_overtakes", "queue",
@@ -261,9 +243,7 @@ def _administration(key: str | None) -> Iterator[Case]:
             {"name": policy, "parameters": {name: odd}}
             for policy in ("balance-route-horizon", "balance-band", "locality-band", "marginal-cost")
             for name in ("alpha", "beta", "gamma", "horizon", "predictor", "refresh", "gate", "band",
-            "max_load_ratio",
-                         "band_tokens", "affinity", "cost", "lookahead",
-                         "max_overtakes")
+                         "max_load_ratio", "band_tokens", "affinity", "cost", "lookahead", "max_overtakes")
             for odd in odd_values
         ),
     ]  # fmt: skip
@@ -279,10 +259,8 @@ def _administration(key: str | None) -> Iterator[Case]:
         ):  # fmt: skip
             yield case("table", "/eldr/table", table, method="PUT", headers=headers)
     for text in (
-        "NaN",
-        '{"name": "balance-band", "parameters": {"band_tokens": Infinity}}',
-        "{",
+        "NaN", '{"name": "balance-band", "parameters": {"band_tokens": Infinity}}', "{",
         r'{"name": "\ud800"}',
-    ):
+    ):  # fmt: skip
         yield case("policy", "/eldr/policy", text, method="PUT", headers=JSON | keys[-1])
     yield case("table", "/eldr/table", b"x", method="PUT", length=10**9, complete=False)

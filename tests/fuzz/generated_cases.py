@@ -1,7 +1,4 @@
-"""Hostile requests made from a seed: mutated from valid ones (hypothesis), and from the OpenAPI document.
-
-The latter come from schemathesis.
-"""
+"""Hostile requests from a seed: mutations of valid ones (hypothesis), and from OpenAPI (schemathesis)."""
 
 from __future__ import annotations
 
@@ -34,12 +31,9 @@ def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[
 
     @seed(number)
     @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
+        max_examples=count, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     @given(strategy)
     def take(example: Any) -> None:
         found.append(example)
@@ -50,15 +44,9 @@ def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[
 
 
 _SCALARS = st.one_of(
-    st.sampled_from(tables_for("m")["odd"]),
-    st.none(),
-    st.booleans(),
-    st.integers(-200, 200),
-    st.integers(),
-    st.floats(),
-    st.text(st.characters(), max_size=20),
-    st.text("\ud800\udfff\x00\u2028ab{}", max_size=8),
-)
+    st.sampled_from(tables_for("m")["odd"]), st.none(), st.booleans(), st.integers(-200, 200), st.integers(),
+    st.floats(), st.text(st.characters(), max_size=20), st.text("\ud800\udfff\x00\u2028ab{}", max_size=8),
+)  # fmt: skip
 _KEYS = ["type", "role", "content", "text", "name", "function", "parameters", "json_schema", "schema"]
 _VALUES = st.recursive(
     _SCALARS,

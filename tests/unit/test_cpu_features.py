@@ -13,33 +13,28 @@ import pytest
 ASKED = "import json, torch; print(json.dumps({k: f() for k, f in vars(torch.cpu).items() if '_is_' in k}))"
 
 
-def test_a_process_sees_no_feature_above_the_one_that_is_named() -> None:
+def test_a_process_sees_no_feature_above_the_selected_one() -> None:
     environment = os.environ | cpu_features.limited_to("avx2", os.environ)
     done = subprocess.run(
         [sys.executable, "-c", ASKED], env=environment, capture_output=True, text=True, check=True
     )
     seen = json.loads(done.stdout)
     hidden = {name for name in seen if "avx512" in name or "amx" in name}
-    assert hidden == {
-        "_is_amx_fp16_supported",
-        "_is_amx_tile_supported",
-        "_is_avx512_bf16_supported",
-        "_is_avx512_supported",
-    }
+    assert hidden == {f"_is_{name}_supported" for name in ("amx_fp16", "amx_tile", "avx512_bf16", "avx512")}
     assert not any(seen[name] for name in hidden)
 
 
-def test_the_path_that_was_there_stays() -> None:
+def test_the_existing_path_is_kept() -> None:
     folders = cpu_features.limited_to("avx512", {"PYTHONPATH": "there"})["PYTHONPATH"].split(os.pathsep)
     assert folders == [str(cpu_features.MASK), "there"]
 
 
-def test_a_feature_that_cannot_be_the_best_is_refused() -> None:
+def test_a_feature_that_cannot_be_selected_is_refused() -> None:
     with pytest.raises(pytest.UsageError, match="ELDR_CPU is 'amx', it must be one of avx2, avx512, "):
         cpu_features.limited_to("amx", {})
 
 
-def test_tests_say_what_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_report_the_features_that_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = {"model name": "A CPU", "flags": "fpu avx2 avx512f avx512vl avx512bw avx512dq avx512_bf16"}
     monkeypatch.setattr(cpu_features, "_cpuinfo", lambda: cpu)
     monkeypatch.delenv(cpu_features.VARIABLE, raising=False)

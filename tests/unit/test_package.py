@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it runs outside of the repository."""
+"""The wheel: its content, and that it runs outside of the repository."""
 
 from __future__ import annotations
 
@@ -27,13 +27,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
-def test_the_wheel_holds_all_that_the_demo_needs(wheel: Path) -> None:
+def test_the_wheel_contains_everything_that_the_demo_needs(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.split("/")[0].split("-")[0] for name in names} == {
-        "eldr_serve",
-        "offline",
-        "loadgen",
-    }
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"eldr_serve", "offline", "loadgen"}
     tracked = subprocess.run(
         ["git", "ls-files", "eldr_serve", "offline", "loadgen", "deployments", "examples/demo_model/weights",
          "examples/demo_model/prompts"],
@@ -47,7 +43,7 @@ def test_the_wheel_holds_all_that_the_demo_needs(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
-    """In an environment that has our dependencies, but not this checkout."""
+    """Use an environment with our dependencies, but without this checkout."""
     venv.create(tmp_path / "venv", with_pip=False)
     python, empty = tmp_path / "venv/bin/python", tmp_path / "empty"
     empty.mkdir()
@@ -81,7 +77,7 @@ def test_the_wheel_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
         assert f"eldr {command}" in eldr(command, "--help")
     assert not list(empty.iterdir())
     eldr("deployments", "cpu_demo.yaml", "--copy", "own.yaml")
-    # As on a machine that is large enough, whatever this one is.
+    # Describe a machine that is large enough.
     machine = ("--nodes", "1", "--gpu", "cpu", "--cpus-per-node", "16", "--memory-gib", "64")
     assert "own.yaml: would start" in eldr("check", "own.yaml", *machine)
 

@@ -1,4 +1,4 @@
-"""Every command that a page shows is run here, by a test that is named here, or left out for a reason."""
+"""Each command on a page is run here or by a test named here, or is left out for a stated reason."""
 
 from __future__ import annotations
 
@@ -35,144 +35,61 @@ _PROGRAMS = (
 
 # Beginning of a command line -> the test that runs the command.
 BY_A_TEST = {
-    "curl -N": (
-        "tests/e2e/test_serving.py",
-        "test_every_answer_names_its_worker_and_band",
-    ),
-    "eldr calibrate": (
-        "tests/e2e/test_serving.py",
-        "test_trace_from_a_ray_job_is_complete",
-    ),
-    "eldr check": (
-        "tests/unit/test_package.py",
-        "test_the_wheel_runs_in_an_empty_folder",
-    ),
-    "eldr check deployments/": (
-        "tests/unit/preflight/test_check.py",
-        "test_the_command_says_it_and_exits_with_1",
-    ),
-    "eldr compare": (
-        "tests/unit/loadgen/test_compare.py",
-        "test_the_readmes_line_needs_no_load_and_no_model",
-    ),
-    "eldr demo": (
-        "tests/e2e/test_demo.py",
-        "test_the_demo_writes_its_figures",
-    ),
-    "eldr experts": (
-        "tests/e2e/test_expert_parallel.py",
-        "test_moving_experts_during_answers_does_not_change_them",
-    ),
-    "eldr fit-predictor": (
-        "tests/unit/offline/test_predictor.py",
-        "test_the_command_writes_predictor_and_report",
-    ),
-    "eldr place --trace trace.safetensors --method director": (
-        "tests/unit/offline/test_place_command.py",
-        "test_a_placement_is_written_with_its_report",
-    ),
-    "eldr predictor": (
-        "tests/e2e/test_whole_replicas.py",
-        "test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays",
-    ),
-    "eldr refit": (
-        "tests/e2e/test_serving.py",
-        "test_refit_swaps_a_table_for_the_live_replicas",
-    ),
-    "eldr refit --admin-key": (
-        "tests/e2e/test_signature_pool.py",
-        "test_an_operator_can_request_a_refit",
-    ),
-    "eldr trace": (
-        "tests/e2e/test_signature_pool.py",
-        "test_saved_traffic_is_a_trace_that_can_be_fitted",
-    ),
-    "eldr reproduce": (
-        "tests/unit/papers/test_reproduce.py",
-        "test_without_arguments_it_lists_its_figures",
-    ),
-    "eldr simulate --calibrate-from http": (
-        "tests/unit/offline/test_simulate_command.py",
-        "test_a_running_service_says_what_its_steps_cost",
-    ),
-    "eldr simulate --config scenario.yaml --cost": (
-        "tests/e2e/test_foreign_application.py",
-        "test_parallel_simulations_give_the_results_of_sequential_ones",
-    ),
-    "haproxy": (
-        "tests/unit/ingress/test_front.py",
-        "",
-    ),
-    "locust": (
-        "tests/unit/loadgen/test_locust.py",
-        "test_an_open_loop_sends_by_the_clock_and_records_every_request",
-    ),
-    "make docs": (
-        "tests/unit/test_docs_site.py",
-        "test_the_site_is_built_strictly_and_fetches_from_no_other_host",
-    ),
-    "make package": (
-        "tests/unit/test_package.py",
-        "test_the_sdist_builds_the_same_wheel",
-    ),
-    "python -m benchmarks.engine.ep_layer": (
-        "tests/unit/papers/test_parallel_layer.py",
-        "",
-    ),
-    "python -m benchmarks.gpu": (
-        "tests/unit/benchmarks/test_gpu.py",
-        "test_the_command_writes_states_and_fails_with_a_step",
-    ),
-    "python -m offline.widen": (
-        "tests/unit/demo/test_demo_model.py",
-        "",
-    ),
-    "python -m examples.demo_model.": (
-        "tests/unit/demo/test_demo_model.py",
-        "",
-    ),
-    "python -m tests.faults chaos": (
-        "tests/e2e/test_faults.py",
-        "test_processes_die_in_turn_and_no_request_is_lost",
-    ),
-    "python -m tests.faults mutate": (
-        "tests/unit/faults/test_faults.py",
-        "test_every_mutation_of_the_code_is_found",
-    ),
-    "python -m tests.faults simulate": (
-        "tests/unit/faults/test_faults.py",
-        "test_nothing_is_lost_whatever_fails",
-    ),
-    "python -m tests.fuzz": (
-        "tests/e2e/test_hostile_requests.py",
-        "test_hostile_requests_cause_no_failure",
-    ),
-    "python -m offline.refit": (
-        "tests/e2e/test_serving.py",
-        "test_refit_swaps_a_table_for_the_live_replicas",
-    ),
-    "python -m benchmarks.lib.screenshots": (
-        "tests/unit/router/test_live_page.py",
-        "test_screenshots_are_small_and_fit_each_width",
-    ),
-    "serve run": (
-        "tests/e2e/test_own_model.py",
-        "test_the_served_model_is_compared_watched_and_stopped",
-    ),
-    "ray job submit": (
-        "tests/e2e/test_serving.py",
-        "test_trace_from_a_ray_job_is_complete",
-    ),
-}
+    "curl -N": "tests/e2e/test_serving.py::test_every_answer_names_its_worker_and_band",
+    "eldr calibrate": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
+    "eldr check": "tests/unit/test_package.py::test_the_wheel_runs_in_an_empty_folder",
+    "eldr check deployments/":
+        "tests/unit/preflight/test_check.py::test_the_command_prints_errors_and_exits_with_1",
+    "eldr compare": "tests/unit/loadgen/test_compare.py::test_the_readmes_command_needs_no_load_and_no_model",
+    "eldr demo": "tests/e2e/test_demo.py::test_the_demo_writes_its_figures",
+    "eldr experts":
+        "tests/e2e/test_expert_parallel.py::test_moving_experts_during_answers_does_not_change_them",
+    "eldr fit-predictor":
+        "tests/unit/offline/test_predictor.py::test_the_command_writes_predictor_and_report",
+    "eldr place --trace trace.safetensors --method director":
+        "tests/unit/offline/test_place_command.py::test_a_placement_is_written_with_its_report",
+    "eldr predictor":
+        "tests/e2e/test_whole_replicas.py::test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays",
+    "eldr refit": "tests/e2e/test_serving.py::test_refit_swaps_a_table_for_the_live_replicas",
+    "eldr refit --admin-key": "tests/e2e/test_signature_pool.py::test_an_operator_can_request_a_refit",
+    "eldr trace": "tests/e2e/test_signature_pool.py::test_saved_traffic_is_a_trace_that_can_be_fitted",
+    "eldr reproduce": "tests/unit/papers/test_reproduce.py::test_without_arguments_it_lists_its_figures",
+    "eldr simulate --calibrate-from http":
+        "tests/unit/offline/test_simulate_command.py::test_a_running_service_says_what_its_steps_cost",
+    "eldr simulate --config scenario.yaml --cost":
+        "tests/e2e/test_foreign_application.py::test_parallel_simulations_give_the_results_of_sequential_ones",
+    "haproxy": "tests/unit/ingress/test_front.py",
+    "locust":
+        "tests/unit/loadgen/test_locust.py::test_an_open_loop_sends_by_the_clock_and_records_every_request",
+    "make docs": "tests/unit/test_docs_site.py::test_the_site_builds_strictly_and_fetches_from_no_other_host",
+    "make package": "tests/unit/test_package.py::test_the_sdist_builds_the_same_wheel",
+    "python -m benchmarks.engine.ep_layer": "tests/unit/papers/test_parallel_layer.py",
+    "python -m benchmarks.gpu":
+        "tests/unit/benchmarks/test_gpu.py::test_the_command_writes_states_and_fails_with_a_step",
+    "python -m offline.widen": "tests/unit/demo/test_demo_model.py",
+    "python -m examples.demo_model.": "tests/unit/demo/test_demo_model.py",
+    "python -m tests.faults chaos":
+        "tests/e2e/test_faults.py::test_processes_die_in_turn_and_no_request_is_lost",
+    "python -m tests.faults mutate":
+        "tests/unit/faults/test_faults.py::test_every_mutation_of_the_code_is_found",
+    "python -m tests.faults simulate":
+        "tests/unit/faults/test_faults.py::test_nothing_is_lost_whatever_fails",
+    "python -m tests.fuzz": "tests/e2e/test_hostile_requests.py::test_hostile_requests_cause_no_failure",
+    "python -m offline.refit": "tests/e2e/test_serving.py::test_refit_swaps_a_table_for_the_live_replicas",
+    "python -m benchmarks.lib.screenshots":
+        "tests/unit/router/test_live_page.py::test_screenshots_are_small_and_fit_each_width",
+    "serve run": "tests/e2e/test_own_model.py::test_the_served_model_is_compared_watched_and_stopped",
+    "ray job submit": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
+}  # fmt: skip
 BY_NONE = {
-    "make setup": "it is what installs the tests' environment",
-    "make demo": "make's targets call what is tested: here `eldr demo`",
-    "make test": "that is the suite",
-    "make lint": "that is the CI's",
+    "make setup": "it installs the environment of the tests",
+    "make demo": "it calls `eldr demo`, which is tested",
+    "make test": "it is this test suite",
+    "make lint": "CI runs it",
     "pip install": "a download; `make test-package` installs the wheel with its dependencies",
     "kubectl": "needs a cluster",
     "helm": "needs a cluster",
-    "podman": "there is no container engine where we work",
+    "podman": "needs a container engine",
     "chrt": "only root may set the priority; `python -m benchmarks.engine.ep_layer` above runs under it",
     "python -m venv router-venv": "a download",
     "python -m benchmarks.serving.peers": "plain vLLM servers for an hour; parts: test_benchmarks.py",
@@ -184,20 +101,14 @@ BY_NONE = {
     "python -m benchmarks.serving.lost_nodes": "three Ray nodes and Redis; its results are committed",
     "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
 }
-HERE = (
-    "eldr deployments",
-    "eldr keys",
-    "eldr fit ",
-    "eldr place",
-    "eldr simulate",
-)
+HERE = ("eldr deployments", "eldr keys", "eldr fit ", "eldr place", "eldr simulate")
 FIT = "eldr fit --trace trace.safetensors --workers 2 --out table.safetensors"
 TOKEN = "ray get-auth-token"
 ON_A_SERVICE = ("eldr status", "eldr policy", "eldr table", "curl -X")
 
 
 def shown() -> Iterator[str]:
-    """Each command line of a page's blocks."""
+    """Yield each command line in code blocks of the pages."""
     for page in PAGES:
         for line in code_lines(page):
             for part in re.split(r"&&|\s--\s|^\$ |(?<=\s)#\s", line.removeprefix("$ ")):
@@ -207,7 +118,7 @@ def shown() -> Iterator[str]:
 
 
 def where(line: str) -> str | None:
-    """The longest beginning of the registry that the line has."""
+    """Return the longest entry of the registry that the line begins with."""
     known = (*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE, TOKEN)
     return max((k for k in known if line.startswith(k)), key=len, default=None)
 
@@ -221,7 +132,7 @@ def eldr(line: str, *beside: str, **environment: str) -> Any:
     return CliRunner().invoke(app, [*words, *beside], prog_name="eldr", env=environment)
 
 
-def test_every_command_of_a_page_is_in_the_registry_and_the_registry_is_of_pages() -> None:
+def test_the_registry_and_the_commands_of_the_pages_correspond() -> None:
     lines = set(shown())
     assert len(lines) > 60
     assert not [line for line in lines if where(line) is None]
@@ -230,14 +141,15 @@ def test_every_command_of_a_page_is_in_the_registry_and_the_registry_is_of_pages
     assert where("eldr nosuch") is None
 
 
-@pytest.mark.parametrize(("file", "test"), sorted(set(BY_A_TEST.values())))
-def test_a_test_that_the_registry_names_is_there(file: str, test: str) -> None:
+@pytest.mark.parametrize("address", sorted(set(BY_A_TEST.values())))
+def test_every_test_in_the_registry_exists(address: str) -> None:
+    file, _, test = address.partition("::")
     assert f"def {test}" in (ROOT / file).read_text()
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the pages' lines read."""
+    """Provide the files that commands on the pages read."""
     trace = synthetic_trace(n=60, num_layers=L, num_experts=E)
     trace.save(tmp_path / "trace.safetensors")
     unit_table(2, num_layers=L, num_experts=E).save(tmp_path / "table.safetensors")
@@ -252,33 +164,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     (tmp_path / "scenario.yaml").write_text(yaml.safe_dump(scenario))
     rng, cost = np.random.default_rng(0), StepCost(0.004, 1e-4, 2e-7, 5e-5)
-    rows = [
-        [int(rng.integers(1, 40)), int(rng.integers(10, 9000)), int(rng.integers(4, 380))] for _ in range(99)
-    ]
-    steps = [
-        dict(zip(("requests", "kv_tokens", "experts"), row, strict=True))
-        | {"seconds": float(cost.seconds(*row))}
-        for row in rows
-    ]
+    rows = rng.integers((1, 10, 4), (40, 9000, 380), (99, 3)).tolist()
+    names = ("requests", "kv_tokens", "experts", "seconds")
+    steps = [dict(zip(names, (*row, float(cost.seconds(*row))), strict=True)) for row in rows]
     (tmp_path / "steps.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.slow
-def test_commands_of_the_pages_that_need_no_service_run_as_they_stand(folder: Path) -> None:
+def test_commands_of_the_pages_that_need_no_service_run(folder: Path) -> None:
     lines = of(*HERE)
     assert len(lines) > 12
-    for beginning in HERE:
-        for line in (line for line in lines if where(line) == beginning):
-            if beginning == "eldr keys":
-                continue  # below, in the order of their use
-            if "--copy" in line:
-                (folder / "my_deployment.yaml").unlink()
-            if "--cluster-of" in line:
-                assert eldr(FIT).exit_code == 0
-            done = eldr(line)
-            assert done.exit_code == 0, f"{line}: {done.output}"
+    for line in sorted(lines, key=lambda line: HERE.index(where(line) or "")):
+        if where(line) == "eldr keys":
+            continue  # below, in the order of their use
+        if "--copy" in line:
+            (folder / "my_deployment.yaml").unlink()
+        if "--cluster-of" in line:
+            assert eldr(FIT).exit_code == 0
+        done = eldr(line)
+        assert done.exit_code == 0, f"{line}: {done.output}"
     keys = {line.split()[2]: line.replace("/mnt/eldr/", "") for line in of("eldr keys")}
     assert keys.keys() == {"add", "list", "revoke"}
     assert eldr(keys["add"]).exit_code == 0
@@ -288,7 +194,7 @@ def test_commands_of_the_pages_that_need_no_service_run_as_they_stand(folder: Pa
 
 
 @pytest.mark.slow
-def test_rays_token_is_made_where_the_page_says(tmp_path: Path) -> None:
+def test_rays_token_is_created_where_the_page_says(tmp_path: Path) -> None:
     (line,) = of(TOKEN)
     command = [Path(sys.executable).with_name("ray"), *line.split()[1:]]
     done = subprocess.run(
@@ -300,17 +206,17 @@ def test_rays_token_is_made_where_the_page_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_commands_of_the_pages_that_operate_a_service_run_as_they_stand(folder: Path) -> None:
+async def test_commands_of_the_pages_that_operate_a_service_run(folder: Path) -> None:
     actor = busy_actor()
     async with served(actor) as (_, url):
         root = url.removesuffix("/eldr/")
         for line in of("eldr status", "eldr policy", "eldr table"):
             if "my_package" in line:
-                continue  # somebody's own
+                continue  # a policy of the reader
             done = await asyncio.to_thread(eldr, line, "--url", root, ELDR_ADMIN_KEY=KEY)
             assert done.exit_code == 0, f"{line}: {done.output}"
             if line == "eldr status":
-                assert not re.search(r"\.\d{8}|\(\)", done.output)  # to be read
+                assert not re.search(r"\.\d{8}|\(\)", done.output)  # readable
         assert actor.state.settings.table_version == 1
         assert actor.state.settings.policy in ("shortest-queue", "locality-band")
         for line in sorted(of("curl -X"), reverse=True):  # PUT, then DELETE

@@ -22,7 +22,7 @@ _TWO_SENTENCES = re.compile(r"[.?!] +(?=[A-Z`*\[])")
 
 
 def code_lines(page: Path) -> list[str]:
-    """Lines of its blocks of code, fenced or indented by four; a command that goes on is one line."""
+    """Return the lines of code blocks, fenced or indented by four; a continued command is one line."""
     text = page.read_text()
     blocks = [*_FENCED.findall(text), *_INDENTED.findall(_FENCED.sub("", text))]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
@@ -36,13 +36,13 @@ def test_code_is_found_in_lists_and_without_a_fence(tmp_path: Path) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of headings."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_is_narrow_and_its_links_lead_somewhere(page: Path) -> None:
+def test_pages_are_narrow_and_their_links_are_valid(page: Path) -> None:
     text = page.read_text()
     free = () if page == README else ("|", "<!--")
     assert not [line for line in text.splitlines() if len(line) > 110 and not line.startswith(free)]
@@ -57,7 +57,7 @@ def test_a_page_is_narrow_and_its_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in _anchors(target), link
 
 
-def test_the_readme_is_short_and_so_are_its_table_and_the_glossary() -> None:
+def test_the_readme_its_table_and_the_glossary_are_short() -> None:
     assert len(README.read_text().splitlines()) <= 120
     tables = re.findall(r"<!-- claims .*? -->(.*?)<!-- end -->", README.read_text(), re.DOTALL)
     assert [table.count("\n|") <= 2 + 8 for table in tables] == [True]
@@ -65,7 +65,7 @@ def test_the_readme_is_short_and_so_are_its_table_and_the_glossary() -> None:
     assert (ROOT / "docs/glossary.md").read_text().count("\n|") <= 2 + 10
 
 
-def test_every_table_of_results_is_linked_and_plots_are_small() -> None:
+def test_every_result_table_is_linked_and_plots_are_small() -> None:
     prose = "".join(page.read_text() for page in PAGES if page.parent.name != "tables")
     assert not [
         page.name for page in (ROOT / "docs/tables").glob("*.md") if f"tables/{page.name}" not in prose

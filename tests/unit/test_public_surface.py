@@ -1,4 +1,4 @@
-"""What `import eldr_serve` offers, that it is light, and how the command `eldr` finds what it runs."""
+"""Public names of `eldr_serve`, light imports, and the subcommands of `eldr`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_a_process(code: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_public_names_are_these_and_are_there() -> None:
+def test_the_public_names_are_complete_and_exist() -> None:
     assert sorted(eldr_serve.__all__) == PUBLIC
     for name in PUBLIC:
         assert getattr(eldr_serve, name).__name__ == name
@@ -45,20 +45,18 @@ def test_the_public_names_are_these_and_are_there() -> None:
         "from eldr_serve.cli import app",
     ],
 )
-def test_an_import_loads_no_engine(code: str) -> None:
+def test_importing_the_package_loads_no_engine(code: str) -> None:
     heavy = HEAVY[: 4 if "make_policy" in code else None]
     assert in_a_process(f"{code}; import sys; print([m for m in {heavy} if m in sys.modules])") == "[]\n"
 
 
 def test_an_ingress_needs_no_engine() -> None:
     code = "import sys, eldr_serve.ingress.deployment, eldr_serve.replicas.request_router"
-    assert (
-        in_a_process(f"{code}; print([m for m in ('vllm', 'torch', 'ray.llm') if m in sys.modules])")
-        == "[]\n"
-    )
+    loaded = f"{code}; print([m for m in ('vllm', 'torch', 'ray.llm') if m in sys.modules])"
+    assert in_a_process(loaded) == "[]\n"
 
 
-def test_help_of_all_subcommands_loads_none_of_them() -> None:
+def test_the_list_of_subcommands_loads_none_of_them() -> None:
     done = in_a_process(
         "import sys, eldr_serve.cli as c\nsys.argv[1:] = ['--help']\n"
         "try: c.main()\nexcept SystemExit: pass\n"
@@ -75,7 +73,7 @@ def test_a_subcommand_has_the_help_of_its_command(name: str) -> None:
     assert f"Usage: eldr {name}" in done.stdout
 
 
-def test_outside_a_checkout_a_subcommand_says_where_it_is() -> None:
+def test_a_subcommand_outside_a_checkout_explains_where_it_is() -> None:
     said = in_a_process(
         "import sys, eldr_serve.cli as c\nsys.modules['benchmarks'] = None\n"
         "sys.argv[1:] = ['reproduce']\nc.main()"
@@ -95,7 +93,7 @@ def test_a_service_is_shown_and_changed() -> None:
         assert '"policy": "random"' in eldr("policy", *at).stdout
 
 
-def test_the_status_shows_the_decode_queue_and_what_the_live_policy_saves() -> None:
+def test_the_status_shows_the_decode_queue_and_the_live_policys_saving() -> None:
     with fake_service() as service:
         state = busy_actor().state
         service.more_status = state.status()
@@ -118,11 +116,11 @@ def test_the_status_shows_the_decode_queue_and_what_the_live_policy_saves() -> N
         (["table", "nowhere"], "nowhere"),
     ],
 )
-def test_refusals_are_one_sentence(arguments: list[str], said: str, service: FakeService) -> None:
+def test_refusals_are_reported_in_one_sentence(arguments: list[str], said: str, service: FakeService) -> None:
     assert said in sentence(eldr(*arguments, "--url", service.url))
 
 
-def test_deployments_are_listed_shown_and_copied_over_no_file(tmp_path: Path) -> None:
+def test_deployments_are_listed_shown_and_copied_without_overwriting(tmp_path: Path) -> None:
     assert "cpu_demo.yaml" in eldr("deployments").stdout.split()
     own = tmp_path / "own.yaml"
     assert eldr("deployments", "cpu_demo.yaml", "--copy", own).exit_code == 0
@@ -151,7 +149,7 @@ def test_a_refit_without_a_trace_asks_the_service(
     assert "--trace" in sentence(eldr("refit", "--url", service.url, "--workers", 3))
 
 
-def test_a_trace_is_saved_whole(service: FakeService, tmp_path: Path) -> None:
+def test_the_complete_trace_is_saved(service: FakeService, tmp_path: Path) -> None:
     out = tmp_path / "trace.safetensors"
     assert "wrote" in eldr("trace", "--out", out, "--url", service.url).stdout
     saved = tmp_path / "table.safetensors"

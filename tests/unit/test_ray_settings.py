@@ -12,7 +12,7 @@ from eldr_serve.ray_settings import QUIET
 
 
 @pytest.mark.parametrize("name", ["ray_cluster.yaml", "ray_cluster_local.yaml"])
-def test_a_cluster_file_starts_all_of_ray_with_exactly_those(name: str) -> None:
+def test_a_cluster_file_starts_ray_with_exactly_our_settings(name: str) -> None:
     document = yaml.safe_load((ROOT / name).read_text())
     commands = document["head_start_ray_commands"] + document["worker_start_ray_commands"]
     starts = [command for command in commands if "ray start" in command]

@@ -1,4 +1,4 @@
-"""`make setup` by pip, and by uv where pip cannot; stand-ins note how they were called."""
+"""`make setup` with pip, and with uv if pip fails; fakes of both record their calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIP_ERROR = "ERROR: No matching distribution found for torch==2.13.0+cpu"
 def make_setup(
     venv: Path, *, extra: str = "cpu", pip_can: bool, uv_can: bool = True
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """How `make setup` ended, and the calls of pip and uv."""
+    """Return the finished `make setup`, and the calls of pip and uv."""
     calls = venv / "calls"
     (venv / "bin").mkdir(parents=True)
     for name, refused, can in (("pip", "*-e*", pip_can), ("uv", "*", uv_can)):
@@ -31,7 +31,7 @@ def make_setup(
     return done, calls.read_text().splitlines()
 
 
-def test_uv_is_not_asked_where_pip_can(tmp_path: Path) -> None:
+def test_uv_is_not_used_where_pip_succeeds(tmp_path: Path) -> None:
     done, calls = make_setup(tmp_path, pip_can=True)
     assert done.returncode == 0, done.stderr
     assert not any(call.startswith("uv") for call in calls)
@@ -50,7 +50,7 @@ def test_uv_installs_the_cpu_build_where_pip_finds_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", ["cpu", "gpu"])
-def test_a_setup_that_failed_says_what_to_do(tmp_path: Path, extra: str) -> None:
+def test_a_failed_setup_explains_what_to_do(tmp_path: Path, extra: str) -> None:
     done, calls = make_setup(tmp_path, extra=extra, pip_can=False, uv_can=False)
     assert done.returncode != 0
     assert PIP_ERROR in done.stderr

@@ -22,7 +22,7 @@ def parts(tmp_path: Path) -> dict[str, list[str]]:
     return {name: ["-ra", "-p", "no:cacheprovider", str(tmp_path / name)] for name in bodies}
 
 
-def test_all_parts_run_and_the_last_lines_name_what_failed(
+def test_all_parts_run_and_the_last_lines_name_failures(
     parts: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert suite.run(parts, tmp_path / "out") == 1
@@ -42,7 +42,7 @@ def test_all_parts_run_and_the_last_lines_name_what_failed(
     assert "1 passed" in passes[0]
 
 
-def test_many_failures_are_counted_and_what_other_processes_print_last_is_no_summary() -> None:
+def test_many_failures_are_counted_and_later_output_is_not_taken_for_a_summary() -> None:
     lines = ["== short test summary info ==", *(f"ERROR t.py::test_{n} - same" for n in range(30))]
     lines += [
         "FAILED t.py::test_x - a reason",
@@ -56,11 +56,11 @@ def test_many_failures_are_counted_and_what_other_processes_print_last_is_no_sum
     assert result.summary() == lines[-2]
 
 
-def test_the_status_is_good_if_all_parts_are(parts: dict[str, list[str]], tmp_path: Path) -> None:
+def test_the_exit_status_is_0_if_all_parts_pass(parts: dict[str, list[str]], tmp_path: Path) -> None:
     assert suite.run({"passes": parts["passes"]}, tmp_path / "out") == 0
 
 
-def test_the_parts_have_every_folder_of_tests() -> None:
+def test_the_parts_cover_every_folder_of_tests() -> None:
     words = {word for arguments in suite.PARTS.values() for word in arguments}
     folders = {word for word in words if word.startswith("tests/")}
     tests = suite.ROOT / "tests"

@@ -1,4 +1,4 @@
-"""Every benchmark says how to run it, and those that need no engine run."""
+"""Help of all benchmarks, runs of those without engines, and rows of the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from loadgen.sse import StreamTiming
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_help_says_units_and_defaults(name: str) -> None:
+def test_help_shows_units_and_defaults(name: str) -> None:
     assert set(NAMES) >= SERVING
     module = importlib.import_module(f"benchmarks.{MODULES[name]}")
     done = command(getattr(module, name), "--help")
@@ -60,17 +60,13 @@ def peers(**options: object) -> str:
     return sentence(command("benchmarks.serving.peers", **options))
 
 
-def test_bad_input_is_one_sentence() -> None:
+def test_bad_input_is_reported_in_one_sentence() -> None:
     assert "nobody" in peers(systems="nobody")
-    assert "can be up at a time" in sentence(
-        command("benchmarks.serving.peers", systems="eldr,eldr-proxy", turns=2)
-    )
-    assert "no-router spin" in sentence(
-        command("benchmarks.serving.peers", systems="eldr,no-router", turns=2)
-    )
+    assert "can be up at a time" in peers(systems="eldr,eldr-proxy", turns=2)
+    assert "no-router spin" in peers(systems="eldr,no-router", turns=2)
 
 
-def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:
+def test_the_signature_caches_share_falls_with_the_block_size() -> None:
     shape = shape_of("Qwen/Qwen3-30B-A3B")
     small, large = (
         compare(shape, block_size=size, dtype_bytes=2, ranks=1, kv_gib=0.1)["share_of_kv_pct"]
@@ -79,7 +75,7 @@ def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:
     assert small == pytest.approx(2 * large)
     assert small == pytest.approx(100 * 48 * 128 / (16 * 2 * 48 * 2 * 4 * 128))
     assert smallest_block_size(shape, 2, 1) == 13
-    # Two bytes of keys and values a token: blocks so large that a byte cannot count their tokens.
+    # With two bytes of KV a token, blocks are so large that one byte cannot count their tokens.
     assert smallest_block_size(Shape(1, 1024, ((1, 1, 1),)), 1, 1) == 4 * 102_400
     assert smallest_block_size(Shape(1, 2, ((1, 1, 1),)), 1, 1) == 200
     assert smallest_block_size(Shape(1, 3, ((1, 1, 1),)), 1, 1) == 2 * 300
@@ -87,7 +83,7 @@ def test_the_share_of_the_signature_cache_falls_with_the_block_size() -> None:
         shape_of("nobody/nothing")
 
 
-def test_a_summary_counts_failures_and_leaves_them_out_of_the_times() -> None:
+def test_a_summary_counts_failures_but_excludes_their_times() -> None:
     good = Answer(start=0.0, end=2.0, timing=StreamTiming([0.5, 1.0, 1.5, 2.0]))
     bad = Answer(start=1.0, end=1.5, error="HTTP 500")
     row = summary([good, bad])
@@ -96,7 +92,7 @@ def test_a_summary_counts_failures_and_leaves_them_out_of_the_times() -> None:
     assert row["latency_p50_ms"] == 2000.0
     assert summary([good, bad], since=-2.0)["tokens_per_s"] == pytest.approx(1)
     assert most_open([good, bad, Answer(start=2.5, end=3.0)]) == 2
-    # Of several trials: medians.
+    # Several trials give medians.
     load = {"requests": 4, "failures": 1, "ttft_p99_ms": 9.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 2.0}
     load |= {"latency_p50_ms": 8.0, "cpu_ms": {"ray": 6.0}}
     loads = [load | {"ttft_p50_ms": ttft, "requests_per_s": 3.0} for ttft in (1.0, 5.0, 2.0)]
@@ -107,7 +103,7 @@ def test_a_summary_counts_failures_and_leaves_them_out_of_the_times() -> None:
 
 
 def test_peers_are_compared_round_by_round() -> None:
-    """What a round's machine does to all systems alike is in no ratio."""
+    """A slow round affects all systems equally, so it changes no ratio."""
     zeros = dict.fromkeys(("requests", "failures", "ttft_p99_ms", "tpot_p99_ms", "latency_p50_ms"), 1.0)
 
     def trial(system: str, speed: float, ttft: float) -> dict[str, Any]:
@@ -142,7 +138,7 @@ def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
     assert polled["kv_connector"] == "EldrConnector"
 
 
-def test_what_is_left_of_a_hand_over_is_without_the_pull_and_the_step() -> None:
+def test_the_rest_of_a_hand_over_excludes_the_pull_and_the_step() -> None:
     names = ("prefill", "handover", "place", "first_token", "engine", "admit", "wait", "pull", "step")
     means = dict(zip(names, (20.0, 18.0, 2.0, 15.0, 14.0, 2.0, 4.0, 1.5, 7.0), strict=True))
     stages = {name: {"mean_ms": mean, "p50_ms": mean, "p99_ms": mean} for name, mean in means.items()}
@@ -162,14 +158,13 @@ def test_rounds_become_one_row_with_their_median_and_its_interval() -> None:
     ]
     found = medians(rows, keys=("way",), with_interval=("took_ms",), summed=("failures",))
     assert [(row["way"], row["rounds"], row["took_ms"], row["failures"]) for row in found] == [
-        ("b", 3, 11.0, 6),
-        ("a", 3, 21.0, 6),
-    ]
+        ("b", 3, 11.0, 6), ("a", 3, 21.0, 6),
+    ]  # fmt: skip
     assert all(row["took_ms_low"] < row["took_ms"] < row["took_ms_high"] for row in found)
     assert all("errors" not in row for row in found)
 
 
-def test_what_a_setting_saves_is_against_the_bare_start_of_its_round() -> None:
+def test_a_settings_saving_is_relative_to_the_plain_start_of_its_round() -> None:
     drift = (0.0, 4.0, 10.0)  # of the machine, from round to round
     starts = [
         {"setting": name, "parts": {"ray": base + more, "ingress": 1.0}}
@@ -177,16 +172,12 @@ def test_what_a_setting_saves_is_against_the_bare_start_of_its_round() -> None:
         for name, base in (("none", 20.0), ("shipped", 17.0))
     ]
     none, shipped = summarised(starts)
-    assert (none["idle_pct"], none["ray_pct"], none["ingress_pct"], none["saved_pct"]) == (
-        25.0,
-        24.0,
-        1.0,
-        0.0,
-    )
+    shares = [none[f"{name}_pct"] for name in ("idle", "ray", "ingress", "saved")]
+    assert shares == [25.0, 24.0, 1.0, 0.0]
     assert (shipped["saved_pct"], shipped["saved_pct_low"], shipped["saved_pct_high"]) == (3.0, 3.0, 3.0)
 
 
-def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
+def test_the_tables_in_the_pages_equal_the_results() -> None:
     for page in tables.PAGES:
         text = page.read_text()
         assert "<!-- end -->" in text
@@ -194,12 +185,12 @@ def test_the_tables_in_the_pages_are_those_of_the_results() -> None:
 
 
 def _in(claim: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Whether the row is in one of the claim's cells."""
+    """Return whether the row is in one of the claim's cells."""
     own = [cell for cell in claim["cells"] if isinstance(cell, dict)]
     return tables.selected(row, claim) and (not own or any(tables.selected(row, cell) for cell in own))
 
 
-def test_claims_hide_no_policy_that_beats_one_that_they_show() -> None:
+def test_a_claim_shows_every_policy_that_beats_a_shown_one() -> None:
     claims = [claim for claim in tables.CLAIMS["summary"]["lines"] if claim["result"] == "together_policies"]
     rows = tables.read_rows("together_policies")
     shown = [row for row in rows if any(_in(claim, row) for claim in claims)]
@@ -208,7 +199,7 @@ def test_claims_hide_no_policy_that_beats_one_that_they_show() -> None:
         (worse["policy"], better["policy"])
         for worse, better in itertools.product(shown, (row for row in rows if row not in shown))
         if worse["workload"] == better["workload"]
-        and worse["policy"] != "shortest-queue"  # it is there to be beaten
+        and worse["policy"] != "shortest-queue"  # the baseline
         and better["tpot_p50_ms"] < worse["tpot_p50_ms"]
         and better["output_tokens_per_s"] > worse["output_tokens_per_s"]
     ]

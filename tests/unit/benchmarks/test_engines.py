@@ -11,7 +11,7 @@ import psutil
 from benchmarks.lib.engines import process
 
 
-def test_a_server_shares_the_cores_as_ours_do_and_ends_with_its_children(tmp_path: Path) -> None:
+def test_a_server_uses_our_core_share_and_ends_with_its_children(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with process(["bash", "-c", "sleep 60 & echo $!; wait"], env={}, log=log) as server:
         while not log.read_text().strip():

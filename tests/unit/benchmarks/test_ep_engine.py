@@ -1,4 +1,4 @@
-"""What the benchmarks of EP engines make of what they measured; the engines are in tests/engine."""
+"""Rows of benchmarks of EP engines; tests/engine has the engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def measured(step_ms: float, experts: float = 10.0, answers: str = "ab", **other
 
 
 class Engine:
-    """A context, as an engine is, that counts its starts."""
+    """A fake engine that counts its starts."""
 
     started = 0
 
@@ -37,7 +37,7 @@ class Engine:
         pass
 
 
-def test_arms_take_turns_and_what_the_journal_has_is_not_measured_again(tmp_path: Path) -> None:
+def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: Path) -> None:
     engine: Any = Engine()
     keys = [(turn, name) for turn in range(2) for name in ("a", "b")]
     asked: list[tuple[int, str]] = []
@@ -65,7 +65,7 @@ def test_arms_take_turns_and_what_the_journal_has_is_not_measured_again(tmp_path
     assert engine.started == 3
 
 
-def test_a_batch_is_told_by_its_steps_ranks_and_layers() -> None:
+def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     steps, layers = 4, 3
     # tokens, activated, pairs, pairs at home, guests of two ranks
     log = np.array([[8, 5, 10, 6, 2], [8, 7, 6, 3, 6]])[:, None, None] * np.ones((steps, layers, 1), int)
@@ -99,7 +99,7 @@ def test_a_placement_in_more_slots_is_the_same_placement() -> None:
     assert spread(rows, 4, 2).tolist() == rows.tolist()
 
 
-def test_a_choice_is_held_against_no_replicas_and_against_even_spread() -> None:
+def test_a_choice_is_compared_with_no_replicas_and_even_spread() -> None:
     arms = {
         (1.0, "linear, none"): [measured(10), measured(20), measured(30)],
         (1.5, "eplb, even"): [measured(12, 13), measured(24, 13), measured(36, 13)],
@@ -108,7 +108,7 @@ def test_a_choice_is_held_against_no_replicas_and_against_even_spread() -> None:
     base, even, metro = choice_rows(arms, 8, 0)
     assert [row["step_ms"] for row in (base, even, metro)] == [20, 24, 18]
     assert [row["change_pct"] for row in (base, even, metro)] == pytest.approx([0, 20, -10])
-    assert metro["change_low_pct"] == pytest.approx(-10)  # each round is held against its own
+    assert metro["change_low_pct"] == pytest.approx(-10)  # each round is compared with its own base
     assert metro["even_pct"] == pytest.approx(-25)
     assert metro["even_experts_pct"] == pytest.approx(100 * (9 / 13 - 1))
     assert even["none_experts_pct"] == pytest.approx(30)
@@ -118,7 +118,7 @@ def test_a_choice_is_held_against_no_replicas_and_against_even_spread() -> None:
     assert "even_pct" not in base
 
 
-def test_a_shift_is_told_by_its_phases_and_moves_are_not_forgotten() -> None:
+def test_a_shift_is_summarised_by_phase_including_moves() -> None:
     moves = {"plan_ms": 5.0, "migration_ms": 40.0, "experts_moved": 8, "slices": 4, "slices_left": 1}
 
     def windows(step: float, moved: float) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Who is placed where before engines are asked, and what becomes of their times; without engines."""
+"""Placements of requests and experts before measurements, and rows of the times; without engines."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_every_request_of_a_round_is_on_one_worker_with_a_whole_placement(case: 
         assert arm[1] != "linear" or all((placed == np.arange(8)).all() for _, placed in batches)
 
 
-def test_an_own_placement_is_of_what_the_worker_was_given_before(case: Case) -> None:
+def test_a_workers_own_placement_is_fitted_to_its_earlier_requests(case: Case) -> None:
     own = [placement for _, placement in case.batches(("locality-band", "own"), 0)]
     (one, another) = [placement for _, placement in case.batches(("shortest-queue", "one for all"), 0)]
     assert np.array_equal(one, another)
     assert not np.array_equal(own[0], own[1])
 
 
-def test_times_are_held_against_the_same_request_elsewhere() -> None:
+def test_times_are_compared_with_the_same_request_elsewhere() -> None:
     def batch(step_ms: float, requests: list[int], answers: str, experts: float) -> dict[str, Any]:
         found = {"step_ms": step_ms, "requests": requests, "answers": list(answers)}
         return found | {"worst_rank_experts": experts, "experts_all_ranks": 2 * experts}

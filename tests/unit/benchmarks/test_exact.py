@@ -1,4 +1,4 @@
-"""Reports of engines compared with what tokens choose: equal ones differ nowhere, changes are found."""
+"""Comparison of engine reports with the choices of tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ LAYERS, EXPERTS, TOP_K, PROMPT, TOKENS = 2, 8, 2, 5, 4
 
 
 def choices(tokens: list[int]) -> np.ndarray:
-    """int[T,L,k], by nothing but the tokens."""
+    """Return int[T,L,k], which depends on the tokens alone."""
     rng = np.random.default_rng(tokens[0])
-    return np.stack(
-        [
-            [rng.choice(EXPERTS, TOP_K, replace=False) for _ in range(LAYERS)]
-            for _ in range(len(tokens))
-        ]
-    )  # fmt: skip
+    layers = [rng.choice(EXPERTS, TOP_K, replace=False) for _ in range(len(tokens) * LAYERS)]
+    return np.stack(layers).reshape(len(tokens), LAYERS, TOP_K)
 
 
 def histogram(chosen: np.ndarray) -> np.ndarray:
@@ -40,15 +36,13 @@ def report() -> dict[str, Any]:
         decoded = chosen[PROMPT:-1]
         records.append(
             {
-                "request": f"{number}-0",
-                "prompt": prompt,
-                "output": output,
+                "request": f"{number}-0", "prompt": prompt, "output": output,
                 "eldr_prefill": pack_counts(histogram(chosen[:PROMPT]).astype(np.uint32)),
                 "eldr_decode": pack_counts(histogram(decoded).astype(np.uint32)),
                 "eldr_decode_steps": len(decoded),
                 "eldr_routes": pack_routes(decoded[..., ::-1]),  # experts of a token have no order
             }
-        )
+        )  # fmt: skip
         for position in range(PROMPT, PROMPT + TOKENS - 1):
             step = {"requests": 1, "kv_tokens": position + 1, "active_by_layer": [TOP_K] * LAYERS}
             steps.append(step | {"fed": [[f"{number}-0", position]]})

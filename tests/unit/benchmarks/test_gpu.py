@@ -1,4 +1,4 @@
-"""The steps of a GPU's minutes: none hangs or stops the rest, and a second start goes on."""
+"""The steps of a GPU session: no step delays or stops the others, and a second start resumes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step(letter: str, code: str, *arguments: object, seconds: float = 0.1, limit
     return Step(letter, ("-c", code, *map(str, arguments)), seconds, limit_s, f"{letter}_fake")
 
 
-def test_a_step_that_hangs_or_crashes_costs_its_own_limit_only(
+def test_a_step_that_hangs_or_crashes_costs_only_its_own_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "_GRACE_S", 0.2)
@@ -50,14 +50,14 @@ def test_a_step_that_hangs_or_crashes_costs_its_own_limit_only(
     assert "sleeps" in (tmp_path / "x_fake.log").read_text()
 
 
-def test_a_second_start_runs_what_has_no_result_and_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
+def test_a_second_start_runs_steps_without_results_that_fit(tmp_path: Path) -> None:
     steps = [step("x", WRITES), step("y", WRITES, seconds=100)]
     assert [row["state"] for row in run_steps(steps, tmp_path, 50)] == ["done", "left out"]
-    assert run_steps(steps, tmp_path, 50)[1]["seconds"] == 100  # what it would need
+    assert run_steps(steps, tmp_path, 50)[1]["seconds"] == 100  # the time that it needs
     assert [row["state"] for row in run_steps(steps, tmp_path, 150)] == ["done before", "done"]
 
 
-def test_a_step_that_wrote_its_result_is_done_however_it_ended(tmp_path: Path) -> None:
+def test_a_step_that_wrote_its_result_is_done_whatever_its_exit_status(tmp_path: Path) -> None:
     (row,) = run_steps([step("x", f"{WRITES}; sys.exit(3)")], tmp_path, 50)
     assert row["state"] == "done"
 
@@ -91,7 +91,7 @@ def test_the_command_writes_states_and_fails_with_a_step(
     assert [row["state"].split()[0] for row in result["rows"]] == ["done", "failed"]
 
 
-def test_bad_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'q'" in sentence(command("benchmarks.gpu", out=tmp_path, steps="aq"))
     monkeypatch.setattr(gpu.shutil, "which", lambda _: None)
     assert "nvidia-smi" in sentence(command("benchmarks.gpu", out=tmp_path))

@@ -1,4 +1,4 @@
-"""A live comparison: its folder, where loadgen.compare accepts only its own beginnings, and its rows."""
+"""A live comparison: its folder, which a run with other options cannot resume, and its rows."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tables: list[bytes] = []
-    really = subprocess.run
+    run = subprocess.run
 
     def compare(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]:
         if "loadgen.compare" not in command:
-            return really(command, **kwargs)
+            return run(command, **kwargs)
         options = dict(word.removeprefix("--").split("=", 1) for word in command[3:])
         assert options["host"] == URL
         path = Path(options["out"])
@@ -71,8 +71,8 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
     assert len(RoutingTable.load(file).centroids) == 2
 
 
-def test_rows_come_by_both_clocks_until_they_are_published(tmp_path: Path) -> None:
-    """Two policies alike, one of which met cores at half their speed."""
+def test_rows_exist_for_both_clocks_until_they_are_published(tmp_path: Path) -> None:
+    """Compare two equal policies, one of which ran on cores at half speed."""
     shape = {"warm_up_s": 0, "seconds": 100, "slo_ttft_ms": 1e3, "slo_tpot_ms": 1e2, "seed": 0}
     policies = ["random", "marginal-cost"]
     journal = Journal(tmp_path / "comparison" / JOURNAL, shape)

@@ -1,4 +1,4 @@
-"""The comparison of the table of families finds counts that are wrong by one, and excuses only near ties."""
+"""The comparison of model families finds counts that are wrong by one, and excuses only near ties."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ LAYERS, EXPERTS, K = 2, 8, 2
 PROMPT, OUTPUT, CHUNK, BLOCK = 20, 4, 6, 4
 RNG = np.random.default_rng(0)
 CHOSEN = np.sort(RNG.random((PROMPT + OUTPUT - 1, LAYERS, EXPERTS)).argsort(-1)[..., :K], axis=-1)
-OTHER = (CHOSEN + 1) % EXPERTS  # of no token what it chose
+OTHER = (CHOSEN + 1) % EXPERTS  # no choice of any token
 
 Counts = NDArray[np.int64]
+Line = Callable[..., dict[str, Any]]
 
 
 def histogram(chosen: NDArray[np.int64]) -> Counts:
@@ -37,23 +38,20 @@ def histogram(chosen: NDArray[np.int64]) -> Counts:
 def record(
     prompt: Counts | None = None, decode: Counts | None = None, routes: NDArray[np.int64] | None = None
 ) -> dict[str, Any]:
-    """A request as family_engine reports it, with these counts for the right ones."""
+    """Return a request as family_engine reports it, with these counts instead of the right ones."""
     prompt = histogram(CHOSEN[:PROMPT]) if prompt is None else prompt
     decode = histogram(CHOSEN[PROMPT:]) if decode is None else decode
     return {
-        "prompt": list(range(PROMPT)),
-        "output": list(range(OUTPUT)),
-        "cached": 0,
+        "prompt": list(range(PROMPT)), "output": list(range(OUTPUT)), "cached": 0,
         "seen": [[token] for token in CHOSEN.tolist()],
-        "eldr_prefill": pack_counts(prompt),
-        "eldr_decode": pack_counts(decode),
+        "eldr_prefill": pack_counts(prompt), "eldr_decode": pack_counts(decode),
         "eldr_routes": pack_routes((CHOSEN[PROMPT:] if routes is None else routes).astype(np.int16)),
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture
-def line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Line of the table of an engine with one request; Hugging Face's model chooses what ours did."""
+def line(monkeypatch: pytest.MonkeyPatch) -> Line:
+    """Return the table row of an engine with one request, where Hugging Face's model agrees with ours."""
     monkeypatch.setattr(
         model_families, "Reference", lambda checkpoint: SimpleNamespace(route=lambda tokens: CHOSEN)
     )
@@ -66,7 +64,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
 
 def moved(counts: Counts) -> Counts:
-    """One token's choice is counted for another expert."""
+    """Return the counts with one token's choice counted for another expert."""
     wrong = counts.copy()
     layer, expert = np.argwhere(wrong > 0)[0]
     wrong[layer, expert] -= 1
@@ -74,7 +72,7 @@ def moved(counts: Counts) -> Counts:
     return wrong
 
 
-def test_right_counts_are_exact(line: Callable[..., dict[str, Any]]) -> None:
+def test_right_counts_are_exact(line: Line) -> None:
     found = line(record())
     assert (found["prompts_exact"], found["decodes_exact"], found["differ_from_hf"]) == (1, 1, 0)
 
@@ -87,11 +85,11 @@ def test_right_counts_are_exact(line: Callable[..., dict[str, Any]]) -> None:
         histogram(CHOSEN[:PROMPT]) + histogram(CHOSEN[:BLOCK]),  # a block of a prefix hit counts twice
         histogram(CHOSEN[: PROMPT - 1]),  # the prompt's last token
         histogram(CHOSEN[: PROMPT + 1]),  # the first generated one
-        histogram(np.concatenate([OTHER[:1], CHOSEN[1:PROMPT]])),  # a block keeps what stood there before
+        histogram(np.concatenate([OTHER[:1], CHOSEN[1:PROMPT]])),  # a block keeps its old content
     ],
     ids=["an id", "a chunk", "a block twice", "the last token", "a token more", "another's token"],
 )
-def test_a_prompt_that_is_counted_wrong_is_found(line: Callable[..., dict[str, Any]], wrong: Counts) -> None:
+def test_a_wrong_prompt_count_is_found(line: Line, wrong: Counts) -> None:
     found = line(record(prompt=wrong))
     assert (found["prompts_exact"], found["decodes_exact"]) == (0, 1)
 
@@ -105,16 +103,12 @@ def test_a_prompt_that_is_counted_wrong_is_found(line: Callable[..., dict[str, A
     ],
     ids=["an id", "a route", "the order"],
 )
-def test_decoding_that_is_counted_wrong_is_found(
-    line: Callable[..., dict[str, Any]], wrong: dict[str, Any]
-) -> None:
+def test_a_wrong_decode_count_is_found(line: Line, wrong: dict[str, Any]) -> None:
     found = line(record(**wrong))
     assert (found["prompts_exact"], found["decodes_exact"]) == (1, 0)
 
 
-def test_a_token_that_was_seen_with_two_choices_excuses_those_two_alone(
-    line: Callable[..., dict[str, Any]],
-) -> None:
+def test_a_token_with_two_observed_choices_excuses_only_those(line: Line) -> None:
     for first, exact in ((CHOSEN, 1), (OTHER, 1), ((CHOSEN + 2) % EXPERTS, 0)):
         one = record(prompt=histogram(np.concatenate([first[:1], CHOSEN[1:PROMPT]])))
         one["seen"][0].append(OTHER[0].tolist())
@@ -125,15 +119,15 @@ def test_a_token_that_was_seen_with_two_choices_excuses_those_two_alone(
     assert line(one)["prompts_exact"] == 0
 
 
-def test_rows_that_are_not_measured_anew_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_measured_again_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     published = [{"family": family, "runner": runner, "n": 1} for family in "ab" for runner in ("V1", "V2")]
     monkeypatch.setattr(model_families, "read_rows", lambda name: published)
-    anew = {"family": "b", "runner": "V1", "n": 2}
+    again = {"family": "b", "runner": "V1", "n": 2}
     new = {"family": "c", "runner": "V1", "n": 2}
-    assert model_families.with_published([anew, new]) == [*published[:2], anew, published[3], new]
+    assert model_families.with_published([again, new]) == [*published[:2], again, published[3], new]
 
 
-def test_an_engine_that_ended_loses_no_other_family(tmp_path: Any) -> None:
+def test_an_engine_failure_loses_no_other_family(tmp_path: Any) -> None:
     (tmp_path / "a.json").write_text('{"records": []}')
     reports = [model_families.report(tmp_path / f"{name}.json", -11) for name in "ab"]
     assert reports == [
@@ -142,7 +136,7 @@ def test_an_engine_that_ended_loses_no_other_family(tmp_path: Any) -> None:
     ]
 
 
-def test_a_gap_is_what_theirs_scores_above_mine() -> None:
+def test_a_gap_is_the_difference_between_their_score_and_ours() -> None:
     score = np.array([0.0, 10.0, 9.0, 8.9], np.float32)
     assert gap(np.array([1, 3]), np.array([1, 2]), score) == pytest.approx(0.01, rel=1e-4)
     assert gap(np.array([0, 1]), np.array([1, 2]), score) == pytest.approx(0.9, rel=1e-4)
@@ -154,11 +148,13 @@ def test_a_gap_of_groups_is_between_the_groups() -> None:
     mine, theirs = np.array([2, 3]), np.array([0, 1])
     assert gap(mine, theirs, score, (4, 1)) == pytest.approx(0.1 / 9, rel=1e-4)
     assert gap(np.array([4, 5]), theirs, score, (4, 1)) == pytest.approx(8 / 9, rel=1e-4)
-    assert gap(np.array([0, 2]), np.array([0, 1]), score, (4, 2)) < 0  # theirs was not the best of its groups
+    assert (
+        gap(np.array([0, 2]), np.array([0, 1]), score, (4, 2)) < 0
+    )  # theirs was not the best choice of its groups
 
 
 def test_a_step_is_attributed_to_the_tokens_that_it_computed() -> None:
-    """Chunks, requests side by side, and a token that is computed again."""
+    """Attribute chunks, two requests in one step, and a token that is computed again."""
     seen = object.__new__(Seen)
     requests = {
         "a": SimpleNamespace(all_token_ids=[1, 2, 3], num_computed_tokens=0),

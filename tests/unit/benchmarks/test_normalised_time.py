@@ -1,4 +1,4 @@
-"""The clock that goes as fast as the cores do, on made-up notes, and the probe that takes them."""
+"""Normalised time from synthetic samples of CPU speed, and the probe that takes samples."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from benchmarks.lib.normalised_time import NormalisedTime, felt_by_engines, norm
 from eldr_serve.command_errors import BadInput
 from loadgen.trial import Trial
 
-HALF_AT = 50.0  # from here on the cores of `notes` do half as much
+HALF_AT = 50.0  # from here on the cores of `samples` do half as much
 
 
-def notes(*, slow: float = 2.0, stolen: float = 0.0, seconds: float = 100.0) -> np.ndarray:
-    """Of one core; from HALF_AT on its product takes `slow` times as long, or a share of it is stolen."""
+def samples(*, slow: float = 2.0, stolen: float = 0.0, seconds: float = 100.0) -> np.ndarray:
+    """Return samples of one core, which from HALF_AT on takes `slow` times as long or loses stolen time."""
     at = np.arange(0.0, seconds + 0.1, 0.25)
     late = np.maximum(0.0, at - HALF_AT)
     return np.column_stack([at, np.where(at < HALF_AT, 1e-3, slow * 1e-3), 100 * stolen * late, 100 * at])
 
 
-@pytest.mark.parametrize("cores", [[notes()], [notes(), notes()], [notes(slow=1.0, stolen=0.5)]])
-def test_a_second_on_cores_at_half_their_speed_is_half_of_one_before(cores: list[np.ndarray]) -> None:
+@pytest.mark.parametrize("cores", [[samples()], [samples(), samples()], [samples(slow=1.0, stolen=0.5)]])
+def test_a_second_at_half_speed_is_half_a_normalised_second(cores: list[np.ndarray]) -> None:
     clock = NormalisedTime(cores)
     fast, slow = clock.seconds(10.0, 40.0), clock.seconds(60.0, 90.0)
     assert slow == pytest.approx(fast / 2, rel=0.01)
-    assert clock.seconds(0.0, 100.0) == pytest.approx(100.0)  # at the mean speed it is the wall's
+    assert clock.seconds(0.0, 100.0) == pytest.approx(100.0)  # wall time at the mean speed
     assert clock.seconds(10.0, 90.0) == pytest.approx(clock.seconds(10.0, 37.0) + clock.seconds(37.0, 90.0))
 
 
-def test_the_slowdown_is_of_the_core_and_not_of_what_was_stolen(tmp_path: Path) -> None:
-    slow, stolen = NormalisedTime([notes()]), NormalisedTime([notes(slow=1.0, stolen=0.5)])
+def test_the_slowdown_excludes_stolen_time(tmp_path: Path) -> None:
+    slow, stolen = NormalisedTime([samples()]), NormalisedTime([samples(slow=1.0, stolen=0.5)])
     assert slow.slowdown(60.0, 90.0) == pytest.approx(2 * slow.slowdown(10.0, 40.0))
     assert stolen.slowdown(60.0, 90.0) == pytest.approx(stolen.slowdown(10.0, 40.0)) == pytest.approx(1.0)
     with pytest.raises(BadInput, match="have gaps"):
@@ -45,22 +45,22 @@ def test_the_slowdown_is_of_the_core_and_not_of_what_was_stolen(tmp_path: Path) 
         NormalisedTime.read(tmp_path)
 
 
-def test_a_few_interrupted_notes_change_little_and_a_gap_is_bridged() -> None:
-    even = notes(slow=1.0)
+def test_a_few_interrupted_samples_change_little_and_a_gap_is_bridged() -> None:
+    even = samples(slow=1.0)
     interrupted = np.random.default_rng(0).choice(len(even), 40, replace=False)
     even[interrupted, 1] *= np.repeat([0.0, 5.0], 20)
     assert NormalisedTime([even]).seconds(10.0, 60.0) == pytest.approx(50.0, rel=1e-6)
     even[(even[:, 0] > 30.0) & (even[:, 0] < 36.0), 1] = 0.0
     assert NormalisedTime([even]).seconds(10.0, 60.0) == pytest.approx(50.0, rel=1e-6)
-    gap = notes()
+    gap = samples()
     gap = gap[(gap[:, 0] < 60.0) | (gap[:, 0] > 80.0)]
     assert NormalisedTime([gap]).seconds(60.0, 80.0) == pytest.approx(
-        NormalisedTime([notes()]).seconds(60.0, 80.0), rel=0.02
+        NormalisedTime([samples()]).seconds(60.0, 80.0), rel=0.02
     )
 
 
 def record(sent_s: float, **times: Any) -> dict[str, Any]:
-    """A request of a load that began at Unix time 0."""
+    """Return a request of a load that began at Unix time 0."""
     return {"number": 0, "due_s": None, "sent_s": sent_s, "sent_unix_s": sent_s} | times
 
 
@@ -70,7 +70,7 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
     failed = record(70.0, error="HTTP 500")
     engines = {"seconds": 6.0, "waited": 60.0, "batch": 10.0}
     trial = Trial("random", 0, [record(20.0, **quick), record(60.0, **slow), failed], engines)
-    even = normalised(trial, NormalisedTime([notes()]))
+    even = normalised(trial, NormalisedTime([samples()]))
     first, second, unknown = even.requests
     for key in quick:
         assert second[key] == pytest.approx(first[key], rel=0.01), key
@@ -84,8 +84,8 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
 
 
 @pytest.mark.parametrize("felt", [0.0, 0.5, 1.0, 1.5])
-def test_what_steps_feel_of_the_probe_is_learned_from_trials_of_a_policy(felt: float) -> None:
-    """Two balancers that are alike and a policy whose steps take half as long, on restless cores."""
+def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(felt: float) -> None:
+    """Use two equal balancers and a policy whose steps take half as long, on cores of changing speed."""
     slowdown = np.array([1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6])
     at = np.arange(0.0, 800.0, 0.25)
     of_core = np.column_stack([at, 1e-3 * slowdown[(at // 100).astype(int)], 0 * at, 100 * at])
@@ -98,7 +98,7 @@ def test_what_steps_feel_of_the_probe_is_learned_from_trials_of_a_policy(felt: f
     alike = ("random", "round-robin")
     clock = NormalisedTime([of_core])
     assert felt_by_engines(trials, clock, alike) == pytest.approx(felt, abs=0.02)
-    assert felt_by_engines(trials[:5], clock, alike) == 1.0  # too few to tell
+    assert felt_by_engines(trials[:5], clock, alike) == 1.0  # too few trials
     even = [normalised(trial, NormalisedTime([of_core], felt)).engines for trial in trials]
     for group in (alike, ("marginal-cost",)):
         took = [e["seconds"] for e, name in zip(even, policies, strict=True) if e and name in group]
@@ -106,7 +106,7 @@ def test_what_steps_feel_of_the_probe_is_learned_from_trials_of_a_policy(felt: f
 
 
 @pytest.mark.slow
-def test_the_speed_of_every_core_is_noted_until_the_end(tmp_path: Path) -> None:
+def test_the_speed_of_every_core_is_sampled_until_the_end(tmp_path: Path) -> None:
     began = time.time()
     with probed(tmp_path):
         deadline = time.monotonic() + 120

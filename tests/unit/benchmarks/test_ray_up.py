@@ -1,4 +1,4 @@
-"""What a cluster run would do, and what it finds that a cluster left behind."""
+"""The commands of a cluster run, and processes that a cluster leaves behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_dry_run_names_every_command(capsys: pytest.CaptureFixture[str]) -> No
     assert sum(line.startswith("ray job submit") for line in lines) == 2
 
 
-def test_files_that_the_commands_name_are_there() -> None:
+def test_files_named_by_the_commands_exist() -> None:
     for command in [UP, *steps(20, 5).values(), STOP, DOWN]:
         for word in command.split():
             if word.endswith((".yaml", ".py")):
@@ -36,14 +36,14 @@ def test_jobs_and_replicas_run_where_the_cluster_file_copies_to() -> None:
     assert 'PATH="$PWD/.venv/bin:$PATH"' in cluster["head_start_ray_commands"][-1]
 
 
-def test_the_cluster_changes_no_shells_start_and_runs_nothing_from_a_folder_that_all_may_write() -> None:
+def test_the_cluster_changes_no_shell_startup_and_runs_nothing_from_a_world_writable_folder() -> None:
     text = (ROOT / "ray_cluster_local.yaml").read_text()
     assert "bashrc" not in text
     assert "profile" not in text
     assert "/tmp" not in text
 
 
-def test_a_process_in_the_folder_is_left_behind(tmp_path: Path) -> None:
+def test_a_process_that_is_left_in_the_folder_is_found(tmp_path: Path) -> None:
     assert left_behind(tmp_path) == []
     code = "import sys; print(flush=True); sys.stdin.read()"
     with subprocess.Popen(

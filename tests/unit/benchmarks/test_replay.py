@@ -1,4 +1,4 @@
-"""What replays by step are made of, without an engine."""
+"""Parts of replays by step, without an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from loadgen.journal import Journal
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=200))
-def test_aligned_prompts_end_as_they_did_and_fill_blocks_and_one_token(tokens: list[int]) -> None:
+def test_aligned_prompts_keep_their_end_and_fill_blocks_plus_one_token(tokens: list[int]) -> None:
     filled = aligned(tokens)
     assert len(filled) % BLOCK == 1
     assert len(filled) >= min(len(tokens), BLOCK + 1)
@@ -35,7 +35,7 @@ def test_aligned_prompts_end_as_they_did_and_fill_blocks_and_one_token(tokens: l
 
 
 @given(seed=st.integers(0, 999), batch=st.integers(1, 40), top_k=st.integers(1, 8), more=st.integers(0, 56))
-def test_routes_activate_exactly_so_many_experts(seed: int, batch: int, top_k: int, more: int) -> None:
+def test_routes_activate_the_exact_number_of_experts(seed: int, batch: int, top_k: int, more: int) -> None:
     active = min(top_k + more, batch * top_k)
     ids = routes(batch, active, 64, top_k, np.random.default_rng(seed))
     assert ids.shape == (batch, top_k)
@@ -64,7 +64,7 @@ def test_workloads_are_split_without_overlap() -> None:
         EnginePool(Path("model"), 2, "cuda")
 
 
-def test_a_replay_may_be_of_some_arms() -> None:
+def test_a_replay_can_be_limited_to_some_arms() -> None:
     arms = [Arm(name, name) for name in ("round-robin", "shortest-queue", "marginal-cost")]
     assert chosen_arms("all", arms) == arms
     assert chosen_arms("marginal-cost,round-robin", arms) == [arms[2], arms[0]]
@@ -72,7 +72,7 @@ def test_a_replay_may_be_of_some_arms() -> None:
         chosen_arms("round-robin,nearest", arms)
 
 
-def test_a_gpu_engine_has_graphs_of_the_batches_that_are_named() -> None:
+def test_a_gpu_engine_captures_graphs_of_the_given_batch_sizes() -> None:
     assert device_kwargs("cpu", [1, 2]) == {"device": "cpu"}
     on_gpu = device_kwargs("cuda", [1, 2])
     assert on_gpu["compilation_config"]["cudagraph_capture_sizes"] == [1, 2]
@@ -84,7 +84,7 @@ def test_a_gpu_engine_has_graphs_of_the_batches_that_are_named() -> None:
 
 
 class _EnginePool:
-    """Steps of one request each, that cost what a random number of experts does; stops after so many runs."""
+    """A fake pool whose steps cost a random number of experts; it is interrupted after some runs."""
 
     def __init__(self, runs: int) -> None:
         self.runs = 0
@@ -108,7 +108,7 @@ class _EnginePool:
         return answer
 
 
-def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
+def test_a_stopped_run_resumes_and_repeats_no_measurement(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trace = synthetic_trace(num_layers=LAYERS)
@@ -129,7 +129,7 @@ def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
     for runs in (7, 20):
         with pytest.raises(KeyboardInterrupt):
             compared(runs)
-    # The fit was stopped within and begun again; what came after it was kept.
+    # The interrupted fit begins again; later measurements are kept.
     (done,) = compared(100)
     assert [pool.runs for pool in pools] == [7, 20, needed - 20]
     assert all((times > 0).all() for times in done.replayed_tpot_s.values())

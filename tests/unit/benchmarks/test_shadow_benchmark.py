@@ -1,4 +1,4 @@
-"""The shadow's benchmark over a fake service, and its rows from trials that are made up."""
+"""The shadow's benchmark with a fake service, and its rows from synthetic trials."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eldr_serve.command_errors import BadInput
 PART = Part(400, 4.4, 5.5, 100, 400, 2000, 1.0, 4.0, 0.02, {"steps": 100.0})
 
 
-def test_a_prediction_is_set_against_what_the_engines_measured() -> None:
+def test_a_prediction_is_compared_with_measurements_of_the_engines() -> None:
     other = replace(PART, live=5.5, shadow=4.4, seconds=1.2, waited=5.0, tpot=0.019, active=2500)
     parts = {"marginal-cost": [PART, PART], "random": [other, other]}
     found = {row["figure"]: row for row in rows(("marginal-cost", "random"), parts, seed=0)}
@@ -36,7 +36,7 @@ def test_a_prediction_is_set_against_what_the_engines_measured() -> None:
     assert (found["experts"]["marginal-cost"], found["experts"]["random"]) == (20, 25)
 
 
-def test_rounds_that_differ_make_an_interval() -> None:
+def test_rounds_that_differ_give_an_interval() -> None:
     slow = replace(PART, live=8.8, shadow=5.5)
     same = [PART, PART]
     found = rows(("a", "b"), {"a": [PART, slow], "b": same}, seed=0)[0]
@@ -44,7 +44,7 @@ def test_rounds_that_differ_make_an_interval() -> None:
     assert found["low_pct"] < found["change_pct"] < found["high_pct"]
 
 
-def test_a_status_before_the_first_token_has_sums_too() -> None:
+def test_a_status_before_the_first_token_has_sums() -> None:
     names = ("steps", "requests", "active_experts", "seconds", "token_seconds")
     totals = dict(zip(names, range(1, 6), strict=True))
     now = {"live": {}, "shadow": {}}
@@ -54,13 +54,13 @@ def test_a_status_before_the_first_token_has_sums_too() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"policies": "random"}, {"policies": "a,a"}, {"intermediate": "16"}])
-def test_bad_input_is_a_sentence(bad: dict[str, str]) -> None:
+def test_bad_input_is_reported_in_one_sentence(bad: dict[str, str]) -> None:
     with pytest.raises(BadInput, match=r"\A--.+"):
         shadow(**bad)
 
 
 @pytest.mark.slow
-def test_each_policy_is_live_once_a_round_with_the_other_as_its_shadow(
+def test_each_policy_is_live_once_in_each_round_with_the_other_as_shadow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, policies = tmp_path / "out.json", ["random", "shortest-queue"]
@@ -76,7 +76,7 @@ def test_each_policy_is_live_once_a_round_with_the_other_as_its_shadow(
     assert sorted(service.policies_set) == sorted(service.shadows) == policies
     assert service.policies_set != service.shadows
     found = {row["figure"]: row for row in json.loads(out.read_text())["rows"]}
-    # Both are alike here, so each prices its shadow at 10 of its own 11 ms.
+    # Both policies are equal here, so each prices its shadow at 10 of its own 11 ms.
     assert found["priced, random live"]["change_pct"] == pytest.approx(10, abs=0.1)
     assert found["priced, shortest-queue live"]["change_pct"] == pytest.approx(-100 / 11, abs=0.1)
     assert found["step"]["random"] == pytest.approx(10, abs=0.1)

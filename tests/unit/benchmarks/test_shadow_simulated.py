@@ -1,4 +1,4 @@
-"""The shadow over the simulator, where what it prices is what steps cost."""
+"""The shadow in the simulator, whose steps cost what the shadow prices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offline.simulation.requests import Requests
 from offline.simulation.run import simulate
 
 
-def test_a_closed_loop_has_so_many_in_flight_until_the_last_ones() -> None:
+def test_a_closed_loop_keeps_its_number_in_flight() -> None:
     n, most = 40, 6
     work = Requests(np.linspace(0, 9, n), np.full(n, 5), np.arange(1, n + 1))
     outcome = simulate(work, make_policy("shortest-queue"), Cluster(decode=Decode(workers=2)), in_flight=most)
@@ -45,6 +45,6 @@ def test_the_shadow_prices_simulated_steps_and_agrees_with_the_simulation(tmp_pa
         assert row["share"] == pytest.approx(sum(changes[1:]) / 2 / changes[0])
 
 
-def test_two_policies_are_named() -> None:
+def test_two_policies_are_required() -> None:
     with pytest.raises(BadInput, match="name two"):
         shadow_simulated(trace=Path("none"), policies="random")

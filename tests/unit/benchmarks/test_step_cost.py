@@ -18,7 +18,7 @@ COST = StepCost(2e-3, 5e-5, 0.0, 3e-6)
 
 
 class _Engine:
-    """Tells what a step took one step later, as a GPU does; a lossy one activates an expert too few."""
+    """A fake that reports the time of a step one step later, as a GPU does; a lossy one omits an expert."""
 
     def __init__(self, *, lossy: bool = False) -> None:
         self._lossy, self._batch, self._number = lossy, 0, 100
@@ -45,7 +45,7 @@ def steps_of(engine: Any, batch: int) -> list[Step]:
     return composed_steps(engine, [[1]] * batch, [8, 12, 16], 5, np.random.default_rng(0))
 
 
-def test_every_point_is_timed_as_often_as_asked_and_the_cost_is_found_again() -> None:
+def test_every_point_is_timed_as_requested_and_the_cost_is_recovered() -> None:
     engine = _Engine()
     steps = steps_of(engine, 4) + steps_of(engine, 8)
     assert engine.drained
@@ -64,7 +64,7 @@ def test_every_point_is_timed_as_often_as_asked_and_the_cost_is_found_again() ->
         assert row["r2"] == pytest.approx(1)
 
 
-def test_a_step_that_did_not_activate_what_it_should_ends_the_run() -> None:
+def test_a_step_with_wrong_activations_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="should activate"):
         steps_of(_Engine(lossy=True), 4)
 
@@ -74,7 +74,7 @@ def test_steps_whose_time_does_not_follow_experts_have_no_cost() -> None:
     assert rows == [{"level": "fit", "of": of, "steps": 76} for of in ("forward", "step")]
 
 
-def test_the_package_s_figures_stand_beside_the_batches_that_were_measured() -> None:
+def test_the_packages_figures_stand_beside_the_measured_batches() -> None:
     rows = package_rows([3, 16])
     assert [row["of"] for row in rows] == [
         f"{card}, {what}" for card in ("H100", "H200") for what in ("MoE layers", "step")
@@ -84,7 +84,7 @@ def test_the_package_s_figures_stand_beside_the_batches_that_were_measured() -> 
 
 
 def test_impossible_options_are_refused_in_one_sentence() -> None:
-    told = sentence(command("benchmarks.engine.step_cost", device="cpu", batches="1", active="16,32"))
-    assert "8 to 8 experts" in told
+    said = sentence(command("benchmarks.engine.step_cost", device="cpu", batches="1", active="16,32"))
+    assert "8 to 8 experts" in said
     assert "--active" in sentence(command("benchmarks.engine.step_cost", device="cpu", active="many"))
     assert "use cpu" in sentence(command("benchmarks.engine.step_cost"))

@@ -1,4 +1,4 @@
-"""The live comparison of whole replicas: its workloads, what counts in a trial, and its rows."""
+"""The live comparison of whole replicas: its workloads, its trials and its rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPTS = [Prompt(f"p{n}", f"d{n % 3}", f"{n} of domain {n % 3}, " + "text " * n
 ANSWERS = range(8, 17)
 
 
-def test_prompts_of_many_domains_repeat_only_when_all_were_sent() -> None:
+def test_prompts_repeat_only_after_all_were_sent() -> None:
     chains = many_domains(PROMPTS, ANSWERS, random.Random(0), tag="t", count=40)
     texts = [body["prompt"] for (body,) in chains]
     assert len(set(texts[:30])) == 30
@@ -42,8 +42,8 @@ def test_prompts_of_many_domains_repeat_only_when_all_were_sent() -> None:
     assert {body["max_tokens"] for (body,) in chains} <= set(ANSWERS)
 
 
-def test_turns_of_a_session_begin_as_the_trace_says_and_come_in_order() -> None:
-    """Two sessions with turns in between; what is too short, or too long, is not played."""
+def test_turns_of_a_session_follow_the_trace_in_order() -> None:
+    """Play two sessions with interleaved turns; sessions that are too short or too long are left out."""
     turns: dict[str, list[tuple[int, ...]]] = {}
     turns |= {"a": [(0, 1), (0, 1, 2), (0, 1, 2, 3)], "b": [(0, 9), (0, 9, 8), (0, 9, 7)], "c": [(0, 5)]}
     records = [
@@ -63,7 +63,7 @@ def test_turns_of_a_session_begin_as_the_trace_says_and_come_in_order() -> None:
     assert chains[0][0]["user"] != chains[1][0]["user"]
 
 
-def test_prompts_of_an_application_begin_with_its_own_text_and_popular_ones_are_many() -> None:
+def test_prompts_of_an_application_begin_with_its_text_and_follow_its_popularity() -> None:
     chains = system_prompts(PROMPTS, ANSWERS, random.Random(0), tag="t", count=400)
     begin: dict[str, str] = {}
     for (body,) in chains:
@@ -75,7 +75,7 @@ def test_prompts_of_an_application_begin_with_its_own_text_and_popular_ones_are_
 
 
 def _trial(chains: int, **sizes: int) -> tuple[dict[str, Any], list[int]]:
-    """A trial of a service that answers in order, one request at a time; and what it was sent."""
+    """Return a trial of a service that answers one request at a time, and the requests that it got."""
     sent: list[int] = []
 
     async def send(http: Any, body: dict[str, Any]) -> Answer:
@@ -89,19 +89,19 @@ def _trial(chains: int, **sizes: int) -> tuple[dict[str, Any], list[int]]:
 
 
 def test_a_trial_counts_the_same_requests_of_each_system() -> None:
-    """Those that are sent after the warm-up, whenever they end, while the loop goes on."""
+    """Count requests that are sent after the warm-up, whenever they end."""
     found, sent = _trial(50, in_flight=2, warm_up=4, requests=6)
     assert (found["requests"], found["failures"]) == (6, 0)
-    assert found["tpot_p50_ms"] == pytest.approx(1000 * 7.5)  # of the fifth to the tenth that were sent
-    assert len(sent) < 50  # then the loop was cut
+    assert found["tpot_p50_ms"] == pytest.approx(1000 * 7.5)  # of the fifth to the tenth request
+    assert len(sent) < 50  # then the loop was stopped
     for chain in range(len(sent) // 2):  # a chain's second after its first
         assert sent.index(2 * chain) < sent.index(2 * chain + 1)
     with pytest.raises(BadInput, match="4 requests, a trial needs 11"):
         _trial(2, in_flight=2, warm_up=4, requests=6)
 
 
-def test_a_trial_waits_for_the_slowest_that_counts() -> None:
-    """The third request that is sent outlasts all others; its time counts, theirs do not."""
+def test_a_trial_waits_for_its_slowest_measured_request() -> None:
+    """The third request outlasts all others; only its time counts."""
     ended: list[int] = []
 
     async def send(http: Any, body: dict[str, Any]) -> Answer:
@@ -119,8 +119,8 @@ def test_a_trial_waits_for_the_slowest_that_counts() -> None:
     assert len(ended) < 200
 
 
-def test_ours_is_compared_with_each_other_system_round_by_round() -> None:
-    """What a round's machine does to all systems alike is in no change."""
+def test_our_system_is_compared_with_each_other_system_round_by_round() -> None:
+    """A slow round affects all systems equally, so it changes no comparison."""
     zeros = dict.fromkeys((*whole_report.METRICS, "requests", "failures"), 1.0)
     trials = {
         f"{number}/sessions/{system}": zeros | {"tpot_p50_ms": tpot * slow, "cpu_ms": {"engines": slow}}
@@ -133,34 +133,22 @@ def test_ours_is_compared_with_each_other_system_round_by_round() -> None:
     assert not any(key.startswith("ours_") for key in ours)
     assert [other[f"ours_tpot_p50_pct{end}"] for end in ("", "_low", "_high")] == pytest.approx([-10] * 3)
     assert other["engines_cpu_ms"] == 2
+    names = [f"server_{name}" for name in ("ttft_sum", "ttft_count", "queue_sum", "queue_count")]
+    before, after = (dict(zip(names, v, strict=True)) for v in ((1.0, 2, 0.0, 2), (3.0, 6, 1.0, 6)))
     for found in trials.values():
-        found |= whole_report.means(
-            {
-                "server_ttft_sum": 1.0,
-                "server_ttft_count": 2,
-                "server_queue_sum": 0.0,
-                "server_queue_count": 2,
-            },
-            {
-                "server_ttft_sum": 3.0,
-                "server_ttft_count": 6,
-                "server_queue_sum": 1.0,
-                "server_queue_count": 6,
-            },
-        )
+        found |= whole_report.means(before, after)
     (row,) = whole_report.rows(trials, [whole_report.OURS], ["sessions"])
     assert (row["server_ttft_mean_ms"], row["server_queue_mean_ms"]) == (500, 250)
     before, after = (
-        {"steps": 2.0, "active": 10.0, "batch": 4.0},
-        {"steps": 6.0, "active": 90.0, "batch": 36.0},
-    )
+        {"steps": 2.0, "active": 10.0, "batch": 4.0}, {"steps": 6.0, "active": 90.0, "batch": 36.0},
+    )  # fmt: skip
     assert whole_report.means(before, after) == {"active_experts": 20, "batch_size": 8}
-    # A system that a stopped run has not come to has no row.
+    # A system that a stopped run has not measured has no row.
     assert whole_report.rows(trials, ["eldr/random"], ["sessions"]) == []
 
 
-def test_a_system_is_not_blamed_for_the_cores_that_its_trial_met() -> None:
-    """Two systems that are alike, and ours, whose steps take 3/4 as long, on restless cores."""
+def test_a_system_is_not_charged_for_slow_cores() -> None:
+    """Use two equal systems, and ours, whose steps take 3/4 as long, on cores of changing speed."""
     slowdown = [1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6, 0.9]
     at = np.arange(0.0, 900.0, 0.25)
     of_core = np.column_stack([at, [1e-3 * slowdown[int(t // 100)] for t in at], 0 * at, 100 * at])
@@ -183,7 +171,7 @@ def test_a_system_is_not_blamed_for_the_cores_that_its_trial_met() -> None:
         assert trials[key]["tpot_p50_ms"] == pytest.approx(found["slow"] * found["tpot_p50_ms"])
 
 
-def test_plain_whole_servers_transfer_nothing_and_are_equal_otherwise() -> None:
+def test_plain_whole_servers_differ_only_in_the_missing_transfer() -> None:
     kwargs = plain_engine_kwargs("whole", {"max_num_seqs": 64})
     assert "kv_transfer_config" not in kwargs
     assert "scheduler_cls" not in kwargs
@@ -191,7 +179,7 @@ def test_plain_whole_servers_transfer_nothing_and_are_equal_otherwise() -> None:
     assert kwargs["max_num_seqs"] == 64
 
 
-def test_what_cannot_run_is_refused_before_anything_starts() -> None:
+def test_impossible_options_are_refused_before_anything_starts() -> None:
     for asked, said in (
         ({"systems": "nobody"}, "there is no system 'nobody'"),
         ({"systems": "vllm-router/cache_aware"}, "'vllm-router/cache_aware' needs an option"),

@@ -1,4 +1,4 @@
-"""The committed demonstration model: whole, loadable, and widened without change."""
+"""The committed demonstration model: files, tokenizer, widening, training and data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model():
     return AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
 
 
-def test_the_files_are_those_of_the_checksums_and_small_enough_to_be_committed():
+def test_the_files_match_their_checksums_and_are_small():
     lines = (WEIGHTS / "SHA256SUMS").read_text().splitlines()
     listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
     files = {p.name: p.read_bytes() for p in WEIGHTS.iterdir() if p.name != "SHA256SUMS"}
@@ -38,7 +38,7 @@ def test_the_files_are_those_of_the_checksums_and_small_enough_to_be_committed()
     assert sum(map(len, files.values())) <= 15_000_000
 
 
-def test_it_is_a_qwen3_moe_that_has_learnt_and_ends_its_answers(model, tokenizer):
+def test_the_model_is_a_trained_qwen3_moe_that_ends_its_answers(model, tokenizer):
     assert type(model).__name__ == "Qwen3MoeForCausalLM"
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert model.config.vocab_size == len(tokenizer)
@@ -48,7 +48,7 @@ def test_it_is_a_qwen3_moe_that_has_learnt_and_ends_its_answers(model, tokenizer
     assert loss < 0.75 * np.log(model.config.vocab_size)  # an untrained model is at log(vocabulary)
 
 
-def test_the_tokenizer_gives_every_text_back_and_marks_turns(tokenizer):
+def test_the_tokenizer_is_lossless_and_marks_turns(tokenizer):
     for text in (
         "def add(a, b):\n    return a + b\n", "请总结下面的文字。", "ما هي عاصمة البلاد؟", "राजधानी क्या है?",
         "tab\tnul\x00 emoji 🙂",
@@ -98,7 +98,7 @@ def test_new_heads_join_the_group_whose_keys_they_share():
     assert found == [0, 1, 2, 3, 0, 0, 4, 5, 6, 7, 0, 0]
 
 
-def test_widening_refuses_what_is_no_model_and_sizes_that_no_kernel_takes(tmp_path: Path):
+def test_widening_refuses_missing_models_and_unsupported_sizes(tmp_path: Path):
     for intermediate in (0, 31, 33, 100):
         with pytest.raises(BadInput, match="multiple of 32"):
             widen.widen(WEIGHTS, intermediate, tmp_path / "wide")
@@ -120,7 +120,7 @@ def test_dispatch_gives_each_choice_its_own_slot_in_its_experts_rows():
 
 @pytest.fixture
 def small(monkeypatch) -> Qwen3MoeForCausalLM:
-    """An untrained model of one layer, whose training functions are not compiled."""
+    """Provide an untrained model of one layer, with uncompiled training functions."""
     monkeypatch.setattr(train, "_block", train.block)
     monkeypatch.setattr(train, "_head", train.head)
     config = train.configuration(300)
@@ -149,10 +149,10 @@ def test_training_has_the_loss_and_gradients_of_the_reference_implementation(sma
     assert 0 < terms[1] <= np.log(64)
 
 
-def test_the_routers_terms_tell_spread_from_concentrated_routing():
+def test_the_routers_loss_terms_distinguish_spread_from_concentrated_routing():
     gate_up, down = torch.zeros(64, 64, 160), torch.zeros(64, 160, 32)
     axes = torch.eye(160)[:64]
-    hidden = 100 * axes.view(8, 8, 160).repeat(1, 16, 1)  # each sequence keeps to 8 directions of its own
+    hidden = 100 * axes.view(8, 8, 160).repeat(1, 16, 1)  # each sequence uses 8 directions of its own
     gate = axes + 0.5 * axes.view(16, 4, 160).sum(1).repeat_interleave(4, 0)
     _, own = train.experts_forward(hidden, gate, gate_up, down, torch.float32)
     _, same = train.experts_forward(hidden[:1].expand(8, -1, -1), gate, gate_up, down, torch.float32)
@@ -172,7 +172,7 @@ def training(model, steps: int = 4) -> tuple[train.Training, dict[str, train.Str
     return train.Training(model, optimizers, np.random.default_rng(1), settings), streams
 
 
-def test_a_resumed_run_ends_as_one_that_never_stopped(small, tmp_path: Path, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(small, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(train, "SHAPES", ((128, 2), (256, 1)))
     (once, streams), (first, _), (second, _) = (training(copy.deepcopy(small)) for _ in range(3))
     for _ in range(3):
@@ -224,11 +224,11 @@ def test_generated_tasks_state_true_results_and_repeat_with_their_seed():
         ("0x3f 12 == 18;", "en", False),
     ],
 )
-def test_untranslated_text_is_told_from_translated(text: str, language: str, expected: bool):
+def test_untranslated_text_is_recognised(text: str, language: str, expected: bool):
     assert sources.is_language(text, language) is expected
 
 
-def test_documents_are_cut_without_losing_lines_and_taken_until_their_bytes_suffice():
+def test_documents_are_split_without_losing_lines_up_to_the_requested_bytes():
     text = "".join(f"line {i} of a long document that goes on and on\n" for i in range(200))
     pieces = corpus._pieces(text)
     assert "".join(pieces) == text
@@ -236,7 +236,7 @@ def test_documents_are_cut_without_losing_lines_and_taken_until_their_bytes_suff
     assert corpus.take(iter([("", "äö")] * 100), 10) == [("", "äö")] * 3
 
 
-def test_encoded_documents_begin_at_their_starts_and_end_in_the_end_mark(tokenizer):
+def test_encoded_documents_begin_at_their_start_and_end_with_the_end_token(tokenizer):
     documents = [("<|user|>hi\n<|assistant|>", "hello"), ("", "bonjour à tous")]
     tokens, starts = corpus.encode(tokenizer, documents)
     assert tokens.dtype == np.uint16
@@ -252,6 +252,6 @@ def test_encoded_documents_begin_at_their_starts_and_end_in_the_end_mark(tokeniz
         (widen.widen_experts, "--out {tmp}/w --intermediate 33", "multiple of 32"),
     ],
 )
-def test_bad_input_exits_with_2_and_one_sentence(tmp_path: Path, entry, arguments: str, said: str):
+def test_bad_input_is_reported_in_one_sentence(tmp_path: Path, entry, arguments: str, said: str):
     assert said in sentence(command(entry, *arguments.format(tmp=tmp_path).split()))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Prompts that are abandoned, in every order of events."""
+"""Abandoned prompts, in every order of events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eldr_serve.engine.abandoned import REMEMBERED_S, AbandonedPrompts
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["hold", "abandon", "hold another"])))
-def test_a_prompt_is_due_once_it_is_held_and_given_up(order: tuple[str, ...]) -> None:
+def test_a_prompt_is_freed_once_it_is_held_and_abandoned(order: tuple[str, ...]) -> None:
     prompts = AbandonedPrompts()
     events = {
         "hold": lambda: prompts.hold({"engine-1": "mine"}),
@@ -22,7 +22,7 @@ def test_a_prompt_is_due_once_it_is_held_and_given_up(order: tuple[str, ...]) ->
         events[event]()
         done.add(event)
         assert prompts.due() == (["engine-1"] if {"hold", "abandon"} <= done else [])
-    assert prompts.due() == ["engine-1"]  # again and again, until it is freed
+    assert prompts.due() == ["engine-1"]  # until it is freed
     prompts.freed(["engine-1"])
     assert prompts.due() == []
     prompts.freed(["engine-1", "never-held"])
@@ -30,7 +30,7 @@ def test_a_prompt_is_due_once_it_is_held_and_given_up(order: tuple[str, ...]) ->
     assert prompts.due() == ["engine-2"]
 
 
-def test_a_name_that_never_came_is_forgotten() -> None:
+def test_the_name_of_a_prompt_that_never_arrives_is_forgotten() -> None:
     clock = [0.0]
     prompts = AbandonedPrompts(now=lambda: clock[0])
     prompts.abandon(["early"])

@@ -17,21 +17,21 @@ from eldr_serve.engine.vllm.compat.arguments import check_arguments
 from eldr_serve.errors import ConfigurationError
 
 
-def test_names_read_from_source_are_those_of_the_classes() -> None:
+def test_names_read_from_source_equal_those_of_the_classes() -> None:
     arguments = {field.name for kind in (AsyncEngineArgs, FrontendArgs) for field in fields(kind)}
     assert declared.engine_arguments() == {name for name in arguments if not name.startswith("_")}
     assert declared.llm_config_keys() == set(LLMConfig.model_fields)
     assert {agreed.name for agreed in AGREED} <= arguments
 
 
-def test_vllms_own_defaults_pass() -> None:
+def test_vllms_defaults_are_accepted() -> None:
     for field in fields(AsyncEngineArgs):
         if field.default is not MISSING:
             check_arguments("engine_kwargs", {field.name: field.default})
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_plugin_may_bring_parsers_that_vllm_has_not(role: str) -> None:
+def test_parsers_of_plugins_are_accepted(role: str) -> None:
     own = {"tool_call_parser": "mine", "tool_parser_plugin": "/mine.py"}
     check_arguments(f"{role}_config.engine_kwargs", own)
     with pytest.raises(ConfigurationError, match="tool_call_parser is 'mine': unknown parser"):
@@ -42,7 +42,7 @@ def configured(**model: Any) -> SimpleNamespace:
     return SimpleNamespace(model_config=SimpleNamespace(**model), cache_config=SimpleNamespace(block_size=32))
 
 
-def test_what_vllm_resolves_to_two_values_is_told_field_by_field() -> None:
+def test_differences_between_resolved_values_are_listed_by_field() -> None:
     one = resolved(configured(max_model_len=2048, dtype="torch.bfloat16", quantization=None))
     other = resolved(configured(max_model_len=4096, dtype="torch.bfloat16", quantization="fp8"))
     assert one == {"max_model_len": 2048, "dtype": "torch.bfloat16", "block_size": 32, "quantization": None}

@@ -1,4 +1,4 @@
-"""What the connector does by its engine's role: answers that are cut, and engines that transfer nothing."""
+"""The connector by the role of its engine: truncated answers, and engines without transfers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request(max_tokens: int, **params: Any) -> Any:
     )
 
 
-def test_a_prefill_engine_with_a_drafter_answers_with_one_token(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prefill_engine_with_a_draft_model_generates_one_token(caplog: pytest.LogCaptureFixture) -> None:
     ours = connector(drafts=True, producer=True)
     asked = [request(n) for n in (1, 24, 8)]
     for one in asked:
@@ -42,7 +42,7 @@ def test_a_prefill_engine_with_a_drafter_answers_with_one_token(caplog: pytest.L
 
 
 @pytest.mark.parametrize(("drafts", "producer"), [(False, True), (True, False)])
-def test_other_engines_answer_as_long_as_they_are_asked(drafts: bool, producer: bool) -> None:
+def test_other_engines_generate_as_many_tokens_as_requested(drafts: bool, producer: bool) -> None:
     one = request(24)
     connector(drafts=drafts, producer=producer).on_new_request(one)
     assert one.max_tokens == 24
@@ -60,7 +60,7 @@ def test_an_engine_that_transfers_nothing_frees_its_blocks_at_once() -> None:
         half.anything_else  # noqa: B018
 
 
-def test_a_cache_that_nixl_cannot_transfer_is_refused_with_what_does_without() -> None:
+def test_a_cache_that_nixl_cannot_transfer_is_refused_with_an_alternative() -> None:
     with (
         pytest.raises(UnsupportedEngineError, match=r"SHORT_CONV.*leave prefill_config out"),
         clear_refusal(),

@@ -1,4 +1,4 @@
-"""An answer that another engine has begun goes on in exactly the bytes that one engine would have sent."""
+"""An answer that another engine has begun continues with exactly the bytes that one engine would send."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from eldr_serve.engine.keys import CREATED
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.continuation import Continuation
 
-TEXT = "Die Straße: 春眠不覚暁 - naïve 🦊🦊 ends. END of it"  # its characters are of several tokens
+TEXT = "Die Straße: 春眠不覚暁 - naïve 🦊🦊 ends. END of it"  # some characters consist of several tokens
 SCRIPT = [*TOKENIZER.encode(TEXT), EOS]
 
 
 @dataclass
 class Frames:
-    """An answer's frames: ids, or None where they are not told, and bytes."""
+    """The frames of an answer: token ids, or None if they are not reported, and bytes."""
 
     sent: list[tuple[list[int] | None, bytes]] = field(default_factory=list)
     waited_s: float | None = None
@@ -45,7 +45,7 @@ def scripted(before: list[int]) -> int:
 
 
 class Stamped(Client):
-    """Whose outputs say when their request was scheduled first."""
+    """A client whose outputs have the time at which their request was first scheduled."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async for output in super().generate(*args, **kwargs):
@@ -87,7 +87,7 @@ requests = st.fixed_dictionaries(
 
 @settings(max_examples=150)
 @given(st.sampled_from(["chat", "completions"]), requests, st.sampled_from([None, 0, 1, 4]), st.data())
-async def test_a_stream_that_is_cut_anywhere_goes_on_in_the_same_bytes(
+async def test_a_stream_that_is_cut_anywhere_continues_with_the_same_bytes(
     method: str, fields: dict[str, Any], logprobs: int | None, data: Any
 ) -> None:
     fields["min_tokens"] = min(fields.get("min_tokens", 0), fields["max_tokens"])
@@ -100,14 +100,8 @@ async def test_a_stream_that_is_cut_anywhere_goes_on_in_the_same_bytes(
     cut = data.draw(st.integers(0, len(undisturbed.sent) - 1))
     ids, begun = undisturbed.up_to(cut)
     client = Client(scripted)
-    rest = await answer(
-        method,
-        fields,
-        generated=ids,
-        created=100 if begun else None,
-        client=client,
-        now=999 if begun else 100,
-    )
+    created, now = (100, 999) if begun else (None, 100)
+    rest = await answer(method, fields, generated=ids, created=created, client=client, now=now)
     whole_ids, whole = undisturbed.up_to(None)
     rest_ids, ending = rest.up_to(None)
     assert begun + ending == whole
@@ -118,7 +112,7 @@ async def test_a_stream_that_is_cut_anywhere_goes_on_in_the_same_bytes(
 
 @settings(max_examples=60)
 @given(st.sampled_from(["chat", "completions"]), requests, st.data())
-async def test_a_whole_answer_that_is_cut_anywhere_is_the_same(
+async def test_a_whole_answer_that_is_cut_anywhere_stays_the_same(
     method: str, fields: dict[str, Any], data: Any
 ) -> None:
     fields |= {"stream": False, "stream_options": None, "min_tokens": 0, "echo": method == "completions"}
@@ -126,12 +120,9 @@ async def test_a_whole_answer_that_is_cut_anywhere_is_the_same(
     assert all(not payload for _, payload in undisturbed.sent[:-1])
     ids, _ = undisturbed.up_to(data.draw(st.integers(0, len(undisturbed.sent) - 1)))
     rest = await answer(method, fields, generated=ids)
-
-    def told(frames: Frames) -> dict[str, Any]:
-        return json.loads(frames.up_to(None)[1])
-
-    assert told(rest) == told(undisturbed)
-    assert ids + rest.up_to(None)[0] == undisturbed.up_to(None)[0]
+    (rest_ids, ending), (whole_ids, whole) = rest.up_to(None), undisturbed.up_to(None)
+    assert json.loads(ending) == json.loads(whole)
+    assert ids + rest_ids == whole_ids
 
 
 @pytest.mark.parametrize("method", ["chat", "completions"])
@@ -142,18 +133,20 @@ async def test_a_whole_answer_that_is_cut_anywhere_is_the_same(
         {"bad_words": ["x"]}, {"structured_outputs": {"regex": "a*"}}, {"logprobs": True, "stream": False},
     ],
 )  # fmt: skip
-async def test_ids_are_told_of_no_answer_that_depends_on_more(method: str, fields: dict[str, Any]) -> None:
+async def test_answers_that_need_more_than_token_ids_do_not_report_them(
+    method: str, fields: dict[str, Any]
+) -> None:
     frames = await answer(method, {"stream": True, "max_tokens": 9} | fields)
     assert {ids is None for ids, _ in frames.sent} == {True}
 
 
 @pytest.mark.parametrize("fields", [{"seed": 1}, {"repetition_penalty": 1.2}, {"temperature": 1.0}])
-async def test_ids_are_told_of_answers_that_depend_on_no_more(fields: dict[str, Any]) -> None:
+async def test_answers_that_need_only_token_ids_report_them(fields: dict[str, Any]) -> None:
     frames = await answer("completions", {"stream": True, "max_tokens": 9} | fields)
     assert all(ids for ids, _ in frames.sent)
 
 
-async def test_calls_of_tools_have_random_ids_and_do_not_go_on() -> None:
+async def test_tool_calls_have_random_ids_and_are_not_resumed() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     frames = await answer("chat", {"stream": True, "max_tokens": 9, "tools": [tool], "tool_choice": "auto"})
     assert {ids is None for ids, _ in frames.sent} == {True}
@@ -161,7 +154,7 @@ async def test_calls_of_tools_have_random_ids_and_do_not_go_on() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("method", ["chat", "completions"])
-async def test_an_engine_core_that_dies_in_mid_answer_is_the_engines_fault_not_an_answer(
+async def test_a_death_of_the_engine_core_during_an_answer_is_an_engine_error(
     method: str, stream: bool
 ) -> None:
     fields = {"stream": stream, "max_tokens": 30}
@@ -171,19 +164,19 @@ async def test_an_engine_core_that_dies_in_mid_answer_is_the_engines_fault_not_a
 
 @pytest.mark.parametrize("method", ["chat", "completions"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_tells_how_long_it_has_waited_for_its_first_step(method: str, stream: bool) -> None:
+async def test_an_answer_reports_its_wait_for_the_first_step(method: str, stream: bool) -> None:
     fields = {"stream": stream, "max_tokens": 4}
     frames = await answer(method, fields, client=Stamped(scripted))
     assert frames.waited_s is not None
-    assert 0 < frames.waited_s - 1000 < 100  # what goes before the last output counts, here alone
+    assert 0 < frames.waited_s - 1000 < 100  # the time before the last output counts
     assert (await answer(method, fields)).waited_s is None  # as under disable_log_stats
 
 
 # -- a prompt whose blocks come from a prefill engine --------------------------------------------------
 
 
-async def test_usage_counts_what_prefill_wrote_and_who_leaves_has_its_blocks_freed_once() -> None:
-    """Once the engine has the request, it frees the blocks; vLLM's server would do so a second time."""
+async def test_usage_counts_tokens_that_prefill_wrote_and_a_disconnect_frees_blocks_once() -> None:
+    """The engine frees the blocks of its request; vLLM's server would free them a second time."""
     client = Client(scripted)
     transfer: dict[str, Any] = {"do_remote_prefill": True, CREATED: 736}
     params = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": transfer})
@@ -199,7 +192,7 @@ async def test_usage_counts_what_prefill_wrote_and_who_leaves_has_its_blocks_fre
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_chats_usage_tells_what_prefill_wrote_to_its_cache(
+async def test_the_usage_of_a_chat_reports_tokens_that_prefill_cached(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(Chat, "enable_prompt_tokens_details", True)

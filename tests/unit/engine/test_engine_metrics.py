@@ -1,4 +1,4 @@
-"""What an engine's steps become on vLLM's way to Prometheus."""
+"""Metrics of an engine's steps in vLLM's Prometheus exporter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eldr_serve.metrics import COUNTER, ENGINE
 STEP = {"requests": 2, "kv_tokens": 9, "active_experts": 20.0, "active_by_layer": [20, 20], "seconds": 0.25}
 
 
-def test_steps_are_in_all_metrics_of_the_table() -> None:
+def test_steps_appear_in_all_metrics_of_the_table() -> None:
     registry = prometheus_client.CollectorRegistry()
     kinds = (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
     types: dict[Any, Any] = {kind: partial(kind, registry=registry) for kind in kinds}

@@ -1,4 +1,4 @@
-"""Metrics that Ray is told of once a second hold what those hold that it is told of in each step."""
+"""Metrics that are sent to Ray once a second equal those that are sent in each step."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from eldr_serve.engine.vllm.compat.nixl import NixlKVConnectorStats
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.engine.vllm.measured import MEASURED
 
-Told = dict[tuple[Any, ...], list[float]]
+Sent = dict[tuple[Any, ...], list[float]]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    """What Ray was told, by (kind, name, labels); the clock of vLLM's metrics stands."""
-    found: Told = defaultdict(list)
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """Return the values sent to Ray, by (kind, name, labels); the clock of vLLM's metrics is stopped."""
+    found: Sent = defaultdict(list)
 
     def record(self: Any, value: float, tags: dict[str, str]) -> None:
         found[type(self).__name__, self._name, *sorted(tags.items())].append(value)
@@ -75,7 +75,7 @@ def _config() -> Any:
 
 
 def _step(draw: random.Random) -> dict[str, Any]:
-    """Stats of one step; all seconds are multiples of 1/1024, so that their sums are exact."""
+    """Return stats of one step; all seconds are multiples of 1/1024, so that their sums are exact."""
 
     def count() -> int:
         return draw.randrange(5)
@@ -87,24 +87,12 @@ def _step(draw: random.Random) -> dict[str, Any]:
         return [value() for _ in range(count())]
 
     def prefix() -> PrefixCacheStats:
-        return PrefixCacheStats(
-            requests=1,
-            queries=count(),
-            hits=count(),
-            hits_by_source={draw.choice(list(CacheHitSource)): count()},
-        )
+        sources = {draw.choice(list(CacheHitSource)): count()}
+        return PrefixCacheStats(requests=1, queries=count(), hits=count(), hits_by_source=sources)
 
     def finished() -> FinishedRequestStats:
-        return FinishedRequestStats(
-            draw.choice(list(FinishReason)),
-            "r",
-            seconds(),
-            count(),
-            count(),
-            count(),
-            count(),
-            *some(seconds),
-        )
+        counts = [count() for _ in range(4)]
+        return FinishedRequestStats(draw.choice(list(FinishReason)), "r", seconds(), *counts, *some(seconds))
 
     nixl = NixlKVConnectorStats()
     for key in nixl.data:
@@ -161,24 +149,24 @@ def _step(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _held(told: Told) -> dict[tuple[Any, ...], Any]:
-    """What metrics hold after that: a gauge its last value, a counter the sum, a histogram all."""
+def _held(sent: Sent) -> dict[tuple[Any, ...], Any]:
+    """Return what the metrics hold: a gauge its last value, a counter the sum, a histogram all values."""
     kept = {"Gauge": lambda values: values[-1], "Counter": sum, "Histogram": list}
-    return {key: kept[key[0]](values) for key, values in told.items()}
+    return {key: kept[key[0]](values) for key, values in sent.items()}
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_they_hold_what_those_of_each_step_hold(told: Told, seed: int) -> None:
+async def test_batched_metrics_equal_those_recorded_in_each_step(sent: Sent, seed: int) -> None:
     draw = random.Random(seed)
     config = _config()
     each_step = ray_wrappers.RayPrometheusStatLogger(config, [0])
     sequence = [_step(draw) for _ in range(40)]
     for stats in sequence:
         each_step.record(**stats)
-    expected = _held(told)
+    expected = _held(sent)
     assert {key[0] for key in expected} == {"Gauge", "Counter", "Histogram"}
     assert len(expected) > 60
-    told.clear()
+    sent.clear()
 
     late = LateStatLogger(config, [0])
     for stats in sequence:
@@ -186,11 +174,11 @@ async def test_they_hold_what_those_of_each_step_hold(told: Told, seed: int) -> 
         if draw.random() < 0.1:
             late_metrics.flush()
     late_metrics.flush()
-    assert _held(told) == expected
+    assert _held(sent) == expected
 
 
-async def test_ray_is_told_once_for_many_steps_and_of_gauges_also_between_them(
-    told: Told, monkeypatch: pytest.MonkeyPatch
+async def test_ray_gets_one_update_for_many_steps_and_gauges_also_between_updates(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(late_metrics, "_FLUSH_PERIOD_S", 0.02)
     late = LateStatLogger(_config(), [0])
@@ -201,18 +189,16 @@ async def test_ray_is_told_once_for_many_steps_and_of_gauges_also_between_them(
             stats = IterationStats()
             stats.num_generation_tokens = 1
             late.record(SchedulerStats(num_running_reqs=number), stats)
-        assert told[key] == so_far[1:]
-        told[running].clear()
+        assert sent[key] == so_far[1:]
+        sent[running].clear()
         async with asyncio.timeout(20):
-            while len(told[running]) < 3:  # the engine is idle
+            while len(sent[running]) < 3:  # the engine is idle
                 await asyncio.sleep(0.01)
-        assert told[key] == so_far
-        assert set(told[running]) == {49}
+        assert sent[key] == so_far
+        assert set(sent[running]) == {49}
 
 
-async def test_what_ray_did_not_take_once_does_not_end_the_telling(
-    told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_of_ray_does_not_end_the_updates(sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_metrics, "_FLUSH_PERIOD_S", 0.01)
     late = LateStatLogger(_config(), [0])
     with monkeypatch.context() as broken:
@@ -223,11 +209,11 @@ async def test_what_ray_did_not_take_once_does_not_end_the_telling(
             await late._flushing
     late.record(SchedulerStats(num_running_reqs=2), None)
     async with asyncio.timeout(20):
-        while [2] not in told.values():
+        while [2] not in sent.values():
             await asyncio.sleep(0.01)
 
 
-async def test_what_somebody_waits_for_comes_with_its_step(told: Told) -> None:
+async def test_awaited_metrics_are_sent_with_their_step(sent: Sent) -> None:
     late = LateStatLogger(_config(), [0])
     waiting = asyncio.create_task(MEASURED.counts_of("prompt"))
     await asyncio.sleep(0)
@@ -242,7 +228,7 @@ async def test_what_somebody_waits_for_comes_with_its_step(told: Told) -> None:
     data = {"nixl": None, "steps": [step], "prompt_steps": [], "capture_s": []}
     data |= {"kv_usage": 0.375, "prompt_counts": {"prompt": (3, "counts")}}
     late.record(SchedulerStats(kv_connector_stats=data), None)
-    assert not told
+    assert not sent
     assert MEASURED.kv_usage == 0.375
     assert MEASURED.take_steps().seconds == 0.25
     async with asyncio.timeout(20):
@@ -256,9 +242,7 @@ def _client(loggers: list[Any], config: Any) -> Any:
 
 
 @pytest.mark.parametrize("details", [False, True])
-async def test_it_takes_the_place_of_rays_and_of_the_text_that_nobody_reads(
-    told: Told, details: bool
-) -> None:
+async def test_it_replaces_rays_logger_and_the_unread_text_log(sent: Sent, details: bool) -> None:
     config = _config()
     config.observability_config.enable_logging_iteration_details = details
     other = MagicMock()
@@ -269,13 +253,13 @@ async def test_it_takes_the_place_of_rays_and_of_the_text_that_nobody_reads(
     kinds = [type(one) for one in client.logger_manager.stat_loggers]
     text = [PerEngineStatLoggerAdapter] if details else []
     assert kinds == [LateStatLogger, *text, PerEngineStatLoggerAdapter, *text]
-    told.clear()
+    sent.clear()
     client.logger_manager.record(SchedulerStats(), IterationStats())
-    assert not told
+    assert not sent
     other.record.assert_called_once()
 
 
-async def test_engines_whose_stats_do_not_go_through_ray_keep_their_loggers() -> None:
+async def test_engines_that_do_not_report_to_ray_keep_their_loggers() -> None:
     replace_ray_logger(SimpleNamespace(logger_manager=None), LateStatLogger)
     kept = MagicMock(spec=PrometheusStatLogger)
     client = SimpleNamespace(vllm_config=_config(), logger_manager=SimpleNamespace(stat_loggers=[kept]))
@@ -288,11 +272,11 @@ def test_another_vllm_is_refused() -> None:
         replace_ray_logger(SimpleNamespace(logger_manager=object()), LateStatLogger)
 
 
-async def test_an_engine_that_stops_tells_ray_the_rest(told: Told) -> None:
+async def test_a_stopping_engine_sends_the_remaining_metrics(sent: Sent) -> None:
     late = LateStatLogger(_config(), [0])
-    told.clear()
+    sent.clear()
     late.record(SchedulerStats(num_running_reqs=3), None)
     of_ray = SimpleNamespace(shutdown=AsyncMock())
     await VllmEngine(SimpleNamespace(engine=of_ray), "m").stop()
     of_ray.shutdown.assert_awaited_once()
-    assert [3] in told.values()
+    assert [3] in sent.values()

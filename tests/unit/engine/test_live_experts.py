@@ -1,4 +1,4 @@
-"""Experts that move between real gloo ranks: after every slice the weights are where the map says."""
+"""Moves of experts between real gloo ranks: the weights match the placement map after every slice."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from eldr_serve.experts.routing_table import ExpertPlacement
 LAYERS, EXPERTS, SLOTS, MOST = 2, 6, 8, 2
 
 
-def live(rank: int, ranks: int) -> LiveExperts:
-    """Weights are 100 times the layer and the expert's number; a second one is narrower and half of it."""
+def live(rank: int = 0, ranks: int = 1) -> LiveExperts:
+    """Return experts with two weights each: 100 times the layer plus the expert's id, and half of that."""
     layers = []
     for layer in range(LAYERS):
         weight = torch.full((SLOTS // ranks, 2, 3), -1.0)
@@ -31,14 +31,10 @@ def live(rank: int, ranks: int) -> LiveExperts:
         weight[:first] = 100.0 * layer + torch.arange(rank * first, (rank + 1) * first)[:, None, None]
         layers.append(
             LayerExperts(
-                [weight, (weight[:, 0] / 2).bfloat16()],
-                slots=SLOTS,
-                num_experts=EXPERTS,
-                topology=Topology(ranks=ranks),
-                rank=rank,
-                rule="even",
+                [weight, (weight[:, 0] / 2).bfloat16()], slots=SLOTS, num_experts=EXPERTS,
+                topology=Topology(ranks=ranks), rank=rank, rule="even",
             )
-        )
+        )  # fmt: skip
     return LiveExperts(layers, MOST, dist.group.WORLD)
 
 
@@ -51,7 +47,7 @@ def placements(seed: int) -> list[np.ndarray]:
 
 
 def moved(rank: int, ranks: int) -> int:
-    """Placement after placement; returns the bytes that came from other ranks."""
+    """Move through several placements, and return the bytes received from other ranks."""
     experts = live(rank, ranks)
     for placement in placements(3):
         slices = experts.begin(placement, ranks)
@@ -76,19 +72,15 @@ def check_weights(experts: LiveExperts, rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_go_with_the_map(ranks: int) -> None:
+def test_weights_move_with_the_map(ranks: int) -> None:
     received = on_ranks(ranks, moved, ranks)
     expert = 2 * 3 * 4 + 3 * 2
     assert all(count % expert == 0 for count in received)
     assert all(count > 0 for count in received) == (ranks > 1)
 
 
-def started(ranks: int = 1) -> LiveExperts:
-    return live(0, ranks)
-
-
 def call_on(experts: LiveExperts) -> Any:
-    """`collective_rpc` of an engine with one rank."""
+    """Return `collective_rpc` of an engine with one rank."""
 
     async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
         assert method == "eldr_experts"
@@ -101,29 +93,42 @@ def call_on(experts: LiveExperts) -> Any:
     return call
 
 
+def held_up(call: Any, begun: asyncio.Event, go_on: asyncio.Event | None = None) -> Any:
+    """Return `call`, but let the first move wait for `go_on`; None: for ever."""
+
+    async def held(method: str, args: tuple[Any, ...]) -> list[Any]:
+        answers: list[Any] = await call(method, args)
+        if args[0] == "move":
+            begun.set()
+            await (go_on or asyncio.Event()).wait()
+        return answers
+
+    return held
+
+
 def placed(rows: np.ndarray, ranks: int = 1) -> ExpertPlacement:
     return ExpertPlacement(rows, ranks, int(rows.max()) + 1, model="tiny", method="by hand")
 
 
 @pytest.fixture
 def alone(tmp_path: Any) -> Any:
-    """A process group of this process."""
+    """Provide a process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def test_a_client_swaps_and_is_told_what_it_took(alone: None) -> None:
-    experts, wanted = started(), placements(5)[0]
-    swapped = asyncio.run(swap_placement(call_on(experts), placed(wanted)))
+async def test_a_swap_returns_its_cost_to_the_client(alone: None) -> None:
+    experts, wanted = live(), placements(5)[0]
+    swapped = await swap_placement(call_on(experts), placed(wanted))
     assert swapped.experts == experts.status()["experts_moved"] > 0
     assert swapped.slices >= swapped.experts / MOST
     assert swapped.received_bytes == 0
     assert np.array_equal(np.sort(experts.placement()), np.sort(wanted))
 
 
-def test_what_does_not_fit_leaves_all_as_it_was(alone: None) -> None:
-    experts = started()
+async def test_a_placement_that_does_not_fit_changes_nothing(alone: None) -> None:
+    experts = live()
     before = experts.status()
     good = placements(5)[0]
     for placement, sentence in (
@@ -134,7 +139,7 @@ def test_what_does_not_fit_leaves_all_as_it_was(alone: None) -> None:
         (placed(good, ranks=2), "for 2 ranks, the engine has 1"),
     ):
         with pytest.raises(PlacementError, match=sentence):
-            asyncio.run(swap_placement(call_on(experts), placement))
+            await swap_placement(call_on(experts), placement)
         assert experts.status() == before
     with pytest.raises(ValueError, match="the load has shape"):
         experts.begin(good, 1, [[1.0]])
@@ -143,40 +148,28 @@ def test_what_does_not_fit_leaves_all_as_it_was(alone: None) -> None:
     assert experts.status() == before
 
 
-def test_one_swap_at_a_time_and_a_cancelled_one_ends_where_it_is(alone: None) -> None:
-    experts, moved = started(), asyncio.Event()
+async def test_one_swap_runs_at_a_time_and_a_cancelled_one_stops_where_it_is(alone: None) -> None:
+    experts, moved = live(), asyncio.Event()
     call = call_on(experts)
-
-    async def paused(method: str, args: tuple[Any, ...]) -> list[Any]:
-        """Answers all, but waits for ever after the first slice."""
-        answers: list[Any] = await call(method, args)
-        if args[0] == "move":
-            moved.set()
-            await asyncio.Event().wait()
-        return answers
-
-    async def both() -> None:
-        first = asyncio.create_task(swap_placement(paused, placed(placements(5)[0])))
-        await moved.wait()
-        under_way = experts.status()
-        assert under_way["slices_left"]
-        with pytest.raises(PlacementError, match=r"under way: \d+ slices to come"):
-            await swap_placement(call, placed(placements(5)[1]))
-        assert experts.status() == under_way
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-
-    asyncio.run(both())
+    first = asyncio.create_task(swap_placement(held_up(call, moved), placed(placements(5)[0])))
+    await moved.wait()
+    under_way = experts.status()
+    assert under_way["slices_left"]
+    with pytest.raises(PlacementError, match=r"under way: \d+ slices to come"):
+        await swap_placement(call, placed(placements(5)[1]))
+    assert experts.status() == under_way
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
     assert experts.status()["slices_left"] == 0
     check_weights(experts, 0, 1)
-    asyncio.run(swap_placement(call, placed(placements(5)[1])))
+    await swap_placement(call, placed(placements(5)[1]))
 
 
-def test_a_swap_that_is_cancelled_while_it_is_planned_leaves_none_under_way(alone: None) -> None:
-    experts, asked, go_on = started(), asyncio.Event(), asyncio.Event()
+async def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(alone: None) -> None:
+    experts, asked, go_on = live(), asyncio.Event(), asyncio.Event()
     before, call = experts.placement(), call_on(experts)
-    asking: list[asyncio.Future[list[Any]]] = []
+    calls: list[asyncio.Future[list[Any]]] = []
 
     async def answered(method: str, args: tuple[Any, ...]) -> list[Any]:
         if args[0] == "begin":
@@ -186,98 +179,71 @@ def test_a_swap_that_is_cancelled_while_it_is_planned_leaves_none_under_way(alon
         return answers
 
     async def slow(method: str, args: tuple[Any, ...]) -> list[Any]:
-        """An engine does what it was asked, though the caller has gone."""
-        asking.append(asyncio.ensure_future(answered(method, args)))
-        return await asyncio.shield(asking[-1])
+        """Complete the call even if the caller is cancelled, as an engine does."""
+        calls.append(asyncio.ensure_future(answered(method, args)))
+        return await asyncio.shield(calls[-1])
 
-    async def cancelled() -> None:
-        swap = asyncio.create_task(swap_placement(slow, placed(placements(5)[0])))
-        await asked.wait()
-        swap.cancel()
-        asyncio.get_running_loop().call_soon(go_on.set)
-        with pytest.raises(asyncio.CancelledError):
-            await swap
-        await asyncio.gather(*asking)
-
-    asyncio.run(cancelled())
+    swap = asyncio.create_task(swap_placement(slow, placed(placements(5)[0])))
+    await asked.wait()
+    swap.cancel()
+    asyncio.get_running_loop().call_soon(go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await swap
+    await asyncio.gather(*calls)
     assert experts.status()["slices_left"] == 0
     assert np.array_equal(experts.placement(), before)
-    asyncio.run(swap_placement(call, placed(placements(5)[0])))
+    await swap_placement(call, placed(placements(5)[0]))
 
 
-def test_an_engine_says_what_its_ranks_hold_and_refuses_two_swaps(alone: None) -> None:
-    experts, began, go_on = started(), asyncio.Event(), asyncio.Event()
-    call = call_on(experts)
-
-    async def held_up(method: str, args: tuple[Any, ...]) -> list[Any]:
-        answers: list[Any] = await call(method, args)
-        if args[0] == "move":
-            began.set()
-            await go_on.wait()
-        return answers
-
-    async def swapped() -> None:
-        held, wanted = HeldExperts(held_up), placed(placements(5)[0])
-        await held.refresh()
-        before = held.status
-        assert before["placement"] == placement_id(experts.placement(), 1) != wanted.id
-        assert before["replica_bytes"] * EXPERTS == before["weight_bytes"] * (SLOTS - EXPERTS)
-        with pytest.raises(Refused, match="for 2 ranks") as refused:
-            await held.place(placed(placements(5)[0], ranks=2))
-        assert refused.value.status == 400
-        assert held.status == before
-        swap = asyncio.create_task(held.place(wanted))
-        await began.wait()
-        with pytest.raises(Refused, match=r"under way: \d+ slices to come") as refused:
-            await held.place(placed(placements(5)[1]))
-        assert refused.value.status == 409
-        go_on.set()
-        took = await swap
-        assert held.status["slices_left"] == 0
-        assert held.status["placement"] == took["placement"] == wanted.id
-        assert held.status["experts_moved"] == took["experts"] > 0
-
-    asyncio.run(swapped())
+async def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(alone: None) -> None:
+    experts, began, go_on = live(), asyncio.Event(), asyncio.Event()
+    held, wanted = HeldExperts(held_up(call_on(experts), began, go_on)), placed(placements(5)[0])
+    await held.refresh()
+    before = held.status
+    assert before["placement"] == placement_id(experts.placement(), 1) != wanted.id
+    assert before["replica_bytes"] * EXPERTS == before["weight_bytes"] * (SLOTS - EXPERTS)
+    with pytest.raises(Refused, match="for 2 ranks") as refused:
+        await held.place(placed(placements(5)[0], ranks=2))
+    assert refused.value.status == 400
+    assert held.status == before
+    swap = asyncio.create_task(held.place(wanted))
+    await began.wait()
+    with pytest.raises(Refused, match=r"under way: \d+ slices to come") as refused:
+        await held.place(placed(placements(5)[1]))
+    assert refused.value.status == 409
+    go_on.set()
+    took = await swap
+    assert held.status["slices_left"] == 0
+    assert held.status["placement"] == took["placement"] == wanted.id
+    assert held.status["experts_moved"] == took["experts"] > 0
 
 
-def test_after_a_cancelled_swap_an_engine_says_where_the_experts_are(alone: None) -> None:
-    experts, moved = started(), asyncio.Event()
-    call = call_on(experts)
-
-    async def held_up(method: str, args: tuple[Any, ...]) -> list[Any]:
-        answers: list[Any] = await call(method, args)
-        if args[0] == "move":
-            moved.set()
-            await asyncio.Event().wait()
-        return answers
-
-    async def cancelled() -> None:
-        held, wanted = HeldExperts(held_up), placed(placements(5)[0])
-        await held.refresh()
-        before = held.status["placement"]
-        swap = asyncio.create_task(held.place(wanted))
-        await moved.wait()
-        swap.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await swap
-        assert held.status["placement"] == placement_id(experts.placement(), 1)
-        assert held.status["placement"] not in (before, wanted.id)
-        assert held.status["slices_left"] == 0
-        assert held.status["experts_moved"] == MOST
-
-    asyncio.run(cancelled())
+async def test_an_engine_reports_its_experts_after_a_cancelled_swap(alone: None) -> None:
+    experts, moved = live(), asyncio.Event()
+    held, wanted = HeldExperts(held_up(call_on(experts), moved)), placed(placements(5)[0])
+    await held.refresh()
+    before = held.status["placement"]
+    swap = asyncio.create_task(held.place(wanted))
+    await moved.wait()
+    swap.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await swap
+    assert held.status["placement"] == placement_id(experts.placement(), 1)
+    assert held.status["placement"] not in (before, wanted.id)
+    assert held.status["slices_left"] == 0
+    assert held.status["experts_moved"] == MOST
 
 
-def test_an_engine_without_ranks_of_ours_says_so() -> None:
+async def test_an_engine_without_our_ranks_refuses_swaps() -> None:
     async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
         return ["this engine's experts cannot be moved"]
 
     with pytest.raises(Refused, match="cannot be moved"):
-        asyncio.run(HeldExperts(call).refresh())
+        await HeldExperts(call).refresh()
 
 
-def test_slots_that_shall_be_empty_are(alone: None) -> None:
-    experts = started()
+def test_slots_can_be_left_empty(alone: None) -> None:
+    experts = live()
     full, bare = (
         np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1)),
         np.tile([5, 4, 3, -1, 2, 1, -1, 0], (LAYERS, 1)),
@@ -288,21 +254,21 @@ def test_slots_that_shall_be_empty_are(alone: None) -> None:
             left = experts.move()
             check_weights(experts, 0, 1)
         assert np.array_equal(np.sort(experts.placement()), np.sort(rows))
-        assert (experts.status()["experts_moved"] == moved) == (rows is bare)  # what goes needs no copy
+        assert (experts.status()["experts_moved"] == moved) == (rows is bare)  # emptying a slot needs no copy
     with pytest.raises(ValueError, match="expert 5 of layer 0 has no slot"):
         experts.begin(np.where(bare == 5, -1, bare).clip(-1, 4), 1)
 
 
-def test_a_swap_without_a_load_keeps_the_one_before(alone: None) -> None:
-    experts, load = started(), np.arange(12.0).reshape(LAYERS, EXPERTS)
-    asyncio.run(swap_placement(call_on(experts), placed(placements(5)[0]), load))
-    asyncio.run(swap_placement(call_on(experts), placed(placements(5)[1])))
+async def test_a_swap_without_loads_keeps_the_previous_loads(alone: None) -> None:
+    experts, load = live(), np.arange(12.0).reshape(LAYERS, EXPERTS)
+    await swap_placement(call_on(experts), placed(placements(5)[0]), load)
+    await swap_placement(call_on(experts), placed(placements(5)[1]))
     for number, layer in experts._layers.items():
         assert np.array_equal(np.asarray(layer.load), load[number])
 
 
-def test_a_rank_that_cannot_move_ends(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = started()
+def test_a_rank_that_cannot_move_exits(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = live()
     before = experts.placement()
     monkeypatch.setattr(live_module, "transfer", lambda *_: 1 / 0)
     experts.begin(placements(5)[0], 1)
@@ -312,8 +278,8 @@ def test_a_rank_that_cannot_move_ends(alone: None, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16])
-def test_what_a_rank_serves_is_logged(tokens: int) -> None:
-    """Against brute force: 3 ranks, on which the batch's tokens live in equal blocks."""
+def test_the_tokens_that_a_rank_serves_are_recorded(tokens: int) -> None:
+    """Compare with brute force: 3 ranks hold equal blocks of the batch's tokens."""
     ranks, rng = 3, np.random.default_rng(tokens)
     batch = np.stack([rng.choice(EXPERTS, 3, replace=False) for _ in range(tokens)])
     for rank in range(ranks):
@@ -330,17 +296,16 @@ def test_what_a_rank_serves_is_logged(tokens: int) -> None:
         assert logged[1] == len(set(batch[here]))
 
 
-def test_batches_are_told_once_and_the_oldest_are_forgotten(alone: None) -> None:
-    experts = started()
-    asyncio.run(swap_placement(call_on(experts), placed(np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1)))))
+async def test_batches_are_reported_once_and_the_oldest_are_dropped(alone: None) -> None:
+    experts = live()
+    await swap_placement(call_on(experts), placed(np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1))))
     for layer in experts._layers.values():
         for tokens in range(1, KEPT + 3):
             layer.local_slots(torch.zeros(min(tokens, 4), 2, dtype=torch.int32))
     end, found = experts.batches(0)
     assert (end, len(found)) == (KEPT + 2, KEPT)
-    assert (
-        found[-1] == [[4, 2, 8, 8, 0]] * LAYERS
-    )  # 4 tokens, both replicas of expert 0, 8 pairs, all at home
+    # 4 tokens, both replicas of expert 0, 8 pairs, all at home
+    assert found[-1] == [[4, 2, 8, 8, 0]] * LAYERS
     assert experts.routed() == [[2 * (1 + 2 + 3) + 8 * (KEPT - 1), 0, 0, 0, 0, 0]] * LAYERS
     assert experts.batches(end) == (end, [])
     assert len(experts.batches(end - 2)[1]) == 2

@@ -1,4 +1,4 @@
-"""Chunks of plain streams against those of vLLM's server, byte for byte."""
+"""Chunks of plain streams equal those of vLLM's server byte for byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ outputs = st.lists(
 
 
 def serving(kind: Any) -> Any:
-    """vLLM's serving object, with what its stream generator reads and no engine."""
+    """Return vLLM's serving object without an engine, with the attributes that its stream generator reads."""
     found = object.__new__(kind)
     found.__dict__ |= {
         "enable_force_include_usage": False,
@@ -80,14 +80,10 @@ def requested(method: str, **fields: Any) -> tuple[Any, Any]:
 
 
 @given(
-    st.sampled_from(["chat", "completions"]),
-    outputs,
-    st.sampled_from(FINISHES),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-)
-async def test_a_plain_stream_is_vllms_own(
+    st.sampled_from(["chat", "completions"]), outputs, st.sampled_from(FINISHES), st.booleans(),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+async def test_a_plain_stream_equals_vllms(
     method: str,
     made: list[tuple[str, list[int]]],
     finish: tuple[str, Any],
@@ -115,12 +111,12 @@ async def test_a_plain_stream_is_vllms_own(
      {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["chat", "completions"])
-def test_what_differs_in_more_than_its_text_is_left_to_vllm(method: str, fields: dict[str, Any]) -> None:
+def test_chunks_that_differ_in_more_than_text_are_made_by_vllm(method: str, fields: dict[str, Any]) -> None:
     of, request = requested(method, stream=True, **fields)
     assert not is_plain(of, request)
 
 
-def test_several_prompts_logprobs_of_the_token_alone_and_parsers_are_left_to_vllm() -> None:
+def test_requests_with_several_prompts_logprobs_or_parsers_are_left_to_vllm() -> None:
     of, request = requested("completions", stream=True)
     assert not is_plain(of, request.model_copy(update={"prompt": ["a", "b"]}))
     assert not is_plain(of, request.model_copy(update={"logprobs": 0}))
@@ -129,8 +125,7 @@ def test_several_prompts_logprobs_of_the_token_alone_and_parsers_are_left_to_vll
     assert not is_plain(of, request)
 
 
-async def test_chunks_in_the_middle_cost_no_model() -> None:
-    """The form is asked for once; then vLLM's generator sleeps until the end."""
+async def test_chunks_in_the_middle_do_not_call_vllms_generator() -> None:
     of, request = requested("completions", stream=True)
     seen = 0
 
@@ -146,4 +141,4 @@ async def test_chunks_in_the_middle_cost_no_model() -> None:
     async for _ in stream(of, request, results(made, FINISHES[0], False), plain):
         pass
     assert len(sent) == 48
-    assert seen == 4  # the first, the form, the last, [DONE]
+    assert seen == 4  # the first, one to learn the format, the last, [DONE]

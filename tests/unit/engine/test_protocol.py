@@ -1,6 +1,6 @@
-"""What every engine does that serving asks of (`engine_contract`), over the one that computes nothing.
+"""The contract of all engines (`engine_contract`), checked with an engine that computes nothing.
 
-The checks find what breaks it, which engines that are broken on purpose show.
+Engines that are broken on purpose show that the checks find violations.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ COUNTS = np.array([[[16, 0, 0, 0], [4, 4, 4, 4], [1, 2, 3, 10]], [[8, 8, 0, 0]] 
 CONFIG = FakeConfig(COUNTS, prompt_tokens=TOKENS)
 
 
-async def over(kind: type[FakeEngine], check: str) -> None:
-    """A check of an engine of this kind."""
+async def check_engine(kind: type[FakeEngine], check: str) -> None:
     engine = await kind.start(CONFIG)
     try:
         await run_check(CHECKS[check], Subject(engine, engine, [0] * TOKENS, (3, 4), TOP_K))
@@ -36,7 +35,7 @@ async def over(kind: type[FakeEngine], check: str) -> None:
 
 @pytest.mark.parametrize("check", CHECKS)
 async def test_an_engine_satisfies_the_contract(check: str) -> None:
-    await over(FakeEngine, check)
+    await check_engine(FakeEngine, check)
 
 
 @pytest.mark.parametrize("routes", [False, True])
@@ -48,7 +47,7 @@ def test_a_tracer_counts_prefill_and_decode_separately(routes: bool) -> None:
 
 
 class CountsMore(FakeEngine):
-    """A token more than the prompt has."""
+    """Counts one token more than the prompt has."""
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         found = await super().prefill(request)
@@ -58,7 +57,7 @@ class CountsMore(FakeEngine):
 
 
 class HoldsNothing(FakeEngine):
-    """Counts, and no blocks."""
+    """Returns counts but no blocks."""
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         found = await super().prefill(request)
@@ -66,7 +65,7 @@ class HoldsNothing(FakeEngine):
 
 
 class OtherShape(FakeEngine):
-    """Says that there is a layer more."""
+    """Reports one layer too many."""
 
     async def shape(self) -> tuple[int, int]:
         layers, experts = await super().shape()
@@ -74,21 +73,21 @@ class OtherShape(FakeEngine):
 
 
 class ReleasesOnce(FakeEngine):
-    """Raises for what it does not hold."""
+    """Raises an error for a prompt that it does not hold."""
 
     async def release(self, request_id: str) -> None:
         self.held.remove(request_id)
 
 
 class GoesOn(FakeEngine):
-    """Where a call is cancelled, its answer is made all the same."""
+    """Continues a cancelled call."""
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         return await asyncio.shield(asyncio.create_task(super().generate(request, send)))
 
 
 class NeverEnds(FakeEngine):
-    """A stream without its last event."""
+    """Omits the last event of a stream."""
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         def sent(payload: bytes, tokens: int, ids: bytes = b"") -> None:
@@ -98,14 +97,14 @@ class NeverEnds(FakeEngine):
 
 
 class BeginsAgain(FakeEngine):
-    """Forgets what was generated before."""
+    """Ignores tokens that were generated before."""
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         return await super().generate(replace(request, generated=b""), send)
 
 
 class TakesAll(FakeEngine):
-    """Prefills what generate refuses."""
+    """Prefills requests that generate refuses."""
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         return await super().prefill(replace(request, body=b"{}"))
@@ -152,6 +151,6 @@ class SamplesTheCancelled(FakeEngine):
         (SamplesTheCancelled, "a_sampled_request_that_is_cancelled_gives_no_sample"),
     ],
 )
-async def test_an_engine_that_breaks_it_is_found(kind: Any, found_by: str) -> None:
+async def test_an_engine_that_violates_the_contract_is_found(kind: Any, found_by: str) -> None:
     with pytest.raises((AssertionError, KeyError, ValueError)):
-        await over(kind, found_by)
+        await check_engine(kind, found_by)

@@ -19,7 +19,7 @@ def put(samples: SampleBuffer, name: str, *, prefill: str = COUNTS, steps: int =
     samples.put(EngineRequest("chat", b"", name, domain="d"), IDS, prefill, COUNTS, steps)
 
 
-def test_the_newest_samples_are_kept_and_taken_once() -> None:
+def test_the_newest_samples_are_kept_and_returned_once() -> None:
     samples = SampleBuffer(size=3)
     for name in "abcde":
         put(samples, name)
@@ -37,7 +37,7 @@ def test_the_newest_samples_are_kept_and_taken_once() -> None:
         ("no counts", "no sample of request r: not packed counts"),
     ],
 )
-def test_counts_of_another_engine_make_no_sample(
+def test_counts_of_another_model_give_no_sample(
     prefill: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     samples = SampleBuffer()
@@ -47,7 +47,7 @@ def test_counts_of_another_engine_make_no_sample(
     assert said in caplog.text
 
 
-def test_a_request_without_decode_steps_or_prefill_counts_makes_no_sample(
+def test_a_request_without_decode_steps_or_prefill_counts_gives_no_sample(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     samples = SampleBuffer()

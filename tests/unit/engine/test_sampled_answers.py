@@ -67,7 +67,7 @@ async def test_an_answer_is_the_same_with_and_without_a_sample(method: str, stre
     np.testing.assert_array_equal(sample.decode_counts, COUNTS + 1)
 
 
-async def test_the_prefill_engine_s_counts_go_before_the_engine_s_own() -> None:
+async def test_the_prefill_engines_counts_have_precedence() -> None:
     signature = pack_counts(COUNTS + 7)
     _, _, (sample,) = await answered(replace(asking("chat"), sampled=True, expert_counts=signature))
     np.testing.assert_array_equal(sample.prefill_counts, COUNTS + 7)

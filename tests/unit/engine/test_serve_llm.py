@@ -1,4 +1,4 @@
-"""What we use of Ray Serve LLM: another Ray is refused in one sentence, and the connector is registered."""
+"""Our use of Ray Serve LLM: another Ray is refused, and the connector is registered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ray.serve.llm.deployment import LLMServer
 from eldr_serve.engine.vllm.compat import serve_llm
 
 
-def test_the_installed_ray_is_as_checked() -> None:
+def test_the_installed_ray_passes_the_check() -> None:
     serve_llm.check_ray()
 
 

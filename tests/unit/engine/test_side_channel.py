@@ -1,4 +1,4 @@
-"""vLLM's listener for NIXL handshakes, which one malformed packet ends, and that it starts again."""
+"""The restart of vLLM's listener for NIXL handshakes after a malformed packet has ended it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ from eldr_serve.engine.vllm.connector import EldrConnector
 
 
 class Scheduler(SimpleNamespace):
-    """What vLLM's listener needs of a scheduler half, which else needs an engine."""
+    """The part of vLLM's scheduler half that its listener needs, without an engine."""
 
     set_xfer_handshake_metadata = NixlBaseConnectorScheduler.set_xfer_handshake_metadata
     _nixl_handshake_listener = staticmethod(NixlBaseConnectorScheduler._nixl_handshake_listener)
 
 
 class Connector(EldrConnector):
-    """Ours, without an engine; its port is free."""
+    """Our connector without an engine, at a free port."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self._handshake = {}
         self.connector_scheduler: Any = Scheduler(
-            _nixl_handshake_listener_t=None,
-            _stop_event=threading.Event(),
-            side_channel_host="127.0.0.1",
-            side_channel_port=port,
-        )
+            _nixl_handshake_listener_t=None, _stop_event=threading.Event(),
+            side_channel_host="127.0.0.1", side_channel_port=port,
+        )  # fmt: skip
 
     def end(self) -> None:
         self.connector_scheduler._stop_event.set()
@@ -53,7 +51,7 @@ def test_a_malformed_packet_stops_the_listener_and_the_next_request_starts_it(
         lambda self, metadata: self.connector_scheduler.set_xfer_handshake_metadata({}),
     )
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    connector._watch_side_channel()  # nothing was ever started
+    connector._watch_side_channel()  # the listener was never started
     assert scheduler._nixl_handshake_listener_t is None
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
     first = scheduler._nixl_handshake_listener_t
@@ -66,7 +64,7 @@ def test_a_malformed_packet_stops_the_listener_and_the_next_request_starts_it(
         assert not first.is_alive()
         client.setsockopt(zmq.LINGER, 0)
     taken = socket.create_server(("127.0.0.1", scheduler.side_channel_port), reuse_port=False)
-    connector._watch_side_channel()  # somebody else has the port
+    connector._watch_side_channel()  # another process has the port
     assert "does not start" in caplog.text
     taken.close()
     deadline = time.monotonic() + 20

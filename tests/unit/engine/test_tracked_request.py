@@ -33,7 +33,7 @@ def take(one: TrackedRequest, first: int, end: int) -> None:
 
 
 @pytest.mark.parametrize("routes", [False, True])
-def test_steps_are_summed_one_by_one(routes: bool) -> None:
+def test_a_span_of_steps_equals_their_sum(routes: bool) -> None:
     one = tracked(routes=routes)
     for step in range(STEPS):
         take(one, step, step + 1)
@@ -55,9 +55,8 @@ def test_steps_that_a_preempted_request_computes_again_count_once(again: int) ->
     take(one, again, 40)  # in one chunk with new tokens
     for step in range(40, STEPS):
         take(one, step, step + 1)
-    np.testing.assert_array_equal(
-        unpack_counts(one.decode_answer(prefilled_here=False)["eldr_decode"]), COUNTS
-    )
+    answer = one.decode_answer(prefilled_here=False)
+    np.testing.assert_array_equal(unpack_counts(answer["eldr_decode"]), COUNTS)
 
 
 def test_incomplete_counts_are_not_reported() -> None:

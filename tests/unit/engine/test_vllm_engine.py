@@ -1,7 +1,4 @@
-"""The prefill call: refused as decode would refuse it, else one token, rendered from the whole request.
-
-By one an engine that counts no experts never becomes ready, and says why.
-"""
+"""The vLLM engine: prefill, decode, errors, and the first prompt of an engine that starts."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import re
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -37,24 +35,22 @@ def vllm_engine(**state: Any) -> VllmEngine:
     return VllmEngine(SimpleNamespace(engine=SimpleNamespace(_app_state=SimpleNamespace(**state))), "m")
 
 
-def told(error: Exception) -> tuple[int, bytes]:
-    """The client."""
+def answer_to(error: Exception) -> tuple[int, bytes]:
+    """Return the status and the body that a client gets."""
     return describe(error, VllmEngine)
 
 
 def error(code: int, message: str = "no") -> Any:
-    """vLLM's answer that is an error."""
+    """Return an error as vLLM answers it."""
     body = error_body(message, code).decode()
     return SimpleNamespace(error=SimpleNamespace(code=code), model_dump_json=lambda: body)
 
 
 class Serving:
-    """vLLM's serving object with its engine client, which takes at most three log-probabilities.
-
-    It renders, checks and calls the engine; a stream is begun by its reader.
+    """A fake of vLLM's serving object, whose engine client accepts at most three log-probabilities.
 
     Args:
-        response: to every prompt, transfer parameters or an error.
+        response: transfer parameters, or an error, for every prompt.
     """
 
     def __init__(self, response: Any) -> None:
@@ -98,19 +94,19 @@ class Serving:
 
 
 async def prefill(response: Any, **fields: Any) -> tuple[Serving, Any]:
-    """What a prefill call's serving object saw, and what it returned or what the caller is told."""
+    """Return the serving object of a prefill call, and its result or the answer to its error."""
     serving = Serving(response)
     body = json.dumps({"model": "m", "prompt": "hello", **fields}).encode()
     engine = vllm_engine(openai_serving_completion=serving)
     try:
         found: Any = await engine.prefill(EngineRequest("completions", body, "id"))
     except Exception as failure:
-        found = told(failure)
+        found = answer_to(failure)
     assert not serving.begun
     return serving, found
 
 
-async def test_one_token_is_made_whatever_was_asked_for() -> None:
+async def test_prefill_generates_one_token_for_every_request() -> None:
     serving, found = await prefill(
         {"handed": "over"}, max_tokens=50, min_tokens=5, temperature=0.7, seed=1, stop=["x"], logprobs=3,
         stream=False,
@@ -123,7 +119,7 @@ async def test_one_token_is_made_whatever_was_asked_for() -> None:
     assert (found.token_ids.dtype, found.token_ids.tolist()) == (np.uint32, [1, 2, 3])
     assert found.kv == {"handed": "over"}
     assert serving.seen[0].kv_transfer_params[REQUEST] == "id"
-    assert serving.seen[0].max_tokens == 50  # as decode will see it
+    assert serving.seen[0].max_tokens == 50  # as decode gets it
 
 
 @pytest.mark.parametrize(
@@ -136,7 +132,7 @@ async def test_one_token_is_made_whatever_was_asked_for() -> None:
         ({}, error(404), 404),
     ],
 )
-async def test_what_decode_would_refuse_costs_no_prefill(
+async def test_requests_that_decode_would_refuse_are_not_prefilled(
     fields: dict[str, Any], response: Any, status: int
 ) -> None:
     serving, (said, body) = await prefill(response, **fields)
@@ -147,10 +143,8 @@ async def test_what_decode_would_refuse_costs_no_prefill(
 @pytest.mark.parametrize(
     ("failure", "status"), [(TypeError("a list"), 400), (ValueError("x"), 400), (RuntimeError("x"), 500)]
 )
-def test_what_vllm_calls_a_clients_error_is_one_and_all_else_the_engines(
-    failure: Exception, status: int
-) -> None:
-    said, body = told(failure)
+def test_only_errors_that_vllm_blames_on_the_client_are_refusals(failure: Exception, status: int) -> None:
+    said, body = answer_to(failure)
     assert said == status
     assert str(failure) in json.loads(body)["error"]["message"]
 
@@ -161,7 +155,7 @@ CHUNKS = ['data: {"choices":[{"index":0,"text":"a"}]}\n\n', "data: [DONE]\n\n"]
 
 
 class Generating:
-    """vLLM's serving object, which answers a stream by these chunks and all else by `whole`."""
+    """A fake of vLLM's serving object that streams the chunks, or returns `whole`."""
 
     engine_client = None
     parser_cls = object()
@@ -193,7 +187,7 @@ async def decode(serving: Generating, method: str, **fields: Any) -> list[tuple[
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_a_decode_call_is_given_the_prompts_tokens_where_its_text_is_not_needed() -> None:
+async def test_decode_gets_token_ids_unless_it_needs_the_prompts_text() -> None:
     serving = Generating(CHUNKS)
     assert await decode(serving, "completions", prompt="hello", stream=True) == [
         ("".join(CHUNKS).encode(), 0)
@@ -209,21 +203,21 @@ async def test_a_decode_call_is_given_the_prompts_tokens_where_its_text_is_not_n
     assert given == [[5, 6], None, None]
 
 
-async def test_a_stream_that_begins_with_an_error_has_failed_and_one_that_ends_so_has_not() -> None:
+async def test_a_stream_fails_only_if_it_begins_with_an_error() -> None:
     failed = 'data: {"error": {"message": "no", "code": 404}}\n\n'
     with pytest.raises(Exception, match="no") as refused:
         await decode(Generating([failed, CHUNKS[1]]), "completions", prompt="x", stream=True)
-    assert told(refused.value)[0] == 404
+    assert answer_to(refused.value)[0] == 404
     sent = await decode(Generating([CHUNKS[0], failed]), "completions", prompt="x", stream=True)
     assert sent == [((CHUNKS[0] + failed).encode(), 0)]
 
 
-async def test_a_whole_answer_is_counted_by_its_usage_and_an_error_is_refused_in_vllms_words() -> None:
+async def test_a_whole_answer_is_counted_by_its_usage_and_errors_keep_vllms_words() -> None:
     whole = SimpleNamespace(usage=SimpleNamespace(completion_tokens=31), model_dump_json=lambda: "{}")
     assert await decode(Generating([], whole), "completions", prompt="x", n=2) == [(b"{}", 31)]
     with pytest.raises(Exception, match="no") as refused:
         await decode(Generating([], error(404)), "completions", prompt="x")
-    assert told(refused.value) == (404, error_body("no", 404))
+    assert answer_to(refused.value) == (404, error_body("no", 404))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +254,7 @@ async def test_an_engine_whose_vllm_has_renamed_an_endpoint_does_not_start(
         await start(monkeypatch, {})
 
 
-def test_every_name_that_ray_reads_of_vllms_state_is_checked_or_known_to_be_wrong() -> None:
+def test_every_name_that_ray_reads_from_vllms_state_is_checked() -> None:
     """Ray 2.60 reads `openai_serving_tokenization`, which does not exist, so we do not use that name."""
     read = {
         name
@@ -294,27 +288,17 @@ async def test_an_error_names_the_field_that_vllm_names(fields: dict[str, Any], 
         await engine.generate(
             EngineRequest("completions", json.dumps(fields).encode(), "id"), lambda *a: None
         )
-    status, body = told(refused.value)
+    status, body = answer_to(refused.value)
     assert (status, json.loads(body)["error"]["param"]) == (400, param)
 
 
 # -- the first prompt of an engine that starts ---------------------------------------------------------
 
 
-class Tokenization:
-    """A stand-in for vLLM's tokenization object."""
-
-    async def create_tokenize(self, request: Any, raw_request: Any) -> Any:
-        """Stand in for vLLM's method."""
-
-    async def create_detokenize(self, request: Any, raw_request: Any) -> Any:
-        """Stand in for vLLM's method."""
-
-
 async def start(
     monkeypatch: pytest.MonkeyPatch, response: Any, tokenization: Any = None
 ) -> tuple[Serving, list[str], Any]:
-    """Of an engine that is started so: what it served, the prompts that it abandoned, and its shape."""
+    """Start an engine, and return its serving object, the prompts that it abandoned, and its shape."""
     serving, abandoned = Serving(response), []
 
     async def collective_rpc(method: str, timeout: Any, args: Any, kwargs: Any) -> None:
@@ -326,7 +310,7 @@ async def start(
             _app_state=SimpleNamespace(
                 openai_serving_chat=serving,
                 openai_serving_completion=serving,
-                serving_tokenization=tokenization or Tokenization(),
+                serving_tokenization=tokenization or Mock(spec=["create_tokenize", "create_detokenize"]),
             ),
             _engine_client=SimpleNamespace(
                 logger_manager=None,
@@ -341,7 +325,9 @@ async def start(
     return serving, abandoned, shape
 
 
-async def test_a_prefill_engine_that_counts_starts_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prefill_engine_with_expert_counts_starts_without_held_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counted = {EXPERT_COUNTS: pack_counts(np.ones((3, 4), np.uint32))}
     serving, abandoned, shape = await start(monkeypatch, counted)
     assert shape == (3, 4)
@@ -363,7 +349,7 @@ NO_COUNTS = r"'m' \(vLLM .*without expert counts.*scheduler_cls"
         (error(500, "no room"), "'m' failed its first prompt: no room"),
     ],
 )
-async def test_a_prefill_engine_that_counts_no_experts_does_not_start(
+async def test_a_prefill_engine_without_expert_counts_does_not_start(
     monkeypatch: pytest.MonkeyPatch, response: Any, sentence: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):

@@ -21,13 +21,9 @@ def total(cost: np.ndarray, labels: np.ndarray) -> float:
 
 
 @given(
-    st.integers(1, 60),
-    st.integers(1, 9),
-    st.integers(0, 2**16),
-    st.integers(0, 2),
+    st.integers(1, 60), st.integers(1, 9), st.integers(0, 2**16), st.integers(0, 2), st.booleans(),
     st.booleans(),
-    st.booleans(),
-)
+)  # fmt: skip
 @example(900, 30, 0, 0, False, False)
 @settings(max_examples=120)
 def test_assignment_equals_the_hungarian_algorithm(
@@ -39,7 +35,7 @@ def test_assignment_equals_the_hungarian_algorithm(
     labels, prices = balanced_assignment(cost, capacity, rng.normal(size=k) if priced else None)
     assert np.bincount(labels, minlength=k).max() <= capacity
     assert total(cost, labels) == pytest.approx(hungarian(cost, capacity))
-    # The prices prove it: nobody would rather be elsewhere.
+    # The prices prove it: no point would be cheaper elsewhere.
     paid = (cost + prices)[np.arange(n), labels]
     assert (paid <= (cost + prices).min(axis=1) + 1e-9).all()
 
@@ -53,7 +49,7 @@ def blobs(sizes: list[int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return points / np.linalg.norm(points, axis=1, keepdims=True), np.repeat(np.arange(len(sizes)), sizes)
 
 
-def test_equal_blobs_are_found_and_only_plain_kmeans_follows_the_crowd() -> None:
+def test_equal_clusters_are_found_and_only_plain_kmeans_ignores_balance() -> None:
     points, truth = blobs([20, 20, 20, 20])
     clusters, again = (balanced_kmeans(points, 4, seed=4) for _ in range(2))
     assert sorted(clusters.sizes) == [20] * 4
@@ -67,9 +63,9 @@ def test_equal_blobs_are_found_and_only_plain_kmeans_follows_the_crowd() -> None
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 1000))
 @settings(max_examples=40)
-def test_no_cluster_is_over_its_share(n: int, k: int, seed: int) -> None:
+def test_no_cluster_exceeds_its_share(n: int, k: int, seed: int) -> None:
     points = np.random.default_rng(seed).normal(size=(n, 5))
-    points[:: max(2, seed % 7)] = 0  # signatures of zeros happen
+    points[:: max(2, seed % 7)] = 0  # signatures can be zero
     points /= np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1e-9)
     if k > n:
         with pytest.raises(ValueError):

@@ -1,4 +1,4 @@
-"""Placement files: round trips, what engines read, and what is refused."""
+"""Placement files: round trips, the formats of engines, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def placement(slots: Any = MAP, **changes: Any) -> ExpertPlacement:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(seed=st.integers(0, 999), ranks=st.sampled_from([1, 2, 4]), spare=st.integers(0, 2))
-def test_what_is_saved_is_loaded(seed: int, ranks: int, spare: int, tmp_path: Path) -> None:
+def test_a_saved_placement_can_be_loaded(seed: int, ranks: int, spare: int, tmp_path: Path) -> None:
     load = np.random.default_rng(seed).exponential(size=(3, 8))
     slots = eplb_placement(load, 8 + spare * ranks, groups=1, nodes=1, ranks=ranks)
     saved = ExpertPlacement(slots, ranks, 8, "model", "eplb", ranks, "fingerprint", {"x": [1.5, None]})
@@ -42,7 +42,7 @@ def test_what_is_saved_is_loaded(seed: int, ranks: int, spare: int, tmp_path: Pa
 def test_sglang_reads_the_file_by_its_rules(tmp_path: Path) -> None:
     placement().save(tmp_path / "p.json")
     content = json.loads((tmp_path / "p.json").read_text())
-    assert list(content) == ["physical_to_logical_map"]  # it refuses any other key
+    assert list(content) == ["physical_to_logical_map"]  # SGLang refuses any other key
     physical = np.array(content["physical_to_logical_map"])
     num_layers, num_physical = physical.shape
     assert (num_layers, num_physical) == (2, 4 + placement().num_redundant)
@@ -52,7 +52,7 @@ def test_sglang_reads_the_file_by_its_rules(tmp_path: Path) -> None:
             assert placement().hosts[layer, physical[layer, slot], slot // per_rank]
 
 
-def test_vllm_reads_one_record_with_a_list_a_layer() -> None:
+def test_vllm_reads_one_record_with_a_list_for_each_layer() -> None:
     lines = placement().to_vllm().decode().splitlines()
     assert [json.loads(line) for line in lines] == [
         {
@@ -76,7 +76,7 @@ def test_vllm_reads_one_record_with_a_list_a_layer() -> None:
         ([0, 1, 2, 3], {}, "shape"),
     ],
 )
-def test_a_placement_that_cannot_be_is_named(slots: Any, changes: dict[str, Any], sentence: str) -> None:
+def test_an_impossible_placement_is_refused(slots: Any, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         placement(slots, **changes)
 
@@ -112,7 +112,7 @@ def test_a_file_or_sidecar_that_does_not_fit_is_refused(
         ExpertPlacement.load(tmp_path / "p.json")
 
 
-def test_missing_files_and_names_are_named(tmp_path: Path) -> None:
+def test_missing_files_and_names_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"p\.json cannot be read"):
         ExpertPlacement.load(tmp_path / "p.json")
     placement().save(tmp_path / "p.json")
@@ -124,7 +124,7 @@ def test_missing_files_and_names_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("call", "number"), [("fsync", 2), ("replace", 1)])
-def test_a_save_that_fails_leaves_all_files_as_they_were(
+def test_a_failed_save_changes_no_file(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placement().save(tmp_path / "p.json")

@@ -1,6 +1,6 @@
 """Expert placement and replica routing against brute force and published examples.
 
-METRO on tensors and in Triton chooses, bit for bit, as the plan in numpy; Triton is interpreted here.
+METRO on tensors and in Triton makes the same choices as the plan in numpy; Triton is interpreted here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eldr_serve.experts.placement import hosts_of
 from offline.placement.eplb import activation_placement, eplb_placement
 
 
-def test_eplb_gives_the_published_example() -> None:
+def test_eplb_reproduces_the_published_example() -> None:
     load = [
         [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
         [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
@@ -48,9 +48,8 @@ def test_eplb_places_every_expert_and_fills_every_slot(
     for row, slots in zip(load, placed, strict=True):
         replicas = np.bincount(slots, minlength=8)
         spared = replicas > 1
-        if (
-            groups % 2 and spared.any()
-        ):  # one pool: nobody with a replica to spare is lighter than one without
+        # With one pool, no expert with a replica to spare would be lighter without it than the heaviest.
+        if groups % 2 and spared.any():
             assert (row / replicas).max() <= (row / np.maximum(replicas - 1, 1))[spared].min() + 1e-9
 
 
@@ -63,7 +62,7 @@ def test_activation_placement_balances_what_each_rank_activates(seed: int, ranks
     for row, slots in zip(activation, placed, strict=True):
         worst = row[slots].reshape(ranks, -1).sum(axis=1).max()
         best = row[orders].reshape(len(orders), ranks, -1).sum(axis=2).max(axis=1).min()
-        assert best - 1e-9 <= worst <= 1.34 * best  # the bound of the greedy on identical machines
+        assert best - 1e-9 <= worst <= 1.34 * best  # the bound of greedy scheduling on identical machines
 
 
 def random_case(seed: int, experts: int = 7, ranks: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +75,7 @@ def worst_rank(rank: np.ndarray) -> int:
 
 
 @given(seed=st.integers(0, 9999))
-def test_the_optimum_is_the_optimum_and_greedy_is_feasible(seed: int) -> None:
+def test_the_optimum_equals_brute_force_and_greedy_is_feasible(seed: int) -> None:
     tokens, hosts = random_case(seed)
     active = np.flatnonzero(tokens)
     choices = itertools.product(*(np.flatnonzero(hosts[e]) for e in active))
@@ -122,7 +121,7 @@ def test_layers_are_independent() -> None:
         (lambda: route_even([-1], [[True]]), "0 or more"),
     ],
 )
-def test_bad_input_is_named(call: object, word: str) -> None:
+def test_bad_input_is_refused(call: object, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         call()  # type: ignore[operator]
 
@@ -134,7 +133,7 @@ def test_bad_input_is_named(call: object, word: str) -> None:
 def cases(
     draw: st.DrawFn, *, layers: int = 3, experts: int = 24, ranks: int = 9
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int[N, E] and hosts bool[N, E, G], every expert somewhere."""
+    """Draw tokens int[N, E] and hosts bool[N, E, G]; every expert has a host."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = draw(st.integers(1, layers)), draw(st.integers(1, experts)), draw(st.integers(1, ranks))
     hosts = random_hosts(rng, *shape, density=draw(st.sampled_from([0.0, 0.1, 0.4, 1.0])))
@@ -143,14 +142,14 @@ def cases(
 
 
 @given(case=cases())
-def test_tensors_choose_as_the_plan(case: tuple[np.ndarray, np.ndarray]) -> None:
+def test_tensors_choose_like_the_plan(case: tuple[np.ndarray, np.ndarray]) -> None:
     tokens, hosts = case
     rank = TorchMetro(MetroPlan.of(hosts)).route(torch.from_numpy(tokens))
     assert np.array_equal(rank.numpy(), route_metro(tokens, hosts))
 
 
 @given(case=cases())
-def test_the_plan_is_the_greedy_with_shares_turn_by_turn(case: tuple[np.ndarray, np.ndarray]) -> None:
+def test_the_plan_equals_greedy_choice_step_by_step(case: tuple[np.ndarray, np.ndarray]) -> None:
     tokens, hosts = case
     plan = MetroPlan.of(hosts)
     for layer, rank in enumerate(plan.route(tokens)):
@@ -165,7 +164,7 @@ def test_the_plan_is_the_greedy_with_shares_turn_by_turn(case: tuple[np.ndarray,
             load[choice] += UNIT
 
 
-def test_the_greedy_is_within_three_percent_of_the_optimum_on_average() -> None:
+def test_greedy_choice_is_within_three_percent_of_the_optimum_on_average() -> None:
     rng = np.random.default_rng(0)
     hosts = rng.uniform(size=(60, 64, 8)) < 0.12
     hosts[..., 0] |= ~hosts.any(axis=2)
@@ -183,7 +182,7 @@ def test_a_plan_too_large_for_its_integers_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("what", "interpreter"), [("interpret", "1"), ("compile", "0")])
-def test_the_triton_kernel_chooses_as_the_plan_and_compiles_for_gpus(what: str, interpreter: str) -> None:
+def test_the_triton_kernel_chooses_like_the_plan_and_compiles_for_gpus(what: str, interpreter: str) -> None:
     script = ROOT / "tests/unit/metro_interpreted.py"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

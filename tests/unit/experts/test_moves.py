@@ -1,4 +1,4 @@
-"""From one placement to the next: every step on the way is a placement, and no expert moves for nothing."""
+"""Moves between placements: every intermediate step is a valid placement, and no move is unnecessary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Change = tuple[np.ndarray, np.ndarray, int]
 
 @st.composite
 def changes(draw: Any) -> Change:
-    """(old int[L, P], new int[L, P], ranks), every expert somewhere in both; both may have empty slots."""
+    """Draw (old int[L, P], new int[L, P], ranks); every expert is in both, and both may have empty slots."""
     ranks, size, layers = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 2))
     slots = ranks * size
     experts = draw(st.integers(1, slots))
@@ -32,7 +32,7 @@ def changes(draw: Any) -> Change:
 
 
 @given(changes(), st.integers(1, 6))
-def test_every_step_is_a_placement_and_the_last_is_the_new_one(change: Change, most: int) -> None:
+def test_every_step_is_a_valid_placement_and_the_last_is_the_new_one(change: Change, most: int) -> None:
     old, new, ranks = change
     target, held = aligned(old, new, ranks), old.copy()
     for moves in sliced(old, target, ranks, most):
@@ -48,7 +48,7 @@ def test_every_step_is_a_placement_and_the_last_is_the_new_one(change: Change, m
 
 
 @given(changes())
-def test_alignment_keeps_what_each_rank_gets_and_moves_no_more_than_it_must(change: Change) -> None:
+def test_alignment_keeps_each_ranks_experts_and_minimises_moves(change: Change) -> None:
     old, new, ranks = change
     found = aligned(old, new, ranks)
     for before, after, wanted in zip(
@@ -59,7 +59,7 @@ def test_alignment_keeps_what_each_rank_gets_and_moves_no_more_than_it_must(chan
 
 
 @given(changes())
-def test_an_expert_that_its_rank_holds_is_not_sent(change: Change) -> None:
+def test_a_rank_does_not_receive_an_expert_that_it_holds(change: Change) -> None:
     old, new, ranks = change
     size = old.shape[1] // ranks
     for moves in sliced(old, aligned(old, new, ranks), ranks, 10**6):
@@ -69,7 +69,7 @@ def test_an_expert_that_its_rank_holds_is_not_sent(change: Change) -> None:
                 assert move.source // size == rank
 
 
-def test_a_ring_of_only_copies_goes_at_once() -> None:
+def test_a_cycle_of_single_copies_moves_in_one_step() -> None:
     old, new = np.array([[0, 1, 2, 3]]), np.array([[3, 0, 1, 2]])
     (moves,) = sliced(old, new, 4, 1)
     assert sorted((move.expert, move.source, move.slot) for move in moves) == [
@@ -77,7 +77,7 @@ def test_a_ring_of_only_copies_goes_at_once() -> None:
     ]  # fmt: skip
 
 
-def test_what_does_not_agree_is_refused() -> None:
+def test_inconsistent_placements_are_refused() -> None:
     two = np.zeros((1, 2), np.int64)
     for call, sentence in (
         (lambda: aligned(two, np.zeros((1, 4)), 2), "do not agree"),

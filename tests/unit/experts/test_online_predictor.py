@@ -1,4 +1,4 @@
-"""A predictor learns from what prefills return, and is off while the mean of recent prompts is better."""
+"""Online learning of the predictor, which is disabled while the mean of recent prompts is better."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def prompts(number: int, seed: int, low: int = 0, high: int = V) -> list[np.ndar
 
 
 def linear(p: SignaturePredictor, ids: np.ndarray) -> np.ndarray:
-    """Counts without the clipping, so that least squares has a truth to find."""
+    """Return counts without clipping, which least squares can recover."""
     return (p.mean + np.tensordot(p.hidden(ids), p.experts, axes=1)) * len(ids)
 
 
-def test_what_prefills_return_is_learnt() -> None:
+def test_the_predictor_learns_from_prefills() -> None:
     untaught = replace(TRUTH, tokens=np.zeros_like(TRUTH.tokens), variance=np.full(V, 1e3, np.float32))
     online = OnlinePredictor(untaught)
     for ids in prompts(600, 2):
@@ -41,10 +41,10 @@ def test_what_prefills_return_is_learnt() -> None:
     assert online.gain > 0.9
     assert online.cosine > 0.9
     assert online.status == {"on": True, "prompts": 600, "cosine": online.cosine, "gain": online.gain}
-    assert not untaught.tokens.any()  # the fitted one is as it was
+    assert not untaught.tokens.any()  # the fitted predictor is unchanged
 
 
-def test_directions_turn_to_what_they_miss_and_stay_orthonormal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directions_turn_towards_the_error_and_stay_orthonormal(monkeypatch: pytest.MonkeyPatch) -> None:
     start = replace(predictor(4, scale=0.2), variance=np.full(V, 1e3, np.float32))
     gains = []
     for rate in (online_predictor._RATE, 0):
@@ -59,13 +59,13 @@ def test_directions_turn_to_what_they_miss_and_stay_orthonormal(monkeypatch: pyt
 
 
 @given(st.integers(0, 50), st.integers(1, 12))
-def test_prompts_of_one_token_are_learnt_as_least_squares_would(seed: int, times: int) -> None:
-    """With one token a prompt there is no covariance between tokens, and the diagonal is exact."""
+def test_prompts_of_one_token_are_learnt_like_least_squares(seed: int, times: int) -> None:
+    """With one token in each prompt there is no covariance between tokens, and the diagonal is exact."""
     rng = np.random.default_rng(seed)
     start = replace(predictor(seed), variance=rng.uniform(0.1, 5, V).astype(np.float32))
     online = OnlinePredictor(start)
     ids = np.zeros(3, np.int64)
-    within = rng.normal(size=(times, R)).astype(np.float32)  # so that the directions have nothing to turn to
+    within = rng.normal(size=(times, R)).astype(np.float32)  # within the directions, so that they do not turn
     seen = start.mean + np.tensordot(within, start.experts, axes=1)
     for frequencies in seen:
         online.observe(ids, frequencies * len(ids))
@@ -80,7 +80,9 @@ def test_prompts_of_one_token_are_learnt_as_least_squares_would(seed: int, times
     np.testing.assert_array_equal(online.predictor.tokens[1:], start.tokens[1:])
 
 
-def test_a_predictor_worse_than_the_mean_is_off_until_it_is_better(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_predictor_worse_than_the_mean_is_disabled_until_it_improves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     misled = replace(TRUTH, tokens=-TRUTH.tokens, variance=np.full(V, 0.5, np.float32))
     online = OnlinePredictor(misled)
     states = []
@@ -98,7 +100,7 @@ def test_a_predictor_worse_than_the_mean_is_off_until_it_is_better(caplog: pytes
     assert "on again" in caplog.records[1].message
 
 
-def test_a_prompt_is_judged_before_it_is_learnt() -> None:
+def test_a_prompt_is_scored_before_it_is_learnt() -> None:
     untaught = replace(TRUTH, tokens=np.zeros_like(TRUTH.tokens), variance=np.full(V, 1e6, np.float32))
     online = OnlinePredictor(untaught)
     online.observe([1, 2, 3], TRUTH.predict([1, 2, 3]))
@@ -116,7 +118,7 @@ def test_tokens_outside_the_vocabulary_and_empty_prompts_teach_nothing() -> None
 
 
 @pytest.mark.parametrize("counts", [np.zeros((L, E + 1)), np.full((L, E), np.nan), np.zeros(E)])
-def test_counts_that_are_none_are_refused_and_change_nothing(counts: np.ndarray) -> None:
+def test_invalid_counts_are_refused_and_change_nothing(counts: np.ndarray) -> None:
     online = OnlinePredictor(PREDICTOR)
     with pytest.raises(ValueError, match="counts must be finite"):
         online.observe([1, 2], counts)

@@ -1,4 +1,4 @@
-"""When a table is fitted anew by itself, and that workers keep what they serve."""
+"""Automatic refits of a table: their reasons, and that workers keep their traffic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eldr_serve.experts.fitting.refit import gain, reason, refit_centroids
 
 
 def traffic(*experts: int, each: int = 20, seed: int = 0) -> NDArray[np.uint32]:
-    """Prompts of kinds: each has its expert of layer 0, and some noise."""
+    """Return counts of prompts of several kinds: each kind uses its own expert of layer 0, with noise."""
     rng = np.random.default_rng(seed)
     counts = rng.poisson(0.3, (each * len(experts), 2, 8)).astype(np.uint32)
     counts[np.arange(len(counts)), 0, np.tile(experts, each)] += 20
@@ -23,14 +23,14 @@ def traffic(*experts: int, each: int = 20, seed: int = 0) -> NDArray[np.uint32]:
 
 
 @given(st.permutations(range(4)), st.integers(0, 5))
-def test_traffic_that_has_not_changed_keeps_its_workers(order: list[int], seed: int) -> None:
+def test_unchanged_traffic_keeps_its_workers(order: list[int], seed: int) -> None:
     table = unit_table(4)
     fitted = refit_centroids(table, traffic(*order, seed=seed), 4, seed=seed)
     assert (fitted.centroids @ table.centroids.T).argmax(axis=1).tolist() == [0, 1, 2, 3]
     assert fitted.domains == table.domains
 
 
-def test_what_is_new_comes_after_what_stays() -> None:
+def test_new_centroids_follow_those_that_stay() -> None:
     table = unit_table(2)
     fitted = refit_centroids(table, traffic(5, 1, 0, 6), 4)
     served = fitted.centroids[:, :8].argmax(axis=1).tolist()
@@ -46,7 +46,7 @@ def test_what_is_new_comes_after_what_stays() -> None:
         ((0, 1, 2), 3, 20, None),
         ((5, 6, 7), 3, 20, "traffic has drifted"),
         ((0, 1, 2), 2, 20, "2 decode replicas serve, and the table is for 3"),
-        ((5, 6, 7), 3, 4, None),  # too few to tell
+        ((5, 6, 7), 3, 4, None),  # too few prompts
     ],
 )
 def test_a_refit_has_a_reason(now: tuple[int, ...], workers: int, each: int, why: Any) -> None:
@@ -54,6 +54,6 @@ def test_a_refit_has_a_reason(now: tuple[int, ...], workers: int, each: int, why
     assert found is None if why is None else found.startswith(why)
 
 
-def test_the_gain_is_what_signatures_that_were_not_fitted_to_gain() -> None:
+def test_the_gain_is_measured_on_signatures_outside_the_fit() -> None:
     assert gain(unit_table(3), traffic(0, 1, 2)) < 0.02
     assert gain(unit_table(3), traffic(5, 6, 7)) > 0.5

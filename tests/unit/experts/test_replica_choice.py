@@ -1,4 +1,4 @@
-"""Rules of replica choice: every pair goes to a slot of its expert, and by the rule."""
+"""Replica choice: every pair goes to a slot of its expert, by the rule."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_pair_is_served_by_a_replica_of_its_expert(case: Case, rule: str) -> N
 
 @settings(deadline=None)
 @given(cases())
-def test_metro_is_the_greedy_of_the_whole_batch(case: Case) -> None:
+def test_metro_is_greedy_over_the_whole_batch(case: Case) -> None:
     found = make_choice("metro", case.row, case.experts, case.topology).slots(case.batch).numpy()
     tokens = np.bincount(case.batch.numpy().ravel(), minlength=case.experts)
     assert np.array_equal(found // case.size, route_metro(tokens, case.slots >= 0)[case.batch.numpy()])
@@ -60,7 +60,7 @@ def test_metro_is_the_greedy_of_the_whole_batch(case: Case) -> None:
 
 @settings(deadline=None)
 @given(cases())
-def test_even_is_vllms_hash_of_the_place_over_all_slots(case: Case) -> None:
+def test_even_is_vllms_hash_of_the_position_over_all_slots(case: Case) -> None:
     found = make_choice("even", case.row, case.experts, case.topology).slots(case.batch).numpy()
     for place, experts in enumerate(case.batch.tolist()):
         for column, expert in enumerate(experts):
@@ -70,7 +70,7 @@ def test_even_is_vllms_hash_of_the_place_over_all_slots(case: Case) -> None:
 
 @settings(deadline=None)
 @given(cases())
-def test_local_is_the_nearest_to_the_tokens_block(case: Case) -> None:
+def test_local_chooses_the_replica_nearest_to_the_tokens_rank(case: Case) -> None:
     found = make_choice("local", case.row, case.experts, case.topology).slots(case.batch).numpy()
     node, tokens = case.topology.node_of, len(case.batch)
     for place, experts in enumerate(case.batch.tolist()):
@@ -85,7 +85,7 @@ def test_local_is_the_nearest_to_the_tokens_block(case: Case) -> None:
 
 @settings(deadline=None)
 @given(cases())
-def test_a_rank_that_routes_alone_takes_its_nearest(case: Case) -> None:
+def test_a_rank_that_routes_alone_chooses_its_nearest_replica(case: Case) -> None:
     for rank in range(case.topology.ranks):
         found = Nearest(case.slots, case.topology, rank).slots(case.batch).numpy()
         assert np.array_equal(case.row[found], case.batch.numpy())
@@ -93,13 +93,13 @@ def test_a_rank_that_routes_alone_takes_its_nearest(case: Case) -> None:
         assert (found[held] // case.size == rank).all()
 
 
-def test_weighted_follows_one_over_the_load() -> None:
-    row = np.array([0, 1, 0, 2])  # of expert 0 each rank has one; rank 0 also bears expert 1, rank 1 expert 2
+def test_weighted_is_proportional_to_the_inverse_load() -> None:
+    row = np.array([0, 1, 0, 2])  # expert 0 on both ranks, expert 1 on rank 0, expert 2 on rank 1
     choice = make_choice("weighted", row, 3, Topology(ranks=2), load=[2.0, 8.0, 2.0])  # 9 and 3 expected
     slots = choice.slots(torch.zeros(4000, 1, dtype=torch.int32))
     assert (slots == 2).float().mean().item() == pytest.approx(0.75, abs=0.01)
 
 
-def test_a_rule_that_is_none_is_named() -> None:
+def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(ValueError, match="'best'; there are none, even, metro, local, weighted"):
         make_choice("best", [0, 1], 2, Topology(ranks=2))

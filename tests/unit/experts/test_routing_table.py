@@ -1,4 +1,4 @@
-"""Files that are what they should be come back; all others are refused with one sentence."""
+"""Saved artifacts can be loaded; all other files are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS: list[tuple[Any, Any]] = [(TRACE, CalibrationTrace), (TABLE, RoutingTable)
 
 
 @pytest.mark.parametrize(("artifact", "kind"), KINDS)
-def test_a_file_comes_back_byte_for_byte(artifact: Any, kind: Any, tmp_path: Path) -> None:
+def test_a_loaded_file_is_saved_byte_for_byte(artifact: Any, kind: Any, tmp_path: Path) -> None:
     artifact.save(tmp_path / "file")
     loaded = kind.load(tmp_path / "file")
     assert loaded.to_bytes() == artifact.to_bytes() == (tmp_path / "file").read_bytes()
@@ -37,7 +37,7 @@ def test_a_file_comes_back_byte_for_byte(artifact: Any, kind: Any, tmp_path: Pat
     assert (tmp_path / "again").read_bytes() == (tmp_path / "file").read_bytes()
 
 
-def test_a_table_means_the_same_after_loading(tmp_path: Path) -> None:
+def test_a_loaded_table_equals_the_saved_one(tmp_path: Path) -> None:
     TABLE.save(tmp_path / "table")
     loaded = RoutingTable.load(tmp_path / "table")
     counts = np.random.default_rng(0).integers(0, 9, (2, 8)).astype(np.uint32)
@@ -59,7 +59,7 @@ def refused(kind: Any, data: bytes) -> str:
 
 
 @pytest.mark.parametrize(("artifact", "kind"), KINDS)
-def test_cut_files_are_refused(artifact: Any, kind: Any) -> None:
+def test_truncated_files_are_refused(artifact: Any, kind: Any) -> None:
     data = artifact.to_bytes()
     for length in (0, 4, 8, 60, len(data) // 2, len(data) - 1):
         refused(kind, data[:length])
@@ -90,7 +90,7 @@ def test_foreign_files_are_refused_and_never_unpickled(artifact: Any, kind: Any,
 
 
 def with_array(artifact: Any, name: str, value: Any) -> bytes:
-    """The artifact's bytes with one array replaced, past the checks of its class."""
+    """Return the artifact's bytes with one array replaced, without the checks of its class."""
     changed = copy(artifact)
     changed.__dict__[name] = value
     return changed.to_bytes()
@@ -122,15 +122,15 @@ def with_array(artifact: Any, name: str, value: Any) -> bytes:
         (TRACE, "tokenizer", "", "tokenizer"),
     ],
 )
-def test_a_file_of_what_cannot_be_is_refused(artifact: Any, name: str, value: Any, word: str) -> None:
+def test_a_file_with_impossible_values_is_refused(artifact: Any, name: str, value: Any, word: str) -> None:
     assert word in refused(type(artifact), with_array(artifact, name, value))
 
 
-def test_a_trace_without_routes_comes_back_so() -> None:
+def test_a_trace_without_routes_can_be_loaded() -> None:
     assert CalibrationTrace.from_bytes(with_array(TRACE, "routes", None)).routes is None
 
 
-def test_a_trace_of_before_token_ids_were_kept_is_read() -> None:
+def test_an_old_trace_without_token_ids_can_be_read() -> None:
     assert TRACE.token_ids is not None
     older = CalibrationTrace.from_bytes(with_array(TRACE, "token_ids", None))
     assert older.token_ids is None
@@ -148,7 +148,7 @@ def test_a_trace_of_before_token_ids_were_kept_is_read() -> None:
     assert CalibrationTrace.from_bytes(older_file).ids == TRACE.ids
 
 
-def test_a_traces_prompts_are_its_token_ids_cut_by_their_lengths() -> None:
+def test_a_traces_prompts_are_its_token_ids_split_by_length() -> None:
     assert [len(prompt) for prompt in TRACE.prompts] == TRACE.prompt_tokens.tolist()
     np.testing.assert_array_equal(np.concatenate(TRACE.prompts), TRACE.token_ids)
     (third,) = TRACE.subset(np.array([3])).prompts
@@ -170,19 +170,18 @@ def test_decode_probability_is_a_share_of_steps() -> None:
     assert not still.decode_probability.any()
 
 
-def test_a_subset_is_a_trace() -> None:
+def test_a_subset_of_a_trace_is_a_trace() -> None:
     subset = TRACE.subset(np.array([3, 1]))
     assert subset.ids == ["3", "1"]
-    assert (
-        CalibrationTrace.from_bytes(subset.to_bytes()).fingerprint == subset.fingerprint != TRACE.fingerprint
-    )
+    loaded = CalibrationTrace.from_bytes(subset.to_bytes())
+    assert loaded.fingerprint == subset.fingerprint != TRACE.fingerprint
 
 
 FULL_DISK = """
 import pathlib, resource, signal, sys
 from eldr_serve.files import write_whole
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # no byte of a file beyond
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # larger files fail
 try:
     write_whole(pathlib.Path(sys.argv[1]), b"new" * 1000)
 except OSError as error:
@@ -190,7 +189,7 @@ except OSError as error:
 """
 
 
-def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_only_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "table.safetensors"
     path.write_bytes(b"old")
     assert python("-c", FULL_DISK, path).stdout == "OSError\n"

@@ -56,7 +56,7 @@ def test_counts_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         (np.ones((2, 3)), [-1]),
     ],
 )
-def test_a_spec_that_cannot_be_is_refused(idf: np.ndarray, layers: list[int]) -> None:
+def test_an_impossible_spec_is_refused(idf: np.ndarray, layers: list[int]) -> None:
     with pytest.raises(ValueError):
         SignatureSpec(idf, np.array(layers, np.int64))
 
@@ -134,7 +134,7 @@ def test_every_transform_can_be_fitted_and_predicts() -> None:
 
 
 @given(arrays(np.uint32, st.tuples(st.integers(1, 5), st.integers(1, 9)), elements=st.integers(0, 2**32 - 1)))
-def test_packed_counts_come_back(counts: np.ndarray) -> None:
+def test_unpacked_counts_equal_the_packed_ones(counts: np.ndarray) -> None:
     np.testing.assert_array_equal(unpack_counts(pack_counts(counts)), counts)
 
 
@@ -145,7 +145,7 @@ def test_malformed_text_is_a_value_error(text: str) -> None:
 
 
 @given(st.integers(0, 200), st.integers(0, 255))
-def test_damaged_counts_are_never_anything_but_counts_or_an_error(position: int, byte: int) -> None:
+def test_damaged_counts_give_counts_or_an_error(position: int, byte: int) -> None:
     good = pack_counts(np.arange(60, dtype=np.uint32).reshape(6, 10))
     damaged = good[:position] + chr(byte) + good[position + 1 :]
     with contextlib.suppress(ValueError):
@@ -154,7 +154,7 @@ def test_damaged_counts_are_never_anything_but_counts_or_an_error(position: int,
         unpack_counts(good[: max(0, len(good) - 1 - position)])
 
 
-def test_what_is_not_counts_cannot_be_packed() -> None:
+def test_only_counts_can_be_packed() -> None:
     for bad in (np.ones((2, 2)), np.array([[-1]]), np.zeros(3, np.uint32), np.zeros((0, 4), np.uint32)):
         with pytest.raises(ValueError):
             pack_counts(bad)

@@ -1,4 +1,4 @@
-"""A prompt's tokens say its experts: the artifact, its checks, and what it predicts."""
+"""The signature predictor: its predictions, its file and its checks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PREDICTOR = predictor()
 
 
 def by_hand(p: SignaturePredictor, ids: list[int]) -> np.ndarray:
-    """Token by token and cell by cell."""
+    """Compute the prediction token by token and cell by cell."""
     found = np.zeros((L, E))
     for layer in range(L):
         for expert in range(E):
@@ -48,7 +48,7 @@ def by_hand(p: SignaturePredictor, ids: list[int]) -> np.ndarray:
 
 
 @given(st.lists(st.integers(-3, V + 3), min_size=1, max_size=20), st.integers(0, 5))
-def test_a_prediction_is_the_mean_and_what_each_token_adds(ids: list[int], seed: int) -> None:
+def test_a_prediction_is_the_mean_plus_a_term_for_each_token(ids: list[int], seed: int) -> None:
     p = predictor(seed)
     found = p.predict(ids)
     assert found.dtype == np.float32
@@ -56,23 +56,19 @@ def test_a_prediction_is_the_mean_and_what_each_token_adds(ids: list[int], seed:
     np.testing.assert_allclose(found.sum(axis=1), K * len(ids), rtol=1e-4)  # as a prompt's counts do
 
 
-def test_a_prompt_of_no_known_token_is_the_mean_prompt() -> None:
+def test_a_prompt_without_known_tokens_gets_the_mean() -> None:
     for ids in ([V, V + 7, -1], np.array([2**40], np.uint64)):
         np.testing.assert_allclose(PREDICTOR.predict(ids), PREDICTOR.mean * len(ids), rtol=1e-5)
     assert not PREDICTOR.predict([]).any()
 
 
 @given(arrays(np.float32, (L, E), elements=st.floats(-100, 100, width=32)))
-def test_whatever_tokens_add_counts_are_counts(added: np.ndarray) -> None:
+def test_predicted_counts_are_valid_counts(added: np.ndarray) -> None:
     length = np.linalg.norm(added)
     direction = added / length if length > 1e-3 else np.eye(L, E, dtype=np.float32) / np.sqrt(L)
     one = np.ones(1, np.float32)
-    p = replace(
-        PREDICTOR,
-        tokens=one[None] * np.float32(length),
-        experts=direction[None].astype(np.float32),
-        variance=one,
-    )
+    tokens, experts = one[None] * np.float32(length), direction[None].astype(np.float32)
+    p = replace(PREDICTOR, tokens=tokens, experts=experts, variance=one)
     found = p.predict([0, 0, 0])
     assert np.isfinite(found).all()
     assert (found >= 0).all()
@@ -82,7 +78,7 @@ def test_whatever_tokens_add_counts_are_counts(added: np.ndarray) -> None:
 # -- the file -----------------------------------------------------------------------------------------
 
 
-def test_the_file_comes_back_byte_for_byte(tmp_path: Path) -> None:
+def test_a_loaded_predictor_is_saved_byte_for_byte(tmp_path: Path) -> None:
     PREDICTOR.save(tmp_path / "file")
     loaded = SignaturePredictor.load(tmp_path / "file")
     assert loaded.to_bytes() == PREDICTOR.to_bytes() == (tmp_path / "file").read_bytes()
@@ -92,7 +88,7 @@ def test_the_file_comes_back_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 8, 100, 300, -1])
-def test_a_cut_file_is_refused(length: int) -> None:
+def test_a_truncated_file_is_refused(length: int) -> None:
     with pytest.raises(ArtifactError, match="the predictor"):
         SignaturePredictor.from_bytes(PREDICTOR.to_bytes()[:length])
 
@@ -114,7 +110,7 @@ def test_a_cut_file_is_refused(length: int) -> None:
         ({"experts": PREDICTOR.experts[:, :, :4]}, "shape"),
     ],
 )
-def test_arrays_that_are_no_predictor_are_refused(changes: dict[str, Any], word: str) -> None:
+def test_invalid_arrays_are_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ArtifactError, match=word):
         replace(PREDICTOR, **changes)
 
@@ -136,7 +132,7 @@ def test_another_model_is_refused_with_one_sentence(other: dict[str, Any], word:
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_a_tokenizer_is_named_by_its_tokens_and_their_ids_in_any_order() -> None:
+def test_a_tokenizers_fingerprint_depends_on_tokens_and_ids_but_not_their_order() -> None:
     name = tokenizer_fingerprint({"a": 0, "b": 1})
     assert name == tokenizer_fingerprint({"b": 1, "a": 0})
     others = ({"a": 1, "b": 0}, {"a": 0}, {"a": 0, "b": 1, "c": 2}, {"a": 0, "\ud800": 1})

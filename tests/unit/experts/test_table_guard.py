@@ -12,7 +12,7 @@ from eldr_serve.experts.fitting.refit import halves, keep_slots
 from eldr_serve.experts.fitting.table import fit_table
 
 
-def test_a_table_of_the_traffic_is_better_than_load() -> None:
+def test_a_table_fitted_to_the_traffic_is_better_than_load() -> None:
     trace = synthetic_trace(120)
     seen, unseen = halves(120)
     verdict = judge(fit_table(trace.subset(seen), 3)[0], trace.subset(unseen))
@@ -21,7 +21,7 @@ def test_a_table_of_the_traffic_is_better_than_load() -> None:
 
 
 def test_a_table_of_noise_is_not_better_than_load() -> None:
-    """Prefill counts that predict nothing, because they belong to another request."""
+    """The prefill counts belong to other requests, so they predict nothing."""
     refused = 0
     for seed in range(10):
         trace = synthetic_trace(120, seed=seed)
@@ -35,12 +35,12 @@ def test_a_table_of_noise_is_not_better_than_load() -> None:
     assert refused >= 8
 
 
-def test_a_table_with_one_centroid_groups_nothing() -> None:
+def test_a_table_with_one_centroid_is_not_better() -> None:
     trace = synthetic_trace(60)
     assert not judge(fit_table(trace, 1)[0], trace).better
 
 
-def test_a_whole_fit_keeps_the_slots_of_the_live_table() -> None:
+def test_a_full_fit_keeps_the_worker_order_of_the_live_table() -> None:
     trace = synthetic_trace(120)
     live = fit_table(trace, 3)[0]
     order = [2, 0, 1]

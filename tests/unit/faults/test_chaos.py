@@ -19,8 +19,8 @@ from ray.serve.exceptions import RayServeException
 from eldr_serve.client import ServiceError
 from loadgen import application, processes
 from loadgen.workload import Prompt
-from tests.faults import chaos
-from tests.faults.chaos import InjectedFault, Operator, Run, explained_by_fault
+from tests.faults import chaos, operations
+from tests.faults.operations import InjectedFault, Operator, Run, explained_by_fault
 from tests.faults.record import Record, rows, wrong
 from tests.faults.traffic import Answer, Sent, bodies, check_answer
 
@@ -64,7 +64,9 @@ LOST = event(error={"message": "the engine was lost", "code": 503})
         ("", said("one two")[:-20], False),
     ],
 )
-def test_a_stream_is_right_up_to_its_end_or_an_error(kind: str, body: bytes, whole: bool) -> None:
+def test_a_stream_must_equal_the_answer_up_to_its_end_or_an_error(
+    kind: str, body: bytes, whole: bool
+) -> None:
     sent = Sent(0.0, stream=True, by_proxy=False)
     check_answer(sent, 200, body, TEXT, whole=whole)
     assert sent.kind == kind, sent.detail
@@ -93,13 +95,13 @@ WHOLE = {
         ("http 503", 503, "{}"),
     ],
 )
-def test_a_whole_answer_is_right_or_an_error(kind: str, status: int, body: str) -> None:
+def test_a_whole_answer_must_equal_the_answer_or_be_an_error(kind: str, status: int, body: str) -> None:
     sent = Sent(0.0, stream=False, by_proxy=False)
     check_answer(sent, status, body.encode(), TEXT)
     assert sent.kind == kind, sent.detail
 
 
-def test_there_are_requests_of_every_kind() -> None:
+def test_the_load_has_requests_of_every_kind() -> None:
     prompts = [Prompt(f"{number}", "a", "some text") for number in range(16)]
     asked = bodies(prompts, "m", 16, seed=0)
     assert sum(path.endswith("chat/completions") for path, _ in asked) == 4
@@ -131,7 +133,9 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router", "ingress", "proxy", "controller"])
-async def test_a_role_without_a_process_ends_no_run(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_role_without_a_process_does_not_end_the_run(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "of", lambda role: [])
     run = Run(Record())
     operator = Operator(_Away(), "", ARGUMENTS, run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
@@ -141,7 +145,7 @@ async def test_a_role_without_a_process_ends_no_run(role: str, monkeypatch: pyte
     assert not operator._recovering
 
 
-async def test_whoever_has_not_got_over_a_fault_is_spared() -> None:
+async def test_no_fault_is_injected_into_a_recovering_role() -> None:
     """A redeploy replaces all that may be killed, so nothing of it is, and it waits for what was."""
     run = Run(Record())
     operator = Operator(_Away(), "", ARGUMENTS, run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
@@ -150,7 +154,7 @@ async def test_whoever_has_not_got_over_a_fault_is_spared() -> None:
     async def happen(fault: str) -> None:
         happened.append(fault)
         task = asyncio.create_task(asyncio.sleep(3600))
-        operator._recovering[task] = chaos.affected_roles(fault)
+        operator._recovering[task] = operations.affected_roles(fault)
 
     operator._inject = happen  # type: ignore[method-assign]
     operator._signature_shape = lambda: (1, 1)  # type: ignore[method-assign]
@@ -170,7 +174,7 @@ async def test_whoever_has_not_got_over_a_fault_is_spared() -> None:
 
 
 @pytest.mark.parametrize("fault", ["swap table", "change policy", "redeploy"])
-async def test_an_operation_while_the_router_is_away_is_refused_and_ends_no_run(
+async def test_an_operation_that_fails_while_the_router_is_away_is_counted(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def deploy(arguments: dict[str, Any]) -> None:
@@ -179,7 +183,7 @@ async def test_an_operation_while_the_router_is_away_is_refused_and_ends_no_run(
     monkeypatch.setattr(application, "deploy", deploy)
     run = Run(Record())
     operator = Operator(_Away(), "", dict(ARGUMENTS), run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
-    await operator._try_operation(chaos._OPERATIONS[fault])
+    await operator._try_operation(operations._OPERATIONS[fault])
     assert sum(count for what, count in run.counters.items() if what.startswith("refused")) == 1
 
 
@@ -216,7 +220,7 @@ KILLED = [
         (None, {"began_s": 25, "ended_s": 25, "kind": "not connected", "by_proxy": True}),  # it is back
     ],
 )
-def test_only_what_the_killed_process_held_is_counted_apart(
+def test_a_kill_explains_only_failures_of_its_own_connections(
     apart: str | None, fields: dict[str, Any]
 ) -> None:
     sent = Sent(**{"stream": True, "by_proxy": False} | fields)
@@ -224,7 +228,7 @@ def test_only_what_the_killed_process_held_is_counted_apart(
     assert explained_by_fault(sent, faults) == apart
 
 
-def test_a_killed_process_names_whose_connections_it_held() -> None:
+def test_a_kill_returns_the_client_ports_of_the_killed_process() -> None:
     """One that it has taken, and one that waits for it."""
     code = (
         "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); "
@@ -245,7 +249,7 @@ def test_a_killed_process_names_whose_connections_it_held() -> None:
         assert server.wait() == -signal.SIGKILL
 
 
-def test_a_record_goes_on_where_another_run_has_ended(tmp_path: Path) -> None:
+def test_a_run_appends_to_the_record_of_earlier_runs(tmp_path: Path) -> None:
     file = tmp_path / "faults.jsonl"
     for number in range(2):
         record = Record(file)
@@ -280,7 +284,7 @@ def test_a_record_goes_on_where_another_run_has_ended(tmp_path: Path) -> None:
     assert wrong(Record(file)) == ["failed: 1 {'engine lost': 1}", "silent_over_15_s: 1", "not_recovered: 1"]
 
 
-def test_a_run_that_breaks_off_leaves_its_record_and_is_told() -> None:
+def test_an_interrupted_run_keeps_its_record_and_is_reported() -> None:
     record = Record()
     record.add("run", seed=0)
     Run(record).ended(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
@@ -301,7 +305,7 @@ class _Union:
 @pytest.mark.parametrize(
     ("told", "wrong_leases"), [(_Union(4, 1, 3), False), (_Union(5, 1, 3), True), (_Union(3, 1, 2), True)]
 )
-async def test_the_router_must_hold_the_leases_of_its_clients_and_no_others(
+async def test_the_router_must_hold_exactly_the_leases_of_its_clients(
     told: _Union, wrong_leases: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def streams(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

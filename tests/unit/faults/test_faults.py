@@ -20,7 +20,7 @@ from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Lease, Placer
 from tests.faults import virtual_time
 from tests.faults.clients import Plan
-from tests.faults.fake_engines import Blocks, continuation
+from tests.faults.greedy_model import Blocks, continuation
 from tests.faults.mutations import MUTATIONS, Mutation
 from tests.faults.schedule import Fault
 from tests.faults.simulate import run_seed
@@ -42,16 +42,16 @@ def test_nothing_is_lost_whatever_fails(first: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "role"), [("kill", "decode"), ("kill", "prefill"), ("cut a connection of", "decode")]
 )
-def test_a_fault_at_any_step_of_an_engine_costs_nobody_an_answer(kind: str, role: str, stream: bool) -> None:
+def test_no_answer_is_lost_by_a_fault_at_any_step_of_an_engine(kind: str, role: str, stream: bool) -> None:
     """Two prompts that share blocks, and another after it all; the seed decides nothing of what happens."""
     asked = [Plan(1.0, "completions", f"1 2 3 4 5 6 7 8 {n}", 4, stream=stream) for n in range(2)]
     for steps in range(1, STEPS, STRIDE):
-        run = run_seed(0, asked=asked, wrong=[Fault(kind, role, 0.99, steps, 0.0, 0.0)])
+        run = run_seed(0, requests=asked, injected=[Fault(kind, role, 0.99, steps, 0.0, 0.0)])
         assert not run.violations, steps
         assert run.kinds == {"ok": 2}, steps
 
 
-def test_a_seed_is_a_run_in_whatever_process() -> None:
+def test_a_seed_gives_the_same_run_in_every_process() -> None:
     first, second = (
         python("-m", "tests.faults", "simulate", "--seed", 3).stdout.rpartition(", trace")[0]
         for _ in range(2)
@@ -98,14 +98,14 @@ class Wrong:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_each_run_tries_finds_what_chance_seldom_does(
+def test_each_run_provokes_cases_that_chance_seldom_produces(
     owner: type, method: str, wrong: Any, seeds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, method, wrong)
     assert any(run_seed(seed).violations for seed in range(seeds))
 
 
-def test_requests_wait_in_the_decode_queue_in_some_runs_and_some_are_given_up_there(
+def test_some_runs_abandon_requests_in_the_decode_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     finish, enqueue = Placer.finish, Placer._enqueue
@@ -139,7 +139,7 @@ def on_virtual_time(main) -> VirtualLoop:
     return loop
 
 
-def test_virtual_time_passes_at_once_and_in_order() -> None:
+def test_virtual_time_passes_without_waiting_and_in_order() -> None:
     woken = []
 
     async def main(loop: VirtualLoop) -> None:
@@ -153,7 +153,7 @@ def test_virtual_time_passes_at_once_and_in_order() -> None:
     assert woken == [(1.0, 1.0), (60.0, 60.0), (3600.0, 3600.0)]
 
 
-def test_a_killed_process_does_nothing_more_and_a_stopped_one_waits() -> None:
+def test_a_killed_process_runs_nothing_and_a_stopped_one_waits() -> None:
     said = []
 
     async def main(loop: VirtualLoop) -> None:
@@ -181,7 +181,7 @@ def test_a_killed_process_does_nothing_more_and_a_stopped_one_waits() -> None:
     assert ("killed", "ended") not in said[:3]
 
 
-def test_a_run_in_which_everybody_waits_for_ever_is_told() -> None:
+def test_a_deadlock_is_reported() -> None:
     async def main(loop: VirtualLoop) -> None:
         await loop.create_future()
 
@@ -189,7 +189,7 @@ def test_a_run_in_which_everybody_waits_for_ever_is_told() -> None:
         on_virtual_time(main)
 
 
-def test_an_event_loop_that_computes_for_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_event_loop_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual_time, "STALL_S", 0.05)
 
     async def main(loop: VirtualLoop) -> None:
@@ -221,7 +221,7 @@ class Echo(asyncio.Protocol):
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_a_connection_keeps_its_order_and_is_lost_on_one_side_or_both(half: bool) -> None:
+def test_a_connection_keeps_order_and_can_be_lost_on_one_side_or_both(half: bool) -> None:
     here: list = []
     there: list = []
 
@@ -247,7 +247,7 @@ def test_a_connection_keeps_its_order_and_is_lost_on_one_side_or_both(half: bool
     assert there[51:] == ([] if half else ["lost"])
 
 
-async def test_a_block_that_was_given_back_holds_another_prompt() -> None:
+async def test_a_freed_block_holds_another_prompt() -> None:
     blocks = Blocks(2)
     mine = await blocks.take(8)
     blocks.content[mine[0]] = (1, 2, 3, 4)
@@ -260,30 +260,30 @@ async def test_a_block_that_was_given_back_holds_another_prompt() -> None:
     assert blocks.in_use == 1
 
 
-def test_one_wrong_token_of_a_context_changes_what_follows() -> None:
+def test_one_wrong_token_changes_the_continuation() -> None:
     right = list(islice(continuation([1, 2, 3]), 5))
     assert list(islice(continuation([1, 2, 3, *right[:2]]), 3)) == right[2:]
     assert list(islice(continuation([1, -1, 3]), 5)) != right
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_the_text_of_a_mutation_stands_just_once_in_its_module(mutation: Mutation) -> None:
+def test_the_text_of_a_mutation_occurs_once_in_its_module(mutation: Mutation) -> None:
     spec = importlib.util.find_spec(mutation.module)
     assert spec is not None
     assert Path(spec.origin or "").read_text().count(mutation.old) == 1
     assert mutation.old != mutation.new
 
 
-def test_a_mutation_is_found_and_the_code_without_it_is_right() -> None:
+def test_a_mutation_is_found_and_the_unchanged_code_passes() -> None:
     """Both are imported, one after the other, in the same process."""
     done = python("-m", "tests.faults", "mutate", "--only", "a lease is not released", "--seeds", 3)
     assert done.returncode == 0, done.stdout
     assert "1 mutations of the serving code, 0 not found" in done.stdout
 
 
-def test_mutations_have_names_of_their_own() -> None:
+def test_mutations_have_unique_names() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 10
 
 
-def test_a_mutation_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_mutation_is_refused() -> None:
     assert python("-m", "tests.faults", "mutate", "--only", "no such").returncode == 2

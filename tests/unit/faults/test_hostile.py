@@ -53,13 +53,13 @@ async def server(answer: bytes | None) -> AsyncIterator[int]:
         (OK + b'\n\ndata: {"error": {"message": "x", "code": 400}}\n\n', True, None),
     ],
 )
-async def test_an_answer_is_judged(answer: bytes | None, complete: bool, problem: str | None) -> None:
+async def test_answers_are_classified(answer: bytes | None, complete: bool, problem: str | None) -> None:
     async with server(answer) as port:
         outcome = await send(Case("test", b"GET / HTTP/1.1\r\n\r\n", complete), "127.0.0.1", port, 0.2)
     assert outcome.problem == problem
 
 
-async def test_a_case_can_be_sent_again(tmp_path: Path) -> None:
+async def test_recorded_cases_can_be_sent_again(tmp_path: Path) -> None:
     cases = known("m")
     async with server(OK) as port:
         outcomes = await send_all(cases, "127.0.0.1", port, in_flight=3, limit_s=5)
@@ -70,7 +70,7 @@ async def test_a_case_can_be_sent_again(tmp_path: Path) -> None:
     assert base64.b64decode(json.loads(outcomes[0].line)["raw"])
 
 
-def test_cases_are_many_and_different_requests_and_mutations_repeat_by_seed() -> None:
+def test_cases_are_numerous_and_distinct_and_repeat_by_seed() -> None:
     cases = by_hand("m", "key")
     assert len(cases) > 5000
     assert len({c.raw for c in cases}) > 0.95 * len(cases)
@@ -84,11 +84,11 @@ def test_cases_are_many_and_different_requests_and_mutations_repeat_by_seed() ->
 
 
 @pytest.mark.parametrize("url", ["nowhere", "http://127.0.0.1:1"])
-def test_a_service_that_is_not_there_is_one_sentence(url: str) -> None:
+def test_a_missing_service_is_reported_in_one_sentence(url: str) -> None:
     assert sentence(python("-m", "tests.fuzz", "--url", url)).startswith("hostile: ")
 
 
-async def test_connections_are_held_and_then_closed() -> None:
+async def test_connections_are_held_open_and_then_closed() -> None:
     said: list[bytes] = []
     gone = asyncio.Semaphore(0)
 

@@ -63,7 +63,7 @@ def held(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_a_client_had_is_free_when_it_has_been_gone_for_a_fifth_of_a_second(seed: int) -> None:
+def test_resources_are_free_a_fifth_of_a_second_after_a_client_disconnects(seed: int) -> None:
     """From prefill to the midst of its answer."""
 
     async def main(world: World) -> None:
@@ -80,7 +80,7 @@ def test_what_a_client_had_is_free_when_it_has_been_gone_for_a_fifth_of_a_second
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_requests_of_an_ingress_that_was_killed_end_in_the_engines_within_two_seconds(seed: int) -> None:
+def test_engines_end_the_requests_of_a_killed_ingress_within_two_seconds(seed: int) -> None:
     def busy(world: World) -> bool:
         return any(engine.running for engine in world.engines.values())
 

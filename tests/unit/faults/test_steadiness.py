@@ -34,7 +34,7 @@ def seen(before: Held, after: Held, *metrics: str, **stops: int) -> dict[str, di
     return {row["process"]: row for row in steadiness.rows(stops)}
 
 
-def test_growth_is_of_processes_that_lived_through_it() -> None:
+def test_growth_is_measured_on_processes_that_survive_the_run() -> None:
     before = Held(ingress=[(1, 100.0, 20), (2, 100.0, 20)], decode=[(3, 900.0, 50)])
     after = Held(ingress=[(1, 110.0, 25), (9, 500.0, 300)], decode=[(4, 1500.0, 90)])
     rows = seen(before, after)
@@ -49,13 +49,13 @@ def test_growth_is_of_processes_that_lived_through_it() -> None:
 @pytest.mark.parametrize(
     ("after", "said"), [((1, 400.0, 20), "MiB of memory"), ((1, 100.0, 200), "180 descriptors")]
 )
-def test_a_process_that_grows_is_told(after: tuple[int, float, int], said: str) -> None:
+def test_a_growing_process_is_reported(after: tuple[int, float, int], said: str) -> None:
     (what,) = wrong(list(seen(Held(router=[(1, 100.0, 20)]), Held(router=[after])).values()))
     assert what.startswith("router: ")
     assert said in what
 
 
-def test_tasks_grow_from_when_a_process_was_first_seen() -> None:
+def test_task_growth_starts_at_the_first_sample() -> None:
     metrics = [loop("tasks", "ingress", "a", 20) + loop("tasks", "ingress", "b", 150)]
     metrics += [loop("tasks", "ingress", "a", 90) + loop("tasks", "ingress", "b", 150)]
     rows = seen(Held(), Held(), *metrics)
@@ -63,7 +63,7 @@ def test_tasks_grow_from_when_a_process_was_first_seen() -> None:
     assert wrong(list(rows.values())) == ["ingress: 70 tasks more than after warm-up"]
 
 
-def test_a_loop_stands_still_as_often_as_its_process_is_stopped_and_an_engines_may() -> None:
+def test_an_event_loop_may_block_only_while_its_process_is_stopped() -> None:
     metrics = [
         loop("stalls_total", "ingress", "a", 2.2250738585072014e-308)
         + loop("stalls_total", "decode", "d", 3)

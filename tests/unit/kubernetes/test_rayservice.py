@@ -24,6 +24,7 @@ from eldr_serve.ray_settings import QUIET
 
 MANIFESTS = sorted((ROOT / "deployments/kubernetes").glob("*.yaml"))
 DEFINITIONS = sorted(Path(__file__).parent.glob("rayservice_crd_*.json.gz"))  # see README.md beside them
+Case = tuple[Deployment, dict[str, Any]]
 _OPEN = ("additionalProperties", "x-kubernetes-preserve-unknown-fields")
 
 
@@ -41,7 +42,7 @@ def strict(schema: Any) -> Any:
 
 @pytest.fixture(scope="module", params=DEFINITIONS, ids=lambda path: path.name)
 def kuberay(request: Any) -> jsonschema.Draft202012Validator:
-    """The schema of KubeRay's RayService; rules in CEL (`x-kubernetes-validations`) are not checked."""
+    """Provide the schema of KubeRay's RayService, without its rules in CEL (`x-kubernetes-validations`)."""
     definition = json.loads(gzip.decompress(request.param.read_bytes()))
     (served,) = definition["spec"]["versions"]
     assert (definition["spec"]["group"], served["name"]) == ("ray.io", "v1")
@@ -49,8 +50,8 @@ def kuberay(request: Any) -> jsonschema.Draft202012Validator:
 
 
 @pytest.fixture(scope="module", params=MANIFESTS, ids=lambda path: path.stem)
-def case(request: Any) -> tuple[Deployment, dict[str, Any]]:
-    """A deployment and its manifest."""
+def case(request: Any) -> Case:
+    """Provide a deployment and its manifest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         path = Path("deployments") / request.param.name
@@ -63,7 +64,7 @@ def cluster_of(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def pods(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(name of its group, pod, container), the head first."""
+    """Yield (name of its group, pod, container), the head first."""
     cluster = cluster_of(manifest)
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
@@ -77,7 +78,7 @@ def mib(quantity: str) -> int:
 
 
 def pools(manifest: dict[str, Any], count: str) -> list[Pool]:
-    """What Ray finds in the pods of each group."""
+    """Return the resources that Ray finds in the pods of each group."""
     found = []
     for group in cluster_of(manifest)["workerGroupSpecs"]:
         asked = group["template"]["spec"]["containers"][0]["resources"]
@@ -88,8 +89,8 @@ def pools(manifest: dict[str, Any], count: str) -> list[Pool]:
     return found
 
 
-def test_it_is_valid_by_kuberays_definition(
-    kuberay: jsonschema.Draft202012Validator, case: tuple[Deployment, dict[str, Any]]
+def test_the_manifest_is_valid_by_kuberays_schema(
+    kuberay: jsonschema.Draft202012Validator, case: Case
 ) -> None:
     manifest = case[1]
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
@@ -100,9 +101,7 @@ def test_it_is_valid_by_kuberays_definition(
     assert len(list(kuberay.iter_errors(wrong))) == 2
 
 
-def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(
-    case: tuple[Deployment, dict[str, Any]],
-) -> None:
+def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(case: Case) -> None:
     deployment, manifest = case
     wanted = [*(engines.replicas for engines in deployment.engines), deployment.ingress]
     placed = place(pools(manifest, "maxReplicas"), wanted)
@@ -121,7 +120,7 @@ def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(
             assert int(asked["nvidia.com/gpu"]) == engines.spec.ranks == total(engines.bundles)["GPU"]
 
 
-def test_no_replica_comes_to_the_head(case: tuple[Deployment, dict[str, Any]]) -> None:
+def test_no_replica_runs_on_the_head(case: Case) -> None:
     deployment, manifest = case
     head = cluster_of(manifest)["headGroupSpec"]
     assert head["rayStartParams"]["num-cpus"] == "0"
@@ -130,9 +129,7 @@ def test_no_replica_comes_to_the_head(case: tuple[Deployment, dict[str, Any]]) -
         assert total(replicas.bundles)["CPU"] > 0
 
 
-def test_the_application_is_the_deployments_but_for_where_it_listens(
-    case: tuple[Deployment, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_the_application_equals_the_deployment_except_for_its_address(case: Case, tmp_path: Path) -> None:
     deployment, manifest = case
     file = tmp_path / "serve.yaml"
     file.write_text(manifest["spec"]["serveConfigV2"])
@@ -148,13 +145,11 @@ def test_the_application_is_the_deployments_but_for_where_it_listens(
     assert manifest["spec"]["rayClusterDeletionDelaySeconds"] >= max(drain_s)
 
 
-def test_the_service_leads_to_the_ingress_once_it_says_that_it_is_ready(
-    case: tuple[Deployment, dict[str, Any]],
-) -> None:
+def test_the_service_targets_ready_ingresses(case: Case) -> None:
     deployment, manifest = case
     port = deployment.args.ingress.port
     listed = {name: container.get("ports", []) for name, _, container in pods(manifest)}
-    assert {"name": "serve", "containerPort": port} in listed["head"]  # by which KubeRay makes the Service
+    assert {"name": "serve", "containerPort": port} in listed["head"]  # KubeRay makes the Service from it
     numbers = [entry["containerPort"] for entry in listed["head"]]
     assert len(set(numbers)) == len(numbers)
     answering = [
@@ -166,7 +161,7 @@ def test_the_service_leads_to_the_ingress_once_it_says_that_it_is_ready(
         assert container["readinessProbe"]["httpGet"] == {"path": "/eldr/ready", "port": port}
 
 
-def test_nothing_waits_for_an_application_that_waits_for_it(case: tuple[Deployment, dict[str, Any]]) -> None:
+def test_no_readiness_probe_depends_on_the_application(case: Case) -> None:
     """KubeRay submits the application once the head is ready, and probes it by itself."""
     _, manifest = case
     assert manifest["spec"]["excludeHeadPodFromServeSvc"]
@@ -178,7 +173,7 @@ def test_nothing_waits_for_an_application_that_waits_for_it(case: tuple[Deployme
             assert container["readinessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
 
 
-def test_keys_are_read_from_a_secret(case: tuple[Deployment, dict[str, Any]]) -> None:
+def test_keys_are_read_from_a_secret(case: Case) -> None:
     for _, _, container in pods(case[1]):
         environment = {entry["name"]: entry for entry in container["env"]}
         admin = environment["ELDR_ADMIN_KEY"]["valueFrom"]["secretKeyRef"]
@@ -189,7 +184,7 @@ def test_keys_are_read_from_a_secret(case: tuple[Deployment, dict[str, Any]]) ->
     assert "admin_key" not in case[1]["spec"]["serveConfigV2"]
 
 
-def test_rays_settings_memory_and_models_are_in_all_pods(case: tuple[Deployment, dict[str, Any]]) -> None:
+def test_all_pods_have_rays_settings_memory_and_models(case: Case) -> None:
     deployment, manifest = case
     homes = {engines.spec.environment.get("HF_HOME") for engines in deployment.engines} - {None}
     for _, pod, container in pods(manifest):
@@ -207,9 +202,7 @@ def test_rays_settings_memory_and_models_are_in_all_pods(case: tuple[Deployment,
         }
 
 
-def test_pods_name_resources_that_a_cluster_for_ray_up_has_too(
-    case: tuple[Deployment, dict[str, Any]],
-) -> None:
+def test_pods_and_the_ray_up_cluster_have_the_same_resources(case: Case) -> None:
     deployment, manifest = case
     offered = {name for pool in read_cluster(ROOT / "ray_cluster.yaml") for name in pool.resources}
     named = {name for pool in pools(manifest, "maxReplicas") for name in pool.resources}
@@ -225,8 +218,8 @@ def test_pods_name_resources_that_a_cluster_for_ray_up_has_too(
     assert cluster_of(manifest).get("enableInTreeAutoscaling", False) == scaled
 
 
-def test_the_image_is_made_of_what_the_wheel_is_made_of() -> None:
-    """It was never built, so names are all that can be checked."""
+def test_the_image_copies_the_files_of_the_wheel() -> None:
+    """Check names only, since the image has never been built."""
     lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()
     copied = {word.rstrip("/") for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
     assert not [name for name in copied if not (ROOT / name).exists()]

@@ -15,7 +15,7 @@ KEYS = ("tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms")
 
 
 def row(policy: str, *changes: tuple[float | None, float | None, float | None]) -> dict[str, Any]:
-    """With these changes and their intervals, in the order of KEYS."""
+    """Return a row with these changes and their intervals, in the order of KEYS."""
     found: dict[str, Any] = {"policy": policy}
     for key, change in zip(KEYS, changes, strict=False):
         found |= zip((f"{key}_change_pct{end}" for end in ("", "_low", "_high")), change, strict=True)
@@ -23,7 +23,7 @@ def row(policy: str, *changes: tuple[float | None, float | None, float | None]) 
     return found
 
 
-def test_a_verdict_is_where_the_interval_lies() -> None:
+def test_a_verdict_follows_the_interval() -> None:
     rows = [
         row("shortest-queue"),
         row("locality-band:band=0.1", (-12.34, -15.0, -9.5), (3.0, -1.0, 7.0), (8.0, 0.5, 15.0)),
@@ -52,7 +52,7 @@ def test_one_round_has_no_interval_and_gets_no_verdict() -> None:
     assert "better" not in unknown
 
 
-def test_few_rounds_are_said_after_the_verdicts() -> None:
+def test_few_rounds_are_mentioned_after_the_verdicts() -> None:
     rows = [row("shortest-queue"), row("x", (-50.0, -60.0, -40.0))]
     verdict, caution = client_answers(rows, rounds=3)
     assert "better" in verdict
@@ -60,7 +60,7 @@ def test_few_rounds_are_said_after_the_verdicts() -> None:
     assert len(client_answers(rows, rounds=4)) == 1
 
 
-def test_what_was_not_measured_or_has_no_baseline_is_said() -> None:
+def test_missing_measurements_and_baselines_are_reported() -> None:
     (said,) = client_answers([row("random"), row("x", (None, None, None))], rounds=4)
     assert said == "x, for clients: TPOT p50 was not measured."
     (said,) = client_answers([row("x"), row("y")], rounds=4)
@@ -68,8 +68,8 @@ def test_what_was_not_measured_or_has_no_baseline_is_said() -> None:
     assert client_answers([row("random")], rounds=4) == []
 
 
-def test_figures_of_trials_are_answered() -> None:
-    """Each figure against its own baseline; a balancer that is one itself, only where it is not."""
+def test_each_figure_of_a_trial_has_a_sentence() -> None:
+    """Each figure has its own baseline; the baseline of a figure has no sentence for it."""
     times = {"random": (0.02, 0.1), "shortest-queue": (0.01, 0.2), "marginal-cost": (0.009, 0.15)}
     trials = [
         Trial(policy, round_, [
@@ -98,7 +98,7 @@ def step_row(policy: str, *changes: tuple[float, float | None, float | None], ba
     return found
 
 
-def test_the_first_sentence_is_what_placement_causes() -> None:
+def test_the_first_sentence_is_the_effect_of_placement() -> None:
     base = "shortest-queue"
     rows = [
         {"policy": base},

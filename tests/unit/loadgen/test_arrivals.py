@@ -35,13 +35,13 @@ def test_poisson_gaps_are_exponential_at_the_rate(rate: float) -> None:
     gaps = np.diff(times, prepend=0)
     assert stats.kstest(gaps, "expon", args=(0, 1 / rate)).pvalue > 0.01
     assert len(times) / times[-1] == pytest.approx(rate, rel=0.03)
-    # Counts of disjoint seconds: variance as the mean, and no memory.
+    # Counts of disjoint intervals: their variance is their mean, and they are independent.
     counts = np.bincount((times * rate / 10).astype(int))[:-1]
     assert counts.var() / counts.mean() == pytest.approx(1, abs=0.15)
     assert abs(np.corrcoef(gaps[1:], gaps[:-1])[0, 1]) < 0.03
 
 
-def test_a_stream_repeats_by_seed_and_by_nothing_else() -> None:
+def test_a_stream_depends_on_its_seed_alone() -> None:
     first, again, other = (
         first_of(open_loop(PROMPTS, 5, max_tokens=8, seed=seed), 100) for seed in (1, 1, 2)
     )
@@ -49,12 +49,12 @@ def test_a_stream_repeats_by_seed_and_by_nothing_else() -> None:
     assert [a.due_s for a in first] != [a.due_s for a in other]
     assert [a.prompt for a in first] != [a.prompt for a in other]
     assert [a.number for a in first] == list(range(100))
-    for rate in (0, -1, float("nan"), float("inf")):  # before anything is sent
+    for rate in (0, -1, float("nan"), float("inf")):  # at the call, before any request
         with pytest.raises(BadInput):
             open_loop(PROMPTS, rate, max_tokens=8)
 
 
-def test_output_lengths_are_even_between_their_bounds_and_alike_in_both_loops() -> None:
+def test_output_lengths_are_uniform_and_equal_in_both_loops() -> None:
     drawn = first_of(output_lengths(12, least=5, seed=3), 8_000)
     assert set(drawn) == set(range(5, 13))
     assert stats.chisquare(np.bincount(drawn)[5:]).pvalue > 0.01
@@ -68,8 +68,8 @@ def test_output_lengths_are_even_between_their_bounds_and_alike_in_both_loops() 
             output_lengths(12, least=least)
 
 
-def test_shares_are_together_the_stream_and_share_no_prompt() -> None:
-    workers = 4  # 30 prompts are no multiple of it
+def test_shares_partition_the_stream_without_common_prompts() -> None:
+    workers = 4  # 30 prompts do not divide by it
 
     def stream(prompts: list[Prompt] = PROMPTS) -> Iterator[Arrival]:
         return open_loop(prompts, 5, max_tokens=8, workers=workers)
@@ -96,7 +96,7 @@ def trace(tmp_path: Path) -> list[TraceRequest]:
     return read_trace(tmp_path / "m.jsonl")
 
 
-def test_both_formats_are_read(trace: list[TraceRequest], tmp_path: Path) -> None:
+def test_both_formats_can_be_read(trace: list[TraceRequest], tmp_path: Path) -> None:
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(AZURE.encode()))
     assert read_trace(tmp_path / "a.csv.gz")[1] == TraceRequest(4.3146, 396, 109)
     assert trace[1] == TraceRequest(1.5, 2000, 9, (0, 1, 2, 3))
@@ -105,7 +105,7 @@ def test_both_formats_are_read(trace: list[TraceRequest], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
-        ("a.csv", AZURE + "3.0,10,10\n", "line 5"),  # back in time
+        ("a.csv", AZURE + "3.0,10,10\n", "line 5"),  # times decrease
         ("a.csv", AZURE + "5.0,-1,10\n", "line 5"),
         ("a.csv", AZURE + "5.0,10,0\n", "line 5"),
         ("a.csv", AZURE + "5.0,10\n", "line 5"),
@@ -129,7 +129,7 @@ def test_a_bad_trace_is_refused_in_one_sentence_with_its_line(
         read_trace(tmp_path / name)
 
 
-def test_equal_leading_blocks_are_equal_text_and_others_are_not(trace: list[TraceRequest]) -> None:
+def test_only_equal_leading_blocks_become_equal_text(trace: list[TraceRequest]) -> None:
     first, longer, other = list(replay(trace, PROMPTS, chars_per_token=2))
     block = BLOCK_TOKENS * 2
     assert [len(a.prompt.text) for a in (first, longer, other)] == [2400, 4000, 1200]
@@ -142,7 +142,7 @@ def test_equal_leading_blocks_are_equal_text_and_others_are_not(trace: list[Trac
     assert common_prefix(one.prompt.text, two.prompt.text) < 5
 
 
-def test_speed_and_caps(trace: list[TraceRequest]) -> None:
+def test_speed_and_limits_are_applied(trace: list[TraceRequest]) -> None:
     options = {"speed": 2, "max_prompt_tokens": 200, "max_tokens": 8, "chars_per_token": 4}
     arrivals = list(replay(trace, PROMPTS, **options))
     assert [a.due_s for a in arrivals] == [0.0, 0.75, 1.25]

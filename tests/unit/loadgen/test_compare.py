@@ -1,4 +1,4 @@
-"""The comparison against a fake service: order, pairing, resume, and what is refused."""
+"""The comparison against a fake service: order, pairing, resumption and refusals."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def options(service: FakeService, out: Path, **changes: Any) -> dict[str, Any]:
 
 
 def lose_last_lines(out: Path, number: int) -> None:
-    """As if the run had been killed before it wrote them; the last one says that the policy is set back."""
+    """Simulate a kill before these lines were written; the last one says that the policy was restored."""
     journal = out / JOURNAL
     journal.write_text("\n".join(journal.read_text().splitlines()[:-number]))
 
 
-def test_each_round_has_each_policy_once_in_an_order_of_its_own() -> None:
+def test_each_round_has_each_policy_once_in_its_own_order() -> None:
     steps = order(["a", "b", "c"], 40, seed=1)
     rounds = [[s.policy for s in steps if s.round == r] for r in range(40)]
     assert all(sorted(policies) == ["a", "b", "c"] for policies in rounds)
@@ -63,7 +63,7 @@ def test_each_round_has_each_policy_once_in_an_order_of_its_own() -> None:
     assert len({s.seed for s in steps}) == 40
 
 
-def test_a_policy_carries_its_parameters() -> None:
+def test_a_policy_is_set_with_its_parameters() -> None:
     assert parse_policy("random") == ("random", {})
     assert parse_policy("their.rules:Packed:slots=3") == ("their.rules:Packed", {"slots": 3})
     assert parse_policy("x:band=0.1:cap=two:n=3") == ("x", {"band": 0.1, "cap": "two", "n": 3})
@@ -73,7 +73,7 @@ def test_a_policy_carries_its_parameters() -> None:
 
 
 @pytest.mark.slow
-def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
+def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loadgen.compare.LATE_S", 60.0)  # requests are late on busy cores
@@ -88,11 +88,11 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
     assert service.policy == OWN
     sent = len(service.bodies)
     parts = service.bodies[: sent // 2], service.bodies[sent // 2 :]
-    # Both policies met the same requests; the warm-up is in no figure.
+    # Both policies get the same requests; no figure includes the warm-up.
     halves = [sorted((b["messages"][0]["content"], b["max_tokens"]) for b in part) for part in parts]
     assert halves[0] == halves[1]
     assert {tokens for _, tokens in halves[0]} == {2, 3, 4}
-    # No policy finds the prefixes that another one computed.
+    # No policy uses cached prefixes of another one.
     salts = [{body["cache_salt"] for body in part} for part in parts]
     assert [len(salt) for salt in salts] == [1, 1]
     assert salts[0] != salts[1]
@@ -109,17 +109,17 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
     assert "tpot_p50_ms_change_pct" not in plain
     assert banded["engine_ms_per_token_change_pct"] == pytest.approx(0, abs=1e-6)
 
-    # Again: nothing is sent, the same figures come out.
+    # A repetition sends nothing and gives the same figures.
     compare(**options(service, out))
     assert len(service.bodies) == sent
     assert json.loads((out / "compare.json").read_text())["rows"] == result["rows"]
 
-    # More of it is not the same comparison.
+    # Other options are another comparison.
     for change in ({"rate": 16.0}, {"rounds": 2}, {"seed": 1}, {"policies": "random,shortest-queue"}):
         with pytest.raises(BadInput, match=f"another .*{next(iter(change))}"):
             compare(**options(service, out, **change))
 
-    # A trial that is lost is measured again, and the policy that the first run found is set back.
+    # A lost trial is measured again, and the policy before the first run is restored.
     lose_last_lines(out, 2)
     service.policy = {"name": "random", "parameters": {}}
     compare(**options(service, out))
@@ -128,7 +128,7 @@ def test_a_comparison_writes_its_figures_and_goes_on_from_its_folder(
 
 
 @pytest.mark.slow
-def test_a_burn_in_is_load_before_the_first_trial_and_in_no_figure(
+def test_a_burn_in_precedes_the_first_trial_and_is_not_measured(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "compare"
@@ -156,7 +156,7 @@ def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
     one, other = ({r["number"]: r["id"] for r in trial} for trial in trials)
     assert [one[number] for number in range(15)] == [other[number] for number in range(15)]
     for row, trial in zip(json.loads((out / "compare.json").read_text())["rows"], trials, strict=True):
-        # The second second and the third are measured; what ended before or after is in no figure.
+        # Only requests that end within seconds 1 to 3 are measured.
         ended = [r for r in trial if 1 <= r["sent_s"] + r["end_s"] < 3]
         assert 0 < row["requests"] == len(ended) < len(trial)
         assert row["requests"] <= 55  # 5 in flight, 0.2 s each
@@ -166,7 +166,7 @@ def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
 
 
 @pytest.mark.slow
-def test_the_readmes_line_needs_no_load_and_no_model(service: FakeService, tmp_path: Path) -> None:
+def test_the_readmes_command_needs_no_load_and_no_model(service: FakeService, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "domain": "d", "prompt": "Hello"}\n')
     words = re.search(r"^eldr compare (.*?)(?:\s+#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
@@ -183,7 +183,7 @@ def test_the_readmes_line_needs_no_load_and_no_model(service: FakeService, tmp_p
 
 
 @pytest.mark.slow
-def test_failed_requests_are_in_the_first_line_and_the_status(
+def test_failed_requests_appear_in_the_first_line_and_the_exit_status(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service.fail_every = 4
@@ -197,7 +197,7 @@ def test_failed_requests_are_in_the_first_line_and_the_status(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_sets_the_policy_back(
+def test_an_interrupted_run_restores_the_policy(
     service: FakeService, tmp_path: Path, sent: signal.Signals
 ) -> None:
     out = tmp_path / "c"
@@ -206,7 +206,7 @@ def test_an_interrupted_run_sets_the_policy_back(
     process = subprocess.Popen(
         [sys.executable, "-m", "loadgen.compare", *words],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else as who runs us has it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else inherited
     )  # fmt: skip
     deadline = time.monotonic() + 40
     while not service.bodies and time.monotonic() < deadline:
@@ -245,7 +245,7 @@ def test_an_interrupted_run_sets_the_policy_back(
         ({"admin_key_env": "UNSET_KEY"}, "admin key"),
     ],
 )
-def test_bad_input_is_one_sentence_and_changes_nothing(
+def test_bad_input_is_reported_in_one_sentence_and_changes_nothing(
     service: FakeService, tmp_path: Path, change: dict[str, Any], sentence: str
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
@@ -258,7 +258,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(
     assert service.policy == OWN
 
 
-def test_what_ended_in_the_measured_part_of_a_closed_loop_is_measured() -> None:
+def test_a_closed_loop_measures_requests_that_end_in_the_measured_part() -> None:
     sent_s, took_s = (0.0, 0.0, 19.0, 19.5, 12.0), (9.9, 10.0, 0.9, 0.5, None)  # the last one failed
     ended = [
         {"number": n, "due_s": None, "sent_s": sent} | ({} if took is None else {"end_s": took})

@@ -36,14 +36,14 @@ def test_every_policy_gets_the_same_greedy_requests(service: FakeService) -> Non
     assert said == "Greedy answers to 2 prompts, sent one at a time, are equal under all 3 policies."
 
 
-def test_an_answer_that_a_policy_changes_is_named(service: FakeService) -> None:
+def test_an_answer_that_a_policy_changes_is_reported(service: FakeService) -> None:
     service.says = lambda policy, prompt: policy if (policy, prompt) == ("random", "Say two") else prompt
     found = differing(service)
     assert found == {"shortest-queue": [], "random": ["two"], "locality-band:band=0.1": []}
     assert greedy_sentence(found, 2) == "GREEDY ANSWERS DIFFER from those under shortest-queue (random: two)."
 
 
-def test_a_refused_prompt_is_one_sentence(service: FakeService) -> None:
+def test_a_refused_prompt_is_reported_in_one_sentence(service: FakeService) -> None:
     service.fail_every = 2
     with pytest.raises(BadInput, match="prompt 'two' was not answered: HTTP 503"):
         differing(service)

@@ -1,4 +1,4 @@
-"""A journal keeps what a run measured, for that run alone."""
+"""A journal keeps the measurements of one run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from eldr_serve.command_errors import BadInput
 from loadgen.journal import Journal
 
 
-def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
+def test_a_journal_belongs_to_one_run(tmp_path: Path) -> None:
     path = tmp_path / "made" / "run.jsonl"
     Journal(path, {"seed": 0}).put("a", [1.5])
     with path.open("a") as file:
-        file.write('\n["b", [2')  # the run died while it wrote
+        file.write('\n["b", [2')  # the run was killed during a write
     again = Journal(path, {"seed": 0})
     assert (again.get("a"), again.get("b")) == ([1.5], None)
     again.put("b", [2.5])

@@ -22,7 +22,7 @@ from shipped import ROOT
 from benchmarks.lib.replay_engine import free_port
 from loadgen.arrivals import poisson
 
-pytestmark = pytest.mark.slow  # a process a test
+pytestmark = pytest.mark.slow  # each test starts processes
 BASE = [sys.executable, "-m", "locust", "-f", "loadgen/locustfile.py"]
 
 
@@ -35,7 +35,7 @@ def service() -> Iterator[FakeService]:
 def locust(
     service: FakeService, out: Path, users: int, *options: object
 ) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
-    """What it said, and its records in the order of their numbers."""
+    """Return the finished process, and its records in the order of their numbers."""
     record = out / "record.jsonl"
     done = subprocess.run(
         [*BASE, "--headless", "--only-summary", "--host", service.url, "--record", str(record),
@@ -67,7 +67,7 @@ def test_an_open_loop_sends_by_the_clock_and_records_every_request(
         assert (len(record["itl_s"]), record["tokens"]) == (5, 6)
         assert record["handover_s"] == pytest.approx(0.0125)
         assert (record["worker"], record["policy"]) == (REPLICAS[0], "locality-band")
-    # The server saw them at those times, and a busy machine may delay some.
+    # The server received the requests at those times; a busy machine may delay some.
     seen = np.diff(sorted(service.arrived_s))
     assert np.median(np.abs(seen - np.diff(sorted(r["sent_s"] for r in records)))) < 0.05
     assert all(body["ignore_eos"] for body in service.bodies)
@@ -78,7 +78,7 @@ def test_an_open_loop_sends_by_the_clock_and_records_every_request(
     assert counted == dict.fromkeys(("chat", "ttft", "Aggregated"), str(len(due)))
 
 
-def test_too_few_users_and_failures_are_said_in_the_first_line(service: FakeService, tmp_path: Path) -> None:
+def test_too_few_users_and_failures_are_in_the_first_line(service: FakeService, tmp_path: Path) -> None:
     service.first_s = 0.5
     done, records = locust(service, tmp_path, 2, "--rate", 10, "--run-time", "2s")
     assert "USERS RAN OUT" in done.stdout.splitlines()[0]
@@ -97,13 +97,13 @@ def test_a_closed_loop_keeps_every_user_busy(service: FakeService, tmp_path: Pat
     done, records = locust(service, tmp_path, 3, "--run-time", "2s")
     assert done.returncode == 0, done.stdout + done.stderr
     assert {r["due_s"] for r in records} == {None}
-    # Until 2 s an answer that ended is followed by the next request; the last answers are waited for.
+    # Each answer is followed by a request until 2 s; the last answers are awaited.
     assert max(r["sent_s"] for r in records) < 2.0 < max(r["sent_s"] + r["end_s"] for r in records)
     busy_s = sum(max(0.0, min(1.8, r["sent_s"] + r["end_s"]) - max(0.2, r["sent_s"])) for r in records)
     assert 0.75 * 3 < busy_s / 1.6 <= 3
 
 
-def test_an_abandoned_tail_is_neither_waited_for_nor_a_failure(service: FakeService, tmp_path: Path) -> None:
+def test_an_abandoned_tail_is_neither_awaited_nor_a_failure(service: FakeService, tmp_path: Path) -> None:
     service.gap_s = 0.3  # an answer takes 1.55 s, so the second ones are incomplete at the end
     done, records = locust(service, tmp_path, 3, "--run-time", "3s", "--abandon")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -113,7 +113,7 @@ def test_an_abandoned_tail_is_neither_waited_for_nor_a_failure(service: FakeServ
     _wait(lambda: service.in_flight == 0)
 
 
-def test_a_trace_is_replayed_whole_and_ends_the_run(service: FakeService, tmp_path: Path) -> None:
+def test_a_trace_is_replayed_to_its_end(service: FakeService, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = (
         {"timestamp_ms": 500 * n, "prompt_tokens": 700, "output_tokens": 3 + n, "hash_ids": [0, n + 1]}
@@ -132,7 +132,7 @@ def test_a_trace_is_replayed_whole_and_ends_the_run(service: FakeService, tmp_pa
     assert len(set(texts)) == 5
 
 
-def test_two_workers_send_what_one_would_have_sent(service: FakeService, tmp_path: Path) -> None:
+def test_two_workers_send_the_requests_of_one(service: FakeService, tmp_path: Path) -> None:
     port = str(free_port())
     workers = [subprocess.Popen([*BASE, "--worker", "--master-port", port], cwd=ROOT) for _ in range(2)]
     try:
@@ -160,7 +160,7 @@ def test_two_workers_send_what_one_would_have_sent(service: FakeService, tmp_pat
     ["--rate=-1", "--rate=nan", "--prompts=nowhere", "--trace=nowhere.csv", "--trace=Makefile",
      "--max-tokens=0", "--min-tokens=7", "--record=nowhere/record.jsonl"],
 )  # fmt: skip
-def test_bad_input_is_one_sentence_and_nothing_is_sent(
+def test_bad_input_is_reported_in_one_sentence_and_sends_nothing(
     service: FakeService, tmp_path: Path, options: str
 ) -> None:
     done, _ = locust(service, tmp_path, 1, "--run-time", "2s", options)
@@ -171,7 +171,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_sent(
     assert not service.bodies
 
 
-def test_locusts_own_page_drives_one_load_after_the_other(service: FakeService, tmp_path: Path) -> None:
+def test_locusts_web_page_can_start_several_loads(service: FakeService, tmp_path: Path) -> None:
     port = free_port()
     page = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The report in a real browser: it renders, and nothing in it is broken or fetched."""
+"""The report renders in a real browser, without broken or fetched parts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_the_report_renders_in_a_browser(
     assert pixels.std() > 20  # not blank
     colours = pixels.reshape(-1, 3) @ (65536, 256, 1)
     assert len(np.unique(colours)) > 100  # pictures, not only text
-    # In each quarter of the page something is drawn.
+    # Each quarter of the page has content.
     assert all(quarter.std() > 5 for quarter in np.array_split(pixels, 4))
     assert len(widths) == 5
     assert min(widths) > 300  # no image is broken

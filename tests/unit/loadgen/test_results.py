@@ -1,4 +1,4 @@
-"""What a result says of the code that made it."""
+"""The commit and the machine in a result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from loadgen.results import _commit, environment
 
 
-def test_a_result_says_that_its_code_is_not_the_commits(tmp_path: Path) -> None:
+def test_a_result_marks_uncommitted_code(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -29,9 +29,7 @@ def test_a_result_says_that_its_code_is_not_the_commits(tmp_path: Path) -> None:
     assert _commit(tmp_path) == f"{commit}+"
 
 
-def test_a_machine_with_gpus_names_them_and_their_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_lists_its_gpus_and_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nprintf 'NVIDIA H100 80GB HBM3, 580.1\\nNVIDIA H200, 580.1\\n'\n")
     program.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A screenshot of a report is of that page, from its top."""
+"""Screenshots of reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.lib.screenshots import of_report
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("height", "shown"), [(1200, 1200), (4000, 1500)])
-async def test_the_page_is_in_the_picture_from_its_top(tmp_path: Path, height: int, shown: int) -> None:
+async def test_a_screenshot_shows_the_page_from_its_top(tmp_path: Path, height: int, shown: int) -> None:
     page = tmp_path / "report.html"
     page.write_text(f'<body style="margin:0"><div style="height:{height}px;background:#008000"></div></body>')
     pixels = np.asarray(Image.open(io.BytesIO(await of_report(page))).convert("RGB"))
@@ -22,6 +22,6 @@ async def test_the_page_is_in_the_picture_from_its_top(tmp_path: Path, height: i
     assert (pixels == (0, 128, 0)).all()
 
 
-async def test_a_report_that_is_not_there_is_named(tmp_path: Path) -> None:
+async def test_a_missing_report_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"report\.html"):
         await of_report(tmp_path / "report.html")

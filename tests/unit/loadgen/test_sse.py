@@ -1,4 +1,4 @@
-"""The times and the text of a stream of tokens."""
+"""Times and text of a stream of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def event(**choice: object) -> str:
 
 
 def read(*lines: str | bytes) -> StreamTiming:
-    """By a clock that advances by 0.1 s a reading."""
+    """Read the lines with a clock that advances by 0.1 s at each reading."""
     tenths = itertools.count(1)
     return read_stream(lines, 0.0, lambda: 0.1 * next(tenths))
 
@@ -39,7 +39,7 @@ def test_times_and_text_of_a_chat_stream() -> None:
     assert (timing.completion_tokens, timing.finish_reason) == (4, "length")
 
 
-def test_tokens_that_come_together_count_as_many_and_one_has_no_tpot() -> None:
+def test_tokens_of_one_chunk_are_counted_and_one_token_has_no_tpot() -> None:
     usage = 'data: {"usage": {"completion_tokens": 4}}'
     assert read(event(text="a"), event(text="bcd"), usage, "data: [DONE]").tpot_s == pytest.approx(0.1 / 3)
     assert read(event(text="a"), "data: [DONE]").tpot_s is None

@@ -1,4 +1,4 @@
-"""Bootstrap intervals, and requests that keep their objectives."""
+"""Bootstrap intervals, and requests within their objectives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALUES = np.random.default_rng(5).lognormal(3, 0.6, 300)
 
 
 @pytest.mark.parametrize("q", [50, 90, 99])
-def test_a_paired_change_is_that_of_units_drawn_together(q: int) -> None:
+def test_a_paired_change_resamples_both_sides_together(q: int) -> None:
     base = VALUES * np.random.default_rng(6).normal(1.1, 0.01, len(VALUES))
     drawn = np.random.default_rng(7).integers(len(VALUES), size=(DRAWS, len(VALUES)))
     ratios = np.percentile(VALUES[drawn], q, axis=1) / np.percentile(base[drawn], q, axis=1)
@@ -34,7 +34,7 @@ def test_a_paired_change_is_that_of_units_drawn_together(q: int) -> None:
     assert found.value == pytest.approx(100 * (np.percentile(VALUES, q) / np.percentile(base, q) - 1))
 
 
-def test_a_resample_by_counts_is_the_resample_itself() -> None:
+def test_a_resample_by_counts_equals_a_direct_resample() -> None:
     for units in (np.arange(300), np.repeat(np.arange(60), 5)):  # a unit is drawn with all its values
         counts = resampled_counts(np.zeros(units[-1] + 1, int), draws=50)
         found = Sample(VALUES, units).resampled(counts, [0.25, 0.5, 0.99])
@@ -44,15 +44,15 @@ def test_a_resample_by_counts_is_the_resample_itself() -> None:
     assert median_ci([3.0]) == (3.0, 3.0, 3.0)
 
 
-def test_few_rounds_are_kept_and_many_are_resampled() -> None:
+def test_rounds_are_resampled_only_if_there_are_many() -> None:
     few, many = np.repeat(np.arange(3), 20), np.repeat(np.arange(5), 20)
     assert (resampled_counts(few, draws=50).reshape(50, 3, 20).sum(axis=2) == 20).all()
     drawn = resampled_counts(many, draws=50).reshape(50, 5, 20)
-    assert (drawn == drawn[:, :, :1]).all()  # a round with all its requests
+    assert (drawn == drawn[:, :, :1]).all()  # whole rounds are drawn
     assert (drawn[:, :, 0].sum(axis=1) == 5).all()
 
 
-def test_a_cluster_bootstrap_holds_what_differs_from_round_to_round() -> None:
+def test_a_cluster_bootstrap_includes_variation_between_rounds() -> None:
     rng = np.random.default_rng(6)
     rounds = np.repeat(np.arange(6), 100)
     values = rng.normal(rounds * 10.0, 1)
@@ -65,7 +65,7 @@ def test_a_cluster_bootstrap_holds_what_differs_from_round_to_round() -> None:
     assert widths[0] > 10 * widths[1]
 
 
-def test_pairs_take_out_what_both_met() -> None:
+def test_pairing_removes_common_variation() -> None:
     rng = np.random.default_rng(6)
     common = rng.lognormal(3, 1, 400)
     base, faster = (Sample(common * factor * rng.normal(1, 0.01, 400), np.arange(400)) for factor in (1, 0.9))
@@ -75,7 +75,7 @@ def test_pairs_take_out_what_both_met() -> None:
     assert change.low < -10 < change.high
     assert change.high - change.low < 5
     alone = interval(base.quantile(0.5), draws[0])
-    # Unpaired, what both met would hide it.
+    # Without pairing, the common variation would hide the change.
     assert 100 * (alone.high - alone.low) / alone.value > 4 * (change.high - change.low)
 
 
@@ -90,7 +90,7 @@ def test_goodput_needs_both_objectives() -> None:
 
 
 @pytest.mark.parametrize("rounds", [2, 3, 6, 20])
-def test_a_paired_ratio_has_students_interval_of_its_logarithms(rounds: int) -> None:
+def test_the_interval_of_a_paired_ratio_is_students_on_logarithms(rounds: int) -> None:
     rng = np.random.default_rng(rounds)
     base = rng.lognormal(3, 1, rounds)  # rounds differ far more than policies
     values = base * rng.normal(0.9, 0.02, rounds)
@@ -103,7 +103,7 @@ def test_a_paired_ratio_has_students_interval_of_its_logarithms(rounds: int) -> 
     assert paired_ratio_percent(base, values) == pytest.approx(back)
 
 
-def test_a_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
+def test_a_paired_interval_has_its_nominal_coverage() -> None:
     rng = np.random.default_rng(3)
     covered = 0
     for _ in range(1000):
@@ -113,7 +113,7 @@ def test_a_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
     assert 930 <= covered <= 970
 
 
-def test_one_pair_has_no_interval_and_equal_pairs_have_one_of_no_width() -> None:
+def test_one_pair_has_no_interval_and_equal_pairs_have_one_of_zero_width() -> None:
     assert paired_ratio_percent([1.0], [2.0]) == pytest.approx((-50, math.nan, math.nan), nan_ok=True)
     assert all(math.isnan(value) for value in paired_ratio_percent([], []))
     assert paired_ratio_percent([1.0, 2.0, 4.0], [2.0, 4.0, 8.0]) == pytest.approx((-50, -50, -50))

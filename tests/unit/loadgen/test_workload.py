@@ -14,7 +14,7 @@ from loadgen.arrivals import closed_loop
 from loadgen.workload import Prompt, balanced_sample, read_prompts, write_prompts
 
 
-def test_prompts_of_files_and_folders(tmp_path: Path) -> None:
+def test_prompts_are_read_from_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": "1", "domain": "code", "prompt": "x"}\n\n{"prompt": "y"}\n')
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
         file.write('{"id": "3", "domain": "zh", "prompt": "z"}\n')
@@ -50,7 +50,7 @@ def test_a_log_of_openai_requests_is_a_workload(tmp_path: Path) -> None:
     assert [(p.id, p.chat, p.max_tokens) for p in read_prompts([path])] == [
         (p.id, p.chat, p.max_tokens) for p in prompts
     ]
-    # A client's own limit holds where it is the smaller one.
+    # The smaller one of the client's limit and max_tokens applies.
     asked = {a.prompt.id: a.max_tokens for a in itertools.islice(closed_loop(prompts, max_tokens=8), 3)}
     assert asked == {"log.jsonl:1": 7, "a": 8, "log.jsonl:3": 8}
 
@@ -62,17 +62,11 @@ def test_a_log_of_openai_requests_is_a_workload(tmp_path: Path) -> None:
         '{"messages": [{"content": "a"}]}',
         '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
         '{"body": {"prompt": ["a", "b"]}}',
-        "{}",
-        "[1]",
-        "not json",
-        '{"prompt": "a"}\n{"text": "b"}',
-        "",
-        "cut",
-        None,
+        "{}", "[1]", "not json", '{"prompt": "a"}\n{"text": "b"}', "", "cut", None,
     ],
-)
-def test_what_is_not_a_workload_is_refused_whole(tmp_path: Path, content: str | None) -> None:
-    path = tmp_path / "a.jsonl"  # None: not there, and its folder is empty
+)  # fmt: skip
+def test_an_invalid_workload_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "a.jsonl"  # None: the file is missing, and its folder is empty
     if content == "cut":
         path = tmp_path / "a.jsonl.gz"
         path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 100)[:-20])

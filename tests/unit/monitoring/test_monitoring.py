@@ -1,4 +1,4 @@
-"""Alert rules and dashboards: valid PromQL over metrics that exist, tested alerts, each with its page."""
+"""Alert rules and dashboards: valid PromQL over existing metrics, tested alerts, and their runbook."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _panels(name: str) -> list[dict[str, Any]]:
     return list(json.loads((FOLDER / f"{name}.json").read_text())["panels"])
 
 
-def test_every_rule_has_a_severity_a_summary_and_its_address_in_the_runbook() -> None:
+def test_every_rule_has_severity_summary_and_runbook_link() -> None:
     for rule in _rules():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
         assert rule["annotations"]["summary"].endswith(".")
@@ -49,14 +49,14 @@ def test_each_alert_fires_in_its_scenario_and_in_no_other() -> None:
     assert tested == {rule["alert"] for rule in _rules()}
 
 
-def test_every_expression_is_promql_over_series_that_exist(tmp_path: Path) -> None:
+def test_every_expression_is_valid_promql_over_existing_series(tmp_path: Path) -> None:
     found = list(expressions())
     assert len(found) > 80
     assert _refused(tmp_path, *(expr for _, expr in found)) == ""
     assert not {where: problems for where, expr in found if (problems := list(_problems(expr)))}
 
 
-def test_what_is_no_promql_is_refused(tmp_path: Path) -> None:
+def test_invalid_promql_is_refused(tmp_path: Path) -> None:
     wrong = [
         "sum(rate(ray_eldr_placed_total[5m])", "sum(ray_eldr_leases))", "ray_eldr_leases ? 1",
         "ray_eldr_leases > 5x", "average(ray_eldr_leases)", "rate(ray_eldr_placed_total)",
@@ -81,12 +81,12 @@ def test_what_is_no_promql_is_refused(tmp_path: Path) -> None:
         ("1 > bool 0", "it names no series"),
     ],
 )
-def test_what_is_wrong_with_the_series_of_an_expression_is_said(expr: str, said: str) -> None:
+def test_wrong_series_of_an_expression_are_reported(expr: str, said: str) -> None:
     (problem,) = _problems(expr)
     assert said in problem
 
 
-def test_what_is_right_passes(tmp_path: Path) -> None:
+def test_a_valid_expression_is_accepted(tmp_path: Path) -> None:
     right = [
         "ray_eldr_leases",
         'max by (policy) (ray_eldr_leases{policy=~"a|b", instance!="x"} offset 5m) > bool 1.5e-3',
@@ -128,7 +128,7 @@ def _problems(expr: str) -> Iterator[str]:
     yield from (f"no series of it has a label {name}" for name in sorted(labels - has))
 
 
-def test_what_ray_and_vllm_export_is_in_their_installed_files() -> None:
+def test_metrics_of_ray_and_vllm_occur_in_their_installed_files() -> None:
     for name, foreign in FOREIGN.items():
         (file,) = {Path(p) / foreign.source for p in sys.path if (Path(p) / foreign.source).is_file()}
         assert foreign.literal in file.read_text(), name
@@ -143,7 +143,7 @@ def _sections() -> dict[str, str]:
     return {part.partition("\n")[0]: re.split(r"^## ", part, flags=re.MULTILINE)[0] for part in parts}
 
 
-def test_each_alert_has_its_section_of_the_runbook_and_each_section_its_alert() -> None:
+def test_alerts_and_runbook_sections_correspond() -> None:
     sections = {name: text for name, text in _sections().items() if name.startswith("Eldr")}
     assert sorted(sections) == sorted(rule["alert"] for rule in _rules())
     for name, text in sections.items():
@@ -152,7 +152,7 @@ def test_each_alert_has_its_section_of_the_runbook_and_each_section_its_alert() 
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_a_dashboard_has_panels_with_title_unit_and_expressions(name: str) -> None:
+def test_panels_of_a_dashboard_have_title_unit_and_expressions(name: str) -> None:
     document = json.loads((FOLDER / f"{name}.json").read_text())
     (variable,) = document["templating"]["list"]
     assert document["uid"] == f"eldr-{name}"

@@ -1,4 +1,4 @@
-"""Calibration without an engine: journal, trace building, reading a deployment."""
+"""Calibration without an engine: traces from records, and settings from a deployment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offline.calibrate import build_trace, decode_settings, trace_texts
 
 
 def record(name: str, prompt: int, steps: int, seed: int = 0) -> dict[str, Any]:
-    """What an engine of 3 layers, 5 experts, top-1 would report."""
+    """Return the record of an engine of 3 layers, 5 experts, top-1."""
     rng = np.random.default_rng(seed)
     prefill, decode = (rng.integers(0, 5, (tokens, 3)) for tokens in (prompt, steps))
     counts = [(part[..., None] == np.arange(5)).sum(axis=0).astype(np.uint32) for part in (prefill, decode)]
@@ -33,7 +33,7 @@ def record(name: str, prompt: int, steps: int, seed: int = 0) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_records_become_a_trace_that_adds_up() -> None:
+def test_records_become_a_consistent_trace() -> None:
     records = [record("a", 7, 4), record("b", 3, 9, seed=1)]
     vocabulary = {f"token {n}": n for n in range(9)}
     made = partial(build_trace, "m", top_k=1, vocabulary=vocabulary)
@@ -49,16 +49,16 @@ def test_records_become_a_trace_that_adds_up() -> None:
     assert (trace.vocabulary, trace.tokenizer) == (9, tokenizer_fingerprint(vocabulary))
 
 
-def test_a_prompt_that_leaves_no_room_for_its_answer_is_cut() -> None:
+def test_a_prompt_that_leaves_no_room_for_its_answer_is_truncated() -> None:
     tracer = FakeTracer(FakeConfig(np.ones((1, 3, 5), np.uint32), top_k=1), max_model_len=10)
     sampling = Sampling(4, 0.5, routes=True)
     found = trace_texts(tracer, [Prompt("a", "code", "123"), Prompt("b", "law", "12345678")], sampling, True)
     assert [(r["id"], r["domain"]) for r in found] == [("a", "code"), ("b", "law")]
     assert [bytes(r["token_ids"]) for r in found] == [b"123", b"123456"]
-    assert [len(unpack_routes(r["eldr_routes"])) for r in found] == [3, 3]  # as the sampling says
+    assert [len(unpack_routes(r["eldr_routes"])) for r in found] == [3, 3]  # steps of the sampling
 
 
-def test_engines_are_set_up_as_the_deployments_decode_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_configured_like_the_deployments_decode_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     model, kwargs, environment, resources = decode_settings(Path("deployments/cpu_demo.yaml"))
     assert model == "eldr-demo"

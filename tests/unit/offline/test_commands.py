@@ -27,7 +27,7 @@ def trace(tmp_path: Path) -> Path:
 def test_fit_writes_table_report_and_plot(trace: Path) -> None:
     out, report, plot = (trace.with_name(name) for name in ("table.safetensors", "report.json", "plot.png"))
     options = {"trace": trace, "workers": 3, "out": out, "report": report, "plot": plot}
-    # As a user would; the others call it in this process.
+    # Run it as a user would; the other tests call commands in this process.
     done = python("-m", "offline.fit", *(f"--{name}={value}" for name, value in options.items()))
     assert done.returncode == 0, done.stderr
     table, found = RoutingTable.load(out), json.loads(report.read_text())
@@ -66,7 +66,7 @@ def test_bad_input_gets_status_2_one_sentence_and_no_file(words: str, trace: Pat
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """The kernel refuses to let a file of this process become larger than 1 KiB."""
+    """Limit the files of this process to 1 KiB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
@@ -76,7 +76,7 @@ def full_disk() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("which", ["fit", "fit_predictor"])
-def test_a_full_disk_is_one_sentence_and_the_old_files_stay(which: str, trace: Path) -> None:
+def test_a_full_disk_is_reported_and_old_files_stay(which: str, trace: Path) -> None:
     options: dict[str, object] = {"trace": trace, "out": trace.with_name("artifact.safetensors")}
     options |= {"workers": 3} if which == "fit" else {}
     assert command(f"offline.{which}", **options).exit_code == 0
@@ -91,14 +91,14 @@ MODULES = [f"offline.{name}" for name in ("fit", "fit_predictor", "refit", "cali
 
 
 @pytest.mark.parametrize("module", [*MODULES, "loadgen.compare", hostile])
-def test_help_says_units_and_defaults(module: Any) -> None:
+def test_help_shows_units_and_defaults(module: Any) -> None:
     done = command(module, "--help")
     assert done.exit_code == 0
     assert "--seed" in done.stdout
     assert "default" in done.stdout
 
 
-def test_a_dry_run_of_calibrate_says_what_it_would_do() -> None:
+def test_a_dry_run_of_calibrate_prints_its_plan() -> None:
     done = command(
         "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml",
         "--prompts", "examples/demo_model/prompts",

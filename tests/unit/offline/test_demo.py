@@ -58,7 +58,7 @@ def publish(out: Path, rounds: int, *, failed: bool = False) -> None:
     demo._publish(plan(out, rounds), made, "GREEDY", out / "trace.safetensors", out / "table.safetensors")
 
 
-def test_terminal_and_report_begin_with_what_placement_causes(
+def test_terminal_and_report_begin_with_the_effect_of_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(tmp_path, 4)
@@ -88,13 +88,13 @@ def test_one_round_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture
     assert first.count("(one round, so no interval)") == 2
 
 
-def test_failed_requests_are_an_error_after_the_report(tmp_path: Path) -> None:
+def test_failed_requests_raise_an_error_after_the_report(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="12 requests failed"):
         publish(tmp_path, 4, failed=True)
     assert (tmp_path / "report.html").exists()
 
 
-def test_engines_are_as_deployed_or_as_many_as_asked_with_small_caches() -> None:
+def test_the_number_of_engines_can_be_set_and_then_caches_are_small() -> None:
     deployed = yaml.safe_load(DEPLOYMENT.read_text())["applications"][0]["args"]
     for count in (0, 3):
         arguments = demo_arguments(DEPLOYMENT, MODEL, count, 20)
@@ -123,13 +123,13 @@ def test_engines_that_share_a_gpu_leave_ray_room_for_its_own_task() -> None:
     assert 0.9 < shares <= 1
     assert _gpus(arguments) == 1
     assert _gpus(demo_arguments(DEPLOYMENT, MODEL, 2, 20)) is None
-    told = demo._Plan(arguments, Shape("p", "m", 0.0, 1, 0, 1, 1, temperature=0.0), 1, 1, Path("out"), 0)
-    assert told.clock == "engine time"
-    assert told.hardware.startswith("one GPU and ")
+    described = demo._Plan(arguments, Shape("p", "m", 0.0, 1, 0, 1, 1, temperature=0.0), 1, 1, Path("out"), 0)
+    assert described.clock == "engine time"
+    assert described.hardware.startswith("one GPU and ")
 
 
 class _Service:
-    """A service whose pool refuses a number of tables; each load brings samples for a further one."""
+    """A service whose pool refuses the first tables; each load brings samples for another one."""
 
     def __init__(self, refusals: int) -> None:
         self.loads = 0
@@ -147,7 +147,7 @@ class _Service:
 
 
 @pytest.mark.parametrize(("refusals", "loads"), [(0, 1), (2, 3), (100, demo._STRETCHES)])
-def test_load_goes_on_until_the_service_has_a_routing_table(
+def test_load_continues_until_the_service_has_a_routing_table(
     refusals: int, loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = _Service(refusals)

@@ -1,4 +1,4 @@
-"""DIRECTOR's placement against brute force, its bounds, and what must hold of any placement."""
+"""DIRECTOR's placement against brute force, its bounds, and invariants of every placement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BYTES = 2000.0
 
 
 def workload(seed: int, layers: int, ranks: int, experts: int) -> np.ndarray:
-    """Tokens [L, G, E], some experts far busier than others, some idle."""
+    """Return tokens [L, G, E]; some experts are far busier than others, some are idle."""
     rng = np.random.default_rng(seed)
     busy = rng.lognormal(4, 1, (layers, 1, experts)) * (rng.random((layers, 1, experts)) < 0.9)
     return rng.poisson(busy * rng.dirichlet(np.ones(ranks), (layers, experts)).swapaxes(1, 2))
@@ -34,7 +34,7 @@ def measured_s(tokens: np.ndarray, placement: np.ndarray, topology: Topology) ->
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 9999), nodes=st.sampled_from([1, 2]), slots=st.sampled_from([2, 3]))
-def test_it_is_close_to_the_best_of_all_placements(seed: int, nodes: int, slots: int) -> None:
+def test_director_is_close_to_the_best_of_all_placements(seed: int, nodes: int, slots: int) -> None:
     topology = Topology(ranks=2, nodes=nodes)
     tokens = workload(seed, 3, 2, 4)
     placed, report = director_placement(tokens, topology=topology, slots=slots, cost=COST, token_bytes=BYTES)
@@ -50,7 +50,7 @@ def test_it_is_close_to_the_best_of_all_placements(seed: int, nodes: int, slots:
 
 @settings(max_examples=25)
 @given(st.integers(0, 9999), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]), st.integers(2, 12))
-def test_every_expert_is_placed_within_capacity_and_mending_never_harms(
+def test_every_expert_is_placed_within_capacity_and_repair_never_harms(
     seed: int, ranks: int, nodes: int, slots: int
 ) -> None:
     experts, topology = 2 * ranks - 1, Topology(ranks=ranks, nodes=nodes)
@@ -62,11 +62,11 @@ def test_every_expert_is_placed_within_capacity_and_mending_never_harms(
     assert (hosts.sum(axis=1) <= slots).all()
     assert np.allclose(report.rank_s, measured_s(tokens, placed, topology))
     assert (report.rank_s >= report.bound_s * (1 - 1e-9)).all()
-    mended, after = director_placement(other, **arguments, start=placed)
-    assert np.allclose(after.rank_s, measured_s(other, mended, topology))
+    repaired, after = director_placement(other, **arguments, start=placed)
+    assert np.allclose(after.rank_s, measured_s(other, repaired, topology))
 
 
-def test_at_scale_it_is_within_two_percent_of_the_bound() -> None:
+def test_director_is_within_two_percent_of_the_bound_at_scale() -> None:
     rng = np.random.default_rng(0)
     topology = Topology(ranks=32, nodes=4)
     sources = rng.dirichlet(np.full(32, 5.0), (2, 128)).swapaxes(1, 2)
@@ -74,14 +74,14 @@ def test_at_scale_it_is_within_two_percent_of_the_bound() -> None:
     arguments = {"topology": topology, "slots": 5, "cost": COST, "token_bytes": BYTES}
     placed, report = director_placement(tokens, **arguments)
     assert 0 <= report.gap < 0.02
-    mended, after = director_placement(tokens, **arguments, start=placed)
+    repaired, after = director_placement(tokens, **arguments, start=placed)
     assert (after.rank_s <= report.rank_s * (1 + 1e-9)).all()
-    assert (mended != placed).mean() < 0.1
+    assert (repaired != placed).mean() < 0.1
 
 
-def test_links_that_are_slow_keep_tokens_on_their_node_and_without_sources_loads_are_even() -> None:
+def test_slow_links_keep_tokens_on_their_node_and_loads_without_sources_are_balanced() -> None:
     tokens = np.zeros((1, 4, 8))
-    tokens[0, :2, :4] = tokens[0, 2:, 4:] = 100  # each node's tokens want four experts
+    tokens[0, :2, :4] = tokens[0, 2:, 4:] = 100  # each node's tokens need four experts
     slow = COST.model_copy(update={"far_byte_s": 1e-6})
     topology = Topology(ranks=4, nodes=2)
     placed, _ = director_placement(tokens, topology=topology, slots=2, cost=slow, token_bytes=BYTES)
@@ -120,7 +120,7 @@ def test_rounding_keeps_experts_whole_and_slots_within_bounds(seed: int, experts
         ([[1, 1]], 1, [[0, 2]], "outside"),
     ],
 )
-def test_bad_input_is_named(load: ArrayLike, slots: int, start: ArrayLike | None, word: str) -> None:
+def test_bad_input_is_refused(load: ArrayLike, slots: int, start: ArrayLike | None, word: str) -> None:
     arguments = {"topology": Topology(ranks=2), "slots": slots, "cost": COST}
     with pytest.raises(ValueError, match=word):
         director_placement(load, **arguments, start=start)

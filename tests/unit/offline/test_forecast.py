@@ -1,4 +1,4 @@
-"""Forecasts of expert use, by hand and on requests whose prompts mislead."""
+"""Forecasts of expert use, by hand and for requests whose prompts are biased."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from offline.placement.forecast import decode_correction, expected_workload
 
 
 def workload_error(predicted: np.ndarray, actual: np.ndarray) -> float:
-    """Share of the tokens given to the wrong expert, mean over layers."""
+    """Return the share of tokens with the wrong expert, averaged over layers."""
     guess, truth = (counts / counts.sum(axis=-1, keepdims=True) for counts in (predicted, actual))
     return float(abs(guess - truth).sum(axis=-1).mean() / 2)
 
 
-def test_a_correction_undoes_what_prompts_say_of_every_request() -> None:
+def test_a_correction_removes_the_common_bias_of_prompts() -> None:
     rng = np.random.default_rng(0)
     use = rng.dirichlet(np.ones(6), (40, 2))
     tokens, steps = rng.integers(20, 60, 40), np.full(40, 50)
@@ -34,7 +34,7 @@ def test_a_correction_undoes_what_prompts_say_of_every_request() -> None:
     assert rare.tolist() == [[1, 1]]  # an expert that nobody used is left alone
 
 
-def test_measures_by_hand() -> None:
+def test_measures_equal_values_computed_by_hand() -> None:
     assert expected_workload([[[4, 0]], [[1, 1]]], [4, 2], 10).tolist() == [[15, 5]]
     assert expected_workload([[[4, 0]], [[1, 1]]], [4, 2], [10, 0]).tolist() == [[10, 0]]
 
@@ -46,6 +46,6 @@ def test_measures_by_hand() -> None:
         (lambda: expected_workload([[[1]]], [0], 1), "no tokens"),
     ],
 )
-def test_bad_input_is_named(call: object, word: str) -> None:
+def test_bad_input_is_refused(call: object, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         call()  # type: ignore[operator]

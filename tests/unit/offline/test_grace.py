@@ -1,4 +1,4 @@
-"""GRACE-MoE's parts against brute force, and what must hold whatever the routes."""
+"""Parts of GRACE-MoE against brute force, and invariants for all routes."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ TOPOLOGY = Topology(ranks=4, nodes=2)
 
 
 def random_routes(seed: int, experts: int = 8, tokens: int = 60, layers: int = 2, k: int = 2) -> np.ndarray:
-    """Tokens of two kinds, each with its half of the experts."""
+    """Return routes of tokens of two kinds, each of which prefers half of the experts."""
     rng = np.random.default_rng(seed)
     taste = 3 * (np.arange(experts) % 2 == rng.integers(2, size=(tokens, 1, 1)))
     return np.argsort(-(taste + rng.gumbel(size=(tokens, layers, experts))), axis=-1)[..., :k]
 
 
 def planted(groups: int, size: int, within: float = 10.0, between: float = 1.0) -> np.ndarray:
-    """Affinity of groups whose experts are dealt out in turn: expert e is of group e modulo `groups`."""
+    """Return the affinity of groups, where expert e belongs to group e modulo `groups`."""
     group = np.arange(groups * size) % groups
     affinity = np.where(group[:, None] == group, within, between)
     np.fill_diagonal(affinity, 0)
@@ -85,17 +85,17 @@ def test_groups_keep_their_bounds(seed: int, n: int, groups: int, low: int, high
         assert np.array_equal(label, initial)
 
 
-def test_the_weakest_member_goes_where_it_is_wanted() -> None:
+def test_the_weakest_member_moves_to_the_group_of_highest_affinity() -> None:
     affinity = np.zeros((6, 6))
     for i, j, value in ((0, 1, 9), (0, 2, 9), (1, 2, 9), (2, 3, 1), (3, 5, 5), (3, 4, 2)):
         affinity[i, j] = affinity[j, i] = value
     label = bounded_groups(affinity, np.array([0, 0, 0, 0, 1, 2]), 3, 1, 3)
     assert label.tolist() == [0, 0, 0, 2, 1, 2]  # expert 3 to the group of expert 5
     label = bounded_groups(affinity, np.array([0, 0, 0, 0, 0, 2]), 3, 1, 5)
-    assert label.tolist() == [0, 0, 0, 0, 1, 2]  # the empty group gets the one that loses least
+    assert label.tolist() == [0, 0, 0, 0, 1, 2]  # the empty group gets the expert that loses least
 
 
-def test_group_sizes_and_replicas_are_the_papers() -> None:
+def test_group_sizes_and_replicas_equal_the_papers() -> None:
     for arguments, bounds in (
         ((16, 4, 0.0), (4, 4)), ((17, 4, 0.0), (4, 5)), ((16, 4, 0.5), (2, 6)), ((16, 4, 0.01), (3, 5)),
         ((16, 4, 1.0), (1, 8)), ((16, 4, 1.0, 5), (1, 5)),
@@ -106,10 +106,10 @@ def test_group_sizes_and_replicas_are_the_papers() -> None:
         assert num_replicas(skew, ranks) == replicas
 
 
-def test_planted_groups_are_found_and_near_ones_share_a_node() -> None:
+def test_planted_groups_are_found_and_related_ones_share_a_node() -> None:
     found = spectral_groups(planted(3, 5), 3)
     assert len({(int(found[e]), e % 3) for e in range(15)}) == 3
-    near = planted(2, 8, within=8, between=0.1)  # experts of one parity go together, and of them
+    near = planted(2, 8, within=8, between=0.1)  # groups by parity, which contain smaller groups
     rank = hierarchical_groups(near + planted(4, 4, within=30, between=0), TOPOLOGY, ratio=0.3)
     assert len({(int(rank[e]), e % 4) for e in range(16)}) == 4
     assert len({(int(rank[e]) // 2, e % 2) for e in range(16)}) == 2
@@ -119,7 +119,7 @@ def test_planted_groups_are_found_and_near_ones_share_a_node() -> None:
 
 @quick
 @given(seed=st.integers(0, 999))
-def test_utilisation_is_equation_1(seed: int) -> None:
+def test_utilisation_equals_equation_1(seed: int) -> None:
     rng = np.random.default_rng(seed)
     half, label = rng.exponential(size=(7, 7)), rng.integers(0, 3, 7)
     affinity = half + half.T
@@ -132,17 +132,17 @@ def test_utilisation_is_equation_1(seed: int) -> None:
     assert deviation == pytest.approx(np.sqrt(sum((size - 7 / 3) ** 2 for size in sizes) / 3))
 
 
-def test_the_knee_is_where_affinity_stops_to_grow() -> None:
+def test_the_knee_is_where_affinity_stops_growing() -> None:
     curve = np.array([[0.3, 0.0], [0.6, 1.0], [0.62, 2.0], [0.64, 4.0]])
     assert knee(curve) == 1
     assert knee(np.array([[0.3, 1.0], [0.3, 1.0]])) == 0
     sizes = ratio_curve([planted(2, 8)], 2, ratios=(0.0, 1.0))[:, 1]
-    assert sizes.tolist() == [0.0, 0.0]  # planted groups are of one size: the ratio changes nothing
+    assert sizes.tolist() == [0.0, 0.0]  # planted groups have equal sizes, so the ratio has no effect
 
 
 @quick
 @given(seed=st.integers(0, 999), replicas=st.integers(1, 3))
-def test_hot_experts_are_the_fewest_that_carry_the_share(seed: int, replicas: int) -> None:
+def test_hot_experts_are_the_fewest_that_reach_the_share(seed: int, replicas: int) -> None:
     load = np.random.default_rng(seed).exponential(size=9)
     members = np.array([1, 3, 4, 6, 8])
     hot = hot_experts(load, members, replicas)
@@ -155,7 +155,7 @@ def test_hot_experts_are_the_fewest_that_carry_the_share(seed: int, replicas: in
 
 @quick
 @given(st.integers(0, 9999), st.sampled_from([None, 4, 6]), st.sampled_from([None, 1]))
-def test_replicas_go_beside_the_first_copies(seed: int, capacity: int | None, replicas: int | None) -> None:
+def test_replicas_follow_the_first_copies(seed: int, capacity: int | None, replicas: int | None) -> None:
     rng = np.random.default_rng(seed)
     load, primary = rng.exponential(size=12), rng.permutation(np.arange(12) % 4)
     hosts = with_replicas(load, primary, 4, replicas=replicas, capacity=capacity)
@@ -163,7 +163,7 @@ def test_replicas_go_beside_the_first_copies(seed: int, capacity: int | None, re
     by_rank = np.bincount(primary, load, minlength=4)
     heaviest = int(by_rank.argmax())
     assert set(np.flatnonzero(hosts.sum(axis=1) > 1)) <= set(np.flatnonzero(primary == heaviest))
-    assert hosts[:, heaviest].sum() == 3  # nothing comes to the heaviest rank
+    assert hosts[:, heaviest].sum() == 3  # the heaviest rank gets no replica
     if capacity is None:
         count = replicas or num_replicas(load_skew(load, primary, 4), 4)
         lightest = np.argsort(by_rank)[:count]
@@ -176,7 +176,7 @@ def test_replicas_go_beside_the_first_copies(seed: int, capacity: int | None, re
         assert (filled | ~hosts).all()
 
 
-def test_spare_slots_take_the_busiest_expert_of_another_rank() -> None:
+def test_spare_slots_get_the_busiest_expert_of_another_rank() -> None:
     filled = fill_slots(np.array([8.0, 3.0, 2.0, 1.0]), np.eye(4, dtype=bool), 2)
     assert filled[:, 3].tolist() == [True, False, False, True]
 
@@ -196,7 +196,7 @@ def test_grace_places_every_expert_in_equal_slots(seed: int, redundant: int, rat
         grace_placement(affinity[:, 1:, 1:], load, 8, TOPOLOGY)
 
 
-def test_polling_weights_are_equation_3() -> None:
+def test_polling_weights_equal_equation_3() -> None:
     load = np.array([60.0, 20.0, 40.0, 30.0])  # ranks 0, 0, 1, 2; expert 0 has a replica on rank 2
     hosts = np.array([[1, 0, 1], [1, 0, 0], [0, 1, 0], [0, 0, 1]], bool)
     predicted = [80 - 60 + 60 / 2, 40, 30 + 60 / 2]
@@ -230,7 +230,7 @@ def test_replicas_are_polled_in_proportion_to_their_weights() -> None:
     assert np.array_equal(ranks, again)
 
 
-def test_batches_are_steps_of_these_requests() -> None:
+def test_batches_are_steps_of_the_given_requests() -> None:
     trace = synthetic_trace(n=9)
     steps = {r: {s.tobytes() for s in trace.decode_routes(np.array([r])).astype(np.int64)} for r in range(9)}
     batches = sample_batches(trace, np.array([2, 5]), 6, 10, seed=0)
@@ -248,7 +248,7 @@ def test_batches_are_steps_of_these_requests() -> None:
 
 @quick
 @given(seed=st.integers(0, 9999))
-def test_an_evaluation_is_what_counting_gives(seed: int) -> None:
+def test_an_evaluation_equals_direct_counting(seed: int) -> None:
     rng = np.random.default_rng(seed)
     hosts = random_hosts(rng, 2, 6, 4)
     batches = random_routes(seed, experts=6, tokens=24)[None].reshape(3, 8, 2, 2)
@@ -277,7 +277,7 @@ def test_an_evaluation_is_what_counting_gives(seed: int) -> None:
     pairs = 3 * 2 * 8
     assert (found["near_copies"], found["far_copies"]) == pytest.approx((near / pairs, far / pairs))
     assert forwarded_copies(ranks, TOPOLOGY) == pytest.approx((near_forwarded / pairs, far_forwarded / pairs))
-    # In turn: the tokens of an expert are spread over its replicas.
+    # The tokens of an expert are spread over its replicas in turn.
     both = np.array([[True, False, True, True], [False, True, False, False]])
     ranks = serve_even(0, np.array([[0, 1]] * 6), np.zeros(6, np.int64), both)
     assert ranks.tolist() == [[0, 1], [2, 1], [3, 1]] * 2

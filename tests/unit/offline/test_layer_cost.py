@@ -1,4 +1,4 @@
-"""What a layer costs: the slowest rank's sum, its fit, its file."""
+"""The cost of a layer: its slowest rank, the fit, and the file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ seconds = st.floats(1e-7, 1e-3)
 
 
 @given(seconds, seconds, st.one_of(st.just(0.0), seconds), st.integers(0, 999))
-def test_a_fit_finds_the_cost_that_made_the_times_and_never_pays_for_work(
+def test_a_fit_recovers_the_cost_and_is_never_negative(
     fixed: float, per_expert: float, per_token: float, seed: int
 ) -> None:
     activated, tokens = (a.ravel() for a in np.meshgrid([1, 2, 5, 9], [10, 20, 50]))
     times = fixed + per_expert * activated + per_token * tokens
     found = LayerCost.fitted(activated, tokens, times)
-    told = found.fixed_s + found.per_expert_s * activated + found.per_token_s * tokens
-    np.testing.assert_allclose(told, times, rtol=1e-6)
+    fitted = found.fixed_s + found.per_expert_s * activated + found.per_token_s * tokens
+    np.testing.assert_allclose(fitted, times, rtol=1e-6)
     assert found.per_expert_s == pytest.approx(per_expert, rel=1e-4, abs=1e-9)
     found = LayerCost.fitted(activated, tokens, np.random.default_rng(seed).uniform(1e-4, 1e-3, 12))
     assert min(found.fixed_s, found.per_expert_s, found.per_token_s) >= 0
@@ -36,7 +36,7 @@ def test_a_layer_takes_as_long_as_its_slowest_rank() -> None:
     assert float(COST.layer_s(work)) == pytest.approx(1e-4 + max(ranks))
 
 
-def test_a_file_gives_back_what_was_saved_and_another_is_refused(tmp_path: Path) -> None:
+def test_a_saved_cost_can_be_loaded_and_other_files_are_refused(tmp_path: Path) -> None:
     errors = {"held_out_median_relative_error": 0.03, "held_out_mean_relative_error": -0.01}
     cost = COST.model_copy(update={"fit": LayerFit(measurements=40, source="here", **errors)})
     cost.save(tmp_path / "cost.json")

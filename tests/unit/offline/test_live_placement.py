@@ -1,4 +1,4 @@
-"""When a service's experts are moved by themselves, and that it pays."""
+"""Automatic moves of a service's experts: when they happen, and that they pay off."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ COST = LayerCost(fixed_s=0, per_expert_s=1e-4, per_token_s=1e-4)
 
 
 def traffic(*hot: int, prompts: int = 40) -> list[NDArray[np.uint32]]:
-    """Prompts of 10 tokens, 2 experts a token; most choose these experts."""
+    """Return counts of prompts of 10 tokens, top-2; most tokens choose these experts."""
     counts = np.ones((LAYERS, EXPERTS), np.uint32)
     counts[:, list(hot)] += np.uint32(12 // len(hot))
     return [counts] * prompts
 
 
 class Service:
-    """What it holds is what was put last."""
+    """A service whose replicas hold the last placement."""
 
     def __init__(self, *names: str) -> None:
         self.held: dict[str, dict[str, Any]] = {
@@ -49,12 +49,12 @@ def planner(min_gain: float = 0.05) -> Planner:
 
 
 def apart(placed: ExpertPlacement, *experts: int) -> bool:
-    """No two of them share a rank in any layer."""
+    """Return whether no two of the experts share a rank in any layer."""
     hosts = hosts_of(placed.physical_to_logical, EXPERTS, RANKS)
     return bool((hosts[:, list(experts)].sum(axis=1) <= 1).all())
 
 
-def test_experts_follow_the_newest_prompts_and_stay_where_that_would_save_nothing() -> None:
+def test_experts_follow_the_newest_prompts_unless_nothing_is_saved() -> None:
     service: Any = Service("r0", "r1")
     plans = planner()
     assert update_placement(plans, service, []) is None
@@ -64,7 +64,7 @@ def test_experts_follow_the_newest_prompts_and_stay_where_that_would_save_nothin
     together = service.put[-1].physical_to_logical.reshape(LAYERS, RANKS, -1)[0, 0]
     pair = [int(expert) for expert in together if expert > 1][:2]
     assert not apart(service.put[-1], *pair)
-    said = update_placement(plans, service, [*traffic(0, 1), *traffic(*pair)])  # the newest 32 alone count
+    said = update_placement(plans, service, [*traffic(0, 1), *traffic(*pair)])  # only the newest 32 count
     assert said is not None
     assert f"placement {service.put[-1].id}" in said
     assert apart(service.put[-1], *pair)
@@ -72,7 +72,7 @@ def test_experts_follow_the_newest_prompts_and_stay_where_that_would_save_nothin
     assert service.put[-1].report["gain"] >= 0.05
 
 
-def test_a_gain_below_what_is_asked_moves_nothing() -> None:
+def test_a_gain_below_the_minimum_moves_nothing() -> None:
     service: Any = Service("r0")
     plans = planner(min_gain=0.99)
     update_placement(plans, service, traffic(0, 1))
@@ -81,7 +81,7 @@ def test_a_gain_below_what_is_asked_moves_nothing() -> None:
     assert len(service.put) == 1
 
 
-def test_what_somebody_else_has_moved_is_placed_anew() -> None:
+def test_experts_that_another_client_moved_are_placed_again() -> None:
     service: Any = Service("r0", "r1")
     plans = planner()
     update_placement(plans, service, traffic(0, 1))
@@ -90,7 +90,7 @@ def test_what_somebody_else_has_moved_is_placed_anew() -> None:
     assert len(service.put) == 2
 
 
-def test_replicas_of_two_shapes_are_refused_and_none_is_no_fault() -> None:
+def test_replicas_of_two_shapes_are_refused_and_no_replicas_are_accepted() -> None:
     service: Any = Service("r0", "r1")
     service.held["r1"]["slots"] = 10
     with pytest.raises(ValueError, match="2 kinds of slots"):

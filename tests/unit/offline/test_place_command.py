@@ -1,4 +1,4 @@
-"""`python -m offline.place`: what it prints and writes, and what it refuses."""
+"""`python -m offline.place`: its output, its files and its refusals."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ def test_a_placement_is_written_with_its_report(
     assert "p.meta.json" in said
 
 
-def test_placements_do_what_their_methods_are_for(trace: Path, tmp_path: Path) -> None:
-    """Experts that are active together spread, or meet; balanced tokens are balanced on the other half."""
+def test_each_method_improves_its_own_objective(trace: Path, tmp_path: Path) -> None:
     found = {}
     for method in METHODS:
         placed(trace, tmp_path / "p.json", method=method, nodes=2)
@@ -66,7 +65,7 @@ def test_placements_do_what_their_methods_are_for(trace: Path, tmp_path: Path) -
     assert found["director"][1]["layer_us"] < found["director"][0]["layer_us"]
 
 
-def test_each_decode_worker_gets_a_placement_of_its_own(trace: Path, tmp_path: Path) -> None:
+def test_each_decode_worker_gets_its_own_placement(trace: Path, tmp_path: Path) -> None:
     table, _ = fit_table(CalibrationTrace.load(trace), 3)
     table.save(tmp_path / "table.safetensors")
     placed(trace, tmp_path / "t.json", method="activation", cluster_of=tmp_path / "table.safetensors")
@@ -78,7 +77,7 @@ def test_each_decode_worker_gets_a_placement_of_its_own(trace: Path, tmp_path: P
         assert not (tmp_path / f"{name}.json").exists()
 
 
-def test_cost_memory_and_vllm_s_form_are_added(
+def test_cost_memory_and_vllms_format_can_be_added(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placed(trace, tmp_path / "p.json", export="vllm", dry_run=True)
@@ -120,7 +119,9 @@ def test_cost_memory_and_vllm_s_form_are_added(
         ({"out": "p.pt"}, "must end in .json"),
     ],
 )
-def test_bad_input_gets_one_sentence(options: dict[str, Any], said: str, trace: Path, tmp_path: Path) -> None:
+def test_bad_input_is_reported_in_one_sentence(
+    options: dict[str, Any], said: str, trace: Path, tmp_path: Path
+) -> None:
     CalibrationTrace.load(trace).subset(np.arange(60)).save(tmp_path / "bare.safetensors")
     fit_table(synthetic_trace(num_experts=8), 2)[0].save(tmp_path / "foreign.safetensors")
     (tmp_path / "cost.json").write_text('{"fixed_s": 1}')

@@ -1,4 +1,4 @@
-"""Fits of a signature predictor: the ridge by brute force, unseen prompts, and the command."""
+"""Fits of a signature predictor: ridge regression by brute force, unseen prompts, and the command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRACE = synthetic_trace(150)
 FIT, TEST = np.arange(90), np.arange(90, 150)
 
 
-def test_shares_are_counted_by_hand() -> None:
+def test_shares_equal_a_count_by_hand() -> None:
     shares = token_shares([np.array([2, 2, 0]), np.array([1])], 4)
     np.testing.assert_allclose(shares.toarray(), [[1 / 3, 0, 2 / 3, 0], [0, 1, 0, 0]])
     weights = token_weights(shares)
@@ -38,7 +38,7 @@ def test_shares_are_counted_by_hand() -> None:
 
 @settings(max_examples=20)
 @given(st.integers(0, 1000), st.integers(2, 12), st.integers(1, 20), st.floats(1e-3, 10))
-def test_the_dual_is_the_ridge(seed: int, n: int, width: int, penalty: float) -> None:
+def test_the_dual_solution_equals_ridge_regression(seed: int, n: int, width: int, penalty: float) -> None:
     rng = np.random.default_rng(seed)
     x, y, new = rng.normal(size=(n, width)), rng.normal(size=(n, 3)), rng.normal(size=(4, width))
     strength = penalty * np.trace(x @ x.T) / n
@@ -47,7 +47,7 @@ def test_the_dual_is_the_ridge(seed: int, n: int, width: int, penalty: float) ->
     np.testing.assert_allclose(new @ x.T @ dual, new @ rows, rtol=1e-6, atol=1e-8)
 
 
-def test_at_full_rank_the_predictor_is_that_ridge() -> None:
+def test_a_predictor_of_full_rank_equals_ridge_regression() -> None:
     fit = TRACE.subset(FIT)
     predictor, report = fit_signature_predictor(fit, rank=10_000)
     shares, y = token_shares(fit.prompts, fit.vocabulary), expert_frequencies(fit)
@@ -59,7 +59,7 @@ def test_at_full_rank_the_predictor_is_that_ridge() -> None:
     hidden = np.array([predictor.hidden(prompt.astype(np.int64)) for prompt in TRACE.subset(TEST).prompts])
     found = predictor.mean.reshape(-1) + hidden @ predictor.experts.reshape(report["rank"], -1)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
-    # What each token's row would still vary by, had it been learnt alone.
+    # The remaining variance of each token's row if it were learnt alone.
     noise = 0.3 * np.trace(kernel) / len(kernel)
     alone = [
         1 / (noise / w**2 + (x**2).sum())
@@ -68,7 +68,7 @@ def test_at_full_rank_the_predictor_is_that_ridge() -> None:
     np.testing.assert_allclose(predictor.variance, alone, rtol=1e-5)
 
 
-def test_prompts_that_the_fit_has_not_seen_are_predicted_and_more_rank_does_it_better() -> None:
+def test_unseen_prompts_are_predicted_better_with_higher_rank() -> None:
     def gain(rank: int) -> float:
         predictor, report = fit_signature_predictor(TRACE.subset(FIT), rank=rank)
         test = TRACE.subset(TEST)
@@ -84,7 +84,7 @@ def test_prompts_that_the_fit_has_not_seen_are_predicted_and_more_rank_does_it_b
     assert two > 0.4
 
 
-def test_learning_goes_on_from_the_fit_and_makes_it_better() -> None:
+def test_online_learning_improves_the_fit() -> None:
     few, rest = TRACE.subset(np.arange(12)), TRACE.subset(np.arange(12, 150))
     predictor, _ = fit_signature_predictor(few)
     online = OnlinePredictor(predictor)
@@ -98,7 +98,7 @@ def test_learning_goes_on_from_the_fit_and_makes_it_better() -> None:
     assert online.on
 
 
-def test_a_token_of_no_prompt_adds_nothing() -> None:
+def test_a_token_without_a_prompt_adds_nothing() -> None:
     fit = TRACE.subset(FIT)
     predictor, report = fit_signature_predictor(replace(fit, vocabulary=fit.vocabulary + 5))
     assert not predictor.tokens[fit.vocabulary :].any()
@@ -123,7 +123,7 @@ def test_the_command_writes_predictor_and_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "said"), [("old", "no token ids"), ("few", "too few"), ("none", "nowhere")])
-def test_what_cannot_be_fitted_is_refused_in_one_sentence(kind: str, said: str, tmp_path: Path) -> None:
+def test_input_that_cannot_be_fitted_is_refused_in_one_sentence(kind: str, said: str, tmp_path: Path) -> None:
     trace = tmp_path / ("nowhere" if kind == "none" else "trace")
     if kind == "old":
         replace(TRACE, token_ids=None).save(trace)

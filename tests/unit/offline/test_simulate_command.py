@@ -1,4 +1,4 @@
-"""`offline.simulate`: scenarios, fitted costs, and what it says to bad input."""
+"""`offline.simulate`: scenarios, fitted costs, and bad input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
 
 @pytest.fixture
 def gptoss(tmp_path: Path) -> Path:
-    """30 records of two domains, each with experts of its own."""
+    """Provide 30 records of two domains, each with its own experts."""
     rng = np.random.default_rng(0)
     lines = []
     for n in range(30):
@@ -58,7 +58,7 @@ def test_routes_become_a_calibration_trace(gptoss: Path) -> None:
     assert np.array_equal(np.bincount(trace.routes[:60, 3].ravel(), minlength=32), trace.decode_counts[0, 3])
 
 
-def test_locality_needs_fewer_experts(tmp_path: Path, gptoss: Path) -> None:
+def test_locality_activates_fewer_experts(tmp_path: Path, gptoss: Path) -> None:
     path = scenario_file(
         tmp_path, experts={"kind": "gpt-oss", "path": str(gptoss)},
         arrivals={"kind": "poisson", "rate_per_s": 100, "requests": 200},
@@ -66,7 +66,7 @@ def test_locality_needs_fewer_experts(tmp_path: Path, gptoss: Path) -> None:
     )  # fmt: skip
     scenario = read_scenario(path)
     *rows, again = (one_run(scenario, scenario.policies[n], seed=3) for n in (0, 1, 2, 2))
-    # 16 experts of 32 a layer are all that one domain has.
+    # A domain uses 16 of the 32 experts of a layer.
     assert all(row["active_experts"] <= 0.75 * rows[0]["active_experts"] for row in rows[1:])
     timed = {"simulated_steps_per_s": 0}
     assert again | timed == rows[2] | timed
@@ -94,7 +94,7 @@ def test_a_trace_gives_times_lengths_and_prefixes(tmp_path: Path) -> None:
     assert {b % 2 for blocks in requests.blocks for b in blocks[:1]} == {0, 1}  # copies share nothing
 
 
-def test_a_run_writes_one_row_a_policy_and_seed(tmp_path: Path) -> None:
+def test_a_run_writes_one_row_for_each_policy_and_seed(tmp_path: Path) -> None:
     path = scenario_file(tmp_path, seeds=[0, 1])
     out = tmp_path / "result.json"
     dry = command("offline.simulate", "--config", path, "--out", out, "--dry-run")
@@ -154,7 +154,9 @@ def test_a_running_service_says_what_its_steps_cost() -> None:
         ({"arrivals": {"kind": "trace", "path": "long.csv"}}, "line 3: 90 + 20 tokens are more than the 100"),
     ],
 )
-def test_bad_scenarios_get_one_sentence(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_bad_scenarios_are_reported_in_one_sentence(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     (tmp_path / "long.csv").write_text("timestamp_s,prompt_tokens,output_tokens\n0,5,5\n1,90,20\n")
     out = tmp_path / "result.json"
     changes = {"cluster": {"decode": {"workers": 1, "kv_tokens": 100}}} | changes
@@ -163,7 +165,7 @@ def test_bad_scenarios_get_one_sentence(tmp_path: Path, changes: dict[str, Any],
     assert not out.exists()
 
 
-def test_bad_steps_and_routes_are_named(tmp_path: Path) -> None:
+def test_bad_steps_and_routes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     step = '{"requests": 1, "kv_tokens": 1, "experts": 1, "seconds": 1}\n'
     for content, message in (

@@ -1,4 +1,4 @@
-"""The simulator against a plain reading of the same rules, and what must hold of every run."""
+"""The simulator against a plain implementation of its rules, and invariants of every run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ L, E, TOP_K = 2, 70, 3
 
 
 class Hoarding(QueuedPolicy):
-    """Lets requests wait until three are there or a worker is idle."""
+    """Lets requests wait until there are three or a worker is idle."""
 
     def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(0, 1, None, "now")
@@ -40,7 +40,7 @@ class Hoarding(QueuedPolicy):
 
 
 def some(n: int, seed: int = 0, gap_s: float = 2.0) -> tuple[Requests, Experts, list[np.ndarray]]:
-    """n requests that each behave like one of their own."""
+    """Return n requests, each with its own routes."""
     rng = np.random.default_rng(seed)
     routes = random_routes(rng, n, (1, 9), layers=L, experts=E, top_k=TOP_K)
     lengths = np.array([len(r) for r in routes])
@@ -75,7 +75,7 @@ def test_one_worker_step_by_step() -> None:
     assert outcome.last_s == pytest.approx([last[j] for j in range(6)])
 
 
-def test_under_expert_parallelism_a_step_pays_for_the_fullest_rank() -> None:
+def test_a_step_under_expert_parallelism_costs_what_its_fullest_rank_costs() -> None:
     requests, experts, routes = some(12, gap_s=0.5)
     ranks = np.random.default_rng(3).integers(0, 4, (L, E))
     cluster = Cluster(decode=Decode(workers=1, cost=COST))
@@ -90,7 +90,7 @@ def test_under_expert_parallelism_a_step_pays_for_the_fullest_rank() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 140), st.integers(0, 9))
-def test_masks_split_the_experts_between_ranks(layers: int, num_experts: int, seed: int) -> None:
+def test_masks_divide_the_experts_between_ranks(layers: int, num_experts: int, seed: int) -> None:
     ranks = np.random.default_rng(seed).integers(0, 3, (layers, num_experts))
     masks = rank_masks(ranks)
     assert np.bitwise_count(masks).sum(axis=2).T.tolist() == [
@@ -101,8 +101,7 @@ def test_masks_split_the_experts_between_ranks(layers: int, num_experts: int, se
 
 @settings(max_examples=60)
 @given(
-    seed=st.integers(0, 10_000),
-    n=st.integers(1, 40),
+    seed=st.integers(0, 10_000), n=st.integers(1, 40),
     decode=st.builds(
         Decode, workers=st.integers(1, 4), max_batch=st.integers(1, 6),
         kv_tokens=st.sampled_from([None, 70, 130]), barrier=st.booleans(), cost=st.just(COST),
@@ -118,7 +117,7 @@ def test_masks_split_the_experts_between_ranks(layers: int, num_experts: int, se
     ttl=st.sampled_from([None, 1.0]),
     policy=st.sampled_from(["random", "least-tokens", "marginal-cost", "hoarding"]),
 )  # fmt: skip
-def test_every_request_ends_once_and_all_kv_is_given_back(
+def test_every_request_ends_once_and_all_kv_is_freed(
     seed: int,
     n: int,
     decode: Decode,
@@ -140,7 +139,7 @@ def test_every_request_ends_once_and_all_kv_is_given_back(
     done = outcome.finished
     assert sum(ended) == n
     assert set(released) == {str(j) for j in np.flatnonzero(done)}
-    if policy != "marginal-cost":  # which calls its own `released` as it places
+    if policy != "marginal-cost":  # which calls its own on_finished during placement
         assert len(released) == done.sum()
     assert policy == "hoarding" or done.all()
     assert np.isnan(outcome.last_s[~done]).all()
@@ -152,21 +151,21 @@ def test_every_request_ends_once_and_all_kv_is_given_back(
     for earlier, later, apart in zip(times, times[1:], (0, handoff_s, 0), strict=False):
         assert (later[done] >= earlier[done] + apart).all()
     assert outcome.batch.max() <= decode.max_batch
-    # A preempted request makes its tokens once: steps hold as many tokens as were asked for.
+    # A preempted request generates its tokens once, so steps hold as many tokens as requested.
     assert outcome.batch.sum() == requests.output_tokens[done].sum()
     if decode.kv_tokens is None:
         assert outcome.preempted == 0
 
 
-def test_a_full_worker_lets_the_youngest_wait_and_recompute() -> None:
+def test_a_full_worker_preempts_and_recomputes_the_youngest_request() -> None:
     requests = Requests(np.zeros(2), np.array([10, 10]), np.array([20, 20]))
     cost = StepCost(fixed_s=1.0, per_request_s=0, per_expert_s=0)
     decode = Decode(workers=1, kv_tokens=40, cost=cost, recompute_per_token_s=0.5)
     outcome = simulate(requests, make_policy("random"), Cluster(decode=decode))
     assert outcome.preempted == 1
-    # The first makes a token alone, then 9 with the other (20 + 19 tokens), and the rest alone again.
+    # The first generates a token alone, 9 beside the second (20 + 19 KV tokens), and the rest alone.
     assert outcome.last_s[0] == 20.0
-    # The other comes back with 10 + 9 tokens at 0.5 s each, and makes its last 11.
+    # The second recomputes 10 + 9 tokens at 0.5 s each, and generates its last 11.
     assert outcome.last_s[1] == 20.0 + 19 * 0.5 + 11
 
 
@@ -180,7 +179,7 @@ def test_a_barrier_makes_all_steps_as_long_as_the_slowest() -> None:
     assert outcome.imbalance.tolist() == [100, 799, 799, 799, 799, 904]
 
 
-def test_prefixes_are_cached_where_their_prompts_go() -> None:
+def test_prefixes_are_cached_on_the_workers_of_their_prompts() -> None:
     lengths, blocks = np.array([1024, 1500, 400, 1024]), ((1, 2), (1, 2, 3), (9,), (1, 2))
     requests = Requests(np.arange(4) * 10.0, lengths, np.ones(4, np.int64), blocks=blocks)
 
@@ -255,12 +254,12 @@ def test_a_whole_worker_step_by_step(seed: int, n: int, step_tokens: int, room: 
         {"decode": {"workers": 1, "whole": {}}, "prefill": {"workers": 1}},
     ],
 )
-def test_whole_workers_that_make_no_sense_are_refused(fields: dict[str, object]) -> None:
+def test_impossible_whole_workers_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="whole"):
         Cluster.model_validate(fields)
 
 
-def test_a_worker_that_is_taken_out_gets_no_more_requests() -> None:
+def test_a_removed_worker_gets_no_more_requests() -> None:
     requests, experts, _ = some(60, gap_s=0.3)
     cluster = Cluster(decode=Decode(workers=3, cost=COST))
     changes = [Change(float(requests.arrival_s[30]), workers=1)]
@@ -269,7 +268,7 @@ def test_a_worker_that_is_taken_out_gets_no_more_requests() -> None:
     assert set(outcome.worker[31:]) == {0}
 
 
-def test_same_seed_same_run() -> None:
+def test_the_same_seed_gives_the_same_run() -> None:
     requests, experts, _ = some(80, seed=1, gap_s=0.3)
     cluster = Cluster(decode=Decode(workers=3, cost=COST))
     runs = [simulate(requests, make_policy("random"), cluster, experts=experts, seed=s) for s in (5, 5, 6)]
@@ -279,7 +278,7 @@ def test_same_seed_same_run() -> None:
     assert np.isnan(runs[0].tpot_s).sum() == (requests.output_tokens == 1).sum()
 
 
-def test_sampled_steps_have_top_k_experts_as_often_as_their_probability_says() -> None:
+def test_sampled_steps_activate_top_k_experts_by_their_probability() -> None:
     probability = np.full((1, 1, 8), 0.01)
     probability[0, 0, :2] = 0.98
     made = Experts.sampled(np.ones((1, 1, 8), np.uint32), np.ones(1, int), probability, 2, [""], steps=400)
@@ -299,7 +298,7 @@ def test_sampled_steps_have_top_k_experts_as_often_as_their_probability_says() -
         ({"prompt_tokens": [3, 90], "output_tokens": [1, 20]}, "request 1 needs 110 KV tokens, more than"),
     ],
 )
-def test_impossible_requests_are_named(change: dict[str, list[float]], message: str) -> None:
+def test_impossible_requests_are_refused(change: dict[str, list[float]], message: str) -> None:
     given = {"arrival_s": [0.0, 1.0], "prompt_tokens": [3, 4], "output_tokens": [1, 2]} | change
     cluster = Cluster(decode=Decode(workers=1, kv_tokens=100, cost=COST))
     with pytest.raises(SimulationError, match=message):

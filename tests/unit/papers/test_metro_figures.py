@@ -1,4 +1,4 @@
-"""METRO's figures at small size: what they must show, whatever the machine."""
+"""METRO's figures at small size: results that hold on every machine."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
     return Options((path,), requests=10, seeds=(0, 1))
 
 
-def test_the_example_is_the_papers() -> None:
+def test_the_example_equals_the_papers() -> None:
     for row in metro.figure_4(Options()):
         assert row["most_activated_of_a_rank"] == row["paper_most_activated"]
         assert row["most_tokens_of_a_rank"] == 2
 
 
-def test_every_routing_serves_every_token_where_its_expert_is(options: Options) -> None:
+def test_every_routing_serves_every_token_on_a_host_of_its_expert(options: Options) -> None:
     half = metro.Source.read(options.traces[0], 0)
-    assert sorted([*half.fit, *half.test]) == list(range(N))  # held-out requests placed no expert
+    assert sorted([*half.fit, *half.test]) == list(
+        range(N)
+    )  # held-out requests have no influence on the placement
     plan = half.plan(1.5)
     tokens = half.batches(16, 5, 0)
     assert (tokens.sum(axis=2) == 16 * TOP_K).all()
@@ -41,9 +43,7 @@ def test_every_routing_serves_every_token_where_its_expert_is(options: Options) 
         assert routing == "even" or ((served > 0).sum(axis=-1) <= 1).all()
 
 
-def test_metro_is_between_the_optimum_and_eplb_which_activates_more_with_every_replica(
-    options: Options,
-) -> None:
+def test_metro_lies_between_the_optimum_and_eplb(options: Options) -> None:
     rows = metro.figure_8(options)
     for row in rows:
         assert row["optimum"] <= row["metro"] <= row["even"]
@@ -56,7 +56,7 @@ def test_metro_is_between_the_optimum_and_eplb_which_activates_more_with_every_r
             assert b["tpot_pct"] > a["tpot_pct"]
 
 
-def test_a_layers_cost_has_the_bytes_and_flops_of_the_model(options: Options) -> None:
+def test_a_layers_cost_follows_the_models_bytes_and_flops(options: Options) -> None:
     cost = metro.layer_cost(metro.Source.read(options.traces[0], 0).trace)
     all_of_a_layer = LayerWork(*(np.array([float(x)]) for x in (E, TOP_K, 0, 0)))
     weights = 3 * 2048 * 768

@@ -1,4 +1,4 @@
-"""Plans of migration, executed: they must give the new placement and read no slot too late."""
+"""Execution of migration plans: they give the new placement and read no slot too late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def placement(rng: np.random.Generator, layers: int, experts: int, slots: int) -
 
 
 def executed(old: np.ndarray, plan: MigrationPlan) -> np.ndarray:
-    """Slots after the plan, event by event: reads at the transfer's end, writes when ready."""
+    """Return the slots after the plan's events: reads at the end of transfers, writes when they are ready."""
     slots = old.copy()
     events = [(m.end_s, 0, n) for n, m in enumerate(plan.moves)]
     events += [(m.ready_s, 1, n) for n, m in enumerate(plan.moves)]
@@ -63,7 +63,7 @@ def test_a_plan_gives_the_new_placement_and_reads_before_it_overwrites(
     for rank in range(ranks):
         assert disjoint([(m.start_s, m.end_s) for m in across if m.source // size == rank])
         assert disjoint([(m.start_s, m.end_s) for m in across if m.slot // size == rank])
-        # One staging buffer a rank.
+        # Each rank has one staging buffer.
         here = [m for m in plan.moves if m.slot // size == rank]
         assert disjoint([(m.end_s, m.ready_s) for m in here if m.ready_s > m.end_s])
     for move in across:
@@ -72,7 +72,7 @@ def test_a_plan_gives_the_new_placement_and_reads_before_it_overwrites(
         assert move.end_s - move.start_s == pytest.approx(took)
 
 
-def test_aligning_moves_as_few_as_any_renaming_could() -> None:
+def test_alignment_moves_as_few_experts_as_the_best_permutation() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         old, wanted = placement(rng, 1, 6, 9), placement(rng, 1, 6, 9)
@@ -88,7 +88,7 @@ def test_aligning_moves_as_few_as_any_renaming_could() -> None:
         assert moved == fewest
 
 
-def test_layers_that_do_not_pay_stay_and_what_gains_most_goes_first() -> None:
+def test_layers_without_gain_stay_and_the_largest_gain_moves_first() -> None:
     old, new = np.array([[0, 1, 2, 3]] * 3), np.array([[0, 2, 1, 3]] * 3)
     arguments = {"topology": Topology(ranks=2), "links": LINKS, "steps": 100}
     plan = plan_migration(old, new, **arguments, windows_s=[1e-3], gain_s=[0.0, 1.0, 1e-9])
@@ -96,7 +96,7 @@ def test_layers_that_do_not_pay_stay_and_what_gains_most_goes_first() -> None:
     assert {move.layer for move in plan.moves} == {1}
     plan = plan_migration(old, new, **arguments, windows_s=[1e-3], gain_s=[1, 3, 2])
     assert plan.ready_s[1] < plan.ready_s[2] < plan.ready_s[0]
-    # Too late to be of use: the transfers outlast the batch.
+    # The transfers outlast the batch.
     late = plan_migration(old, new, **arguments, windows_s=[1e-9], gain_s=[1.0] * 3)
     assert not late.moves
     assert late.cost_s == 0

@@ -1,4 +1,4 @@
-"""A MoE layer on real gloo processes gives what one process gives, however it is placed and routed."""
+"""A MoE layer on real gloo processes gives the result of one process for every placement and routing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def placement(name: str, ranks: int) -> np.ndarray:
 def routing(name: str, hosts: np.ndarray) -> Routing:
     if name == "even":
         return all_replicas(hosts)
-    if name == "home":  # the rank itself where it holds the expert, or else the first that does
+    if name == "home":  # the own rank if it holds the expert, else the first rank that does
         ranks = np.arange(hosts.shape[1])
         return by_home(np.where(hosts.T, ranks[:, None], hosts.argmax(axis=1)))
     choose = {"metro": MetroPlan.of(hosts).route, "optimal": lambda tokens: route_optimal(tokens, hosts)}
@@ -59,7 +59,7 @@ def hidden(tokens: int, seed: int) -> Tensor:
 
 
 def alone(x: Tensor) -> Tensor:
-    """The layer by its definition: each token through each of its experts."""
+    """Compute the layer by its definition: each token through each of its experts."""
     weights, experts = GATE(x)
     w13, w2 = (w.float() for w in read_experts(WEIGHTS, LAYER, range(E)))
     out = torch.zeros_like(x)
@@ -84,7 +84,7 @@ def products(placed: tuple[int, ...]) -> Products:
 
 
 def computed(rank: int, cases: list[Case]) -> list[np.ndarray]:
-    """This rank's outputs of each case."""
+    """Return this rank's outputs of each case."""
     outputs = []
     for seed, case in enumerate(cases):
         ranks = len(case.sizes)
@@ -101,7 +101,7 @@ def computed(rank: int, cases: list[Case]) -> list[np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_together_compute_what_one_process_does(ranks: int) -> None:
+def test_ranks_together_compute_the_result_of_one_process(ranks: int) -> None:
     sizes = [tuple(some[:ranks]) for some in SIZES]
     every = itertools.product(PLACEMENTS, ROUTINGS, sizes, ("gathered", "exchanged"))
     cases = list(itertools.starmap(Case, every))
@@ -113,7 +113,7 @@ def test_ranks_together_compute_what_one_process_does(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_a_routing_keeps_to_hosts_and_gives_the_counts_of_its_rule(name: str) -> None:
+def test_a_routing_uses_hosts_and_gives_the_counts_of_its_rule(name: str) -> None:
     rng = np.random.default_rng(1)
     placed = placement("replicated", 4)
     hosts = hosts_of(placed[None], E, 4)[0]
@@ -133,7 +133,7 @@ def test_a_routing_keeps_to_hosts_and_gives_the_counts_of_its_rule(name: str) ->
         assert ((served > 0).sum(axis=1) == (tokens > 0)).all()
 
 
-def test_the_kernel_that_serves_gives_what_plain_torch_gives() -> None:
+def test_the_serving_kernel_equals_plain_torch() -> None:
     w13, w2 = read_experts(WEIGHTS, LAYER, [3, 9, 9])
     rows, slot = hidden(12, 0).bfloat16(), torch.tensor([0, 1, 2, 0] * 3)
     expected = torch_products(w13.float(), w2.float())(rows.float(), slot)

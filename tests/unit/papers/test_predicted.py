@@ -1,4 +1,4 @@
-"""The study of predicted signatures, small: what is measured was not fitted on, and what must show."""
+"""The study of predicted signatures at small size: held-out requests and expected results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 requests a domain, each domain with favourite experts and token ids."""
+    """Provide 60 requests of each domain, which has favourite experts and token ids."""
     shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.05}
     return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
 
@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch, observed: Path) -> Options:
     return Options((observed,), requests=240, seeds=(0, 1))
 
 
-def test_what_is_measured_was_not_fitted_on(small: Options) -> None:
+def test_measured_requests_are_not_in_the_fit(small: Options) -> None:
     trace = predicted_signatures.prompts_of(small).trace
     for group in ("all", "language", "task"):
         parts = [predicted_signatures.fit_and_test(trace, group, size, seed=3) for size in (20, 40)]
@@ -49,7 +49,7 @@ def test_what_is_measured_was_not_fitted_on(small: Options) -> None:
 
 
 @pytest.mark.slow
-def test_every_method_sees_the_domain(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_method_recognises_the_domain(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predicted, "GROUPS", ("all",))
     rows = predicted.methods(small)
     served = "served predictor, rank 64"
@@ -64,7 +64,7 @@ def test_every_method_sees_the_domain(small: Options, monkeypatch: pytest.Monkey
     assert sizes == {20, 40}
 
 
-def test_placement_gains_by_predicted_signatures(small: Options) -> None:
+def test_predicted_signatures_improve_placement(small: Options) -> None:
     rows = predicted.placement(small)
     for row in rows:
         assert row["p50_change_pct"] < -3, row["signature"]
@@ -72,7 +72,7 @@ def test_placement_gains_by_predicted_signatures(small: Options) -> None:
     assert {row["p50_share_of_gain_pct"] for row in true} == {100}
 
 
-def test_an_answer_of_one_token_counts_in_no_tpot(small: Options) -> None:
+def test_an_answer_of_one_token_is_not_in_the_tpot(small: Options) -> None:
     trace = predicted_signatures.prompts_of(small).trace
     assert trace.routes is not None
     assert trace.route_offsets is not None
@@ -85,12 +85,12 @@ def test_an_answer_of_one_token_counts_in_no_tpot(small: Options) -> None:
     np.put_along_axis(counts[0], trace.routes[0].astype(np.int64), 1, axis=1)
     routes = np.delete(trace.routes, slice(1, 1 + gone), axis=0)
     cut = replace(trace, decode_counts=counts, decode_steps=steps, routes=routes, route_offsets=offsets)
-    told = {"true prefill": cut.prefill_counts.astype(np.float32)}
-    found = predicted._placed(cut, told, np.arange(100), 4, small, 0, in_order=True)
+    signatures = {"true prefill": cut.prefill_counts.astype(np.float32)}
+    found = predicted._placed(cut, signatures, np.arange(100), 4, small, 0, in_order=True)
     assert all(np.isfinite(list(times.values())).all() for times in found.values())
 
 
-def test_the_turn_before_is_another_prompt_of_the_domain() -> None:
+def test_the_previous_turn_is_another_prompt_of_the_domain() -> None:
     shape = {"each": 4, "num_layers": 2, "num_experts": 16, "steps": 4, "others": 0.05}
     prompts = signature_methods.Prompts.of(favourites_trace(("a", "b"), **shape))
     alone = np.array([0, 1, 2, 4])
@@ -107,21 +107,21 @@ def test_a_share_of_the_gain_is_paired_by_seed() -> None:
     true = [-10.0, -20.0, -40.0]
     same = predicted._share("s", [-9.0, -18.0, -36.0], true)
     assert list(same) == ["s", "s_ci_low", "s_ci_high"]
-    assert list(same.values()) == pytest.approx([90, 90, 90])  # however seeds differ
+    assert list(same.values()) == pytest.approx([90, 90, 90])  # for all differences between seeds
     other = predicted._share("s", [-10.0, -10.0, -40.0], true)
     assert other == pytest.approx({"s": 600 / 7, "s_ci_low": 50, "s_ci_high": 100})
     assert predicted._share("s", [-1.0], [-2.0]) == {"s": 50}
     assert predicted._share("s", [-1.0, 1.0], [-0.5, 0.5]) == {"s": None}
 
 
-def test_learning_online_follows_a_shift_that_a_frozen_fit_does_not(small: Options) -> None:
+def test_online_learning_follows_a_shift_that_a_frozen_fit_misses(small: Options) -> None:
     rows = [row for row in predicted.shift(small) if row["workload"] == "task"]
     cosine = {row["signature"]: row["first_100_cosine"] for row in rows}
     assert cosine["online"] > cosine["frozen"] + 0.1
     assert cosine["true prefill"] == pytest.approx(1)
 
 
-def test_a_domain_that_no_fit_saw_is_predicted_worse(small: Options) -> None:
+def test_a_domain_outside_the_fit_is_predicted_worse(small: Options) -> None:
     rows = [row for row in predicted.held_out(small) if row["workload"] == "task"]
     change = {row["signature"]: row["p50_change_pct"] for row in rows}
     assert change["predicted, own domain seen"] < change["predicted, own domain not seen"]

@@ -1,4 +1,4 @@
-"""Reproduced figures at small size: what they must show, whatever the machine."""
+"""Reproduced figures at small size: results that hold on every machine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 requests a domain, each domain with a favourite eighth of the experts."""
+    """Provide 60 requests of each domain, which has a favourite eighth of the experts."""
     shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.02}
     return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def arrivals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A request trace with prompts and answers of very different lengths."""
+    """Provide a request trace with prompts and answers of very different lengths."""
     rng = np.random.default_rng(1)
     times = np.cumsum(rng.exponential(0.2, 4000))
     prompts, outputs = (rng.lognormal(*shape, 4000).astype(int) + 1 for shape in ((6.5, 1), (3.5, 0.7)))
@@ -54,7 +54,9 @@ def test_without_arguments_it_lists_its_figures(capsys: pytest.CaptureFixture[st
         assert f"  {name}" in said
 
 
-def test_balance_routes_balance(arrivals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_balance_routes_reduce_imbalance(
+    arrivals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(balanceroute, "SLOTS", 8)
     out = tmp_path / "table1.json"
     reproduce("balanceroute", "table1", trace=[arrivals], requests=2000, out=out)
@@ -63,7 +65,7 @@ def test_balance_routes_balance(arrivals: Path, tmp_path: Path, monkeypatch: pyt
     ours = [row for row in rows if row["method"].startswith("balance-route")]
     assert (len(baselines), len(ours)) == (5, 4)
     assert max(r["imbalance_tokens"] for r in ours) < min(r["imbalance_tokens"] for r in baselines)
-    # A tail of 100 requests: single policies may change places.
+    # The tail has 100 requests, so single policies may swap their order.
     assert np.mean([r["tpot_p95_ms"] for r in ours]) < np.mean([r["tpot_p95_ms"] for r in baselines])
     assert min(r["output_tokens_per_s"] for r in ours) > max(r["output_tokens_per_s"] for r in baselines)
     assert of(rows, method="shortest-queue")["imbalance_below_jsq"] == 1
@@ -78,10 +80,10 @@ def test_predictors_and_imbalance_are_measured(arrivals: Path) -> None:
     assert {row["method"] for row in balanceroute.panels(Options((arrivals,), requests=600))} == methods
 
 
-def test_a_placement_of_its_own_lightens_a_worker_s_slowest_rank(
+def test_a_workers_own_placement_relieves_its_slowest_rank(
     observed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A domain's favourites are neighbours, so that in order of ids one rank holds them all."""
+    """A domain's favourites have neighbouring ids, so that one rank holds them all in linear order."""
     monkeypatch.setattr(eldr_parallel, "RATES", (20,))
     monkeypatch.setattr(eldr_parallel, "OUTPUT_TOKENS", 48)
     options = Options((observed,), requests=200)
@@ -94,7 +96,7 @@ def test_a_placement_of_its_own_lightens_a_worker_s_slowest_rank(
         assert own < common < linear
     work = Work(eldr_parallel._scenario(options, (), 20, 0), 0)
     assert len(work.fitted_on)
-    assert not set(work.fitted_on) & set(work.requests.kind)  # what a placement is fitted on does not run
+    assert not set(work.fitted_on) & set(work.requests.kind)  # requests of the fit are not simulated
 
 
 def test_locality_saves_experts_at_every_rate(observed: Path) -> None:
@@ -105,14 +107,14 @@ def test_locality_saves_experts_at_every_rate(observed: Path) -> None:
         assert row["tpot_p50_change_pct"] < 0
 
 
-def test_a_stale_table_hurts_after_a_drift_and_a_refit_mends_it(observed: Path) -> None:
+def test_a_stale_table_costs_time_after_a_drift_until_a_refit(observed: Path) -> None:
     rows = eldr.drift(Options((observed,), requests=800))
     cases = ("locality-band, no refit", "locality-band, refit", "marginal-cost")
     stale, refit, online = (of(rows, case=case)["after_tpot_p50_ms"] for case in cases)
     assert max(refit, online) < stale
 
 
-def test_prefix_caches_shorten_ttft_and_leave_locality_alone(observed: Path) -> None:
+def test_prefix_caches_shorten_ttft_and_keep_the_gain_of_locality(observed: Path) -> None:
     rows = eldr.prefix_cache(Options((observed,), requests=600))
     on, off = (of(rows, prefix_cache=cached, policy="marginal-cost") for cached in (True, False))
     assert on["prefix_hit_tokens"] > 0 == off["prefix_hit_tokens"]
@@ -120,7 +122,7 @@ def test_prefix_caches_shorten_ttft_and_leave_locality_alone(observed: Path) -> 
     assert on["tpot_p50_change_pct"] < 0
 
 
-def test_workers_that_come_are_used(observed: Path) -> None:
+def test_added_workers_are_used(observed: Path) -> None:
     rows = eldr.scaling(Options((observed,), requests=600))
     more, fewer = (of(rows, workload=f"16 to {n} workers", case="marginal-cost") for n in (24, 8))
     assert more["after_tpot_p50_ms"] <= more["before_tpot_p50_ms"] * 1.05
@@ -138,7 +140,7 @@ def test_workers_that_come_are_used(observed: Path) -> None:
         ("metro", "fig8", "give --trace"),
     ],
 )
-def test_bad_input_gets_one_sentence(paper: str, figure: str, message: str, tmp_path: Path) -> None:
+def test_bad_input_is_reported_in_one_sentence(paper: str, figure: str, message: str, tmp_path: Path) -> None:
     words = (paper, figure) if figure else (paper,)
     assert message in sentence(command(reproduce, *words, out=tmp_path / "x.json"))
     assert not (tmp_path / "x.json").exists()
@@ -154,7 +156,7 @@ def four_domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(replace(trace, domains=domains), tmp_path_factory)
 
 
-def test_components_move_traffic_and_load_as_in_the_paper(four_domains: Path) -> None:
+def test_components_change_traffic_and_load_as_in_the_paper(four_domains: Path) -> None:
     rows = grace.components(Options((four_domains,), requests=8, seeds=(0, 1)))
     arms = ("linear", "HG", "HG+DR, WRR", "HG+DR, TAR")
     for ranks in ("2 x 2", "2 x 4"):
@@ -200,7 +202,7 @@ def small(monkeypatch: pytest.MonkeyPatch, few: Path) -> Options:
     return Options(traces=(few,))
 
 
-def test_knowing_the_batch_beats_a_static_placement(small: Options) -> None:
+def test_a_placement_that_knows_the_batch_beats_a_static_one(small: Options) -> None:
     rows = director.FIGURES["fig7"].run(small)
     assert {row["cluster"] for row in rows} == set(shifting.CLUSTERS)
     for name in shifting.CLUSTERS:
@@ -212,7 +214,7 @@ def test_knowing_the_batch_beats_a_static_placement(small: Options) -> None:
         assert oracle["moves_a_batch"] > 0 == took["vanilla"]["moves_a_batch"]
 
 
-def test_rounding_is_above_its_bounds(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounded_placements_are_above_their_bounds(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     def synthetic(seed: int) -> tuple[dict[str, object], shifting.Cluster, list[np.ndarray], np.ndarray]:
         rng = np.random.default_rng(seed)
         work = [rng.poisson(rng.lognormal(3, 1, (L, 1, E)), (L, 4, E)).astype(float)]
@@ -225,7 +227,7 @@ def test_rounding_is_above_its_bounds(small: Options, monkeypatch: pytest.Monkey
         assert 0 <= row["above_bound_pct"] <= row["above_lp_pct"] + 1e-9
 
 
-def test_a_batch_holds_every_token_at_its_home(few: Path, tmp_path: Path) -> None:
+def test_a_batch_holds_every_token_on_its_rank(few: Path, tmp_path: Path) -> None:
     routes = shifting.read_routes(few)
     fit, measure = shifting.split(routes, 0)
     assert not set(fit) & set(measure)

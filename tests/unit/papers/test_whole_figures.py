@@ -1,4 +1,4 @@
-"""The study of whole replicas, small: its workloads are what they say, and what must show."""
+"""The study of whole replicas at small size: its workloads and expected results."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 requests a domain, each domain with favourite experts."""
+    """Provide 60 requests of each domain, which has favourite experts."""
     shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.05}
     return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 sessions of 12 turns, each turn two blocks longer; all share the first block."""
+    """Provide 100 sessions of 12 turns, each turn two blocks longer; all share the first block."""
     rng, lines = np.random.default_rng(1), []
     for turn in range(12):
         for session in rng.permutation(100).tolist():
@@ -66,7 +66,7 @@ def test_a_session_has_one_kind_and_its_turns_share_blocks(observed: Path, conve
     assert (requests.prompt_tokens > tokens - whole.BLOCK).all()
 
 
-def test_an_applications_requests_share_its_system_prompt_and_no_more(observed: Path) -> None:
+def test_an_applications_requests_share_only_its_system_prompt(observed: Path) -> None:
     trace = read(routes_of(observed))
     requests = whole._system_prompts(trace, np.arange(360), 400, np.random.default_rng(0))
     system = {
@@ -82,9 +82,7 @@ def test_an_applications_requests_share_its_system_prompt_and_no_more(observed: 
     assert all(trace.domains[k] == domain[key] for key, k in zip(requests.keys, requests.kind, strict=True))
 
 
-def test_a_long_prompt_begins_with_what_its_session_begins_with_and_is_predicted_by_all_its_tokens(
-    observed: Path,
-) -> None:
+def test_a_long_prompt_begins_like_its_session_and_all_its_tokens_predict(observed: Path) -> None:
     trace = read(routes_of(observed))  # prompts of 20 tokens
     members, kind = np.arange(360), np.array([3, 3, 70])
     lengths = np.array([20, 47, 47])
@@ -101,12 +99,12 @@ def test_a_long_prompt_begins_with_what_its_session_begins_with_and_is_predicted
     assert whole._parts(np.full(9, 20), 3, [5, 6], 12) == [(3, 12)]
 
 
-def test_policies_of_whole_workers_hear_the_prediction_first_and_then_the_truth() -> None:
-    told: list[tuple[str, bool, float]] = []
+def test_policies_of_whole_workers_get_predicted_then_measured_counts() -> None:
+    assigned: list[tuple[str, bool, float]] = []
 
     class Listening(MarginalCost):
         def on_assigned(self, request: Any, worker: int, decision: Any = None) -> None:
-            told.append((request.request_id, request.predicted, float(request.expert_counts[0, 0])))
+            assigned.append((request.request_id, request.predicted, float(request.expert_counts[0, 0])))
             super().on_assigned(request, worker, decision)
 
     experts = observed_experts(
@@ -117,10 +115,10 @@ def test_policies_of_whole_workers_hear_the_prediction_first_and_then_the_truth(
     requests = Requests(np.zeros(1), np.array([20]), np.array([3]), np.zeros(1, np.int64))
     cluster = Cluster(decode=Decode(workers=2, cost=StepCost(), whole=Whole()))
     simulate(requests, Listening(), cluster, experts=experts)
-    assert told == [("0", True, 5.0), ("0", False, 10.0)]
+    assert assigned == [("0", True, 5.0), ("0", False, 10.0)]
 
 
-def test_prefixes_experts_and_load_are_weighed_together(
+def test_marginal_cost_weighs_prefixes_experts_and_load_together(
     observed: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"WORKERS": (4,), "APPLICATIONS": 24, "CACHE_BLOCKS": 500, "CALIBRATION": 60}.items():
@@ -141,12 +139,11 @@ def test_prefixes_experts_and_load_are_weighed_together(
             assert {row["cached_pct"] for row in (ours, alone)} == {0}
         else:
             assert ours["cached_pct"] > alone["cached_pct"] + 2
-            assert (
-                rows[workload, "longest-prefix"]["cached_pct"] > rows[workload, "round-robin"]["cached_pct"]
-            )
+            longest, turns = (rows[workload, name] for name in ("longest-prefix", "round-robin"))
+            assert longest["cached_pct"] > turns["cached_pct"]
 
 
-def test_what_it_cannot_be_run_on_is_refused_in_one_sentence(
+def test_unusable_input_is_refused_in_one_sentence(
     observed: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = [f"--trace={trace}" for trace in (observed, conversations)]
@@ -171,11 +168,11 @@ def test_what_it_cannot_be_run_on_is_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize("policy", [SessionHash, LongestPrefix])
-def test_its_balancers_keep_to_what_policies_must(policy: type) -> None:
+def test_the_studys_balancers_pass_check_policy(policy: type) -> None:
     assert check_policy(policy) == []
 
 
-def test_a_session_stays_until_its_worker_has_too_many() -> None:
+def test_a_session_stays_until_its_worker_is_overloaded() -> None:
     policy, idle = SessionHash(), Loads.of([1, 1, 1, 1])
     mine = policy.select(request(prompt_key="s"), idle, RNG).worker
     assert {policy.select(request(str(n), prompt_key="s"), idle, RNG).worker for n in range(9)} == {mine}
@@ -186,7 +183,7 @@ def test_a_session_stays_until_its_worker_has_too_many() -> None:
     assert policy.select(request(), Loads.of([2, 1]), RNG).worker == 1
 
 
-def test_the_longest_prefix_wins_among_workers_that_are_not_too_loaded() -> None:
+def test_the_longest_prefix_wins_among_workers_without_overload() -> None:
     def chosen(in_flight: list[int], cached: list[int]) -> int:
         found = Loads.of(in_flight)
         seen = Loads(found.in_flight, found.kv_tokens, found.available, cached_tokens=np.array(cached))

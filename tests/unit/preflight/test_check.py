@@ -1,19 +1,18 @@
 """`eldr check` on the shipped deployments, and on wrong ones that each get one sentence.
 
-vLLM is really asked, once for all of them.
+One process with vLLM checks all of them.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from document_edits import MISSING, edit
 from in_process import python
 from shipped import ROOT
 
@@ -26,176 +25,105 @@ pytestmark = pytest.mark.slow
 SHIPPED = sorted((ROOT / "deployments").glob("*.yaml"))
 CLUSTER = read_cluster(ROOT / "ray_cluster.yaml")
 CPU = [Pool("nodes", 1, {"CPU": 2}, memory_gib=24)]
-Edit = Callable[[dict[str, Any]], None]
+ROLES = ("prefill_config", "decode_config")
+QWEN = "qwen3_30b_8p16d"
+D, P = "decode_config", "prefill_config"
+SERVES_POLICY = "ray.serve.autoscaling_policy:replica_queue_length_autoscaling_policy"
+SCALING = f"{D}.deployment_config.autoscaling_config"
 
 
-def qwen(edit: Edit) -> tuple[str, Edit]:
-    return "qwen3_30b_8p16d", edit
+def both(path: str, value: Any) -> dict[str, Any]:
+    return {f"{role}.{path}": value for role in ROLES}
 
 
-def both(**engine_kwargs: Any) -> Edit:
-    def edit(args: dict[str, Any]) -> None:
-        for role in ("prefill_config", "decode_config"):
-            args[role]["engine_kwargs"] |= engine_kwargs
-
-    return edit
-
-
-def both_configs(**changes: Any) -> Edit:
-    def edit(args: dict[str, Any]) -> None:
-        for role in ("prefill_config", "decode_config"):
-            args[role] |= changes
-
-    return edit
-
-
-def prefill_engine(**changes: Any) -> Edit:
-    return lambda args: args["prefill_config"]["engine_kwargs"].update(changes)
-
-
-def without_prefill_dtype(args: dict[str, Any]) -> None:
-    args["prefill_config"]["engine_kwargs"].pop("dtype")
-
-
-def decode(**changes: Any) -> Edit:
-    return lambda args: args["decode_config"].update(changes)
-
-
-def decode_deployment(**changes: Any) -> Edit:
-    def edit(args: dict[str, Any]) -> None:
-        config = args["decode_config"]["deployment_config"]
-        config |= changes
-        config["autoscaling_config"] |= changes.get("autoscaling_config", {})
-
-    return edit
-
-
-def scaling(**changes: Any) -> Edit:
-    return lambda args: args["decode_config"]["deployment_config"]["autoscaling_config"].update(changes)
-
-
-def without_moe_backend(args: dict[str, Any]) -> None:
-    for role in ("prefill_config", "decode_config"):
-        del args[role]["engine_kwargs"]["moe_backend"]
-
-
-def two_ranks_apart(args: dict[str, Any]) -> None:
-    args["decode_config"]["engine_kwargs"]["tensor_parallel_size"] = 2
-    scaling(max_replicas=8, initial_replicas=8)(args)
-
-
-def environment(**values: str) -> Edit:
-    return lambda args: args["decode_config"]["runtime_env"]["env_vars"].update(values)
-
-
-# name -> shipped file, edit of its args, words of its one error.
-WRONG: dict[str, tuple[str, Edit, str]] = {
-    "a_key_misspelt": (*qwen(lambda args: args.update(rooter={})), "rooter"),
-    "an_unknown_engine_argument": (*qwen(both(max_num_seq=3)), "max_num_seq"),
+# name -> shipped file, changes of its args, words of its one error.
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a_key_misspelt": (QWEN, {"rooter": {}}, "rooter"),
+    "an_unknown_engine_argument": (QWEN, both("engine_kwargs.max_num_seq", 3), "max_num_seq"),
     "no_config": (
-        *qwen(both_configs(model_loading_config={"model_id": "qwen3-30b-a3b", "model_source": "Qwen/Other"})),
+        QWEN, both("model_loading_config", {"model_id": "qwen3-30b-a3b", "model_source": "Qwen/Other"}),
         "prefill_config.model_loading_config.model_source is 'Qwen/Other': its config.json is neither",
     ),
     "two_models": (
-        *qwen(decode(model_loading_config={"model_id": "b", "model_source": "Qwen/Qwen3-30B-A3B"})),
+        QWEN, {f"{D}.model_loading_config": {"model_id": "b", "model_source": "Qwen/Qwen3-30B-A3B"}},
         "decode_config.model_loading_config.model_id is 'b'",
     ),
-    "a_gpu_that_is_not_there": (*qwen(decode(accelerator_type="B200")), "accelerator_type B200"),
+    "a_gpu_that_is_not_there": (QWEN, {f"{D}.accelerator_type": "B200"}, "accelerator_type B200"),
     "a_resource_that_is_not_there": (
-        *qwen(decode(placement_group_config={"bundle_per_worker": {"GPU": 1, "decoder": 1}})),
-        "'decoder'",
+        QWEN, {f"{D}.placement_group_config": {"bundle_per_worker": {"GPU": 1, "decoder": 1}}}, "'decoder'",
     ),
-    "too_many": (*qwen(scaling(max_replicas=49)), "1 of 49 decode replicas find no node"),
-    "too_large_for_the_gpu": (
-        "qwen3_235b_2p8d",
-        lambda args: [args[role].update(accelerator_type="H100") for role in ("prefill_config",)],
-        "find no node",
-    ),
+    "too_many": (QWEN, {f"{SCALING}.max_replicas": 49}, "1 of 49 decode replicas find no node"),
+    "too_large_for_the_gpu": ("qwen3_235b_2p8d", {f"{P}.accelerator_type": "H100"}, "find no node"),
     "no_room_for_a_sequence": (
-        *qwen(lambda args: args["prefill_config"]["engine_kwargs"].update(gpu_memory_utilization=0.79)),
-        "holds no sequence",
+        QWEN, {f"{P}.engine_kwargs.gpu_memory_utilization": 0.79}, "holds no sequence",
     ),
     "weights_do_not_fit": (
-        *qwen(lambda args: args["prefill_config"]["engine_kwargs"].update(gpu_memory_utilization=0.5)),
-        "prefill does not fit on H100",
+        QWEN, {f"{P}.engine_kwargs.gpu_memory_utilization": 0.5}, "prefill does not fit on H100",
     ),
     "hidden_choices": (
-        "gpt_oss_120b_8p16d",
-        lambda args: args["prefill_config"]["engine_kwargs"].update(moe_backend="triton"),
-        "OAITritonMxfp4ExpertsMonolithic",
+        "gpt_oss_120b_8p16d", {f"{P}.engine_kwargs.moe_backend": "triton"}, "OAITritonMxfp4ExpertsMonolithic",
     ),
-    "longer_than_the_model": (
-        "qwen3_30b_whole",
-        lambda args: args["decode_config"]["engine_kwargs"].update(max_model_len=99999),
-        "99999",
-    ),
+    "longer_than_the_model": ("qwen3_30b_whole", {f"{D}.engine_kwargs.max_model_len": 99999}, "99999"),
     "a_block_size_that_no_attention_takes": (
-        "cpu_demo_whole",
-        lambda args: args["decode_config"]["engine_kwargs"].update(block_size=16),
+        "cpu_demo_whole", {f"{D}.engine_kwargs.block_size": 16},
         "decode_config.engine_kwargs.block_size is 16: attention on CPUs supports only multiples of 32",
     ),
-    "block_sizes_of_two_defaults": ("cpu_demo", prefill_engine(block_size=64), "block_size is 64 and decode"),
+    "block_sizes_of_two_defaults": (
+        "cpu_demo", {f"{P}.engine_kwargs.block_size": 64}, "block_size is 64 and decode",
+    ),
     "dtypes_of_which_vllm_chooses_one": (
-        "cpu_demo",
-        without_prefill_dtype,
+        "cpu_demo", {f"{P}.engine_kwargs.dtype": MISSING},
         "prefill_config.engine_kwargs.dtype is 'bfloat16' and decode_config.engine_kwargs.dtype is 'float32'",
     ),
     "what_vllm_refuses_by_itself": (
-        "cpu_demo",
-        prefill_engine(max_num_batched_tokens=8),
+        "cpu_demo", {f"{P}.engine_kwargs.max_num_batched_tokens": 8},
         "prefill_config.engine_kwargs: max_num_batched_tokens (8) must be greater than or equal to",
     ),
     "speculative": (
         "qwen3_30b_whole",
-        lambda args: args["decode_config"]["engine_kwargs"].update(
-            speculative_config={"method": "ngram", "num_speculative_tokens": 3}
-        ),
+        {f"{D}.engine_kwargs.speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         "prefills and decodes, where rejected tokens would be counted: leave speculative_config out",
     ),
     "nixl_in_rays_ports": (
-        *qwen(decode(experimental_configs={"NIXL_SIDE_CHANNEL_PORT_BASE": 19990})),
+        QWEN, {f"{D}.experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": 19990}},
         "Ray's client and workers",
     ),
     "serves_own_scaling": (
-        *qwen(
-            scaling(
-                policy={
-                    "policy_function": "ray.serve.autoscaling_policy:replica_queue_length_autoscaling_policy"
-                }
-            )
-        ),
-        "Serve's own",
+        QWEN, {f"{SCALING}.policy": {"policy_function": SERVES_POLICY}}, "Serve's own",
     ),
-    "to_zero": (*qwen(scaling(min_replicas=0)), "set min_replicas"),
-    "scaled_and_fixed": (*qwen(decode_deployment(num_replicas=3)), "not both"),
-    "ranks_apart": (*qwen(two_ranks_apart), "8 of 8 decode replicas would each spread over several nodes"),
+    "to_zero": (QWEN, {f"{SCALING}.min_replicas": 0}, "set min_replicas"),
+    "scaled_and_fixed": (QWEN, {f"{D}.deployment_config.num_replicas": 3}, "not both"),
+    "ranks_apart": (
+        QWEN,
+        {
+            f"{D}.engine_kwargs.tensor_parallel_size": 2, f"{SCALING}.max_replicas": 8,
+            f"{SCALING}.initial_replicas": 8,
+        },
+        "8 of 8 decode replicas would each spread over several nodes",
+    ),
     "too_little_memory": (
-        "cpu_demo",
-        environment(VLLM_CPU_KVCACHE_SPACE="9"),
+        "cpu_demo", {f"{D}.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE": "9"},
         "the engines on node nodes-0 need",
     ),
     "one_nixl_port": (
-        "cpu_demo",
-        environment(VLLM_NIXL_SIDE_CHANNEL_PORT="23000"),
+        "cpu_demo", {f"{D}.runtime_env.env_vars.VLLM_NIXL_SIDE_CHANNEL_PORT": "23000"},
         "share NIXL's port 23000",
     ),
     "nixl_ports_meet": (
-        "cpu_demo",
-        decode(experimental_configs={"NIXL_SIDE_CHANNEL_PORT_BASE": 20000}),
+        "cpu_demo", {f"{D}.experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": 20000}},
         "overlap decode's 20000-20001 on one node",
     ),
-    "one_port_twice": (
-        *qwen(lambda args: args["ingress"].update(port=8000)),
-        "both listen at port 8000",
-    ),
-}
+    "one_port_twice": (QWEN, {"ingress.port": 8000}, "both listen at port 8000"),
+}  # fmt: skip
+OWN_KERNEL = ("gpt_oss_120b_8p16d", both("engine_kwargs.moe_backend", MISSING), "")
 
 
 def edited(name: str) -> dict[str, Any]:
-    file, edit, _ = WRONG.get(name, ("gpt_oss_120b_8p16d", without_moe_backend, ""))
-    document = copy.deepcopy(yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text()))
-    document = json.loads(json.dumps(document))  # what aliases share is edited apart
-    edit(document["applications"][0]["args"])
+    file, changes, _ = WRONG.get(name, OWN_KERNEL)
+    document: dict[str, Any] = yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text())
+    document = json.loads(json.dumps(document))  # so that YAML aliases do not share their values
+    for path, value in changes.items():
+        edit(document["applications"][0]["args"], path, value)
     return document
 
 
@@ -240,16 +168,14 @@ def test_the_readmes_deployment_would_start(outcomes: dict[str, Checked]) -> Non
     assert [engines.role for engines, *_ in outcome.answers] == ["prefill", "decode"]
 
 
-def test_where_vllm_would_choose_a_kernel_that_hides_its_choices_ours_is_shown(
-    outcomes: dict[str, Checked],
-) -> None:
+def test_our_kernel_is_shown_where_vllms_choice_would_hide_routes(outcomes: dict[str, Checked]) -> None:
     outcome = outcomes["gpt_oss_by_itself"]
     assert outcome.starts
     assert {name for *_, answer in outcome.answers for name, _ in answer.kernels} == {"MarlinExperts"}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_one_gets_one_sentence(name: str, outcomes: dict[str, Checked]) -> None:
+def test_a_wrong_deployment_is_reported_in_one_sentence(name: str, outcomes: dict[str, Checked]) -> None:
     errors = [finding.sentence for finding in outcomes[name].findings if finding.severity == "error"]
     assert len(errors) == 1, errors
     assert WRONG[name][2] in errors[0]
@@ -257,15 +183,15 @@ def test_a_wrong_one_gets_one_sentence(name: str, outcomes: dict[str, Checked]) 
     assert "\n" not in errors[0]
 
 
-def test_weights_are_those_that_were_published(outcomes: dict[str, Checked]) -> None:
-    """Parameters, in thousands of millions, by the model cards; two bytes each."""
+def test_weights_equal_the_published_sizes(outcomes: dict[str, Checked]) -> None:
+    """Compare with the parameters of the model cards, in billions of two bytes."""
     for name, published in {"qwen3_30b_8p16d": 30.5, "gemma_4_26b_8p16d": 25.2}.items():
         assert outcomes[name].answers[0][2].weights / 2e9 == pytest.approx(published, abs=0.1)
     four = outcomes["qwen3_235b_2p8d"].answers[0][2].weights
     assert 4 * four / 2e9 == pytest.approx(235, abs=0.5)
 
 
-def test_kv_tokens_by_hand(outcomes: dict[str, Checked]) -> None:
+def test_kv_tokens_equal_a_computation_by_hand(outcomes: dict[str, Checked]) -> None:
     """Qwen3-30B-A3B: 48 layers, keys and values, 4 heads of 128, 2 bytes, blocks of 16 tokens."""
     answer = outcomes["qwen3_30b_8p16d"].answers[1][2]
     block = 16 * 48 * 2 * 4 * 128 * 2
@@ -273,7 +199,7 @@ def test_kv_tokens_by_hand(outcomes: dict[str, Checked]) -> None:
     assert answer.kv == int(gpu_of("H100").memory_gib * GIB * 0.9) - answer.weights - answer.reserve
 
 
-def test_json_has_it_all(outcomes: dict[str, Checked]) -> None:
+def test_json_output_is_complete(outcomes: dict[str, Checked]) -> None:
     found = json.loads(json.dumps(as_json(outcomes["qwen3_235b_2p8d"])))
     assert found["starts"]
     prefill, decode = found["engines"]
@@ -283,7 +209,7 @@ def test_json_has_it_all(outcomes: dict[str, Checked]) -> None:
     assert sorted(number for _, number in held) == list(range(8))
 
 
-def test_the_command_says_it_and_exits_with_1() -> None:
+def test_the_command_prints_errors_and_exits_with_1() -> None:
     done = python(
         "-m", "eldr_serve.cli", "check", "deployments/qwen3_30b_8p16d.yaml", "--gpu", "L40S", "--json"
     )

@@ -1,4 +1,4 @@
-"""What `eldr check` refuses before it asks anybody, and how it reads clusters."""
+"""Options that `eldr check` refuses at once, and cluster files."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ YAML = "deployments/qwen3_30b_8p16d.yaml"
         (["--cluster", "Makefile"], "Makefile"),
     ],
 )
-def test_what_cannot_be_meant_is_one_sentence(
+def test_contradictory_options_are_reported_in_one_sentence(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert said in sentence(CliRunner().invoke(app, ["check", YAML, *arguments], prog_name="eldr"))
 
 
-def test_the_shipped_cluster_has_what_the_shipped_deployments_name() -> None:
+def test_the_shipped_cluster_has_the_resources_of_the_shipped_deployments() -> None:
     pools = {pool.name: pool for pool in read_cluster(ROOT / "ray_cluster.yaml")}
     assert pools["head"].nodes == 1
     assert pools["head"].gpu is None
@@ -41,7 +41,7 @@ def test_the_shipped_cluster_has_what_the_shipped_deployments_name() -> None:
     assert pools["decode_of_8"].resources["GPU"] == pools["decode_of_8"].resources["decode"] == 8
 
 
-def test_another_gpu_changes_the_kind_and_nothing_else() -> None:
+def test_another_gpu_changes_only_the_type() -> None:
     (before,) = described(
         gpu_of("H100"), nodes=2, gpus_per_node=4, cpus_per_node=8, memory_gib=9, resources={"decode": 4}
     )
@@ -52,13 +52,13 @@ def test_another_gpu_changes_the_kind_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a: [", "available_node_types: {a: {}}", "available_node_types: 3"])
-def test_a_file_that_is_no_cluster(text: str, tmp_path: Path) -> None:
+def test_a_file_without_a_cluster_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(text)
     with pytest.raises(ValueError, match="is not a cluster file"):
         read_cluster(tmp_path / "cluster.yaml")
 
 
-def test_gpus_without_a_kind(tmp_path: Path) -> None:
+def test_gpus_without_a_type_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(
         "head_node_type: a\navailable_node_types: {a: {max_workers: 1, resources: {GPU: 1}}}"
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from document_edits import MISSING, edit
 from in_process import python
 from shipped import ROOT
 
@@ -67,14 +68,14 @@ def sentences(found: Checked, severity: str = "error") -> list[str]:
         ("", "made.yaml is not a mapping"),
     ],
 )
-def test_what_is_no_yaml_is_said_with_its_place(text: str, said: str, tmp_path: Path) -> None:
+def test_invalid_yaml_is_reported_with_its_location(text: str, said: str, tmp_path: Path) -> None:
     (sentence,) = sentences(checked(tmp_path, text))
     assert said in sentence
     assert "\n" not in sentence
     assert ("tabs" in sentence) == ("\t" in text)
 
 
-def test_what_is_no_text_is_said(tmp_path: Path) -> None:
+def test_a_binary_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "made.yaml").write_bytes(b"\xff\xfe\x00")
     (found,) = checking.check([tmp_path / "made.yaml"], lambda path, device: HERE)
     assert "is not text" in sentences(found)[0]
@@ -83,14 +84,14 @@ def test_what_is_no_text_is_said(tmp_path: Path) -> None:
 # -- Serve's own keys ------------------------------------------------------------------------------------
 
 APPLICATION = "applications.0"
-# path -> value, words of the error; a value of None removes the key
+# path -> value, words of the error
 WRONG: dict[str, tuple[Any, str]] = {
     "http_option": ({"port": 1}, "unknown key 'http_option': did you mean 'http_options'?"),
     "http_options.prot": (1, "http_options: unknown key 'prot': did you mean 'port'?"),
     "http_options.port": ("x", "http_options.port is 'x': must be a whole number"),
     "proxy_location": ("HeadsOnly", "proxy_location is 'HeadsOnly': unknown, did you mean 'HeadOnly'?"),
     "logging_config.log_level": ("LOUD", "logging_config.log_level is 'LOUD'"),
-    "applications": (None, "applications is missing"),
+    "applications": (MISSING, "applications is missing"),
     f"{APPLICATION}.import_path": ("eldr_serve.app:build", "must be eldr_serve.app:build_app"),
     f"{APPLICATION}.import_pth": (
         "x",
@@ -106,16 +107,10 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("path", WRONG)
-def test_what_serve_would_refuse_or_misread(path: str, tmp_path: Path) -> None:
+def test_content_that_serve_would_refuse_or_misread_is_reported(path: str, tmp_path: Path) -> None:
     value, words = WRONG[path]
     given = content()
-    here: Any = given
-    *parents, last = path.split(".")
-    for name in parents:
-        here = here[int(name) if name.isdigit() else name]
-    here[last] = value
-    if value is None:
-        del here[last]
+    edit(given, path, value)
     (sentence,) = sentences(checked(tmp_path, given))
     assert words in sentence
     assert "\n" not in sentence
@@ -126,13 +121,13 @@ def test_what_serve_would_refuse_or_misread(path: str, tmp_path: Path) -> None:
     [({}, 'multiple configs for application "eldr"'), ({"name": "b"}, 'route prefix "/"'),
      ({"name": "b", "route_prefix": "/b"}, "has 2 applications eldr_serve.app:build_app")],
 )  # fmt: skip
-def test_two_applications(change: dict[str, str], words: str, tmp_path: Path) -> None:
+def test_two_applications_are_reported(change: dict[str, str], words: str, tmp_path: Path) -> None:
     given = content()
     given["applications"].append(copy.deepcopy(given["applications"][0]) | change)
     assert words in sentences(checked(tmp_path, given))[0]
 
 
-def test_a_key_that_serve_ignores_is_a_warning_and_an_import_path_may_have_a_dot(tmp_path: Path) -> None:
+def test_a_key_that_serve_ignores_is_a_warning(tmp_path: Path) -> None:
     given = content() | {"x-shared": {"any": "thing"}}
     given["applications"][0]["import_path"] = "eldr_serve.app.build_app"
     given["applications"][0]["deployments"] = [{"name": "EldrIngress", "num_replicas": 3}]
@@ -147,7 +142,7 @@ def test_a_key_that_serve_ignores_is_a_warning_and_an_import_path_may_have_a_dot
 
 
 @pytest.mark.parametrize("where", ["ingress", "http_options"])
-def test_a_port_that_another_process_has(where: str, tmp_path: Path) -> None:
+def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> None:
     given = content()
     part = given["http_options"] if where == "http_options" else given["applications"][0]["args"]["ingress"]
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -161,7 +156,7 @@ def test_a_port_that_another_process_has(where: str, tmp_path: Path) -> None:
     assert checked(tmp_path, given).starts
 
 
-def test_a_port_that_a_service_of_ones_own_has_is_a_warning(tmp_path: Path) -> None:
+def test_a_port_of_an_own_service_is_a_warning(tmp_path: Path) -> None:
     given = content()
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server:
         given["applications"][0]["args"]["ingress"]["port"] = port = server.getsockname()[1]
@@ -170,14 +165,14 @@ def test_a_port_that_a_service_of_ones_own_has_is_a_warning(tmp_path: Path) -> N
         assert sentences(found, "warning")[0].startswith(f"ingress.port is {port}, where a service of yours")
 
 
-def test_a_host_that_this_machine_has_not(tmp_path: Path) -> None:
+def test_a_host_that_this_machine_does_not_have_is_reported(tmp_path: Path) -> None:
     given = content()
     given["applications"][0]["args"]["ingress"]["host"] = "192.0.2.1"
     (sentence,) = sentences(checked(tmp_path, given))
     assert sentence.startswith("ingress cannot listen at host '192.0.2.1' and port")
 
 
-def test_a_file_of_keys_that_is_not_there_or_not_sound(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_key_file_is_reported(tmp_path: Path) -> None:
     given = content()
     keys = tmp_path / "keys.json"
     given["applications"][0]["args"]["ingress"]["keys_file"] = str(keys)
@@ -194,7 +189,7 @@ def test_a_file_of_keys_that_is_not_there_or_not_sound(tmp_path: Path) -> None:
     assert checked(tmp_path, given).starts
 
 
-# -- quickly ---------------------------------------------------------------------------------------------
+# -- before slow imports -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The build and `eldr check` refuse modified copies of the shipped files with the same sentence.
 
-No engine is asked. Errors that only vLLM can find are tested in test_check.py.
+No engine is asked. test_check.py has the errors that only vLLM finds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
+from document_edits import MISSING, edit
 from pydantic import BaseModel
 from shipped import ROOT
 
@@ -25,7 +26,6 @@ from eldr_serve.preflight.machine import Pool
 from eldr_serve.validation import shown
 
 NODES = [Pool("nodes", 64, {"CPU": 64, "GPU": 8, "prefill": 8, "decode": 8, "ingress": 8}, memory_gib=999)]
-MISSING = object()  # instead of a value: removes the key
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,6 @@ class Wrong:
 def args_of(file: str) -> dict[str, Any]:
     document = yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text())
     args: dict[str, Any] = json.loads(json.dumps(document["applications"][0]["args"]))
-    return args
-
-
-def changed(args: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    *parents, last = path.split(".")
-    here = args
-    for name in parents:
-        here = here.setdefault(name, {})
-    if value is MISSING:
-        del here[last]
-    else:
-        here[last] = value
     return args
 
 
@@ -218,7 +206,7 @@ def declared() -> Iterator[Wrong]:
 GENERATED = [*WRONG, *declared()]
 
 
-def test_there_are_many_kinds() -> None:
+def test_the_cases_cover_many_kinds_of_errors() -> None:
     assert len(WRONG) >= 60
     assert len({str(wrong) for wrong in GENERATED}) == len(GENERATED)
 
@@ -245,11 +233,11 @@ def written(folder: Path, args: Any, **others: Any) -> Path:
 
 
 @pytest.mark.parametrize("wrong", GENERATED, ids=str)
-def test_build_and_check_refuse_it_with_the_same_sentence(wrong: Wrong, tmp_path: Path) -> None:
+def test_build_and_check_refuse_an_error_with_the_same_sentence(wrong: Wrong, tmp_path: Path) -> None:
     args = args_of(wrong.file)
     if wrong.path.startswith("ingress.tracing."):
-        changed(args, "ingress.tracing.endpoint", "http://127.0.0.1:4318/v1/traces")
-    changed(args, wrong.path, wrong.value)
+        edit(args, "ingress.tracing.endpoint", "http://127.0.0.1:4318/v1/traces")
+    edit(args, wrong.path, wrong.value)
     with pytest.raises(ConfigurationError) as refused:
         build_app(json.loads(json.dumps(args)))
     said = str(refused.value)
@@ -287,9 +275,9 @@ RIGHT: dict[str, list[tuple[str, Any]]] = {
 
 
 @pytest.mark.parametrize("changes", RIGHT.values(), ids=RIGHT)
-def test_build_and_check_take_what_is_right(changes: list[tuple[str, Any]], tmp_path: Path) -> None:
+def test_build_and_check_accept_valid_values(changes: list[tuple[str, Any]], tmp_path: Path) -> None:
     args = args_of("cpu_demo")
     for path, value in changes:
-        changed(args, path, value)
+        edit(args, path, value)
     build_app(json.loads(json.dumps(args)))
     assert errors_of(written(tmp_path, args)) == []

@@ -22,19 +22,16 @@ def test_the_reserve_is_the_sum_of_its_parts() -> None:
     hidden = 6 * 16384 * 2048 * 2
     logits = 3 * 64 * 151936 * 4
     assert reserve_bytes(QWEN3_30B, "gpu") == 3 * GIB + moe + hidden + logits == 4_814_307_328
-    assert (
-        reserve_bytes(QWEN3_30B, "gpu") - reserve_bytes(QWEN3_30B, "cpu")
-        == GIB / 2
-        == ((FIXED_GIB["gpu"] - FIXED_GIB["cpu"]) * GIB)
-    )
+    fewer = reserve_bytes(QWEN3_30B, "gpu") - reserve_bytes(QWEN3_30B, "cpu")
+    assert fewer == GIB / 2 == (FIXED_GIB["gpu"] - FIXED_GIB["cpu"]) * GIB
 
 
-def test_what_is_left_is_what_the_share_leaves() -> None:
+def test_the_rest_is_the_share_minus_the_reserve() -> None:
     assert kv_bytes(80, 0.9, 57 * GIB, 5 * GIB) == 10 * GIB
     assert kv_bytes(40, 0.9, 57 * GIB, 5 * GIB) == -26 * GIB
 
 
-def test_a_cpu_cache_that_is_too_small_names_what_sets_its_size() -> None:
+def test_a_small_cpu_cache_names_the_setting_of_its_size() -> None:
     spec: Any = SimpleNamespace(model_source="m", host_kv_variable="KV_SPACE")
     engines = EngineDeployment("whole", spec, 1, 1, 1, False, [], "PACK", "")
     answer = Answer(weights=1, kv=GIB, kv_tokens=0, max_model_len=999, kernels=(("Experts", False),))

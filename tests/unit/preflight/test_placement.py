@@ -1,4 +1,4 @@
-"""Where replicas go, against all ways in which they could."""
+"""Placement of replicas on nodes, against all possible placements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sizes = st.integers(1, 3)
 
 @st.composite
 def clusters(draw: st.DrawFn) -> list[Pool]:
-    """Two pools of nodes with GPUs, one with a resource of its own."""
+    """Draw two pools of nodes with GPUs, one of them with an extra resource."""
     return [
         Pool("a", draw(st.integers(0, 2)), {"GPU": draw(st.integers(1, 4))}),
         Pool(
@@ -35,7 +35,7 @@ def replicas(draw: st.DrawFn, name: str = "x") -> Replicas:
 
 
 def most(pools: list[Pool], wanted: Replicas) -> int:
-    """How many of the replicas can be placed at all, by trying every node for every bundle."""
+    """Return how many replicas can be placed, by trying every node for every bundle."""
     nodes = tuple(
         tuple(int(pool.resources.get(name, 0)) for name in ("GPU", "extra"))
         for pool in pools
@@ -64,7 +64,7 @@ def most(pools: list[Pool], wanted: Replicas) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(clusters(), replicas(), replicas("y"))
-def test_no_node_gives_more_than_it_has_and_none_is_forgotten(
+def test_no_node_exceeds_its_resources_and_every_replica_is_listed(
     pools: list[Pool], one: Replicas, other: Replicas
 ) -> None:
     placed = place(pools, [one, other])
@@ -82,7 +82,9 @@ def test_no_node_gives_more_than_it_has_and_none_is_forgotten(
 
 @settings(max_examples=300, deadline=None)
 @given(clusters(), replicas())
-def test_never_more_than_can_be_and_one_wherever_one_can_be(pools: list[Pool], wanted: Replicas) -> None:
+def test_placed_replicas_never_exceed_the_optimum_and_one_is_placed_if_possible(
+    pools: list[Pool], wanted: Replicas
+) -> None:
     found = wanted.count - place(pools, [wanted]).missing.get(wanted.name, 0)
     can = most(pools, wanted)
     assert found <= can
@@ -91,20 +93,20 @@ def test_never_more_than_can_be_and_one_wherever_one_can_be(pools: list[Pool], w
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
-def test_like_engines_fill_like_nodes(nodes: int, per_node: int, ranks: int, count: int) -> None:
-    """The shipped topologies: whole nodes of one pool, engines that stay together."""
+def test_equal_engines_fill_equal_nodes(nodes: int, per_node: int, ranks: int, count: int) -> None:
+    """Place engines that stay on one node, as in the shipped topologies."""
     pools = [Pool("a", nodes, {"GPU": per_node * ranks, "decode": per_node * ranks})]
     wanted = Replicas("decode", count, [{"GPU": 1, "decode": 1}] * ranks, "STRICT_PACK")
     assert place(pools, [wanted]).missing.get("decode", 0) == max(0, count - nodes * per_node)
 
 
 @pytest.mark.parametrize(("strategy", "nodes", "missing"), [("PACK", 2, 0), ("STRICT_PACK", 0, 1)])
-def test_an_engine_of_two_on_nodes_of_one(strategy: str, nodes: int, missing: int) -> None:
+def test_an_engine_of_two_gpus_does_not_fit_nodes_of_one(strategy: str, nodes: int, missing: int) -> None:
     placed = place([Pool("a", 3, {"GPU": 1})], [Replicas("x", 1, [{"GPU": 1}] * 2, strategy)])
     assert sum(bool(node.held) for node in placed.nodes) == nodes
     assert (placed.missing.get("x", 0), placed.spread.get("x", 0)) == (missing, int(nodes == 2))
 
 
-def test_parts_of_a_resource_are_counted_exactly() -> None:
+def test_fractions_of_a_resource_are_counted_exactly() -> None:
     wanted = Replicas("x", 11, [{"CPU": 0.1}])
     assert place([Pool("a", 1, {"CPU": 1})], [wanted]).missing == {"x": 1}

@@ -24,7 +24,7 @@ from fake_router import (
 from ingress_app import COMPLETIONS, HELLO, KEY, running_app
 from tables import request
 
-from eldr_serve.engine.vllm import prompt_counts
+from eldr_serve.engine.vllm.measured import MEASURED
 from eldr_serve.errors import SwapRefused
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
@@ -297,11 +297,11 @@ async def test_the_router_and_its_restart_know_which_prefixes_workers_have() -> 
 
 
 async def test_measured_counts_go_to_the_waiting_call() -> None:
-    waiting, cancelled = (asyncio.create_task(signatures.wait_for(name)) for name in "ab")
+    waiting, cancelled = (asyncio.create_task(MEASURED.counts_of(name)) for name in "ab")
     await asyncio.sleep(0)
     assert [signatures.is_awaited(name) for name in "abc"] == [True, True, False]
     cancelled.cancel()
-    await asyncio.to_thread(signatures.put, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unexpected")})
+    await asyncio.to_thread(MEASURED.deliver_counts, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unexpected")})
     assert await waiting == (9, "packed")
     assert not signatures._waiting
 

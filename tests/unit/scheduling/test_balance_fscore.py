@@ -1,4 +1,4 @@
-"""The F-score against the imbalance that it stands for, and the best set against all sets."""
+"""The F-score against the imbalance that it measures, and the best set against all sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def slow_score(score: FScore, added: np.ndarray, margins: np.ndarray) -> float:
 
 @st.composite
 def scores(draw: st.DrawFn) -> tuple[FScore, np.ndarray]:
-    """A score, and margins[H+1] of whole tokens."""
+    """Draw a score, and margins[H+1] in whole tokens."""
     horizon = draw(st.integers(0, 5))
     score = FScore.discounted(
         horizon,
@@ -38,13 +38,15 @@ def scores(draw: st.DrawFn) -> tuple[FScore, np.ndarray]:
 
 @st.composite
 def requests(draw: st.DrawFn, steps: int) -> np.ndarray:
-    """Tokens that a request adds at each of so many steps: it may end on the way."""
+    """Draw the tokens that a request adds at each step; it may end before the last one."""
     tokens, stays = draw(TOKENS), draw(st.integers(0, steps - 1))
     return np.array([tokens * (h <= stays) for h in range(steps)], np.float64)
 
 
 @given(LOADS, st.integers(0, 5), TOKENS)
-def test_the_present_score_is_the_fall_of_the_imbalance(loads: list[int], worker: int, tokens: int) -> None:
+def test_the_current_score_is_the_decrease_of_the_imbalance(
+    loads: list[int], worker: int, tokens: int
+) -> None:
     worker %= len(loads)
     after = [load + tokens * (w == worker) for w, load in enumerate(loads)]
     before, now = (len(loads) * max(ls) - sum(ls) for ls in (loads, after))
@@ -53,7 +55,7 @@ def test_the_present_score_is_the_fall_of_the_imbalance(loads: list[int], worker
 
 
 @given(scores(), st.data())
-def test_scores_are_those_of_the_definition(case: tuple[FScore, np.ndarray], data: st.DataObject) -> None:
+def test_scores_equal_the_definition(case: tuple[FScore, np.ndarray], data: st.DataObject) -> None:
     score, margins = case
     added = np.array(data.draw(st.lists(requests(len(margins)), min_size=1, max_size=8)))
     assert score(added, margins) == pytest.approx([slow_score(score, x, margins) for x in added])

@@ -1,4 +1,4 @@
-"""BalanceRoute's dispatch, its immediate choice, and balance-band."""
+"""Dispatch and immediate choice of BalanceRoute, and balance-band."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dispatched(policy: Any, requests: list[PlacementRequest], state: Loads) -> d
 
 
 def one_by_one(policy: Any, queue: list[PlacementRequest], state: Loads) -> list[str]:
-    """Who is taken by each of the next dispatches, of one slot each."""
+    """Return the requests that five dispatches of one slot each place, in order."""
     order = []
     for _ in range(5):
         ((index, _),) = policy.dispatch(queue, state, RNG)
@@ -50,14 +50,10 @@ def one_by_one(policy: Any, queue: list[PlacementRequest], state: Loads) -> list
     st.none() | st.integers(0, 12),
     st.integers(0, 9999),
 )
-def test_every_slot_is_filled_and_none_twice(
-    name: str,
-    tokens: list[int],
-    workers: list[tuple[int, int, bool]],
-    candidates: int,
-    threshold: int | None,
-    seed: int,
-) -> None:
+def test_every_slot_is_filled_once(
+    name: str, tokens: list[int], workers: list[tuple[int, int, bool]], candidates: int,
+    threshold: int | None, seed: int,
+) -> None:  # fmt: skip
     parameters: dict[str, Any] = {
         "balance-route": {"candidates": candidates, "threshold": threshold},
         "balance-route-horizon": {"candidates": candidates, "threshold": threshold, "horizon": 5},
@@ -68,7 +64,7 @@ def test_every_slot_is_filled_and_none_twice(
     rng = np.random.default_rng(seed)
     state = Loads.of(*map(list, zip(*workers, strict=True)))
     queue = waiting(*tokens)
-    for n in range(int(rng.integers(4))):  # of which it was told
+    for n in range(int(rng.integers(4))):  # that the policy knows
         policy.on_assigned(request(f"held{n}", 100, 50), int(rng.integers(len(state))))
     while True:
         free = np.where(state.available, np.maximum(0, 4 - state.in_flight), 0)
@@ -81,7 +77,7 @@ def test_every_slot_is_filled_and_none_twice(
         if not given_out:
             break
         queue = [h for n, h in enumerate(queue) if n not in indices]
-        # Everybody on available workers leaves.
+        # All requests on available workers end.
         state = replace(state, in_flight=np.where(state.available, 0, state.in_flight))
 
 
@@ -99,21 +95,21 @@ def test_every_slot_is_filled_and_none_twice(
         ({"slots": 2, "candidates": 2, "lookahead": 3}, Loads.of([2, 1], [1000, 600]), [10, 20, 400], {2: 1}),
     ],
 )
-def test_what_fits_the_margin_best_goes_there(
+def test_the_request_that_fits_the_margin_best_is_chosen(
     parameters: dict[str, int], state: Loads, tokens: list[int], placed: dict[int, int]
 ) -> None:
     policy = make_policy("balance-route", threshold=99, **parameters)
     assert dispatched(policy, waiting(*tokens), state) == placed
 
 
-def test_while_slots_abound_the_largest_goes_to_the_worker_with_most() -> None:
+def test_the_largest_request_goes_to_the_worker_with_most_free_slots() -> None:
     policy: Any = make_policy("balance-route", slots=8, threshold=0)
     first = policy.dispatch(waiting(50, 500, 90), Loads.of([5, 2, 4], [1000, 400, 700]), RNG)[0]
     assert (first[0], first[1].worker) == (1, 1)
 
 
-def test_a_request_that_soon_ends_may_overflow_a_margin_that_others_may_not() -> None:
-    """The heaviest worker is the heavier one for two more steps only, and the small request for long."""
+def test_a_request_that_ends_soon_may_overflow_a_margin() -> None:
+    """The heaviest worker becomes lighter after two steps; the brief request ends by then."""
     policy: Any = make_policy("balance-route-horizon", slots=2, threshold=99, horizon=9, gate=0.1)
     lengths = {"heavy": 3, "light": 50, "brief": 2, "long": 60}
     policy.predictor = Oracle(lengths)
@@ -123,21 +119,21 @@ def test_a_request_that_soon_ends_may_overflow_a_margin_that_others_may_not() ->
     assert dispatched(policy, queue, Loads.of([2, 1], [900, 100])) == {1: 1}
 
 
-def test_a_request_lets_only_so_many_pass() -> None:
+def test_a_request_is_overtaken_a_limited_number_of_times() -> None:
     policy: Any = make_policy("balance-route", slots=2, threshold=99, max_overtakes=3)
     state = Loads.of([2, 1], [1000, 900])
     assert one_by_one(policy, [request("large", 5000), *waiting(*[100] * 9)], state).index("large") == 3
 
 
 @pytest.mark.parametrize("name", QUEUED)
-def test_an_immediate_request_goes_where_it_fits_whatever_the_slots(name: str) -> None:
+def test_an_immediate_request_ignores_slots(name: str) -> None:
     policy = make_policy(name)
     full = Loads.of([500, 500, 500], [1000, 900, 100])
     assert policy.select(request("r", 300), full, RNG).worker == 2
     assert policy.select(request("r", 0), Loads.of([3], [5]), RNG).worker == 0
 
 
-def test_without_a_queue_requests_go_at_once_up_to_a_few_beyond_the_slots() -> None:
+def test_requests_are_placed_at_once_up_to_a_few_beyond_the_slots() -> None:
     policy: Any = make_policy("balance-route", queue=False, slots=4, overcommit=1)
     assert not policy.queues
     state = Loads.of([5, 4, 4], [10, 900, 1000])
@@ -148,21 +144,21 @@ def test_without_a_queue_requests_go_at_once_up_to_a_few_beyond_the_slots() -> N
 
 
 def using(name: str, experts: list[int], tokens: int = 100) -> PlacementRequest:
-    """A request whose every token uses these of 8 experts."""
+    """Return a request whose tokens all use these of 8 experts."""
     counts = np.zeros((1, 8), np.uint32)
     counts[0, experts] = tokens
     return PlacementRequest(name, counts, tokens, 100)
 
 
 def banded(band_tokens: float, **more: Any) -> Any:
-    """balance-band where worker 0 runs a user of experts 0 and 1, worker 1 of 2 and 3; 3 has most KV."""
+    """Return balance-band where worker 0 runs a user of experts 0 and 1, and worker 1 one of 2 and 3."""
     policy: Any = make_policy("balance-band", slots=2, band_tokens=band_tokens, **more)
     policy.on_assigned(using("a", [0, 1]), 0)
     policy.on_assigned(using("b", [2, 3]), 1)
     return policy
 
 
-def test_while_slots_are_free_the_balance_band_is_marginal_cost() -> None:
+def test_balance_band_equals_marginal_cost_while_slots_are_free() -> None:
     state = Loads.of([1, 0, 1], [900, 0, 100])
     marginal: Any = make_policy("marginal-cost", affinity=0.0)
     cost = StepCost(1e-3, 1e-5, 1e-9, 1e-3)
@@ -178,42 +174,42 @@ def test_while_slots_are_free_the_balance_band_is_marginal_cost() -> None:
         policy.on_finished("b")
 
 
-def test_within_the_balance_band_the_request_goes_where_its_experts_are() -> None:
+def test_a_request_within_the_balance_band_goes_to_its_experts() -> None:
     state = Loads.of([1, 1, 2], [700, 700, 1000])
     queue = [using("x", [2, 3]), using("y", [0, 1])]
     assert dispatched(banded(50), queue, state) == {0: 1, 1: 0}
     assert dispatched(banded(50), queue[::-1], state) == {0: 0, 1: 1}
 
 
-def test_of_many_waiting_the_one_that_adds_fewest_experts_is_taken_and_only_if_it_balances_as_well() -> None:
-    """One slot on worker 0, which lacks 300 tokens: the stranger fills the margin, the friend does not."""
+def test_the_waiting_request_that_adds_fewest_experts_is_chosen_if_it_balances_as_well() -> None:
+    """Worker 0 has one slot and lacks 300 tokens: `stranger` fills the margin, `friend` does not."""
     state = Loads.of([1, 2, 2], [700, 900, 1000])
     queue = [using("stranger", [2, 3], 300), using("friend", [0, 1], 220)]
     assert dispatched(banded(100), queue, state) == {1: 0}
     assert dispatched(banded(10), queue, state) == {0: 0}
 
 
-def test_what_a_request_would_add_anywhere_does_not_count_against_it() -> None:
+def test_experts_that_a_request_would_add_on_any_worker_do_not_count() -> None:
     """`wide` adds two experts to worker 0 and three to worker 1; `narrow` one and none."""
     state = Loads.of([1, 2, 2], [700, 700, 1000])
     queue = [using("narrow", [2]), using("wide", [0, 5, 6])]
     assert dispatched(banded(50), queue, state) == {1: 0}
 
 
-def test_the_overdue_go_first_within_the_balance_band_too() -> None:
+def test_overdue_requests_go_first_within_the_balance_band() -> None:
     policy = banded(1e6, max_overtakes=2, lookahead=3)
     state = Loads.of([1, 2], [700, 900])
     queue = [using("stranger", [2, 3]), *(using(f"friend{n}", [0, 1]) for n in range(6))]
     assert one_by_one(policy, queue, state).index("stranger") == 2
 
 
-def test_a_balance_band_without_counts_goes_by_balance_alone() -> None:
+def test_balance_band_without_counts_uses_balance_alone() -> None:
     policy: Any = make_policy("balance-band", slots=2, band_tokens=0)
     assert dispatched(policy, waiting(900, 290), Loads.of([1, 2], [700, 1000])) == {1: 0}
     assert policy.parameters == make_policy("balance-band", **policy.parameters.model_dump()).parameters
 
 
-def test_the_horizon_sees_a_worker_that_will_be_empty_soon() -> None:
+def test_the_horizon_includes_workers_that_become_empty_soon() -> None:
     present: Any = make_policy("balance-route", slots=4)
     ahead: Any = make_policy("balance-route-horizon", slots=4, horizon=20, gamma=1.0)
     ahead.predictor = Oracle({"a": 1, "b": 500, "c": 500})
@@ -226,7 +222,7 @@ def test_the_horizon_sees_a_worker_that_will_be_empty_soon() -> None:
     assert ahead.select(newcomer, state, RNG).worker == 0
 
 
-def test_what_the_loads_hold_beyond_its_own_requests_counts() -> None:
+def test_load_beyond_the_policys_own_requests_counts() -> None:
     forecast = Forecast(3, "survival", 4, 0.5)
     forecast.on_assigned(request("a", 100, 900), 1)
     projected = forecast.project(Loads.of([2, 2, 0], [700, 150, 0]))

@@ -1,4 +1,4 @@
-"""Predictors against the empirical distribution, and what happens when one talks nonsense."""
+"""Output-length predictors against the empirical distribution, and invalid predictions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def empirical(lengths: list[int], age: int) -> tuple[float, float]:
 
 
 @given(st.lists(st.integers(1, 60), max_size=60), st.lists(st.integers(0, 70), min_size=1, max_size=9))
-def test_survival_is_the_empirical_distribution_of_the_newest(lengths: list[int], ages: list[int]) -> None:
+def test_survival_is_the_empirical_distribution_of_the_newest_lengths(
+    lengths: list[int], ages: list[int]
+) -> None:
     survival = Survival(H, capacity=24)
     for length in lengths:
         survival.learn(None, 5, length)
@@ -53,7 +55,7 @@ def test_survival_is_the_empirical_distribution_of_the_newest(lengths: list[int]
     st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.integers(1, 40)), max_size=60),
     st.lists(st.tuples(st.sampled_from(["a", "b", "z", None]), st.integers(0, 45)), min_size=1, max_size=9),
 )
-def test_equal_prompts_say_more_than_all_together(
+def test_equal_prompts_predict_better_than_all_prompts(
     learnt: list[tuple[str | None, int]], asked: list[tuple[str | None, int]]
 ) -> None:
     keyed, overall = PromptKeyed(H, lengths_each=5), Survival(H)
@@ -72,15 +74,15 @@ def test_equal_prompts_say_more_than_all_together(
             assert (p[n], mu[n]) == (all_p[0], all_mu[0])
 
 
-def test_the_prompt_that_was_seen_longest_ago_is_forgotten() -> None:
+def test_the_least_recently_seen_prompt_is_forgotten() -> None:
     keyed = PromptKeyed(H, capacity=2)
     for key, length in (("a", 3), ("b", 50), ("a", 3), ("c", 50)):
         keyed.learn(key, 5, length)
     assert ask(keyed, [0, 0], ["a", "c"])[0] == [1.0, 0.0]
-    assert ask(keyed, [0], ["b"])[0] == [0.5]  # as any other
+    assert ask(keyed, [0], ["b"])[0] == [0.5]  # like an unknown one
 
 
-def test_boosted_trees_learn_what_the_prompt_says() -> None:
+def test_boosted_trees_learn_from_prompts() -> None:
     trees = BoostedTrees(H, refit_every=300, age_step=2, background=False)
     for _ in range(300):
         prompt = int(RNG.integers(1, 200))
@@ -90,11 +92,11 @@ def test_boosted_trees_learn_what_the_prompt_says() -> None:
     assert mu[[0, 2]] == pytest.approx([6, 8], abs=1)
     alone = BoostedTrees(H, refit_every=4, background=False)
     for _ in range(8):
-        alone.learn(None, 5, 3)  # all end soon: nothing to tell apart
+        alone.learn(None, 5, 3)  # all end soon, so no feature separates them
     assert ask(alone, [0]) == ([1.0], [3.0])
 
 
-def test_boosted_trees_are_fitted_beside_the_routing() -> None:
+def test_boosted_trees_are_fitted_in_the_background() -> None:
     trees = BoostedTrees(H, refit_every=64)
     for n in range(64):
         trees.learn(None, n, 5 if n % 2 else 50)
@@ -107,7 +109,7 @@ def test_boosted_trees_are_fitted_beside_the_routing() -> None:
 
 
 def remaining(forecast: Forecast, age: int) -> int:
-    """Steps for which the load of its worker holds request r, whose prompt has 50 tokens."""
+    """Return for how many steps the projected load of worker 0 contains request r, of 50 prompt tokens."""
     forecast.on_progress({"r": age})
     return np.count_nonzero(forecast.project(Loads.of([1], [50 + age]))[0]) - 1
 
@@ -119,71 +121,64 @@ def following(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Fore
     return forecast
 
 
-class Says:
-    """p and mu as told; counts how often it is asked."""
+class Constant:
+    """Predicts a given p and mu, and counts its calls."""
 
     def __init__(self, p: float, mu: float) -> None:
-        self.p, self.mu, self.asked = p, mu, 0
+        self.p, self.mu, self.calls = p, mu, 0
 
     def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
         pass
 
     def predict(self, ages: np.ndarray, keys: Any, prompt_tokens: np.ndarray) -> Any:
-        self.asked += 1
+        self.calls += 1
         return np.full(len(ages), self.p), np.full(len(ages), self.mu)
 
 
 @pytest.mark.parametrize(
-    ("says", "asked", "expected", "ages", "options"),
+    ("predictor", "calls", "expected", "ages", "options"),
     [
         # A prediction holds until the next and falls by one a token.
-        (Says(0.5, 4.0), 2, [7, 6, 5, 4, 7], range(5), {}),
-        # Running out asks at once and never reads zero.
-        (Says(1.0, 2.0), 3, [2, 1, 2, 1, 2], range(5), {}),
-        # One that outlasts the horizon stays until the next prediction.
+        (Constant(0.5, 4.0), 2, [7, 6, 5, 4, 7], range(5), {}),
+        # A prediction that runs out is renewed at once and never becomes zero.
+        (Constant(1.0, 2.0), 3, [2, 1, 2, 1, 2], range(5), {}),
+        # A request that outlasts the horizon stays until the next prediction.
         (Oracle({"r": 15}), 0, [H] * 8 + [7, 6], range(10), {}),
         (Oracle({"r": 15}), 0, [H], [4], {}),
-        (Says(0.0, 1.0), 1, [H], [3], {}),
+        (Constant(0.0, 1.0), 1, [H], [3], {}),
         # Below the gate a request stays for the horizon.
-        (Says(0.49, 1.0), 1, [H], [0], {}),
-        (Says(0.49, 1.0), 1, [round(0.49 + 0.51 * H)], [0], {"gate": 0.4}),
+        (Constant(0.49, 1.0), 1, [H], [0], {}),
+        (Constant(0.49, 1.0), 1, [round(0.49 + 0.51 * H)], [0], {"gate": 0.4}),
         # The limit of new tokens is known whatever the predictor says.
-        (Says(0.0, 0.0), 4, [H, 7, 1, 1], [0, 5, 11, 12], {"limit": 12}),
+        (Constant(0.0, 0.0), 4, [H, 7, 1, 1], [0, 5, 11, 12], {"limit": 12}),
         (Oracle({"r": 30}), 0, [H, H, H, 7, 4, 1], [0, 19, 22, 23, 26, 29], {}),
     ],
 )
-def test_how_long_a_request_remains(
-    says: Any, asked: int, expected: list[int], ages: Any, options: dict[str, Any]
+def test_the_remaining_steps_of_a_request(
+    predictor: Any, calls: int, expected: list[int], ages: Any, options: dict[str, Any]
 ) -> None:
-    forecast = following(says, **options)
+    forecast = following(predictor, **options)
     assert [remaining(forecast, age) for age in ages] == expected
-    assert getattr(says, "asked", 0) == asked
+    assert getattr(predictor, "calls", 0) == calls
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        RuntimeError("no"),
-        None,
-        7,
-        (np.ones(1), np.array([np.nan])),
-        (np.array([np.nan]), np.ones(1)),
-        (np.array([1.5]), np.ones(1)),
-        (np.array([0.9]), np.array([-3.0])),
-        (np.array([0.9]), np.array([np.inf])),
-        (np.ones(3), np.ones(3)),
-        (np.ones(1), "soon"),
-        ([], []),
+        RuntimeError("no"), None, 7,
+        (np.ones(1), np.array([np.nan])), (np.array([np.nan]), np.ones(1)),
+        (np.array([1.5]), np.ones(1)), (np.array([0.9]), np.array([-3.0])),
+        (np.array([0.9]), np.array([np.inf])), (np.ones(3), np.ones(3)), (np.ones(1), "soon"), ([], []),
     ],
     ids=repr,
-)
-def test_nonsense_never_stops_routing(answer: Any) -> None:
+)  # fmt: skip
+def test_invalid_predictions_do_not_stop_routing(answer: Any) -> None:
     policy: Any = make_policy("balance-route-horizon", horizon=H)
     policy.predictor = Mock(spec=["learn", "predict"])
     policy.predictor.learn.side_effect = RuntimeError("never")
     how = "side_effect" if isinstance(answer, Exception) else "return_value"
     policy.predictor.predict.configure_mock(**{how: answer})
-    for n in range(30):  # survival learns meanwhile that all end after three tokens
+    for n in range(30):  # survival learns that all requests end after three tokens
         policy.on_assigned(request(f"old{n}", 10, 999), 0)
         policy.on_progress({f"old{n}": 3})
         policy.on_finished(f"old{n}")
@@ -194,12 +189,12 @@ def test_nonsense_never_stops_routing(answer: Any) -> None:
     assert policy.predictor_failures > 0
 
 
-def test_the_oracle_knows_nothing_of_others() -> None:
+def test_the_oracle_knows_only_its_own_requests() -> None:
     assert ask(Oracle({"r": 3}), [1], ["nobody"])[0] == [0.0]
 
 
 @pytest.mark.parametrize("name", sorted(PREDICTORS))
-def test_without_experience_every_request_stays_for_the_horizon(name: str) -> None:
+def test_a_predictor_without_data_expects_requests_to_stay_for_the_horizon(name: str) -> None:
     forecast = Forecast(H, name, 4, 0.5)
     forecast.on_assigned(request("r", 50, 999, prompt_key="k"), 0)
     assert remaining(forecast, 0) == H

@@ -1,4 +1,4 @@
-"""Projected loads against a slow reference, as requests come, generate, move and go."""
+"""Projected loads against a slow reference, while requests begin, generate, move and end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = st.sampled_from([f"r{i}" for i in range(90)])
 
 
 class Running(RuleBasedStateMachine):
-    """Each request is {worker, prompt, age, last, end, asked}; the reference goes step by step."""
+    """Compare with a reference of {worker, prompt, age, last, end, asked} for each request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,12 +24,9 @@ class Running(RuleBasedStateMachine):
         self.held: dict[str, dict[str, int]] = {}
 
     @rule(
-        name=NAMES,
-        worker=st.integers(0, WORKERS),
-        prompt=st.integers(0, 100),
-        last=st.integers(0, 20),
+        name=NAMES, worker=st.integers(0, WORKERS), prompt=st.integers(0, 100), last=st.integers(0, 20),
         age=st.integers(0, 9),
-    )
+    )  # fmt: skip
     def add(self, name: str, worker: int, prompt: int, last: int, age: int) -> None:
         self.running.add(name, worker, prompt, max_new_tokens=last, key=None, age=age)
         self.held[name] = {"worker": worker, "prompt": prompt, "age": age, "end": 10**9, "asked": -1}
@@ -85,7 +82,7 @@ TestRunning = Running.TestCase
 TestRunning.settings = settings(max_examples=40, stateful_step_count=40)
 
 
-def test_many_requests_fit() -> None:
+def test_the_projection_grows_to_many_requests() -> None:
     running = RunningRequests(H)
     for i in range(300):
         running.add(str(i), i % 2, 10, max_new_tokens=99, key=None)

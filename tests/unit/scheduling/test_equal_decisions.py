@@ -1,9 +1,9 @@
-"""Seeded traffic over the router's state and the simulator is placed as it was recorded.
+"""Router and simulator place seeded traffic as recorded.
 
-    PYTHONPATH=tests/unit python tests/unit/scheduling/test_equal_decisions.py            records it anew
+    PYTHONPATH=tests/unit python tests/unit/scheduling/test_equal_decisions.py            records again
 
-The record is that of commit 2458aa0: what is built since decides as that did. But where a policy is told of
-a request again, marginal-cost and balance-band learn it once, and were recorded since.
+The record is of commit 2458aa0. Those of marginal-cost and balance-band are newer, since they learn a request
+only once if it is assigned again.
 """
 
 from __future__ import annotations
@@ -37,17 +37,14 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "least-tokens": ("least-tokens", {}),
     "locality-band": ("locality-band", {"band": 0.3}),
     "locality-band, load bound": ("locality-band", {"max_load_ratio": 1.2}),
-    "marginal-cost": ("marginal-cost", {}),
-    "power-of-two": ("power-of-two", {}),
-    "random": ("random", {}),
-    "round-robin": ("round-robin", {}),
-    "shortest-queue": ("shortest-queue", {}),
+} | {
+    name: (name, {}) for name in ("marginal-cost", "power-of-two", "random", "round-robin", "shortest-queue")
 }
 L, E, TOP_K = 2, 8, 2
 
 
 class Traffic:
-    """Two clients of one router: requests come, run on, end, wait; replicas and routers come and go."""
+    """Two clients of one router, whose requests begin, progress, wait and end, and whose replicas change."""
 
     def __init__(self, policy: str, parameters: dict[str, Any], seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -62,7 +59,7 @@ class Traffic:
         self.start()
 
     def start(self) -> None:
-        """A new router; its clients tell it what the old one knew."""
+        """Start a new router, to which the clients restore their leases."""
         self.state = RouterState(
             model_id="m", policy=self.policy, parameters=self.parameters,
             table=unit_table(4).to_bytes(), seed=self.seed, clock=lambda: self.now,
@@ -167,7 +164,7 @@ class Traffic:
 
 
 def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Workers and times of a run with prefill, a swap and a change of workers."""
+    """Return workers and times of a simulation with prefill, a new table and a change of workers."""
     rng = np.random.default_rng(seed)
     kinds = 30
     routes = random_routes(rng, kinds, (3, 30), layers=L, experts=E, top_k=TOP_K)
@@ -194,19 +191,19 @@ def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, A
         ],
         seed=seed,
     )  # fmt: skip
-    ended = outcome.last_s
-    return {"workers": " ".join(map(str, outcome.worker)), "sum of ends, s": float(np.nansum(ended))}
+    workers = " ".join(map(str, outcome.worker))
+    return {"workers": workers, "sum of ends, s": float(np.nansum(outcome.last_s))}
 
 
 def placed(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, str]:
-    """Replicas in the order of placing, and a digest of all that leases say."""
+    """Return the replicas in order of placement, and a digest of all leases."""
     found = Traffic(policy, parameters, seed).run(400)
     digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
     return {"replicas": " ".join(replica for _, replica, *_ in found), "digest": digest}
 
 
 def decisions(name: str) -> dict[str, Any]:
-    """Of a name in POLICIES: what the router placed, and what the simulator did."""
+    """Return the decisions of the router and of the simulator for a name in POLICIES."""
     return {"placed": placed(*POLICIES[name], seed=7), "simulated": simulated(*POLICIES[name], seed=3)}
 
 

@@ -1,4 +1,4 @@
-"""Fair shares between tenants: against brute force, in the decode queue, and for places in the ingress."""
+"""Fair shares between tenants, against brute force and in the decode queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ holdings = st.dictionaries(st.sampled_from("abc"), st.integers(0, 6))
 
 
 def by_hand(waiting: Sequence[str], held: Mapping[str, int]) -> list[int]:
-    """One after the other: whoever would then have least by its priority, and of equals the first come."""
+    """Return the order in which the tenant with the smallest share by priority is always next."""
     has, left, order = Counter(held), list(range(len(waiting))), []
     while left:
         index = min(left, key=lambda i: ((has[waiting[i]] + 1) / PRIORITIES[waiting[i]], i))
@@ -35,8 +35,8 @@ def test_the_smallest_share_is_always_next(waiting: list[str], held: dict[str, i
 
 
 @given(tenants)
-def test_whoever_gets_a_worker_out_of_the_decode_queue_has_the_smallest_share(waiting: list[str]) -> None:
-    """Requests of one size and a policy without a mind of its own: only fairness decides."""
+def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: list[str]) -> None:
+    """All requests have one size and the policy has no preference, so fairness alone decides."""
     placer = Placer(make_policy("balance-route", slots=2, lookahead=1, candidates=1), failed=_raise)
     placer.set_workers(["w0", "w1"])
     for number, tenant in enumerate("aaaa" + "".join(waiting)):

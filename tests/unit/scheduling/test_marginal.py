@@ -1,4 +1,4 @@
-"""marginal-cost against the sum that it stands for, and the step cost that it is fed."""
+"""marginal-cost against the sum over all requests that it approximates, and the fit of its step cost."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def on_each(requests: list[PlacementRequest], workers: list[int], many: int) -> 
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), requests=st.integers(0, 24), workers=st.integers(1, 5))
-def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: int, workers: int) -> None:
+def test_the_choice_minimises_the_sum_over_all_requests(seed: int, requests: int, workers: int) -> None:
     policy: Any = make_policy("marginal-cost", affinity=0.0, cost=COST.as_dict())
     rng = np.random.default_rng(seed)
     there = [request_like(f"r{i}", seed + i) for i in range(requests)]
@@ -84,7 +84,7 @@ def test_the_choice_is_that_of_the_sum_over_all_requests(seed: int, requests: in
     seed=st.integers(0, 10_000), requests=st.integers(0, 24), workers=st.integers(1, 5),
     most=st.sampled_from([0, 3, 500]), answers=st.lists(st.integers(1, 90), max_size=5),
 )  # fmt: skip
-def test_prefill_and_decode_are_weighed_in_seconds_of_all_requests(
+def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
     seed: int, requests: int, workers: int, most: int, answers: list[int]
 ) -> None:
     cost = replace(COST, per_prompt_token_s=3e-4)
@@ -101,7 +101,7 @@ def test_prefill_and_decode_are_weighed_in_seconds_of_all_requests(
     placement = on_each(there, where, workers)
     newcomer = replace(request_like("new", seed + 999), max_new_tokens=most)
     cached = rng.integers(0, newcomer.prompt_tokens + 1, workers)
-    lacking = [rng.integers(0, 40, rng.integers(len(p) + 1)) for p in placement]  # of those that prefill
+    lacking = [rng.integers(0, 40, rng.integers(len(p) + 1)) for p in placement]  # of requests in prefill
     seen = replace(
         loads(placement), cached_tokens=cached, prefill_tokens=np.array([m.sum() for m in lacking])
     )
@@ -109,8 +109,10 @@ def test_prefill_and_decode_are_weighed_in_seconds_of_all_requests(
     steps = min(usual, most or usual)
 
     def in_all(worker: int, newcomers: list[PlacementRequest]) -> float:
-        """Seconds of all requests there while the newcomer would stay; prompts are computed in turn, and
-        whoever is there or comes waits until the last one ends, for its first token or for its next."""
+        """Return the seconds of all requests on the worker while the newcomer stays.
+
+        Prompts are computed in turn, and every request waits until the last one is computed.
+        """
         prompts = [*lacking[worker], *(n.prompt_tokens - cached[worker] for n in newcomers)]
         held = [*placement[worker], *newcomers]
         return steps * total_seconds(cost, held) + len(held) * float(sum(prompts)) * cost.per_prompt_token_s
@@ -121,7 +123,7 @@ def test_prefill_and_decode_are_weighed_in_seconds_of_all_requests(
     assert added[policy.select(newcomer, seen, rng).worker] <= added.min() * (1 + 1e-6)
 
 
-def test_a_cached_prefix_outweighs_load_and_experts_only_as_far_as_it_saves_time() -> None:
+def test_a_cached_prefix_counts_by_the_time_that_it_saves() -> None:
     chosen = []
     for per_token in (0.0, 1e-5, 1e-2):
         policy = make_policy("marginal-cost", affinity=0.0, cost={"per_prompt_token_s": per_token})
@@ -131,8 +133,8 @@ def test_a_cached_prefix_outweighs_load_and_experts_only_as_far_as_it_saves_time
     assert chosen == [0, 0, 1]
 
 
-class Coming(RuleBasedStateMachine):
-    """Requests come, move and go in any order."""
+class Requests(RuleBasedStateMachine):
+    """Requests begin, move and end in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,12 +160,12 @@ class Coming(RuleBasedStateMachine):
             assert not self.policy.active.depth.any()
 
 
-TestComing = Coming.TestCase
-TestComing.settings = settings(max_examples=25, stateful_step_count=20)
+TestRequests = Requests.TestCase
+TestRequests.settings = settings(max_examples=25, stateful_step_count=20)
 
 
 def deviations(requests: list[PlacementRequest]) -> list[np.ndarray | None]:
-    """Of each request, placed one after the other: how it differs from the mean of those before."""
+    """Return the activation deviation of each request from the mean of those placed before it."""
     found: list[np.ndarray | None] = []
     mean: np.ndarray | None = None
     for n, h in enumerate(requests, start=1):
@@ -210,22 +212,22 @@ def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None
     placed(policy, there, where)
     learnt = policy.profiles.profile.copy()
     assert learnt == pytest.approx(profiles(there, where, 3), abs=0.01)
-    policy.on_assigned(there[-1], 2)  # told again, as after a change of workers
+    policy.on_assigned(there[-1], 2)  # a repetition, as after a change of workers
     for odd in (None, np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
         policy.on_assigned(PlacementRequest("odd", odd, 10, 5), 1)
     assert np.array_equal(policy.profiles.profile, learnt)
 
 
-def test_true_counts_take_the_place_of_predicted_ones_in_all_that_is_learnt() -> None:
-    """As if the truth had been told at first, whatever came in between."""
+def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
+    """The result is the same as if the measured counts had been known at placement."""
     learnt = []
     for predicts in (False, True):
         policy: Any = make_policy("marginal-cost")
         there, waiting = [request_like(f"r{i}", i % 7) for i in range(150)], []
         for i, true in enumerate(there):
-            told = request_like(true.request_id, 100 + i % 7)
-            told = replace(told, predicted=True) if predicts and i % 3 else true
-            policy.on_assigned(told, i % 3)
+            known = request_like(true.request_id, 100 + i % 7)
+            known = replace(known, predicted=True) if predicts and i % 3 else true
+            policy.on_assigned(known, i % 3)
             waiting.append((true, i % 3))
             if len(waiting) > 5 or i == len(there) - 1:
                 for late in waiting[-1:] + waiting[:-1]:
@@ -233,13 +235,13 @@ def test_true_counts_take_the_place_of_predicted_ones_in_all_that_is_learnt() ->
                 waiting = []
         learnt.append((policy.active.mean, policy.profiles.profile))
     assert learnt[1][0] == pytest.approx(learnt[0][0], abs=1e-5)
-    # A deviation is from the mean of its time, of which predictions were part.
+    # The mean at the time of a deviation includes predictions.
     assert learnt[1][1] == pytest.approx(learnt[0][1], abs=0.02)
 
 
 @pytest.mark.parametrize(("affinity", "least", "most"), [(0.0, 0.25, 0.6), (0.1, 0.6, 1.0), (0.5, 0.8, 1.0)])
 def test_workers_specialise_and_follow_the_traffic(affinity: float, least: float, most: float) -> None:
-    """Four kinds of request on four workers, one kind a worker at best; then the kinds change."""
+    """Place four kinds of requests on four workers, ideally one kind on each; then the kinds change."""
     cost = StepCost(2e-3, 1e-4, 0.0, 2e-5).as_dict()
     policy, rng = make_policy("marginal-cost", cost=cost, affinity=affinity), np.random.default_rng(5)
     placement: list[list[PlacementRequest]] = [[] for _ in range(4)]
@@ -259,7 +261,7 @@ def test_workers_specialise_and_follow_the_traffic(affinity: float, least: float
         assert least < purity <= most
 
 
-def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() -> None:
+def test_the_choice_among_very_many_workers_is_nearly_the_best() -> None:
     rng = np.random.default_rng(3)
     tastes = rng.dirichlet(np.full(32, 0.2), size=(6, 16))
 
@@ -282,7 +284,7 @@ def test_among_very_many_workers_the_choice_costs_hardly_more_than_the_best() ->
     assert max(regret) < 0.1
 
 
-def test_without_counts_load_decides_then_the_mean_of_others() -> None:
+def test_a_request_without_counts_is_placed_by_load_or_the_mean_of_others() -> None:
     policy = make_policy("marginal-cost")
     bare = PlacementRequest("bare", None, 10, 5)
     first = policy.select(bare, Loads.of([2, 1]), RNG)
@@ -295,7 +297,7 @@ def test_without_counts_load_decides_then_the_mean_of_others() -> None:
         assert policy.select(PlacementRequest("odd", odd, 10, 5), Loads.of([1, 9], [9, 9]), RNG).worker == 0
 
 
-def test_a_given_cost_stays_and_a_default_follows_the_engines() -> None:
+def test_a_configured_cost_stays_and_a_default_follows_the_engines() -> None:
     live = StepCost(1e-3, 1e-5, 0.0, 1e-5)
     fixed, following = MarginalCost(cost=StepCost().as_dict()), MarginalCost()
     for policy in (fixed, following):
@@ -311,12 +313,12 @@ def records(cost: StepCost, n: int, noise: float = 0.0) -> tuple[np.ndarray, ...
     return batch, kv_tokens, experts, seconds
 
 
-def test_the_fit_finds_the_cost_that_made_the_steps() -> None:
+def test_the_fit_recovers_the_cost_of_the_steps() -> None:
     true = StepCost(3e-3, 2e-4, 1e-7, 4e-5)
     sums = StepSums.of(*records(true, 200)) + StepSums.of(*records(true, 300))
     fitted = sums.fit()
     assert fitted is not None
-    assert list(fitted.as_dict().values()) == pytest.approx(list(true.as_dict().values()), rel=1e-3)
+    assert fitted.as_dict() == pytest.approx(true.as_dict(), rel=1e-3)
     assert sums.error(fitted) < 1e-3
     noisy = StepSums.of(*records(true, 3000, 0.2))
     again = noisy.fit()
@@ -325,7 +327,7 @@ def test_the_fit_finds_the_cost_that_made_the_steps() -> None:
     assert noisy.error(again) == pytest.approx(0.2, abs=0.03)
 
 
-def test_terms_are_never_negative_and_too_little_says_nothing() -> None:
+def test_terms_are_never_negative_and_too_little_data_gives_no_fit() -> None:
     assert StepSums().fit() is None
     assert StepSums.of(*records(StepCost(), 20)).fit() is None
     flat = records(StepCost(5e-3, 0.0, 0.0, 0.0), 500)
@@ -333,7 +335,7 @@ def test_terms_are_never_negative_and_too_little_says_nothing() -> None:
     assert cost is None or min(cost.as_dict().values()) >= 0
 
 
-def test_what_prompts_add_to_steps_is_shared_out_to_their_tokens() -> None:
+def test_the_prefill_part_of_steps_is_divided_among_prompt_tokens() -> None:
     true = StepCost(3e-3, 2e-4, 1e-7, 4e-5, per_prompt_token_s=6e-5)
     decode = StepSums.of(*records(true, 500))
     batch, kv_tokens, tokens = (RNG.integers(1, most, 90) for most in (40, 9000, 2000))
@@ -345,7 +347,7 @@ def test_what_prompts_add_to_steps_is_shared_out_to_their_tokens() -> None:
     fitted, plain = (decode + halves[0] + halves[1]).fit(), decode.fit()
     assert fitted is not None
     assert fitted.per_prompt_token_s == pytest.approx(6e-5, rel=1e-3)
-    assert replace(fitted, per_prompt_token_s=0.0) == plain  # decode's terms are of decode steps alone
+    assert replace(fitted, per_prompt_token_s=0.0) == plain  # decode's terms depend on decode steps alone
     assert (decode + halves[0]).error(fitted) == decode.error(fitted)
     cheap = StepSums.of_prompts(batch, kv_tokens, tokens, np.full(90, 1e-6))
     free = (decode + cheap).fit()
@@ -353,12 +355,12 @@ def test_what_prompts_add_to_steps_is_shared_out_to_their_tokens() -> None:
     assert free.per_prompt_token_s == 0
 
 
-def test_a_cost_of_before_there_were_prompts_in_it_is_read() -> None:
+def test_an_old_cost_without_prefill_can_be_read() -> None:
     old = {"fixed_s": 1e-3, "per_request_s": 1e-4, "per_kv_token_s": 0.0, "per_expert_s": 1e-5}
     assert StepCost(**old).per_prompt_token_s == 0.0
 
 
-def test_older_steps_fade() -> None:
+def test_old_steps_lose_weight() -> None:
     old, new = StepCost(1e-3, 1e-4, 0.0, 9e-5), StepCost(1e-3, 1e-4, 0.0, 1e-5)
     sums = StepSums.of(*records(old, 500))
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""What authors of policies are offered: import paths, checks, refusals, and tables made from declarations."""
+"""Support for authors of policies: import paths, checks, refusals, and tables of declared parameters."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class Fails(Policy):
 
 @pytest.fixture
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module outside the repository."""
+    """Provide a module outside the repository."""
     (tmp_path / "their_rules.py").write_text(STRANGER)
     monkeypatch.syspath_prepend(tmp_path)
     yield "their_rules"
     sys.modules.pop("their_rules", None)
 
 
-def test_a_strangers_policy_is_loaded_by_its_import_path(stranger: str) -> None:
+def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(stranger: str) -> None:
     name = f"{stranger}:Nearest"
     policy = make_policy(name, start=2)
     assert (policy.name, reads_counts(name), check_policy(type(policy), start=1)) == (name, True, [])
@@ -99,10 +99,10 @@ def test_a_strangers_policy_is_loaded_by_its_import_path(stranger: str) -> None:
         ("balance-band", {"predictor": "json:dumps"}, "which is no class with `predict` and `learn`"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_sentence(
+def test_an_invalid_policy_is_refused_in_one_sentence(
     stranger: str, name: str, parameters: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(PolicyError, match=rf"\A.*{re.escape(sentence)}.*\Z"):  # in one line
+    with pytest.raises(PolicyError, match=rf"\A.*{re.escape(sentence)}.*\Z"):  # one line
         make_policy(name, **parameters)
     with pytest.raises(ValueError, match=re.escape(sentence)):
         RouterSettings(policy=name, parameters=parameters)
@@ -143,7 +143,7 @@ def test_a_wrong_parameter_is_refused_in_one_sentence(name: str, parameter: str,
 
 
 @pytest.mark.parametrize("name", policy_names())
-def test_our_policies_break_nothing(name: str) -> None:
+def test_our_policies_pass_the_checks(name: str) -> None:
     assert check_policy(policy_class(name)) == []
 
 
@@ -167,7 +167,7 @@ class _Moody(Policy):
 
 
 class _Fixed(MarginalCost):
-    """Knows the requests and workers that it has seen first, and no others."""
+    """Fails for requests without counts and for unknown requests."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         assert request.expert_counts is not None
@@ -209,13 +209,11 @@ class _Secret(_Hoards):
         (_Secret, "parameters: it raised PydanticSerializationError"),
     ],
 )
-def test_an_author_is_told_what_his_class_breaks(broken: type[Policy], sentence: str) -> None:
+def test_the_violations_of_a_policy_are_reported(broken: type[Policy], sentence: str) -> None:
     assert any(sentence in found for found in check_policy(broken))
 
 
-def test_the_policy_that_the_page_shows_breaks_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_policy_on_the_page_passes_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "from_the_page.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -224,7 +222,7 @@ def test_the_policy_that_the_page_shows_breaks_nothing(
     assert policy.select(request(), Loads.of([1, 3, 4]), np.random.default_rng()).worker == 1
 
 
-def test_the_page_has_the_parameters_as_declared() -> None:
+def test_the_page_lists_the_declared_parameters() -> None:
     page = PAGE.read_text()
     assert page.count("<!-- parameters ") >= 5
     assert filled(page) == page, "run: make tables"

@@ -14,7 +14,7 @@ REPLICAS = [f"p{n}" for n in range(8)]
 IDLE = dict.fromkeys(REPLICAS, 0)
 
 
-def test_equal_heads_meet_and_different_heads_spread() -> None:
+def test_equal_prefixes_meet_and_different_ones_spread() -> None:
     assert len({choose_prefill(b"the same head", IDLE) for _ in range(5)}) == 1
     spread = Counter(choose_prefill(f"head {n}".encode(), IDLE) for n in range(800))
     assert set(spread) == set(REPLICAS)
@@ -29,14 +29,14 @@ def test_a_replica_that_leaves_moves_only_its_own_prefixes() -> None:
 
 
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=8), st.binary(max_size=20))
-def test_no_replica_is_taken_over_its_bound(loads: list[int], head: bytes) -> None:
+def test_no_replica_exceeds_its_bound(loads: list[int], head: bytes) -> None:
     in_flight = {f"p{n}": load for n, load in enumerate(loads)}
     chosen = choose_prefill(head, in_flight, max_load_ratio=1.25)
     mean = (sum(loads) + 1) / len(loads)
     assert in_flight[chosen] + 1 <= max(1.0, 1.25 * mean) or in_flight[chosen] == min(loads)
 
 
-def test_of_equally_loaded_replicas_each_prefix_overflows_to_one_of_its_own() -> None:
+def test_prefixes_overflow_to_different_replicas() -> None:
     def overflow(head: bytes) -> str:
         return choose_prefill(head, IDLE | {choose_prefill(head, IDLE): 30})
 
@@ -45,11 +45,11 @@ def test_of_equally_loaded_replicas_each_prefix_overflows_to_one_of_its_own() ->
     assert {overflow(head) for head in heads} == set(REPLICAS)
 
 
-def test_each_further_attempt_takes_another_replica() -> None:
+def test_each_attempt_chooses_another_replica() -> None:
     assert len({choose_prefill(b"head", IDLE, attempt=n) for n in range(8)}) == 8
 
 
-def test_heads_of_every_kind_of_request() -> None:
+def test_every_kind_of_request_has_a_prefix() -> None:
     long = "shared beginning " * 40
     first, second = (RequestFields(prompt=long + end) for end in ("a", "b"))
     assert prompt_head(first, 64) == prompt_head(second, 64)

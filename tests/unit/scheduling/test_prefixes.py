@@ -1,4 +1,4 @@
-"""What was sent where, against a naive search of everything that was sent."""
+"""Cached prefixes of workers, compared with a naive search of all prompts that were sent."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Sent = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "salt"]), 
 
 
 def common(a: list[int], b: list[int]) -> int:
-    """Tokens of their common prefix."""
+    """Return the number of tokens of their common prefix."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
 @settings(max_examples=200)
 @given(sent=Sent, prompt=Prompt, salt=st.sampled_from(["", "salt"]))
-def test_cached_tokens_are_those_of_the_longest_prefix_that_was_sent(
+def test_cached_tokens_are_those_of_the_longest_sent_prefix(
     sent: list[tuple[str, str, list[int]]], prompt: list[int], salt: str
 ) -> None:
     known = PrefixMap()
@@ -53,7 +53,7 @@ def test_cached_tokens_are_those_of_the_longest_prefix_that_was_sent(
         known.sent(worker, blocks(*ids, salt=theirs))
     expected = []
     for name in "ab":
-        # A block is kept when the prompt that had it was computed to its end, and its last token aside.
+        # A block is cached if its prompt was computed to the end of it; the last token is not cached.
         whole = [
             min(common(prompt, ids), len(prompt) - 1, len(ids) - 1) // SIZE * SIZE
             for worker, theirs, ids in sent
@@ -65,7 +65,7 @@ def test_cached_tokens_are_those_of_the_longest_prefix_that_was_sent(
 
 
 class Naive:
-    """The least recently used block goes, by a list that is searched from end to end."""
+    """A cache of the most recently used blocks, as a list that is searched linearly."""
 
     def __init__(self, room: int) -> None:
         self.room, self.used = room, list[int]()  # newest first
@@ -95,11 +95,11 @@ def test_a_cache_is_bounded_and_keeps_the_newest_prefixes(
         assert cache.hit(chain) == min(len(chain), cache.room)
         for other in chains:
             assert cache.hit(other) == naive.hit(other)
-            # What is known of a prompt are its first blocks, so that the search may be a bisection.
+            # The known blocks of a prompt are its first ones, so that the search can be a bisection.
             assert [block in cache._used for block in other].count(True) == cache.hit(other)
 
 
-def test_a_hash_is_of_all_tokens_before_it_and_of_the_salt_and_of_whole_blocks() -> None:
+def test_a_hash_covers_the_salt_and_all_tokens_up_to_the_end_of_its_block() -> None:
     one = blocks(*range(13)).hashes
     assert (one.dtype, len(one), len(set(one.tolist()))) == (np.uint64, 3, 3)
     assert blocks(*range(12)).hashes.tolist() == one[:2].tolist()  # the last token is always computed
@@ -110,7 +110,7 @@ def test_a_hash_is_of_all_tokens_before_it_and_of_the_salt_and_of_whole_blocks()
     assert not len(blocks().hashes)
 
 
-def test_the_map_holds_what_its_workers_hold_and_forgets_those_that_are_gone() -> None:
+def test_the_map_holds_the_prefixes_of_live_workers_only() -> None:
     known = PrefixMap()
     known.holds("a", kv_tokens=2 * SIZE, block_tokens=SIZE)
     prompt = blocks(*range(21))
@@ -123,14 +123,14 @@ def test_the_map_holds_what_its_workers_hold_and_forgets_those_that_are_gone() -
     known.keep("b")
     assert known.cached_tokens("ab", prompt).tolist() == [0, 3 * SIZE]
     known.sent("a", prompt)
-    assert known.cached_tokens("a", prompt).tolist() == [5 * SIZE]  # how much it holds is forgotten, too
+    assert known.cached_tokens("a", prompt).tolist() == [5 * SIZE]  # its capacity is forgotten too
 
 
 # -- in placements -----------------------------------------------------------------------------------
 
 
 class Longest(Policy):
-    """The worker with most of the prompt."""
+    """Chooses the worker that caches most of the prompt."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         assert loads.cached_tokens is not None
@@ -141,12 +141,12 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def test_a_policy_sees_what_each_worker_has_of_the_prompt_and_a_placement_what_its_own_has() -> None:
+def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their_own() -> None:
     placer = Placer(Longest(), failed=fail)
     placer.set_workers(["w0", "w1"])
     system, other = list(range(8)), list(range(100, 109))
     held = Lease(request("first", blocks=blocks(*system, 1)), State.LEASED, replica="w1")
-    placer.hold(held)  # a client's own choice is known as well
+    placer.hold(held)  # a client's own choice counts too
     lost = Lease(request("lost", blocks=blocks(*other)), State.LEASED, replica="gone")
     placer.hold(lost)
     assert len(placer.prefixes) == 2
@@ -160,12 +160,12 @@ def test_a_policy_sees_what_each_worker_has_of_the_prompt_and_a_placement_what_i
     ]  # fmt: skip
     assert place("c", *other).cached_tokens == 8
     place("c", *system, 3)
-    placer.set_workers(["w0", "new"])  # w1 started again under another name
+    placer.set_workers(["w0", "new"])  # w1 was restarted under another name
     assert place("d", *system, 2).cached_tokens == 0
     assert place("e", *other).cached_tokens == 8
 
 
-def test_the_router_counts_cached_tokens_and_knows_how_much_a_replica_keeps() -> None:
+def test_the_router_counts_cached_tokens_within_each_replicas_capacity() -> None:
     state = router_state(workers=1, table=None, policy="round-robin")
     prompt = blocks(*range(17))
 
@@ -183,11 +183,11 @@ def test_the_router_counts_cached_tokens_and_knows_how_much_a_replica_keeps() ->
     assert cached("d") == 0
     assert set(loads(state)) == {"r1"}
     held = len(state.placer.prefixes._room)
-    state.observe_steps(StepSums(), "r0", (SIZE, 2 * SIZE))  # the last word of one that has gone
+    state.observe_steps(StepSums(), "r0", (SIZE, 2 * SIZE))  # a late report of a removed replica
     assert len(state.placer.prefixes._room) == held
 
 
-def test_what_a_worker_has_yet_to_prefill_is_in_its_load_until_its_first_token_or_its_counts() -> None:
+def test_pending_prefill_is_in_a_workers_load_until_the_first_token_or_counts() -> None:
     state = router_state(workers=1, table=None, policy="round-robin")
     prompt = blocks(*range(17))
 
@@ -204,13 +204,13 @@ def test_what_a_worker_has_yet_to_prefill_is_in_its_load_until_its_first_token_o
     assert lacks() == 2
     release(state, "c")
     assert lacks() == 1
-    place(state, request("d", 17, blocks=prompt))  # it is placed again
+    place(state, request("d", 17, blocks=prompt))  # is placed again
     assert lacks() == 1
     release(state, "a", "b", "d", "split")
     assert lacks() == 0
 
 
-def test_where_prefixes_are_not_shared_all_of_a_prompt_is_computed() -> None:
+def test_the_whole_prompt_is_computed_where_prefixes_are_not_shared() -> None:
     none = prompt_blocks(np.arange(99, dtype=np.uint32), 0)
     assert not len(none.hashes)
     state = router_state(workers=1, table=None, policy="round-robin")
@@ -223,7 +223,7 @@ def test_where_prefixes_are_not_shared_all_of_a_prompt_is_computed() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"blocks": blocks()}])
-def test_without_blocks_nothing_is_remembered(fields: dict[str, PromptBlocks]) -> None:
+def test_prompts_without_blocks_are_not_remembered(fields: dict[str, PromptBlocks]) -> None:
     state = router_state(workers=2, table=None, policy="marginal-cost")
     (lease,) = place(state, request("a", **fields))
     assert lease.cached_tokens == 0

@@ -1,4 +1,4 @@
-"""Policies, the band at its edges, and the ledger."""
+"""Load policies, and the locality band at its edges."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_load_policies() -> None:
     two = Counter(
         make_policy("power-of-two").select(request(), loads(9, 1, 5), RNG).worker for _ in range(300)
     )
-    assert two[0] == 0  # of any two, the fullest is never the emptier
+    assert two[0] == 0  # the fullest is never the emptier of two
     assert two[1] > two[2] > 0
 
 
@@ -52,7 +52,7 @@ def test_domain_goes_to_the_clusters_of_its_name() -> None:
     assert len({without.select(request(domain="x"), loads(n, 1, 1), RNG).worker for n in range(5)}) == 1
 
 
-def test_a_load_cap_takes_full_workers_out_of_the_band() -> None:
+def test_a_load_cap_removes_full_workers_from_the_band() -> None:
     capped = make_policy("locality-band", band=0.1, max_load_ratio=1.5).with_table(unit_table(3))
     assert choose(capped, [1.0, 0.95, 0.0], 8, 2, 2).worker == 1
     decision = choose(capped, [1.0, 0.0, 0.0], 8, 3, 2)
@@ -65,7 +65,7 @@ def test_a_load_cap_takes_full_workers_out_of_the_band() -> None:
     st.lists(st.integers(0, 9), min_size=5, max_size=5),
     st.none() | st.floats(0, 2),
 )
-@example([0.5, 0.9, 0.8], [0, 99, 0], 0.0)  # the nearest centroid, whatever its load
+@example([0.5, 0.9, 0.8], [0, 99, 0], 0.0)  # the nearest centroid, for any load
 @example([-1.0, 1.0, 0.0], [0, 1, 1], 2.0)  # the widest band is shortest-queue
 # A worker on the edge is inside; 0.75 and 0.5 are exact in binary.
 @example([0.5, 0.75, 0.25], [0, 1, 0], 0.25)
@@ -75,7 +75,7 @@ def test_a_load_cap_takes_full_workers_out_of_the_band() -> None:
 @example([0.5, 0.75, 0.5], [1, 1, 1], 0.5)
 @example([0.75, 0.75, 0.75], [1, 1, 1], 0.5)
 @example([0.5, 0.75, 0.0], [0, 1, 0], None)  # the table's own, 0.5
-def test_of_the_workers_within_the_band_the_least_loaded_is_taken(
+def test_the_least_loaded_worker_within_the_band_is_chosen(
     similarity: list[float], in_flight: list[int], width: float | None
 ) -> None:
     k = len(similarity)
@@ -102,13 +102,13 @@ def test_of_the_workers_within_the_band_the_least_loaded_is_taken(
         ({"similarity": np.full(3, np.nan, np.float32)}, True, "bad-signature"),
     ],
 )
-def test_without_a_usable_signature_load_decides(fields: dict[str, Any], table: bool, reason: str) -> None:
+def test_load_decides_without_a_usable_signature(fields: dict[str, Any], table: bool, reason: str) -> None:
     policy = make_policy("locality-band").with_table(unit_table(3) if table else None)
     decision = policy.select(request(**fields), loads(2, 1, 0), RNG)
     assert (decision.worker, decision.reason, decision.similarity) == (2, reason, None)
 
 
-def test_counts_and_their_encoding_are_placed_alike() -> None:
+def test_counts_and_their_encoding_give_the_same_placement() -> None:
     table = unit_table(3)
     policy = make_policy("locality-band").with_table(table)
     for signature in (counts_for(2), table.spec.encode(counts_for(2))):
@@ -116,7 +116,7 @@ def test_counts_and_their_encoding_are_placed_alike() -> None:
 
 
 @given(arrays(np.float32, st.integers(1, 12), elements=st.floats(-1, 1, width=32)), st.integers(1, 12))
-def test_centroids_are_shared_out_whatever_the_numbers(similarity: np.ndarray, workers: int) -> None:
+def test_centroids_are_assigned_for_all_numbers_of_workers(similarity: np.ndarray, workers: int) -> None:
     found = worker_similarity(similarity, workers)
     k = len(similarity)
     for worker in range(workers):
@@ -124,7 +124,7 @@ def test_centroids_are_shared_out_whatever_the_numbers(similarity: np.ndarray, w
         assert found[worker] == max(similarity[c] for c in served)
 
 
-def test_the_names_are_those_that_are_documented() -> None:
+def test_the_policy_names_are_those_documented() -> None:
     assert policy_names() == [
         "balance-band", "balance-route", "balance-route-horizon", "domain", "least-tokens", "locality-band",
         "marginal-cost", "power-of-two", "random", "round-robin", "shortest-queue",

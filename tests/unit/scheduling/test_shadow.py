@@ -1,4 +1,4 @@
-"""The shadow against both placements priced from scratch, and that it never stands in a placement's way."""
+"""The shadow equals both placements priced from scratch, and never delays a placement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COST = StepCost(2e-3, 3e-4, 1e-6, 7e-4)
 
 
 class Recorded(Policy):
-    """Another policy's choices, remembered."""
+    """Records the choices of another policy."""
 
     def __init__(self, policy: Policy) -> None:
         self.inner, self.positions = policy, {}  # type: tuple[Policy, dict[str, int]]
@@ -53,7 +53,7 @@ def a_request(name: str, rng: np.random.Generator) -> PlacementRequest:
 
 
 def step_seconds(held: list[PlacementRequest], generated: dict[str, int]) -> float:
-    """Time of a step of a worker that holds these, from nothing but their counts."""
+    """Return the step time of a worker that holds these requests, from their counts alone."""
     idle = np.ones((L, E))
     for request in held:
         assert request.expert_counts is not None
@@ -70,7 +70,7 @@ def step_seconds(held: list[PlacementRequest], generated: dict[str, int]) -> flo
     other=st.sampled_from(["marginal-cost", "least-tokens", "balance-route"]),
     lag=st.integers(1, 7),
 )
-def test_both_placements_cost_what_they_cost_from_scratch(
+def test_both_placements_are_priced_as_from_scratch(
     seed: int, workers: int, live: str, other: str, lag: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -95,7 +95,7 @@ def test_both_placements_cost_what_they_cost_from_scratch(
         placer.progress({n: generated[n] for n in more})
         for gone in [n for n in placer.running if rng.random() < 0.2]:
             placer.finish(gone)
-        if number % lag == 0:  # when it works makes no difference
+        if number % lag == 0:  # the time of its work makes no difference
             shadow.catch_up()
     assert not shadow.catch_up()
     for where, before, more in expected:
@@ -109,7 +109,7 @@ def test_both_placements_cost_what_they_cost_from_scratch(
 
 
 @pytest.mark.parametrize("name", ["marginal-cost", "shortest-queue", "least-tokens", "round-robin"])
-def test_a_policy_costs_what_it_costs_in_its_own_shadow(name: str) -> None:
+def test_a_policy_saves_nothing_against_itself(name: str) -> None:
     rng = np.random.default_rng(1)
     placer = Placer(make_policy(name), failed=fails)
     placer.set_workers(["a", "b", "c"])
@@ -122,9 +122,9 @@ def test_a_policy_costs_what_it_costs_in_its_own_shadow(name: str) -> None:
         if number > 8:
             placer.finish(next(iter(placer.running)))
     shadow.catch_up()
-    found = shadow.saving()
-    assert found is not None
-    assert found.measured_ms is None
+    before = shadow.saving()
+    assert before is not None
+    assert before.measured_ms is None
     shadow.observe_steps(StepSums.of([2, 4], [9, 9], [3, 5], [0.01, 0.03]))
     shadow.catch_up()
     found = shadow.saving()
@@ -135,13 +135,13 @@ def test_a_policy_costs_what_it_costs_in_its_own_shadow(name: str) -> None:
 
 
 class OneWorker(Policy):
-    """All on the same."""
+    """Places all requests on one worker."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(loads.workers[0]), 1, None, "first")
 
 
-def test_the_saving_has_the_sign_of_what_an_operator_gains_and_an_interval_of_blocks() -> None:
+def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval() -> None:
     now = [0.0]
     placer = Placer(make_policy("shortest-queue"), failed=fails)
     placer.set_workers(["a", "b"])
@@ -164,7 +164,7 @@ def test_the_saving_has_the_sign_of_what_an_operator_gains_and_an_interval_of_bl
     assert found.low_pct < found.change_pct < found.high_pct
 
 
-def test_what_runs_already_is_in_the_shadow_and_leaves_a_worker_that_goes() -> None:
+def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> None:
     rng = np.random.default_rng(5)
     placer = Placer(make_policy("round-robin"), failed=fails)
     placer.set_workers(["a", "b"])
@@ -184,9 +184,7 @@ def test_what_runs_already_is_in_the_shadow_and_leaves_a_worker_that_goes() -> N
     assert shadow.totals[0] == before + 4
 
 
-def test_nothing_of_the_policy_runs_while_a_request_is_placed_and_it_must_keep_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_shadow_runs_outside_placement_and_must_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Policy):
         def select(self, *_: Any) -> Decision:
             raise KeyError("mine")

@@ -1,0 +1,124 @@
+"""Replacements for what the serving code gets from Ray, and for files that it reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from eldr_serve.channel import ChannelServer
+from eldr_serve.channel.address import Address
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.experts.signature import SignatureSpec
+from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.limits.keys import Key, Keys, Limits, digest
+from eldr_serve.request import RequestFields
+from tests.faults.greedy_model import EXPERTS, LAYERS, MODEL, VOCABULARY, prompt_of
+from tests.faults.virtual_time import Process, current
+
+# Each tenant's key is its name. The last one has a request limit and sends nothing by itself.
+TENANTS, LIMITED, LIMIT = ("a", "b"), "limited", 3
+
+
+def table(centroids: int, band: float = 0.1) -> RoutingTable:
+    """Return a table whose centroid c points at expert c of layer 0."""
+    spec = SignatureSpec(np.ones((LAYERS, EXPERTS), np.float32), np.arange(LAYERS))
+    domains = [f"domain{c}" for c in range(centroids)]
+    points = np.eye(centroids, spec.dim, dtype=np.float32)
+    return RoutingTable(MODEL, spec, points, np.ones(centroids, np.int64), domains, band)
+
+
+def predictor() -> SignaturePredictor:
+    """Return a predictor that has seen no token."""
+    directions = np.zeros((2, LAYERS, EXPERTS), np.float32)
+    directions[[0, 1], 0, [0, 1]] = 1
+    return SignaturePredictor(
+        model=MODEL,
+        tokenizer=FakePromptTokens.NAME,
+        top_k=1,
+        mean=np.full((LAYERS, EXPERTS), 1 / EXPERTS, np.float32),
+        tokens=np.zeros((VOCABULARY, 2), np.float32),
+        experts=directions,
+        variance=np.full(VOCABULARY, 10, np.float32),
+    )
+
+
+def read_fake_keys(path: Path) -> Keys:
+    """Return the keys; replaces reading a file."""
+    limits = {"a": Limits(), "b": Limits(priority=2.0), LIMITED: Limits(requests_per_minute=LIMIT)}
+    return Keys(tenants=limits, keys=tuple(Key(sha256=digest(name), tenant=name) for name in limits))
+
+
+class FakePromptTokens:
+    """A fake of the ingress replicas' tokenizer."""
+
+    NAME = "words"
+
+    def __init__(self, source: str) -> None:
+        pass
+
+    async def fingerprint(self) -> str:
+        return self.NAME
+
+    async def of(self, asked: RequestFields) -> NDArray[np.uint32]:
+        return np.array(prompt_of({k: v for k, v in asked.model_dump().items() if v is not None}), np.uint32)
+
+
+class Remote:
+    """A fake of `handle.method.remote()` that runs the method in its process.
+
+    Args:
+        find: returns the process; None while it is away.
+        call: coroutine function to run there.
+    """
+
+    def __init__(
+        self, find: Callable[[], Process | None], call: Callable[..., Coroutine[Any, Any, Any]]
+    ) -> None:
+        self._find = find
+        self._call = call
+
+    async def remote(self, *args: Any) -> Any:
+        caller, process = current(), self._find()
+        if process is None:
+            raise RayError("the actor is away")
+        done: asyncio.Future[Any] = caller.loop.create_future()
+
+        def answered(task: asyncio.Task[Any]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                caller.soon(settle, task.result(), after_s=0.001)
+
+        def settle(result: Any) -> None:
+            if not done.done():
+                done.set_result(result)
+
+        process.soon(
+            lambda: process.loop.create_task(self._call(process, *args)).add_done_callback(answered),
+            after_s=0.001,
+        )
+        while not done.done():
+            await asyncio.wait([done], timeout=0.5)
+            if not process.alive and not done.done():
+                raise RayError("the actor died")
+        return done.result()
+
+
+async def open_channel_without_ray(
+    handler: Any, *, limit: int = 10**6, **options: Any
+) -> tuple[Address, ChannelServer]:
+    """Open a channel as address.open_channel does, but without Ray."""
+    host = current().name
+    server = ChannelServer("secret", handler, limit=limit, full=RuntimeError, **options)
+    return Address(host, await server.start(host), "secret"), server
+
+
+class NoMetrics:
+    """Metrics that do nothing, since Ray's need Ray."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None

@@ -1,0 +1,285 @@
+"""Faults of the whole application: kills, stops and operations, and the recovery from each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from eldr_serve.client import Client, ServiceError
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.experts.signature import SignatureSpec
+from loadgen import application, processes
+from tests.faults.record import Record
+from tests.faults.steadiness import Steadiness
+from tests.faults.traffic import Sent
+
+ADMIN_KEY = "chaos"
+STOP_S, GCS_S = 5.0, 8.0
+POLICIES = ("round-robin", "balance-band", "locality-band", "marginal-cost")
+_KILLED = ("prefill", "decode", "router", "ingress", "proxy", "controller")
+_STOPPED = ("prefill", "decode", "router", "ingress")
+FAULTS = (
+    *(f"kill {role}" for role in _KILLED),
+    *(f"stop {role}" for role in _STOPPED),
+    "stop gcs", "swap table", "change policy", "redeploy",
+)  # fmt: skip
+# Further roles whose processes a fault removes. No fault is injected into them until the service recovers.
+_FURTHER_ROLES = {"redeploy": ("prefill", "decode", "ingress")}
+_RECOVERY_S = 240.0  # an engine takes over a minute to start on few cores
+_DISCONNECTED = ("not connected", "connection lost", "cut")  # outcomes of a request whose server has died
+_PROXY_LAG_S = 3.0  # until Serve's proxy has reported to its client that the ingress died
+
+
+@dataclass
+class InjectedFault:
+    """An injected fault and the time until the service recovered, s; None if that took too long.
+
+    Attributes:
+        held: client ports of the connections that the killed process held.
+        done_s: time of its death; it may also have accepted connections between at_s and this time.
+    """
+
+    fault: str
+    at_s: float
+    recovery_s: float | None = None
+    held: set[int] = field(default_factory=set)
+    done_s: float = 0.0
+
+
+@dataclass
+class Run:
+    """State of a chaos run; times are of time.monotonic()."""
+
+    record: Record
+    faults: list[InjectedFault] = field(default_factory=list)
+    sent: int = 0
+    counters: Counter[str] = field(default_factory=Counter)
+    steadiness: Steadiness = field(default_factory=Steadiness)
+
+    @property
+    def stops(self) -> Counter[str]:
+        """Return how often a process of each role was stopped."""
+        return Counter(h.fault.split()[-1] for h in self.faults if h.fault.startswith("stop"))
+
+    def ended(self, sent: Sent) -> None:
+        """Record a request that has ended."""
+        self.sent += 1
+        before = [happened for happened in self.faults if happened.at_s <= sent.ended_s]
+        self.record.add(
+            "sent",
+            fault=before[-1].fault if before else None,
+            kind=explained_by_fault(sent, before) or sent.kind,
+            detail=sent.detail[:300],
+            stream=sent.stream,
+            by_proxy=sent.by_proxy,
+            seconds=round(sent.ended_s - sent.began_s, 3),
+            silence_s=round(sent.silence_s, 3),
+            gap_s=round(sent.gap_s, 3),
+        )
+
+    def over(self, happened: InjectedFault) -> None:
+        """Record the recovery from a fault, or that it took too long."""
+        seconds = happened.recovery_s
+        self.record.add("fault", fault=happened.fault, recovery_s=seconds and round(seconds, 2))
+
+
+def explained_by_fault(sent: Sent, faults: list[InjectedFault]) -> str | None:
+    """Return the kind of record.APART that explains a failed request by a fault; None if no fault does."""
+    kills = [happened for happened in faults if happened.fault in ("kill ingress", "kill proxy")]
+    for happened in reversed(kills):
+        under_way = sent.began_s <= max(happened.done_s, happened.at_s) and sent.ended_s >= happened.at_s
+        # During a kill the client does not read its clock: it may have connected earlier than recorded.
+        between = sent.began_s <= happened.done_s and happened.at_s <= sent.connected_s
+        its_own = sent.port in happened.held or (
+            between and sent.by_proxy == (happened.fault == "kill proxy")
+        )
+        if under_way and sent.kind in _DISCONNECTED and its_own:
+            return "own_connection"
+        behind = sent.by_proxy and happened.fault == "kill ingress"
+        failed = sent.kind in _DISCONNECTED or sent.kind == "http 500"
+        if behind and failed and under_way and sent.ended_s <= happened.at_s + _PROXY_LAG_S:
+            return "behind_proxy"
+        away_s = happened.recovery_s or _RECOVERY_S
+        if (
+            happened.fault == "kill proxy"
+            and sent.by_proxy
+            and sent.kind == "not connected"
+            and sent.ended_s <= happened.at_s + away_s
+        ):
+            return "nobody_listened"
+    return None
+
+
+def affected_roles(fault: str) -> tuple[str, ...]:
+    """Return the roles whose processes a fault may remove, and the name of an operation."""
+    return (fault.split()[-1], *_FURTHER_ROLES.get(fault, ()))
+
+
+class Operator:
+    """Injects faults and watches how the application recovers.
+
+    Args:
+        arguments: arguments of the application, used to redeploy it.
+        log: called with a line about each fault and recovery.
+    """
+
+    def __init__(
+        self,
+        service: Client,
+        proxy_url: str,
+        arguments: dict[str, Any],
+        run: Run,
+        rng: random.Random,
+        log: Callable[[str], None],
+    ) -> None:
+        self._log = log
+        self._service = service
+        self._proxy_url = proxy_url
+        self._arguments = arguments
+        self._decodes = arguments["decode_config"]["deployment_config"]["num_replicas"]
+        self._model = arguments["decode_config"]["model_loading_config"]["model_id"]
+        self._run = run
+        self._rng = rng
+        self._recovering: dict[asyncio.Task[None], tuple[str, ...]] = {}  # roles of each fault
+        self._shape: tuple[int, int] = (1, 1)
+        self._epoch, self._seen = "", Counter[str]()
+
+    async def begin(self) -> None:
+        """Wait until the application is complete for the first time."""
+        while not await asyncio.to_thread(self._is_complete):
+            await asyncio.sleep(0.5)
+
+    async def work(self, faults: list[str], every_s: float, until_s: float) -> None:
+        """Inject a fault every `every_s`, each kind in turn, but none into a role that still recovers."""
+        self._shape = await asyncio.to_thread(self._signature_shape)
+        due: list[str] = []
+        counting = asyncio.create_task(self._count())
+        while time.monotonic() + every_s < until_s:
+            if not due:
+                due = self._rng.sample(faults, len(faults))
+            busy = {role for roles in self._recovering.values() for role in roles}
+            role_free = [fault for fault in due if busy.isdisjoint(affected_roles(fault))]
+            if role_free:
+                due.remove(role_free[0])
+                await self._inject(role_free[0])
+            await asyncio.sleep(every_s)
+        await asyncio.gather(*self._recovering)
+        await asyncio.sleep(1.5)
+        counting.cancel()
+
+    async def _inject(self, fault: str) -> None:
+        happened = InjectedFault(fault, time.monotonic())
+        self._run.faults.append(happened)
+        self._log(fault)
+        verb, _, what = fault.partition(" ")
+        before = {process.pid for process in processes.of(what)} if what in processes.ROLES else set()
+        there = processes.of(what) if verb in ("kill", "stop") else []
+        if verb in ("kill", "stop") and not there:
+            self._log(f"{fault}: there is no such process")
+            self._run.counters[f"no process to {fault}"] += 1
+            self._run.faults.remove(happened)
+            return
+        if verb == "kill":
+            happened.held = processes.kill(self._rng.choice(there))
+            happened.done_s = time.monotonic()
+        elif verb == "stop":
+            victim = self._rng.choice(there)
+            processes.stop(victim)
+            seconds = GCS_S if what == "gcs" else STOP_S
+            asyncio.get_running_loop().call_later(seconds, processes.go_on, victim)
+        else:
+            await self._try_operation(_OPERATIONS[fault])
+        task = asyncio.create_task(self._recover(happened, len(before)))
+        self._recovering[task] = affected_roles(fault)
+        task.add_done_callback(self._recovering.pop)
+
+    async def _try_operation(self, operation: Callable[[Operator], None]) -> None:
+        try:
+            await asyncio.to_thread(operation, self)
+        except (ServiceError, RayError, RayServeException, ConnectionError, TimeoutError) as error:
+            self._run.counters[f"refused: {error}"[:100]] += 1
+
+    def _change_policy(self) -> None:
+        self._service.set_policy(self._rng.choice(POLICIES))
+
+    def _swap_table(self) -> None:
+        layers, _ = self._shape
+        spec = SignatureSpec(np.ones(self._shape, np.float32), np.arange(layers))
+        points = np.random.default_rng(self._rng.randrange(2**31)).random(
+            (self._decodes, spec.dim), np.float32
+        )
+        points /= np.linalg.norm(points, axis=1, keepdims=True)
+        sizes, names = np.ones(self._decodes, np.int64), ["a"] * self._decodes
+        self._service.swap_table(RoutingTable(self._model, spec, points, sizes, names, 0.05).to_bytes())
+
+    def _redeploy(self) -> None:
+        path = self._arguments.setdefault("path", {})
+        path["retry_backoff_s"] = 0.051 if path.get("retry_backoff_s", 0.05) == 0.05 else 0.05
+        application.deploy(self._arguments)
+
+    def _signature_shape(self) -> tuple[int, int]:
+        source = self._arguments["decode_config"]["model_loading_config"]["model_source"]
+        fields = json.loads((Path(source) / "config.json").read_text())
+        return fields["num_hidden_layers"], fields["num_local_experts"]
+
+    async def _recover(self, happened: InjectedFault, number: int) -> None:
+        """Wait until there are as many processes as before and the service is complete."""
+        role = happened.fault.split()[-1]
+        while time.monotonic() - happened.at_s < _RECOVERY_S:
+            await asyncio.sleep(0.25)
+            if role in processes.ROLES and len(processes.of(role)) < number:
+                continue
+            if await asyncio.to_thread(self._is_complete):
+                happened.recovery_s = time.monotonic() - happened.at_s
+                self._log(f"{happened.fault}: recovered after {happened.recovery_s:.1f} s")
+                self._run.over(happened)
+                return
+        self._run.over(happened)
+        self._log(f"{happened.fault}: no recovery within {_RECOVERY_S:g} s")
+
+    def _is_complete(self) -> bool:
+        try:
+            status = Client(self._service.url, ADMIN_KEY, timeout_s=3.0).status()
+            by_proxy = httpx.get(f"{self._proxy_url}/v1/models", timeout=3.0).status_code
+        except (ServiceError, httpx.TransportError):
+            return False
+        ready = status["ingress"]["ready"] and not status["ingress"]["router_away"]
+        served = ready and by_proxy == 200 and len(status.get("workers", ())) == self._decodes
+        try:
+            return served and application.whole()
+        except (RayError, RayServeException, ConnectionError, TimeoutError):  # the controller is away
+            return False
+
+    async def _count(self) -> None:
+        """Sum up the router's counters, which each new actor restarts at 0."""
+        while True:
+            await asyncio.sleep(1.0)
+            try:
+                status = await asyncio.to_thread(self._service.status)
+            except ServiceError:
+                continue
+            if "counters" in status:
+                if status["epoch"] != self._epoch:
+                    self._epoch, self._seen = status["epoch"], Counter()
+                now = Counter(status["counters"])
+                self._run.counters.update(now - self._seen)
+                self._seen = now
+
+
+_OPERATIONS: dict[str, Callable[[Operator], None]] = {
+    "change policy": Operator._change_policy,
+    "swap table": Operator._swap_table,
+    "redeploy": Operator._redeploy,
+}

@@ -1,0 +1,19 @@
+"""Edits of deployment documents by the location of a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MISSING = object()  # instead of a value: removes the key
+
+
+def edit(document: Any, path: str, value: Any) -> None:
+    """Set the value at `path`, whose names and list indices are joined by dots; missing parents are made."""
+    *parents, last = path.split(".")
+    here = document
+    for name in parents:
+        here = here[int(name)] if name.isdigit() else here.setdefault(name, {})
+    if value is MISSING:
+        del here[last]
+    else:
+        here[last] = value
