@@ -36,6 +36,12 @@ Seed = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and
 CpuOrCuda = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model, or its layer, runs.")]
 Out = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
 WORK = Path("out/bench")
+FitRequests = Annotated[
+    int,
+    typer.Option(
+        min=12, help="Requests served before the replay to fit the cost of a step; fewer give a coarser fit."
+    ),
+]
 StepsOut = Annotated[
     Path | None,
     typer.Option(

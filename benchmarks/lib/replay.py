@@ -53,6 +53,15 @@ from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
 
+FIT_REQUESTS = 304  # by default, four batches of each of these sizes
+_FIT_BATCHES = (2, 10, 24, 40)
+
+
+def fit_batches(requests: int) -> list[int]:
+    """Return the batch sizes of a quarter of the requests; with few requests, smaller and fewer batches."""
+    ends = np.rint(np.cumsum(_FIT_BATCHES) / sum(_FIT_BATCHES) * (requests // 4))
+    return [int(size) for size in np.diff(ends, prepend=0) if size]
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -159,6 +168,7 @@ class Bench:
         seed: int,
         journal: Journal,
         device: str = "cpu",
+        fit_requests: int = FIT_REQUESTS,
     ) -> None:
         self._journal = journal
         self._engine_pool = engine_pool
@@ -173,7 +183,7 @@ class Bench:
             probe_s = engine_pool.probe_s()
             journal.put("probe_s", probe_s)
         self._probe_s: float = probe_s
-        self._fitted_on = self._fitting_steps()
+        self._fitted_on = self._fitting_steps(fit_requests)
         self.cost, self.cost_error = self._fit_cost()
         typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
         self.inputs = {
@@ -258,8 +268,8 @@ class Bench:
         names = ("requests", "kv_tokens", "experts", "seconds")
         return "".join(json.dumps(dict(zip(names, record, strict=True))) + "\n" for record in records)
 
-    def _fitting_steps(self) -> Steps:
-        """Of batches of 1 to 40, of one domain or many."""
+    def _fitting_steps(self, requests: int) -> Steps:
+        """Measure the steps of batches of different sizes, of one domain and of all."""
         if (known := self._journal.get("fitting steps")) is not None:
             return Steps(**known)
         seen, domains = Steps(), np.array(self.data.trace.domains)
@@ -267,7 +277,7 @@ class Bench:
         single = names[np.argsort(-sizes)[:2]]
         asked = []
         for pool in (domains != "", domains == single[0], domains == single[-1], domains != ""):
-            for size in (2, 10, 24, 40):
+            for size in fit_batches(requests):
                 chosen = self._rng.choice(np.flatnonzero(pool), size)
                 gaps = self._rng.exponential(0.02, size)  # so that the batch fills and empties
                 arrivals = [

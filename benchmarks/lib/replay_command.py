@@ -13,7 +13,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.engines import check_device
-from benchmarks.lib.replay import Arm, Bench, Case, loads_of, widened
+from benchmarks.lib.replay import FIT_REQUESTS, Arm, Bench, Case, loads_of, widened
 from benchmarks.lib.replay_rows import arm_rows
 from eldr_serve.command_errors import BadInput
 from eldr_serve.files import write_whole
@@ -104,6 +104,7 @@ def replay_command(
         output_tokens: options.Output = 64,
         intermediate: options.Intermediate = default_intermediate,
         requests: options.Captured = 2400,
+        fit_requests: options.FitRequests = FIT_REQUESTS,
         work: options.Work = options.WORK,
         repeats: options.Repeats = default_repeats,
         engines: options.Engines = 1,
@@ -116,18 +117,17 @@ def replay_command(
         check_device(device)
         loads = loads_of(groups, workers, batch, per_worker)
         chosen = chosen_arms(arms, all_arms)
-        asked = {
+        of_bench: dict[str, Any] = {
+            "requests": requests, "output_tokens": output_tokens, "intermediate": intermediate,
+            "device": device, "seed": seed, "fit_requests": fit_requests,
+        }  # fmt: skip
+        asked = of_bench | {
             "benchmark": name, "arms": [asdict(arm) for arm in chosen], "loads": [*map(asdict, loads)],
-            "prompts": str(prompts), "requests": requests, "output_tokens": output_tokens,
-            "intermediate": intermediate, "repeats": repeats, "engines": engines,
-            "device": device, "seed": seed,
+            "prompts": str(prompts), "repeats": repeats, "engines": engines,
         }  # fmt: skip
         journal = Journal(work / f"{name}.jsonl", asked | environment())
         with EnginePool(widened(intermediate, work), engines, device) as engine_pool:
-            bench = Bench(
-                prompts, engine_pool=engine_pool, requests=requests, output_tokens=output_tokens,
-                intermediate=intermediate, work=work, seed=seed, journal=journal, device=device,
-            )  # fmt: skip
+            bench = Bench(prompts, engine_pool=engine_pool, work=work, journal=journal, **of_bench)
             cases = bench.compare(loads, chosen, repeats)
         inputs = bench.inputs | {
             "per_worker": per_worker, "batch": batch, "repeats": repeats, "engines": engines,
