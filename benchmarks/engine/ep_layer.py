@@ -22,15 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.capture import Captured, captured
 from benchmarks.lib.ep_ranks import device, on_ranks
-from benchmarks.lib.ep_timing import (
-    STAGES,
-    Arm,
-    Plan,
-    layers_together,
-    messages,
-    rank_alone,
-    shares_alone,
-)
+from benchmarks.lib.ep_timing import STAGES, Arm, Plan, layers_together, messages, rank_alone, shares_alone
 from benchmarks.lib.replay import widened
 from eldr_serve.command_errors import BadInput, run
 from loadgen.plots import lines

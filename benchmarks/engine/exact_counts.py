@@ -34,11 +34,7 @@ _ENV = {
         "TRITON_F32_DEFAULT": "ieee",  # not TF32, so that rounding changes no choice
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     },
-    "cpu": {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    },
+    "cpu": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"},
 }
 _PORTS = {"V1": 28211, "V2": 28221}  # ports of NIXL's side channels
 

@@ -55,8 +55,7 @@ def row(routing: str, tokens: int, prompts: list[NDArray[Any]]) -> dict[str, Any
 def signature_bytes(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind and length.")] = 20,
     gptoss: Annotated[
-        Path | None,
-        typer.Option(exists=True, help="GPT-OSS-20B records, JSON lines; default: not measured."),
+        Path | None, typer.Option(exists=True, help="GPT-OSS-20B records, JSON lines; default: not measured.")
     ] = None,
     seed: options.Seed = 0,
     out: options.Out = None,

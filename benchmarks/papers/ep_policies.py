@@ -22,17 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.capture import Captured, captured
 from benchmarks.lib.ep_engine import EpEngine
-from benchmarks.lib.ep_turns import (
-    HEADS,
-    PROMPT,
-    Minutes,
-    Ranks,
-    Rounds,
-    Tokens,
-    disjoint,
-    in_turns,
-    summary,
-)
+from benchmarks.lib.ep_turns import HEADS, PROMPT, Minutes, Ranks, Rounds, Tokens, disjoint, in_turns, summary
 from benchmarks.lib.replay import widened
 from eldr_serve.command_errors import BadInput, run
 from eldr_serve.experts.fitting.table import fit_table

@@ -50,15 +50,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.client import (
-    Answer,
-    allow_open_files,
-    closed_loop,
-    complete,
-    errors,
-    session,
-    summary,
-)
+from benchmarks.lib.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
 from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
 from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.engines import process, ray_pd_arguments, vllm_servers, wait_http

@@ -36,11 +36,7 @@ from eldr_serve.command_errors import BadInput, run
 from eldr_serve.ray_settings import QUIET
 from loadgen.results import publish
 
-_WAYS: dict[str, dict[str, str]] = {
-    "proxy": {},
-    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
-    "own": {},
-}
+_WAYS: dict[str, dict[str, str]] = {"proxy": {}, "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"}, "own": {}}
 _IDLE_S = 10.0
 _TIMEOUT_S = 120.0  # slower streams count as failed
 

@@ -112,10 +112,7 @@ def _vignette(
     he, his = ("He", "His") if patient.sex == "man" else ("She", "Her")
     values = dict(s1=first, s2=second, h=rng.randint(8, 16), l=rng.randint(3, 19) * 1000)
     values |= dict(
-        c=rng.randint(6, 30) / 10,
-        g=rng.randint(1, 4),
-        n=rng.randint(125, 150),
-        k=rng.randint(28, 60) / 10,
+        c=rng.randint(6, 30) / 10, g=rng.randint(1, 4), n=rng.randint(125, 150), k=rng.randint(28, 60) / 10
     )
     place = rng.choice(
         ["the physician", "the emergency department", "his primary care physician", "the clinic"]

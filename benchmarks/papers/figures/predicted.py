@@ -200,12 +200,7 @@ def _accuracy(prompts: Prompts, fit: Index, test: Index, predicted: Floats) -> d
 
 
 def _cluster_experts_pct(
-    trace: CalibrationTrace,
-    experts: Experts,
-    fit: Index,
-    test: Index,
-    predicted: Floats,
-    seed: int,
+    trace: CalibrationTrace, experts: Experts, fit: Index, test: Index, predicted: Floats, seed: int
 ) -> float:
     """Distinct experts of batches of 16 within 8 clusters of signatures, against batches of all, %."""
     idf = inverse_document_frequency(trace.prefill_counts[fit])
