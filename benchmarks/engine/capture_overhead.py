@@ -5,8 +5,8 @@
 
 The parts run our own code on tensors of Qwen3-30B-A3B's shape, as in the paper's Table 1, with a prompt
 prefilled in one step. The paper's total is 0.86 ms a request, 1.2 % of TTFT. On a GPU (--device cuda) the
-device counts; on a CPU one core counts, so `count scatter` is far larger there.
-The engine rows use one engine with the demo model. A switch selects our connector and scheduler or vLLM's own
+device counts; on a CPU one core counts, so `count scatter` is far larger there. The engine rows use one
+engine with the demo model. A switch selects our connector and scheduler or vLLM's own
 (benchmarks/lib/switched.py), for each pair of prompts in random order; the two prompts differ in their first
 token, so neither is found in the prefix cache. The wide engine's rows use layers of Qwen3-30B-A3B at full
 width (two of 48 unless --wide-layers says more) with random weights. Goal: below 0.5 % of TTFT.
@@ -131,16 +131,10 @@ def _part_rows(found: dict[str, list[float]], ttft_ms: float) -> list[dict[str, 
 def _row(level: str, name: str, seconds: list[float], ttft_ms: float) -> dict[str, Any]:
     middle, low, high = (1000 * v for v in median_ci(seconds))
     return {
-        "level": level,
-        "part": name,
-        "p50_ms": middle,
-        "p50_low_ms": low,
-        "p50_high_ms": high,
-        "ttft_p50_ms": ttft_ms,
-        "share_of_ttft_pct": 100 * middle / ttft_ms,
-        "share_low_pct": 100 * low / ttft_ms,
-        "share_high_pct": 100 * high / ttft_ms,
-    }
+        "level": level, "part": name, "p50_ms": middle, "p50_low_ms": low, "p50_high_ms": high,
+        "ttft_p50_ms": ttft_ms, "share_of_ttft_pct": 100 * middle / ttft_ms,
+        "share_low_pct": 100 * low / ttft_ms, "share_high_pct": 100 * high / ttft_ms,
+    }  # fmt: skip
 
 
 class _Engine:

@@ -5,9 +5,9 @@
 
 Ranks are processes of this machine (docs/expert_parallel_engines.md), the model is the demo model with wide
 experts and a head more, in 32 bits, so that all arms must answer alike. Placements are made of one half of
-the captured requests, batches are of the other half. All arms take turns on one engine, whose slots are
-those of the largest replication; where an arm has fewer replicas the others are empty. A step's time is its
-wall time, the decision included.
+the captured requests, batches are of the other half. All arms take turns on one engine, whose slots are those
+of the largest replication; where an arm has fewer replicas the others are empty. A step's time is its wall
+time, the decision included.
 """
 
 from __future__ import annotations
@@ -203,14 +203,9 @@ def ep_shift(
 
 
 def _followed(
-    engine: EpEngine,
-    plan: Plan,
-    traffic: list[Ints],
-    windows: list[list[Any]],
-    start: Ints,
-    tokens: int,
+    engine: EpEngine, plan: Plan, traffic: list[Ints], windows: list[list[Any]], start: Ints, tokens: int,
     turn: int,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Decode each window's prompts under the plan; return a summary for each window.
 
     Args:

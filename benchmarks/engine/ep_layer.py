@@ -2,11 +2,11 @@
 
     python -m benchmarks.engine.ep_layer --prompts DIR --cost-out layer_cost.json
 
-Experts are those of the widened demo model, routes those that it took for real prompts. Placements are
-EPLB's on one half of the requests, batches are of the other half. Two ranks run as processes, a core (or a
-GPU) each. More ranks than cores would wait for each other: there each rank's share is timed alone, one
-after the other, and the slowest is the layer's time without messages. Before that, a rank's time by its
-activated experts and tokens, and the messages' by bytes, give the layer cost that `--cost-out` writes.
+Experts are those of the widened demo model, routes those that it took for real prompts. Placements are EPLB's
+on one half of the requests, batches are of the other half. Two ranks run as processes, a core (or a GPU)
+each. More ranks than cores would wait for each other: there each rank's share is timed alone, one after the
+other, and the slowest is the layer's time without messages. Before that, a rank's time by its activated
+experts and tokens, and the messages' by bytes, give the layer cost that `--cost-out` writes.
 """
 
 from __future__ import annotations

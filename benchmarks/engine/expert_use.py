@@ -181,14 +181,11 @@ def _same_domain(data: Captured, seed: int) -> list[Result]:
             mixed = [active(rng.choice(pool, size, replace=False)) for _ in range(DRAWS)]
             rows.append(
                 {
-                    "workload": workload,
-                    "batch_size": size,
-                    "domains": int(large.sum()),
-                    "same_domain": float(np.mean(same)),
-                    "mixed": float(np.mean(mixed)),
+                    "workload": workload, "batch_size": size, "domains": int(large.sum()),
+                    "same_domain": float(np.mean(same)), "mixed": float(np.mean(mixed)),
                     "change_pct": 100 * float(np.mean(same) / np.mean(mixed) - 1),
                 }
-            )
+            )  # fmt: skip
     draw = partial(lines, rows, "batch_size", ["same_domain", "mixed"])
     notes = "mean distinct experts of a MoE layer in one decode step"
     return [Result(rows, draw, notes, {"draws": DRAWS})]

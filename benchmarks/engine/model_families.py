@@ -4,9 +4,9 @@
 
 transformers makes tiny random checkpoints on the spot. An engine of each serves prompts with shared prefixes
 twice over few KV blocks. Compare prompts_exact and decodes_exact with requests: the connector's counts
-against the choices observed at the engine's routers, token by token. differ_from_hf: choices that differ
-from the experts that Hugging Face's model uses for the same tokens. tokens_near_ties counts tokens observed
-with several choices, since batches round differently. differ_replayed counts the differences that remain when
+against the choices observed at the engine's routers, token by token. differ_from_hf: choices that differ from
+the experts that Hugging Face's model uses for the same tokens. tokens_near_ties counts tokens observed with
+several choices, since batches round differently. differ_replayed counts the differences that remain when
 Hugging Face's model is forced to the engine's experts, so that no difference causes others; widest_gap is the
 largest distance of these from a tie, as a share of the range of the router's scores.
 """

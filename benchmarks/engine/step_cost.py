@@ -4,12 +4,12 @@
 
 The steps of a decode engine with random weights are composed: each step's tokens go to prescribed experts, a
 chosen number in each layer, in the same CUDA graphs as any other step. The router runs as usual, then its
-choices are replaced (one copy a layer). All requests have about `--context` tokens in the KV cache.
-`forward` is the time of the forward pass that our connector reports, by CUDA events; `step` is the wall time
-of the whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are
-time = fixed + per request * batch + per expert * active experts, summed over layers. Rows of level
-`package` come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24): a MoE
-layer's time by active experts, and whole steps with 1,024 tokens of context and the package's own routing.
+choices are replaced (one copy a layer). All requests have about `--context` tokens in the KV cache. `forward`
+is the time of the forward pass that our connector reports, by CUDA events; `step` is the wall time of the
+whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are time =
+fixed + per request * batch + per expert * active experts, summed over layers. Rows of level `package` come
+from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24): a MoE layer's time by
+active experts, and whole steps with 1,024 tokens of context and the package's own routing.
 """
 
 from __future__ import annotations

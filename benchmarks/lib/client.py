@@ -61,6 +61,14 @@ async def complete(
     return answer
 
 
+Send = Callable[[aiohttp.ClientSession, dict[str, Any]], Awaitable[Answer]]
+
+
+def sender(url: str) -> Send:
+    """Return a function that sends a request to this URL by `complete`."""
+    return lambda http, body: complete(http, url, body)
+
+
 async def closed_loop(
     send: Callable[[int], Awaitable[Answer]], *, requests: int, in_flight: int
 ) -> list[Answer]:

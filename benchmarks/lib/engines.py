@@ -178,6 +178,26 @@ def vllm_servers(
         yield urls
 
 
+@contextmanager
+def vllm_router(
+    venv: Path, policy: str, number: int, servers: Sequence[str], *, port: int, logs: Path
+) -> Iterator[str]:
+    """Run vllm-router in front of servers; yield its URL.
+
+    Args:
+        number: number of the router, since each has its own ports.
+        servers: options that name the servers.
+    """
+    front, log = f"http://127.0.0.1:{port + 60 + number}", logs / f"vllm_router_{number}.log"
+    command = [
+        str(venv / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port + 60 + number),
+        "--policy", policy, "--prometheus-port", str(port + 80 + number), *servers,
+    ]  # fmt: skip
+    with process(command, env={}, log=log) as router:
+        wait_http(f"{front}/health", router, log, 60)
+        yield front
+
+
 def _server_command(config: dict[str, Any], kwargs: dict[str, Any], port: int) -> list[str]:
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",

@@ -79,14 +79,9 @@ class EpEngine:
         self._pool.submit(_place, placement, rule, load).result()
 
     def decode(
-        self,
-        prompts: Sequence[list[int]],
-        tokens: int,
-        *,
-        name: str,
-        migrate_to: Ints | None = None,
+        self, prompts: Sequence[list[int]], tokens: int, *, name: str, migrate_to: Ints | None = None,
         load: NDArray[np.float64] | None = None,
-    ) -> Decoded:
+    ) -> Decoded:  # fmt: skip
         """Decode `tokens` tokens of each prompt greedily, all prompts at once.
 
         Args:
@@ -161,12 +156,9 @@ def _place(placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
 
 
 def _decode(
-    prompts: Sequence[list[int]],
-    tokens: int,
-    name: str,
-    migrate_to: Ints | None,
+    prompts: Sequence[list[int]], tokens: int, name: str, migrate_to: Ints | None,
     load: NDArray[np.float64] | None,
-) -> Decoded:
+) -> Decoded:  # fmt: skip
     global _sent
     from vllm import SamplingParams
 

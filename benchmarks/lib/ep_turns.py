@@ -32,12 +32,9 @@ Minutes = Annotated[
 
 
 def in_turns(
-    journal: Journal,
-    keys: Iterable[Key],
-    engine: Callable[[], EpEngine],
-    measure: Callable[[EpEngine, Key], Any],
-    minutes: float | None,
-) -> dict[Key, Any]:
+    journal: Journal, keys: Iterable[Key], engine: Callable[[], EpEngine],
+    measure: Callable[[EpEngine, Key], Any], minutes: float | None,
+) -> dict[Key, Any]:  # fmt: skip
     """Return the measurement of each key, in this order; measure only those that the journal lacks.
 
     Args:

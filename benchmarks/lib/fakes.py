@@ -11,6 +11,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 
+from benchmarks.lib.fake_service import APPLICATION, MODEL
 from benchmarks.lib.synthetic import prompt_counts, random_spec, table_near
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.ingress.admission import IngressOptions
@@ -22,22 +23,15 @@ from eldr_serve.router.actor import actor_name
 from eldr_serve.router.settings import RouterSettings
 from examples.demo_model import WEIGHTS
 
-MODEL, APPLICATION = "fake", "bench-streams"
 _PROMPT_TOKENS = 300
 _STEP_S = 0.03
 
 
 def fake_application(
-    *,
-    decode_replicas: int,
-    prefill_s: float,
-    seed: int,
-    own_port: int | None = None,
-    ingresses: int = 1,
-    prefill_replicas: int = 1,
-    engine_options: Mapping[str, Any] = {},
+    *, decode_replicas: int, prefill_s: float, seed: int, own_port: int | None = None, ingresses: int = 1,
+    prefill_replicas: int = 1, engine_options: Mapping[str, Any] = {},
     ingress_options: Mapping[str, Any] = {},
-) -> Application:
+) -> Application:  # fmt: skip
     """Return our ingress, router actor and channels over engines that compute nothing.
 
     Args:

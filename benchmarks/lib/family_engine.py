@@ -88,12 +88,9 @@ def serve(arguments: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        skip_tokenizer_init=True,
-        max_num_seqs=8,
-        max_num_batched_tokens=CHUNK,
-        disable_log_stats=False,
+        skip_tokenizer_init=True, max_num_seqs=8, max_num_batched_tokens=CHUNK, disable_log_stats=False,
         **engine_kwargs("calibrate", device="cpu", **arguments),
-    ).llm_engine
+    ).llm_engine  # fmt: skip
     core = engine.engine_core.engine_core
     seen = Seen(core)
     groups = core.scheduler.kv_cache_config.kv_cache_groups

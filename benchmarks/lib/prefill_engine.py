@@ -2,9 +2,8 @@
 
 The command's argument is {"model", "device" ("cpu" or "cuda"), "block_size", "max_tokens"} and optionally
 further engine "arguments". On a GPU the engine is eager, since hooks captured in a CUDA graph could not be
-switched off; prompts are computed outside of graphs anyway.
-Each line is [whether to capture, prompt (token ids)]; the answer is one line with the latency and the
-counting time that the engine reports, s.
+switched off; prompts are computed outside of graphs anyway. Each line is [whether to capture, prompt (token
+ids)]; the answer is one line with the latency and the counting time that the engine reports, s.
 """
 
 from __future__ import annotations

@@ -23,14 +23,9 @@ def no_longer_than(prompts: Iterable[Prompt], tokens: int, *, chat: bool) -> lis
 
 
 def bodies(
-    folder: Path,
-    *,
-    count: int,
-    max_tokens: int,
-    seed: int,
-    min_tokens: int | None = None,
+    folder: Path, *, count: int, max_tokens: int, seed: int, min_tokens: int | None = None,
     most_prompt_tokens: int | None = None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return `count` greedy completion requests; prompts repeat if there are too few.
 
     Prompts longer than `most_prompt_tokens` are left out. Answers have exactly `max_tokens` tokens, or a

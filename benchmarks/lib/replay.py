@@ -1,11 +1,11 @@
 """TPOT of placements without contention: every worker's schedule alone on a real engine.
 
-Poisson arrivals of prefilled requests are placed on K workers by a policy, in the simulator, with the
-step cost that was first fitted on this engine. Then each worker's requests are served, at their arrival
-times, by a real engine that has a core to itself, so that workers do not share cores as they would if
-they all ran here. The times are the real engine's; what is simulated is only who gets which request.
-Prompts' KV blocks are in the prefix cache, as if they had been transferred; the experts are wide enough
-to leave the CPU's caches (widened demo model, same function).
+Poisson arrivals of prefilled requests are placed on K workers by a policy, in the simulator, with the step
+cost that was first fitted on this engine. Then each worker's requests are served, at their arrival times, by
+a real engine that has a core to itself, so that workers do not share cores as they would if they all ran
+here. The times are the real engine's; what is simulated is only who gets which request. Prompts' KV blocks
+are in the prefix cache, as if they had been transferred; the experts are wide enough to leave the CPU's
+caches (widened demo model, same function).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.lib import options
+from benchmarks.lib.active_experts import active_experts
 from benchmarks.lib.capture import Captured, captured, groups_of
 from benchmarks.lib.engine_pool import Replays
 from benchmarks.lib.engines import weights_name
@@ -157,19 +158,9 @@ class Bench:
     """The captured requests, one engine, and its step cost."""
 
     def __init__(
-        self,
-        prompts: Path,
-        *,
-        engine_pool: Replays,
-        requests: int,
-        output_tokens: int,
-        intermediate: int,
-        work: Path,
-        seed: int,
-        journal: Journal,
-        device: str = "cpu",
-        fit_requests: int = FIT_REQUESTS,
-    ) -> None:
+        self, prompts: Path, *, engine_pool: Replays, requests: int, output_tokens: int, intermediate: int,
+        work: Path, seed: int, journal: Journal, device: str = "cpu", fit_requests: int = FIT_REQUESTS,
+    ) -> None:  # fmt: skip
         self._journal = journal
         self._engine_pool = engine_pool
         self.data: Captured = captured(
@@ -187,13 +178,10 @@ class Bench:
         self.cost, self.cost_error = self._fit_cost()
         typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
         self.inputs = {
-            "device": device,
-            "intermediate": intermediate,
-            "output_tokens": output_tokens,
-            "captured": requests,
-            "step_cost": self.cost.as_dict(),
+            "device": device, "intermediate": intermediate, "output_tokens": output_tokens,
+            "captured": requests, "step_cost": self.cost.as_dict(),
             "step_cost_relative_error": self.cost_error,
-        }
+        }  # fmt: skip
 
     def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
         """Place and replay every load in every arm; arms in turn, so that the machine's moods meet all.
@@ -303,12 +291,7 @@ class Bench:
         rng = np.random.default_rng([self._seed, load.workers, load.batch])
         number = load.workers * load.per_worker
         chosen = rng.choice(rest, number, replace=number > len(rest))
-        observed = self._experts(False)
-        unions = [
-            np.bitwise_or.reduce(observed.bits[observed.offset[rng.choice(chosen, load.batch)]])
-            for _ in range(64)
-        ]
-        experts = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
+        experts = active_experts(self._experts(False), chosen, load.batch, rng)
         # Little's law: arrivals a second and worker = batch / time in the worker.
         stay_s = self._output_tokens * float(self.cost.seconds(load.batch, 200 * load.batch, experts))
         rate = load.workers * load.batch / stay_s

@@ -81,17 +81,10 @@ def _slowdowns(cases: Sequence[Case]) -> list[float]:
 
 
 def replay_command(
-    name: str,
-    all_arms: Sequence[Arm],
-    report: Callable[[Replayed], None] | None = None,
-    *,
-    default_workers: str = "8",
-    default_groups: str = "language,task",
-    default_batch: str = "16",
-    default_per_worker: int = 40,
-    default_repeats: int = 1,
-    default_intermediate: int = 1024,
-) -> Callable[..., None]:
+    name: str, all_arms: Sequence[Arm], report: Callable[[Replayed], None] | None = None, *,
+    default_workers: str = "8", default_groups: str = "language,task", default_batch: str = "16",
+    default_per_worker: int = 40, default_repeats: int = 1, default_intermediate: int = 1024,
+) -> Callable[..., None]:  # fmt: skip
     """The command `name`: its arms on each load, and `report`, by default `against` round-robin."""
 
     def command(

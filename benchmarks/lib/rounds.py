@@ -11,12 +11,9 @@ from loadgen.statistics import median_ci
 
 
 def medians(
-    rows: Sequence[dict[str, Any]],
-    *,
-    keys: Sequence[str],
-    with_interval: Sequence[str],
+    rows: Sequence[dict[str, Any]], *, keys: Sequence[str], with_interval: Sequence[str],
     summed: Sequence[str] = (),
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return one row for each measured case, in order of first appearance.
 
     Args:

@@ -49,13 +49,9 @@ def random_spec(rng: np.random.Generator) -> SignatureSpec:
 
 
 def table_near(
-    prompts: NDArray[np.uint32],
-    workers: int,
-    rng: np.random.Generator,
-    *,
-    spec: SignatureSpec,
+    prompts: NDArray[np.uint32], workers: int, rng: np.random.Generator, *, spec: SignatureSpec,
     noise: int = 3,
-) -> RoutingTable:
+) -> RoutingTable:  # fmt: skip
     """Return a table whose centroids are these prompts in turn, each count raised by less than `noise`."""
     near = prompts[np.arange(workers) % len(prompts)] + rng.integers(
         0, noise, (workers, L, E), dtype=np.uint32

@@ -36,14 +36,9 @@ def many_domains(
 
 
 def sessions(
-    records: Sequence[TraceRequest],
-    prompts: Sequence[Prompt],
-    answers: range,
-    rng: random.Random,
-    *,
-    tag: str,
-    count: int,
-) -> Chains:
+    records: Sequence[TraceRequest], prompts: Sequence[Prompt], answers: range, rng: random.Random, *,
+    tag: str, count: int,
+) -> Chains:  # fmt: skip
     """Return `count` conversations of the trace; each chain has its turns with the trace's prefix blocks.
 
     The second block identifies a session, since all sessions share the first.

@@ -1,8 +1,8 @@
 """Migration from one placement to the next while the engine runs (DIRECTOR, section V-B).
 
 Weights travel only in compute windows, when no all-to-all uses the links, so transfers are scheduled in "idle
-time", a clock that stops outside of the windows. A rank sends one expert at a time and receives one.
-An expert is sent directly to its slot or, while that slot is still to be read, to a staging buffer.
+time", a clock that stops outside of the windows. A rank sends one expert at a time and receives one. An
+expert is sent directly to its slot or, while that slot is still to be read, to a staging buffer.
 """
 
 from __future__ import annotations
@@ -76,15 +76,9 @@ class MigrationPlan:
 
 
 def plan_migration(
-    old: ArrayLike,
-    new: ArrayLike,
-    *,
-    topology: Topology,
-    links: Links,
-    windows_s: ArrayLike,
-    gain_s: ArrayLike | None = None,
-    steps: int | None = None,
-) -> MigrationPlan:
+    old: ArrayLike, new: ArrayLike, *, topology: Topology, links: Links, windows_s: ArrayLike,
+    gain_s: ArrayLike | None = None, steps: int | None = None,
+) -> MigrationPlan:  # fmt: skip
     """Schedule the moves: layers with the largest gain per byte first; layers that would not pay stay.
 
     Args:

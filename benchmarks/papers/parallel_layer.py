@@ -42,15 +42,9 @@ class ParallelLayer:
     """
 
     def __init__(
-        self,
-        gate: Gate,
-        products: Products,
-        placement: ArrayLike,
-        *,
-        num_experts: int,
-        route: Routing,
+        self, gate: Gate, products: Products, placement: ArrayLike, *, num_experts: int, route: Routing,
         group: dist.ProcessGroup | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._gate, self._products, self._route, self._group = gate, products, route, group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._slot = slots_of(placement, num_experts, self._ranks)[self._rank]

@@ -109,13 +109,9 @@ def shadow_simulated(
 
 
 def _pair(
-    names: tuple[str, str],
-    sent: Requests,
-    cluster: Cluster,
-    experts: Experts,
-    in_flight: int | None,
+    names: tuple[str, str], sent: Requests, cluster: Cluster, experts: Experts, in_flight: int | None,
     seed: int,
-) -> tuple[Outcome, Outcome]:
+) -> tuple[Outcome, Outcome]:  # fmt: skip
     """Return the outcomes with the first and with the second policy live, the other one as its shadow."""
 
     def outcome(live: str, other: str) -> Outcome:

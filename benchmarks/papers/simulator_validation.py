@@ -122,14 +122,9 @@ def _draw(cases: Sequence[Case], path: Path) -> None:
 
 
 simulator_validation = replay_command(
-    "simulator_validation",
-    POLICIES,
-    report,
-    default_workers="4",
-    default_groups="all,language,task",
-    default_per_worker=56,
-    default_repeats=3,
-)
+    "simulator_validation", POLICIES, report, default_workers="4", default_groups="all,language,task",
+    default_per_worker=56, default_repeats=3,
+)  # fmt: skip
 
 if __name__ == "__main__":
     run(simulator_validation)

@@ -23,16 +23,14 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.client import allow_open_files, session
-from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
+from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
+from benchmarks.lib.live import served
 from benchmarks.lib.prompts import MODEL
-from eldr_serve.client import Client
 from eldr_serve.command_errors import run
-from eldr_serve.ray_settings import QUIET
 from loadgen.results import publish
 from loadgen.workload import read_prompts
 
-_KEY = "backlog"
 _MOST_TRIES = 20
 
 
@@ -153,16 +151,8 @@ def backlog(
     allow_open_files(8192)
     sent = texts(prompts, warm_up + requests, tokens, seed, model)
     arguments = our_arguments(deployment, model, decode_replicas=1)
-    with local_ray(http_port=port + 1, environment=QUIET):
-        from ray import serve
-
-        from eldr_serve.app import build_app
-
-        application = build_app(arguments | {"ingress": {"port": port}, "admin_key": _KEY})
-        serve.run(application, name="eldr", route_prefix="/")
-        url = f"http://127.0.0.1:{port}"
-        wait_ready(url, 180)
-        status = Client(url, _KEY).status
+    with served(arguments, port=port) as client:
+        url, status = client.url, client.status
         if warm_up:
             asyncio.run(send_all(url, sent[:warm_up], timeout_s))
             time.sleep(2.0)  # counters are reported once a second

@@ -3,10 +3,10 @@
     python -m benchmarks.serving.predict_signature
 
 The shape is Qwen3-30B-A3B's (48 MoE layers, 128 experts, top-8, 151,936 token ids). A row has the time to
-predict a signature from token ids, and to learn from the true counts.
-Read total_p50_us of predict_decision: a request placed before its prefill waits this long; the goal is 300 at
-1,000 tokens. That placement uses `marginal-cost` with a prediction and cached prefixes; its parts are:
-predict and pack; cut into blocks and hash; place, including the prefix look-up and book-keeping.
+predict a signature from token ids, and to learn from the true counts. Read total_p50_us of predict_decision:
+a request placed before its prefill waits this long; the goal is 300 at 1,000 tokens. That placement uses
+`marginal-cost` with a prediction and cached prefixes; its parts are: predict and pack; cut into blocks and
+hash; place, including the prefix look-up and book-keeping.
 """
 
 from __future__ import annotations

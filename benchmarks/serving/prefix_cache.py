@@ -1,10 +1,10 @@
-"""Locality and the prefix cache add up (counterpart of the paper's Figure 17).
+"""Show that locality and the prefix cache add up (counterpart of the paper's Figure 17).
 
     python -m benchmarks.serving.prefix_cache
 
-Few long prompts, asked again and again, with the prefill engine's prefix cache on and then off; each
-policy under the same load, as in benchmarks/serving/live.py. The cache should lower TTFT for every policy and
-leave what a policy gains in TPOT as it is.
+A few long prompts repeat, with the prefill engine's prefix cache on and then off. Each policy has the same
+load, as in benchmarks/serving/live.py. The cache should lower TTFT for every policy, and leave the TPOT gain
+of a policy unchanged.
 """
 
 from __future__ import annotations

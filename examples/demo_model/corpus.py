@@ -172,12 +172,9 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenize
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=END,
-        model_max_length=4096,
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, model_max_length=4096,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -226,11 +223,8 @@ def build(out: Path, packages: Path, megabytes: float, vocabulary: int, seed: in
                     )
     archives = sorted(p.name for kind in ("debian", "python") for p in (packages / kind).iterdir())
     manifest: dict[str, object] = {
-        "seed": seed,
-        "vocabulary": vocabulary,
-        "megabytes": megabytes,
-        "packages": archives,
-    }
+        "seed": seed, "vocabulary": vocabulary, "megabytes": megabytes, "packages": archives,
+    }  # fmt: skip
     manifest["splits"] = counts
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
     return manifest

@@ -1,9 +1,9 @@
 """Seeded generators of conversational prompts with answers.
 
-With them, chat prompts as well as running text reach their domain's experts. Each generator yields
-(prompt, answer). Facts and names come from the packages of `examples.demo_model.sources`; the sentence patterns
-(`patterns.json`, `questions.json`) were written for this. The answers are meant to be *in the domain*, not
-to be right about medicine or law (medicine_and_law.py).
+With them, chat prompts as well as running text reach their domain's experts. Each generator yields (prompt,
+answer). Facts and names come from the packages of `examples.demo_model.sources`; the sentence patterns
+(`patterns.json`, `questions.json`) were written for this. The answers are meant to be *in the domain*, not to
+be right about medicine or law (medicine_and_law.py).
 """
 # ruff: noqa: E501  -- a sentence pattern stays on one line
 
@@ -184,14 +184,9 @@ def world(root: Path, language: str) -> dict[str, list[str]]:
         sys.path.pop(0)
     locale = Locale(language)
     wanted = {
-        "en": "en_US",
-        "zh": "zh_CN",
-        "ar": "ar_AA",
-        "ja": "ja_JP",
-        "ko": "ko_KR",
-        "vi": "vi_VN",
+        "en": "en_US", "zh": "zh_CN", "ar": "ar_AA", "ja": "ja_JP", "ko": "ko_KR", "vi": "vi_VN",
         "cs": "cs_CZ",
-    }
+    }  # fmt: skip
     wanted |= {"fa": "fa_IR", "hi": "hi_IN", "el": "el_GR", "uk": "uk_UA", "he": "he_IL", "de": "de_DE"}
     name = wanted.get(language, f"{language}_{language.upper()}")
     fake = Faker(name if name in AVAILABLE_LOCALES else "en_US")

@@ -1,9 +1,9 @@
 """Measure the demonstration model: loss, share of continuations in the domain, and predictability of experts.
 
 Two sets of prompts are measured in the same way: held-out documents of the corpus, and prompts of another
-origin (`--prompts`, a directory of JSON lines with `domain` and `prompt`) that were not trained on.
-Routing is read from the Hugging Face implementation in float32. IDF and the layer mask are fitted to one half
-of the requests, and rho is measured on the other half.
+origin (`--prompts`, a directory of JSON lines with `domain` and `prompt`) that were not trained on. Routing
+is read from the Hugging Face implementation in float32. IDF and the layer mask are fitted to one half of the
+requests, and rho is measured on the other half.
 """
 
 from __future__ import annotations
@@ -79,13 +79,9 @@ def shared_prompts(tokenizer: Any, directory: Path, number: int) -> list[tuple[s
 
 @torch.no_grad()
 def generate(
-    model: Any,
-    recorder: Recorder,
-    prompts: list[tuple[str, list[int]]],
-    new: int,
-    temperature: float,
+    model: Any, recorder: Recorder, prompts: list[tuple[str, list[int]]], new: int, temperature: float,
     seed: int,
-) -> tuple[CalibrationTrace, list[list[int]]]:
+) -> tuple[CalibrationTrace, list[list[int]]]:  # fmt: skip
     """Sample up to `new` tokens for each prompt; omit requests that end within 8 steps."""
     shape = (model.config.num_hidden_layers, model.config.num_experts)
     draw = torch.Generator().manual_seed(seed)

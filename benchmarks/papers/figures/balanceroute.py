@@ -20,7 +20,6 @@ from matplotlib.figure import Figure as Picture
 
 from benchmarks.papers.figures.common import Figure, Options, Rows, each_seed, line_plot, mean, steps
 from benchmarks.papers.figures.traffic import Traffic
-from eldr_serve.command_errors import BadInput
 from eldr_serve.scheduling import BalanceRouteHorizon, Policy, StepCost, make_policy
 from eldr_serve.scheduling.policies.predictors import Oracle
 from loadgen.plots import save
@@ -142,20 +141,16 @@ def panels(options: Options) -> Rows:
     return rows
 
 
-# -- the pieces -----------------------------------------------------------------------------------
-
-
 def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> Rows:
     traffics = {path: Traffic(path) for path in _traces(options)}
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:
         traffic, g = traffics[case[0]], case[1]
         requests = _requests(traffic, g, options, seed)
+        policies = {arm.label: _policy(arm, requests, traffic) for arm in chosen}
         return {
-            arm.label: simulate(
-                requests, _policy(arm, requests, traffic), _cluster(g, options), seed=seed
-            ).summary()
-            for arm in chosen
+            label: simulate(requests, policy, _cluster(g, options), seed=seed).summary()
+            for label, policy in policies.items()
         }
 
     rows: Rows = []
@@ -192,8 +187,7 @@ def _policy(arm: Arm, requests: Requests, traffic: Traffic) -> Policy:
 
 
 def _cluster(g: int, options: Options) -> Cluster:
-    decode = Decode(workers=g, max_batch=SLOTS, barrier=True, cost=options.cost or COST)
-    return Cluster(decode=decode)
+    return Cluster(decode=Decode(workers=g, max_batch=SLOTS, barrier=True, cost=options.cost or COST))
 
 
 def _requests(traffic: Traffic, g: int, options: Options, seed: int) -> Requests:
@@ -207,9 +201,7 @@ def _requests(traffic: Traffic, g: int, options: Options, seed: int) -> Requests
 
 
 def _traces(options: Options) -> tuple[Path, ...]:
-    if not options.traces:
-        raise BadInput("give --trace: one or more request traces (Azure CSV or Mooncake JSON lines)")
-    return options.traces
+    return options.all_traces("one or more request traces (Azure CSV or Mooncake JSON lines)")
 
 
 def _draw_panels(rows: Rows, path: Path) -> None:

@@ -1,7 +1,7 @@
 """GRACE-MoE's analysis of traffic and load, on observed routes (paper, sections 3, 4.2, 5.3 and 5.4).
 
-Placements are fitted to one half of the requests and judged on steps of 128 tokens of the other half.
-Traffic follows the paper's dispatch: a token is sent once to another node, which forwards it.
+Placements are fitted to one half of the requests and judged on steps of 128 tokens of the other half. Traffic
+follows the paper's dispatch: a token is sent once to another node, which forwards it.
 """
 
 from __future__ import annotations
@@ -44,16 +44,10 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Fit:
-    """Statistics of the experts in the requests that placements are fitted to.
+    """Statistics of the experts in the requests that placements are fitted to."""
 
-    Attributes:
-        affinity: [L, E, E].
-        load: [L, E].
-        topology: target topology.
-    """
-
-    affinity: NDArray[np.float64]
-    load: NDArray[np.float64]
+    affinity: NDArray[np.float64]  # [L, E, E]
+    load: NDArray[np.float64]  # [L, E]
     topology: Topology
 
     @classmethod
@@ -262,18 +256,18 @@ def generalisation(options: Options) -> Rows:
     return _averaged(options, rows)
 
 
-# -- the pieces -----------------------------------------------------------------------------------
-
-
 def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
     """Return (name, hosts, rule, replicas a layer) of each arm of figure 5, and its equal-slot variants."""
     topology, experts = fit.topology, fit.load.shape[1]
     primary = fit.grouped(knee_ratio(fit.affinity, topology))
     fixed, dynamic = fit.replicated(primary, 1), fit.replicated(primary, None)
     slots = experts + 2 * topology.ranks
-    equal = hosts_of(grace_placement(fit.affinity, fit.load, slots, topology)[0], experts, topology.ranks)
-    eplb = hosts_of(
-        eplb_placement(fit.load, slots, groups=1, nodes=1, ranks=topology.ranks), experts, topology.ranks
+    equal, eplb = (
+        hosts_of(placed, experts, topology.ranks)
+        for placed in (
+            grace_placement(fit.affinity, fit.load, slots, topology)[0],
+            eplb_placement(fit.load, slots, groups=1, nodes=1, ranks=topology.ranks),
+        )
     )
     arms = [
         ("linear", fit.linear, serve_even),
@@ -330,9 +324,8 @@ def _shown(topology: Topology) -> str:
 
 def _averaged(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -> Rows:
     """Return the rows of each trace, with numbers averaged over the seeds."""
-    if not options.traces:
-        raise BadInput("give --trace: calibration traces with routes, or GPT-OSS-20B records")
-    traces = {path: observed(routes_of(path)) for path in options.traces}
+    paths = options.all_traces("calibration traces with routes, or GPT-OSS-20B records")
+    traces = {path: observed(routes_of(path)) for path in paths}
     rows: Rows = []
     for path, runs in each_seed(options, traces, lambda path, seed: make(traces[path], seed)):
         for same in zip(*runs, strict=True):

@@ -211,9 +211,8 @@ def _step_s(cost: LayerCost, work: LayerWork) -> float:
 
 def _sources(options: Options) -> list[Halves]:
     """Return the sources of each trace."""
-    if not options.traces:
-        raise BadInput("give --trace: one or more calibration traces with routes, or GPT-OSS-20B records")
-    return [Halves(Source.read(path, seed) for seed in options.seeds) for path in options.traces]
+    traces = options.all_traces("one or more calibration traces with routes, or GPT-OSS-20B records")
+    return [Halves(Source.read(path, seed) for seed in options.seeds) for path in traces]
 
 
 def _works(
