@@ -102,13 +102,10 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     policy = make_policy("locality-band").with_table(table)
     loads = Loads.of(rng.integers(0, 20, WORKERS))
 
-    def reset() -> None:
-        cache.rows[ids] = 0
-
     measured: dict[str, Callable[[], Any]] = {
         "hooks: copy the choices": hooks,
         "count scatter, with row reset": lambda: cache.record(slots, narrow, ids),
-        "of it row reset": reset,
+        "of it row reset": lambda: cache.rows.__setitem__(ids, 0),
         "prompt sum": lambda: cache.total(ids).cpu().numpy().astype(np.uint32),
         "pack": lambda: pack_counts(counts),
         "transport": lambda: pickle.loads(pickle.dumps(json.loads(json.dumps(answer)))),
@@ -120,12 +117,6 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
         name: time_calls(lambda _, part=part: part(), calls=calls, warm_up=5, settle=settle)  # type: ignore[misc]
         for name, part in measured.items()
     }
-
-
-def _part_rows(found: dict[str, list[float]], ttft_ms: float) -> list[dict[str, Any]]:
-    rows = [_row("part", name, seconds, ttft_ms) for name, seconds in found.items()]
-    per_call = zip(*(v for n, v in found.items() if not n.startswith("of it")), strict=True)
-    return [*rows, _row("part", "sum", [sum(call) for call in per_call], ttft_ms)]
 
 
 def _row(level: str, name: str, seconds: list[float], ttft_ms: float) -> dict[str, Any]:
@@ -178,7 +169,7 @@ def _engine(
 ) -> list[dict[str, Any]]:
     """Serve pairs of prompts, one with capture and one without, in random order; return rows."""
     tokens = job["max_tokens"]
-    plain, captured, counting = ([], [], [])  # type: tuple[list[float], list[float], list[float]]
+    timed: list[tuple[float, float, float]] = []  # without capture, with it, counting
     with ExitStack() as stack:
         engine = _Engine(job, port, stack)
         for number in range(-_WARM_UP, requests):
@@ -187,9 +178,8 @@ def _engine(
             for place, capture in enumerate(rng.permutation([False, True]).tolist()):
                 found[capture] = engine.prefill([1 + (first + place) % 3999, *rest], capture)
             if number >= 0:
-                plain.append(found[False][0])
-                captured.append(found[True][0])
-                counting.append(found[True][1])
+                timed.append((found[False][0], *found[True]))
+    plain, captured, counting = map(list, zip(*timed, strict=True))
     ttft_ms = 1000 * float(np.median(plain))
     added = [on - off for off, on in zip(plain, captured, strict=True)]
     return [
@@ -233,7 +223,10 @@ def capture_overhead(
     """Time the parts of expert capture, and prefill with and without it."""
     unwind_on_sigterm()
     check_device(device)
-    rows = _part_rows(parts(tokens, block_size, device, calls, seed), ttft_ms)
+    measured = parts(tokens, block_size, device, calls, seed)
+    per_call = zip(*(v for name, v in measured.items() if not name.startswith("of it")), strict=True)
+    measured["sum"] = [sum(call) for call in per_call]
+    rows = [_row("part", name, seconds, ttft_ms) for name, seconds in measured.items()]
     job: dict[str, Any] = {
         "model": str(model.resolve()), "device": device, "block_size": 32, "max_tokens": engine_tokens,
     }  # fmt: skip

@@ -91,14 +91,8 @@ def _rows(
             ids = routes(b, a, experts, top_k, rng)
             times[b, a].append(layer.seconds(ids))
     return [
-        {
-            "shape": shape,
-            "device": device,
-            "batch_size": b,
-            "active_experts": a,
-            "latency_p50_ms": 1e3 * float(np.median(measured[1:])),
-            "latency_p90_ms": 1e3 * float(np.percentile(measured[1:], 90)),
-        }
+        {"shape": shape, "device": device, "batch_size": b, "active_experts": a}
+        | {f"latency_p{q}_ms": 1e3 * float(np.percentile(measured[1:], q)) for q in (50, 90)}
         for (b, a), measured in times.items()
     ]
 
@@ -140,9 +134,7 @@ class _Layer:
 
         chosen = torch.as_tensor(ids, dtype=torch.int32)
         if self._device == "cuda":
-            if len(ids) not in self._graphs:
-                self._graphs[len(ids)] = self._captured(chosen.cuda())
-            held, graph = self._graphs[len(ids)]
+            held, graph = self._graphs.get(len(ids)) or self._capture(chosen.cuda())
             held.copy_(chosen)
             return float(graph.seconds())
         inputs = self._inputs(chosen)
@@ -150,11 +142,12 @@ class _Layer:
         self._experts(*inputs)
         return time.perf_counter() - start
 
-    def _captured(self, chosen: Any) -> tuple[Any, Any]:
+    def _capture(self, chosen: Any) -> tuple[Any, Any]:
         from benchmarks.lib.cuda_graph import TimedGraph
 
         inputs = self._inputs(chosen)
-        return chosen, TimedGraph(lambda: self._experts(*inputs))
+        self._graphs[len(chosen)] = chosen, TimedGraph(lambda: self._experts(*inputs))
+        return self._graphs[len(chosen)]
 
     def _inputs(self, chosen: Any) -> tuple[Any, Any, Any]:
         """Return bf16[T,H], equal weights float32[T,k] and the experts int32[T,k]."""

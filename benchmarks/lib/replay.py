@@ -1,11 +1,10 @@
-"""TPOT of placements without contention: every worker's schedule alone on a real engine.
+"""Measure the TPOT of placements without contention: replay each worker's schedule alone on a real engine.
 
-Poisson arrivals of prefilled requests are placed on K workers by a policy, in the simulator, with the step
-cost that was first fitted on this engine. Then each worker's requests are served, at their arrival times, by
-a real engine that has a core to itself, so that workers do not share cores as they would if they all ran
-here. The times are the real engine's; what is simulated is only who gets which request. Prompts' KV blocks
-are in the prefix cache, as if they had been transferred; the experts are wide enough to leave the CPU's
-caches (widened demo model, same function).
+A policy places Poisson arrivals of prefilled requests on K workers in simulation, with a step cost that was
+first fitted to this engine. A real engine with a core of its own then serves each worker's requests at their
+arrival times, so that workers do not share cores as they would if all ran here. Only the placement is
+simulated; the times are the real engine's. The prompts' KV blocks are in the prefix cache, as if they had
+been transferred; the experts are wide enough to leave the CPU's caches (widened demo model, same function).
 """
 
 from __future__ import annotations
@@ -66,12 +65,12 @@ def fit_batches(requests: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Arm:
-    """One side of a comparison: a policy, and what it is told."""
+    """One side of a comparison: a policy and its input."""
 
     label: str
     policy: str
     parameters: dict[str, Any] = field(default_factory=dict)
-    true_decode: bool = False  # told the decode activations that the request will really have
+    true_decode: bool = False  # the policy gets the true decode activations
     balanced: bool = True  # clusters of equal size
     transform: str = "count-idf"
 
@@ -88,7 +87,7 @@ class Load:
 
 @dataclass
 class Case:
-    """A load with its jobs, who got which in each arm, and what the engine then did."""
+    """A load with its jobs, and each arm's placement and replay."""
 
     load: Load
     rate: float  # requests/s
@@ -101,12 +100,12 @@ class Case:
 
     @property
     def tpot_s(self) -> dict[str, NDArray[np.float64]]:
-        """By arm and job, the median of its replays."""
+        """Return the median of a job's replays, by arm."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_tpot_s.items()}
 
     @property
     def first_s(self) -> dict[str, NDArray[np.float64]]:
-        """The same, of the first decode step."""
+        """Return the same for the first decode step."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_first_s.items()}
 
 
@@ -128,7 +127,7 @@ class _Replay:
         return np.flatnonzero(self.case.outcomes[self.label].worker == self.worker)
 
     def measured(self, times: dict[str, NDArray[np.float64]], steps: Steps) -> dict[str, Any]:
-        """What the journal keeps of the engine's answer."""
+        """Return the engine's answer as the journal stores it."""
         at = [times[str(j)] for j in self.jobs]
         return {
             "tpot_s": [(t[-1] - t[0]) / (len(t) - 1) for t in at],
@@ -137,14 +136,14 @@ class _Replay:
         }
 
     def keep(self, known: dict[str, Any]) -> None:
-        """Put what the journal kept into the case."""
+        """Copy the journal's entry into the case."""
         self.case.replayed_tpot_s[self.label][self.repeat, self.jobs] = known["tpot_s"]
         self.case.replayed_first_s[self.label][self.repeat, self.jobs] = known["first_s"]
         self.case.steps[self.label].extend(Steps(**known["steps"]))
 
 
 class _Placed(Policy):
-    """Placements that were made before; request ids are numbers, as the simulator gives them."""
+    """Repeat earlier placements; request ids are the simulator's numbers."""
 
     def __init__(self, worker: NDArray[np.int64]) -> None:
         super().__init__()
@@ -184,9 +183,9 @@ class Bench:
         }  # fmt: skip
 
     def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
-        """Place and replay every load in every arm; arms in turn, so that the machine's moods meet all.
+        """Place and replay every load in every arm; arms alternate, so that machine speed affects all alike.
 
-        A request's times are the medians of its `repeats` replays; steps are those of all of them.
+        A request's times are the medians of its `repeats` replays; steps are those of all replays.
         """
         cases = [self._plan(load, arms, repeats) for load in loads]
         schedule = [
@@ -213,10 +212,9 @@ class Bench:
         return cases
 
     def regret(self, case: Case) -> dict[str, NDArray[np.float64]]:
-        """By arm and job: what the choice added beyond the best one in hindsight, s a step.
+        """Return the cost of each job's choice beyond the best worker in hindsight, s per step, by arm.
 
-        Whose requests were where is that of the arm's simulated run; the judge knows the true decode
-        activations of all of them.
+        Placements are those of the arm's simulated run; costs use the requests' true decode activations.
         """
         trace = self.data.trace
         found = {}
@@ -245,12 +243,12 @@ class Bench:
         return found
 
     def simulated_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
-        """The arm's run with its placements as they were, and steps of another cost."""
+        """Simulate the arm's placements again with another step cost."""
         policy = _Placed(case.outcomes[label].worker)
         return self._simulated(case.load, case.requests, case.arrival_s, policy, cost)
 
     def step_lines(self) -> str:
-        """The steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
+        """Return the steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
         s = self._fitted_on
         records = zip(s.requests, s.kv_tokens, s.experts, s.seconds, strict=True)
         names = ("requests", "kv_tokens", "experts", "seconds")
@@ -292,7 +290,7 @@ class Bench:
         number = load.workers * load.per_worker
         chosen = rng.choice(rest, number, replace=number > len(rest))
         experts = active_experts(self._experts(False), chosen, load.batch, rng)
-        # Little's law: arrivals a second and worker = batch / time in the worker.
+        # Little's law: arrivals per second and worker = batch / time in the worker.
         stay_s = self._output_tokens * float(self.cost.seconds(load.batch, 200 * load.batch, experts))
         rate = load.workers * load.batch / stay_s
         arrival_s = np.cumsum(rng.exponential(1 / rate, number))
@@ -349,18 +347,13 @@ class Bench:
 
 
 def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Load]:
-    """Each workload on each number of workers at each batch size, all given with commas.
-
-    Raises:
-        BadInput: an unknown workload, or a number that is none.
-    """
-    chosen = groups_of(groups)
+    """Return each workload with each number of workers and batch size; raise BadInput if one is unknown."""
     counts, sizes = options.numbers("--workers", workers), options.numbers("--batch", batch)
-    return [Load(g, k, b, per_worker) for g in chosen for k in counts for b in sizes]
+    return [Load(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]
 
 
 def widened(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
-    """The demo model with experts of that many neurons, and so many heads; made where it is not there."""
+    """Return the demo model with experts of `intermediate` neurons and `heads` heads; make it if needed."""
     if intermediate == 32 and heads is None:
         return WEIGHTS
     path = work / f"model_{intermediate}_{weights_name()}{'' if heads is None else f'_{heads}_heads'}"

@@ -1,4 +1,4 @@
-"""The command of a benchmark by replay: its options, the replay, and then its own report."""
+"""Commands of the benchmarks by replay: common options, the replay, and a report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from loadgen.results import environment, publish
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a report is made from."""
+    """Input of a report."""
 
     name: str
     bench: Bench
@@ -42,7 +42,7 @@ def _changes(rows: Rows, path: Path) -> None:
 
 
 def chosen_arms(names: str, arms: Sequence[Arm]) -> list[Arm]:
-    """The arms of those names, with commas, or all of them."""
+    """Return the arms with these labels, separated by commas, or all."""
     by_label = {arm.label: arm for arm in arms}
     labels = list(by_label) if names == "all" else names.split(",")
     if unknown := [label for label in labels if label not in by_label]:
@@ -55,7 +55,7 @@ def against(
     note: Callable[[Rows], str] | None = None,
     draw: Callable[[Rows, Path], None] = _changes,
 ) -> Callable[[Replayed], None]:
-    """The report of changes against the best of `baselines` that ran; `note` adds a remark on the rows."""
+    """Return a report of changes against the best of `baselines` that ran; `note` adds a remark."""
 
     def report(run: Replayed) -> None:
         labels = list(run.cases[0].outcomes)
@@ -73,19 +73,12 @@ def against(
     return report
 
 
-def _slowdowns(cases: Sequence[Case]) -> list[float]:
-    """Return the 1st, 50th and 99th percentile of the cores' slowdown over all steps."""
-    slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
-    found: list[float] = np.percentile(slowdown, [1, 50, 99]).tolist()
-    return found
-
-
 def replay_command(
     name: str, all_arms: Sequence[Arm], report: Callable[[Replayed], None] | None = None, *,
     default_workers: str = "8", default_groups: str = "language,task", default_batch: str = "16",
     default_per_worker: int = 40, default_repeats: int = 1, default_intermediate: int = 1024,
 ) -> Callable[..., None]:  # fmt: skip
-    """The command `name`: its arms on each load, and `report`, by default `against` round-robin."""
+    """Return the command `name` with these arms and `report`, by default `against` round-robin."""
 
     def command(
         prompts: options.Prompts = options.PROMPTS,
@@ -122,9 +115,10 @@ def replay_command(
         with EnginePool(widened(intermediate, work), engines, device) as engine_pool:
             bench = Bench(prompts, engine_pool=engine_pool, work=work, journal=journal, **of_bench)
             cases = bench.compare(loads, chosen, repeats)
+        slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
         inputs = bench.inputs | {
             "per_worker": per_worker, "batch": batch, "repeats": repeats, "engines": engines,
-            "core_slowdown_p1_p50_p99": _slowdowns(cases),
+            "core_slowdown_p1_p50_p99": np.percentile(slowdown, [1, 50, 99]).tolist(),
         }  # fmt: skip
         (report or against(["round-robin"]))(Replayed(name, bench, cases, inputs, seed, out))
         if steps_out is not None:

@@ -55,9 +55,7 @@ class Steps:
     requests: list[int] = field(default_factory=list)
     kv_tokens: list[int] = field(default_factory=list)
     experts: list[int] = field(default_factory=list)  # summed over MoE layers
-    slowdown: list[float] = field(
-        default_factory=list
-    )  # slowdown of the core, by which `seconds` are divided
+    slowdown: list[float] = field(default_factory=list)  # of the core; `seconds` are divided by it
 
     def extend(self, other: Steps) -> None:
         """Append another run's steps."""
@@ -202,11 +200,9 @@ class ReplayEngine:
             while waiting and waiting[-1].arrival_s <= now:
                 arrival = waiting.pop()
                 params = SamplingParams(
-                    max_tokens=arrival.output_tokens,
-                    temperature=TEMPERATURE,
-                    ignore_eos=True,
+                    max_tokens=arrival.output_tokens, temperature=TEMPERATURE, ignore_eos=True,
                     seed=arrival.seed,
-                )
+                )  # fmt: skip
                 self._engine.add_request(arrival.request_id, {"prompt_token_ids": arrival.tokens}, params)
             slowdown = self.slowdown(probe_s)
             outputs, took, records = self.step()

@@ -98,8 +98,8 @@ def ep_policies(
         "alone on one engine of `ranks` ranks, 32 bits, linear or with its own placement; a request's TPOT "
         "is its worker's median step; changes against shortest-queue with the linear placement, 95 % "
         "intervals by bootstrap over requests, too narrow since requests of a worker share its steps; "
-        "requests_equal_pct: answers that are those of that arm, token by token; one for all: a placement "
-        "of all requests of the other half; paper_*: its change against the best balancer on 8 workers of "
+        "requests_equal_pct: answers equal to those of that arm, token by token; one for all: a placement "
+        "for all requests of the other half; paper_*: change against the best balancer on 8 workers of "
         "4 GPUs",
     )  # fmt: skip
     journal.remove()
@@ -114,9 +114,7 @@ class Case:
         self._data, self._workers, self._batch, self._ranks, self._seed = data, workers, batch, ranks, seed
         self._fit, rest = data.split(group, 0.5, seed)
         if len(rest) < workers * batch:
-            raise BadInput(
-                f"{workers} x {batch} requests of {group!r} are needed, but only {len(rest)} are held out"
-            )
+            raise BadInput(f"{workers} x {batch} held-out requests of {group!r} are needed, not {len(rest)}")
         self._rounds = disjoint(rest, workers * batch, rounds, np.random.default_rng([seed, 2]))
         self._table, _ = fit_table(data.trace.subset(self._fit), workers, seed=seed)
 
@@ -128,12 +126,12 @@ class Case:
             seed=self._seed + turn,
         )  # fmt: skip
         layers, experts = self._data.trace.decode_counts.shape[1:]
-        made = {"linear": lambda mine: np.tile(np.arange(experts), (layers, 1))}
-        made["one for all"] = lambda mine: self._placement(self._fit)
-        made["own"] = self._placement
-        return [
-            (mine, made[placement](history)) for mine, history in zip(now, before, strict=True) if len(mine)
-        ]
+        make = {
+            "linear": lambda history: np.tile(np.arange(experts), (layers, 1)),
+            "one for all": lambda history: self._placement(self._fit),
+            "own": self._placement,
+        }[placement]
+        return [(mine, make(history)) for mine, history in zip(now, before, strict=True) if len(mine)]
 
     def _placement(self, history: Ints) -> Ints:
         """Return a placement for steps of batches of such requests, by whether a step activates an expert."""
@@ -159,13 +157,9 @@ def placed(
         for number in requests.tolist():
             if len(running) == workers * batch:
                 placer.finish(running.pop(0))
-            request = PlacementRequest(
-                f"{part}-{number}",
-                data.trace.prefill_counts[number],
-                int(data.trace.prompt_tokens[number]),
-                64,
-                similarity=table.similarity(data.trace.prefill_counts[number]),
-            )
+            counts, tokens = data.trace.prefill_counts[number], int(data.trace.prompt_tokens[number])
+            similarity = table.similarity(counts)
+            request = PlacementRequest(f"{part}-{number}", counts, tokens, 64, similarity=similarity)
             (lease,) = placer.submit([Lease(request, State.SENT, "benchmark")])
             running.append(lease.request_id)
             found[part][names.index(lease.replica)].append(number)

@@ -61,7 +61,9 @@ def reproduce(
 ) -> None:
     """Run one figure's simulations; print a table, and write JSON and a plot."""
     if paper is None or figure is None:
-        _list(paper)
+        for name in [paper] if paper else PAPERS:
+            titles = (f"\n  {figure:14} {found.title}" for figure, found in _figures(name).items())
+            typer.echo(f"{name}{''.join(titles)}")
         return
     found = _figures(paper).get(figure)
     if found is None:
@@ -88,13 +90,6 @@ def _figures(paper: str) -> dict[str, Figure]:
     if paper not in PAPERS:
         raise BadInput(f"unknown paper {paper!r}; choose from {', '.join(PAPERS)}")
     return PAPERS[paper]
-
-
-def _list(paper: str | None) -> None:
-    for name in [paper] if paper else PAPERS:
-        typer.echo(name)
-        for figure, found in _figures(name).items():
-            typer.echo(f"  {figure:14} {found.title}")
 
 
 if __name__ == "__main__":

@@ -105,15 +105,10 @@ def row(requests: list[_Request], before: dict[str, int], after: dict[str, int])
     """Return the figures of a run; `before` and `after` are the router's counters."""
     refused = [s for r in requests for s, status in zip(r.seconds, r.statuses, strict=True) if status != 200]
     answered = [r for r in requests if r.statuses and r.statuses[-1] == 200]
-    first = [r for r in answered if len(r.statuses) == 1]
-
-    def count(name: str) -> int:
-        return after.get(name, 0) - before.get(name, 0)
-
     return {
         "requests": len(requests),
         "answered": len(answered),
-        "at_first_try": len(first),
+        "at_first_try": sum(len(r.statuses) == 1 for r in answered),
         "refusals": len(refused),
         "slowest_refusal_s": max(refused, default=0.0),
         "refusal_p50_s": float(np.median(refused)) if refused else 0.0,
@@ -122,8 +117,8 @@ def row(requests: list[_Request], before: dict[str, int], after: dict[str, int])
         "longest_retry_after_s": max((s for r in requests for s in r.retry_after_s), default=0.0),
         "slowest_answer_s": max((r.seconds[-1] for r in answered), default=0.0),
         "all_done_s": max((r.done_s for r in answered), default=0.0),
-        "set_aside": count("set_aside"),
-        "duplicate_prefills": count("prefill_retries"),
+        "set_aside": after.get("set_aside", 0) - before.get("set_aside", 0),
+        "duplicate_prefills": after.get("prefill_retries", 0) - before.get("prefill_retries", 0),
         "errors": sum(bool(r.error) for r in requests),
         "not_done": sum(not r.error for r in requests) - len(answered),
     }

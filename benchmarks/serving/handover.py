@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -136,17 +137,12 @@ def handover(
             journal.put(str(len(found)), found[-1])
     if not found:
         raise BadInput("there is no round to report: give --rounds 1 or more, or a --record with rounds")
+    rows = medians([*chain(*found)], keys=("in_flight",), with_interval=_SURE, summed=("failures",))
     publish(
-        "handover", summarised(found), inputs=inputs | {"each": found}, seed=seed, out=out,
+        "handover", rows, inputs=inputs | {"each": found}, seed=seed, out=out,
         notes=f"one prefill and one decode engine; times over the newest {WINDOW} requests of a round; all "
         "engines, Ray and the client share the cores",
     )  # fmt: skip
-
-
-def summarised(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return one row per load."""
-    rows = [row for rows in found for row in rows]
-    return medians(rows, keys=("in_flight",), with_interval=_SURE, summed=("failures",))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from eldr_serve.command_errors import run
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.plots import bars
 from loadgen.results import publish
-from loadgen.workload import Prompt, balanced_sample, write_prompts
+from loadgen.workload import balanced_sample, write_prompts
 
 
 def prefix_cache(
@@ -66,13 +66,12 @@ def prefix_cache(
     fit, rest = data.split("all", 0.4, seed)
     held_out = fitting(prompts, [data.trace.ids[i] for i in rest], max_prompt_tokens)
     repeated = work / "prefix_cache_prompts.jsonl"
-    write_prompts(repeated, _longest(held_out, distinct, seed))
-    model = widened(intermediate, work)
-    workers = workers_of(wide_arguments(deployment, model, stream_interval))
-    table, _ = fit_table(data.trace.subset(fit), workers, seed=seed)
+    longest = sorted(held_out, key=lambda prompt: -len(prompt.text))[: 8 * distinct]
+    write_prompts(repeated, balanced_sample(longest, distinct, seed))
+    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
+    table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
     rows: list[dict[str, Any]] = []
     for state, comparison in comparisons.items():
-        arguments = wide_arguments(deployment, model, stream_interval)
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
         if comparison.result is None:
             with serving(arguments, port=port):
@@ -83,24 +82,13 @@ def prefix_cache(
     path = publish(
         "prefix_cache", rows, seed=seed, out=out, notes=last["notes"], inputs=last["inputs"] | about
     )
-    _draw(rows, path.with_suffix(".png"))
-    for comparison in comparisons.values():
-        comparison.finish()
-
-
-def _longest(prompts: list[Prompt], number: int, seed: int) -> list[Prompt]:
-    """Return a sample of long prompts, balanced over domains."""
-    longest = sorted(prompts, key=lambda p: -len(p.text))[: 8 * number]
-    return balanced_sample(longest, number, seed)
-
-
-def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot TPOT's median at the cores' mean speed."""
     named = [
         row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in rows if row["clock"] == "even"
     ]
-    value = "tpot_p50_ms"
-    bars(named, "policy", value, path, interval=(f"{value}_low", f"{value}_high"))
+    interval = ("tpot_p50_ms_low", "tpot_p50_ms_high")
+    bars(named, "policy", "tpot_p50_ms", path.with_suffix(".png"), interval=interval)
+    for comparison in comparisons.values():
+        comparison.finish()
 
 
 if __name__ == "__main__":

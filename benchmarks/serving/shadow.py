@@ -176,7 +176,9 @@ def shadow(
     }  # fmt: skip
     journal = Journal(work / "shadow.jsonl", about)
     steps = order([*names], rounds, seed)
-    sent, drawn = _short_prompts(prompts, max_prompt_tokens, work), lengths(output_tokens)
+    sent, drawn = work / "shadow_prompts.jsonl", lengths(output_tokens)
+    work.mkdir(parents=True, exist_ok=True)
+    write_prompts(sent, no_longer_than(read_prompts([prompts]), max_prompt_tokens, chat=True))
     shape = Shape(
         str(sent), MODEL, 0.0, trial_seconds, warm_up_seconds, in_flight, drawn["max-tokens"], 0.8,
         drawn["min-tokens"],
@@ -204,19 +206,8 @@ def shadow(
     journal.remove()
 
 
-def _short_prompts(prompts: Path, max_tokens: int, work: Path) -> Path:
-    """Write the prompts of at most `max_tokens` tokens into the folder; return the file."""
-    work.mkdir(parents=True, exist_ok=True)
-    path = work / "shadow_prompts.jsonl"
-    write_prompts(path, no_longer_than(read_prompts([prompts]), max_tokens, chat=True))
-    return path
-
-
 def _widths(text: str) -> list[int]:
-    try:
-        found = [int(width) for width in text.split(",")]
-    except ValueError:
-        found = [0]
+    found = options.numbers("--intermediate", text)
     if min(found) < 32 or len(set(found)) < len(found):
         raise BadInput(f"--intermediate is {text!r}: numbers of neurons from 32, with commas, each once")
     return found

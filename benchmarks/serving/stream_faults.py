@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import suppress
 from typing import Annotated, Any
 
 import aiohttp
@@ -99,14 +100,6 @@ async def _load(
     return list(answers)
 
 
-def _status(url: str) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = httpx.get(f"{url}/eldr/status", timeout=30).json()
-    except (httpx.TransportError, ValueError):
-        return {}
-    return found
-
-
 def _measure(
     way: str, count: int, tokens: int, gap_ms: float, ramp_s: float, kill: list[str], port: int, seed: int
 ) -> dict[str, Any]:
@@ -123,7 +116,8 @@ def _measure(
         ended = time.perf_counter()
         held: dict[str, Any] = {}
         while time.perf_counter() - ended < _SETTLE_S:
-            held = _status(url).get("ingress", {})
+            with suppress(httpx.TransportError, ValueError):
+                held = httpx.get(f"{url}/eldr/status", timeout=30).json().get("ingress", {})
             back = all(len(_processes(role)) >= number for role, number in there.items())
             if back and held and not held["in_flight"] and not held["leases"] and not held["router_away"]:
                 break

@@ -102,16 +102,9 @@ def table3(options: Options) -> Rows:
             p, mu = predictor.predict(
                 ages, list(traffic.keys(test)), np.array([r.prompt_tokens for r in test])
             )
-            rows.append(
-                {
-                    "trace": path.name,
-                    "predictor": name,
-                    "ends_within_horizon_pct": 100 * float(ends.mean()),
-                    "auc": float(roc_auc_score(ends, p)),
-                    "brier": float(np.mean((p - ends) ** 2)),
-                    "mae_tokens": float(np.abs(mu - left)[ends].mean()),
-                }
-            )
+            row = {"trace": path.name, "predictor": name, "ends_within_horizon_pct": 100 * float(ends.mean())}
+            row |= {"auc": float(roc_auc_score(ends, p)), "brier": float(np.mean((p - ends) ** 2))}
+            rows.append(row | {"mae_tokens": float(np.abs(mu - left)[ends].mean())})
     return rows
 
 
@@ -136,8 +129,8 @@ def panels(options: Options) -> Rows:
         middle = len(outcome.sample_s) // 2
         columns = (outcome.sample_s, outcome.imbalance, outcome.spread)
         for sample in np.stack([column[middle : middle + 600] for column in columns], axis=1).tolist():
-            names = ("time_s", "imbalance_tokens", "spread_tokens")
-            rows.append({"method": label} | dict(zip(names, sample, strict=True)))
+            names = ("method", "time_s", "imbalance_tokens", "spread_tokens")
+            rows.append(dict(zip(names, (label, *sample), strict=True)))
     return rows
 
 
@@ -162,11 +155,10 @@ def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> 
 def _rows(trace: str, g: int, means: dict[str, dict[str, Any]]) -> Rows:
     rows = []
     for label, found in means.items():
+        keys = ("imbalance_tokens", "tpot_p95_ms", "output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms")
         row: dict[str, Any] = {"trace": trace, "workers": g, "method": label}
-        row |= {key: found[key] for key in ("imbalance_tokens", "tpot_p95_ms", "output_tokens_per_s")}
-        row |= {key: found[key] for key in ("ttft_p50_ms", "ttft_p99_ms")}
-        below = means["shortest-queue"]["imbalance_tokens"] / found["imbalance_tokens"]
-        row["imbalance_below_jsq"] = below
+        row |= {key: found[key] for key in keys}
+        row["imbalance_below_jsq"] = means["shortest-queue"]["imbalance_tokens"] / found["imbalance_tokens"]
         columns = ("paper_imbalance", "paper_tpot_p95_ms", "paper_tokens_per_s")
         paper = PAPER_TABLE_1.get(label) if g == 16 else None
         row |= zip(columns, paper or (None,) * 3, strict=True)

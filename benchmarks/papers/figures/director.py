@@ -43,8 +43,8 @@ def gpus(options: Options) -> Rows:
     rows: Rows = []
     for (path, ranks), found in each_seed(options, product(traces, (4, 8, 16, 32)), run):
         for row in _compared({"trace": traces[path].model, "gpus": ranks}, found):
-            proactive = row["placement"] == "proactive, oracle"
-            rows.append(row | {"paper_pct": {4: -11, 32: -48}.get(ranks) if proactive else None})
+            paper = {4: -11, 32: -48}.get(ranks) if row["placement"] == "proactive, oracle" else None
+            rows.append(row | {"paper_pct": paper})
     return rows
 
 
@@ -142,9 +142,9 @@ def _policies(
 def _compared(label: dict[str, Any], runs: list[dict[str, Served]]) -> Rows:
     """Return a row per rule, compared with the offline placement of the same seed."""
     rows: Rows = []
+    offline = np.concatenate([run["offline"].batch_ms for run in runs])
     for rule in runs[0]:
         mine = np.concatenate([run[rule].batch_ms for run in runs])
-        offline = np.concatenate([run["offline"].batch_ms for run in runs])
         rows.append(
             label | {
                 "placement": rule,

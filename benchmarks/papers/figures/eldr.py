@@ -154,12 +154,10 @@ def _compared(workload: str, k: int, rate: float, means: dict[str, dict[str, Any
     best = {key: min(means[p][key] for p in means if p in BALANCERS) for key in times}
     rows = []
     for policy, found in means.items():
-        row: dict[str, Any] = {"workload": workload, "decode_workers": k, "rate_per_s": rate * k / 16}
-        row |= {"policy": policy}
+        row = {"workload": workload, "decode_workers": k, "rate_per_s": rate * k / 16, "policy": policy}
         row |= {key: found[key] for key in (*times, "ttft_p50_ms", "batch_size", "active_experts")}
         for key in (*times, "active_experts"):
-            change = change_pct(found[key], means["round-robin"][key])
-            row[key.removesuffix("_ms") + "_change_pct"] = change
+            row[f"{key.removesuffix('_ms')}_change_pct"] = change_pct(found[key], means["round-robin"][key])
         for q, key in zip(("p50", "p99"), times, strict=True):
             row[f"{q}_vs_best_balancer_pct"] = change_pct(found[key], best[key])
         rows.append(row)

@@ -74,9 +74,8 @@ class Fit:
     def replicated(self, rank: Ints, replicas: int | None) -> Bools:
         """Return bool[L, E, G] with the replicas of section 4.2; `replicas` None: dynamic."""
         ranks = self.topology.ranks
-        return np.stack(
-            [with_replicas(w, r, ranks, replicas=replicas) for w, r in zip(self.load, rank, strict=True)]
-        )
+        layers = zip(self.load, rank, strict=True)
+        return np.stack([with_replicas(load, r, ranks, replicas=replicas) for load, r in layers])
 
 
 def strictness(options: Options) -> Rows:
@@ -88,15 +87,11 @@ def strictness(options: Options) -> Rows:
         fit, batches = Fit.on(trace, fit_on, topology), _batches(trace, held_out, options, seed)
         experts, ranks = fit.load.shape[1], topology.ranks
         flat = [spectral_groups(a, ranks) for a in fit.affinity]
-        arms: list[tuple[str, str, Bools, Rule, float | None]] = [
-            ("a", "linear", fit.linear, serve_even, None)
-        ]
-        for name, bounds in (
-            ("uniform", size_bounds(experts, ranks, 0.0)),
-            ("within 30 %", size_bounds(experts, ranks, 0.3)),
-            ("within 100 %", size_bounds(experts, ranks, 1.0)),
-            ("fully non-uniform", (1, experts)),
-        ):
+        arms: list[tuple[str, str, Bools, Rule, float | None]] = []
+        arms.append(("a", "linear", fit.linear, serve_even, None))
+        slack = {"uniform": 0.0, "within 30 %": 0.3, "within 100 %": 1.0}
+        sizes = {name: size_bounds(experts, ranks, ratio) for name, ratio in slack.items()}
+        for name, bounds in (sizes | {"fully non-uniform": (1, experts)}).items():
             grouped = [bounded_groups(a, g, ranks, *bounds) for a, g in zip(fit.affinity, flat, strict=True)]
             arms.append(("a", name, fit.hosts(np.stack(grouped)), serve_even, None))
         primary = fit.grouped(knee_ratio(fit.affinity, topology))
@@ -135,18 +130,13 @@ def concentration(options: Options) -> Rows:
             skew = load_skew(load, rank, topology.ranks)
             members = np.flatnonzero(rank == by_rank.argmax())
             hot = hot_experts(load, members, num_replicas(skew, topology.ranks))
+            share = 100 * by_rank / by_rank.sum()
             found.append(
-                {
-                    "layer": layer,
-                    "load_skew": skew,
-                    "heaviest_group_pct": 100 * float(by_rank.max() / by_rank.sum()),
-                    "lightest_group_pct": 100 * float(by_rank.min() / by_rank.sum()),
-                    "experts_in_heaviest": float(len(members)),
-                    "replicas": float(num_replicas(skew, topology.ranks)),
-                    "hot_experts": float(len(hot)),
-                    "hot_load_pct": 100 * float(load[hot].sum() / load[members].sum()),
-                }
-            )
+                {"layer": layer, "load_skew": skew, "heaviest_group_pct": float(share.max()),
+                 "lightest_group_pct": float(share.min()), "experts_in_heaviest": float(len(members)),
+                 "replicas": float(num_replicas(skew, topology.ranks)), "hot_experts": float(len(hot)),
+                 "hot_load_pct": 100 * float(load[hot].sum() / load[members].sum())}
+            )  # fmt: skip
         return found
 
     return _averaged(options, rows)
@@ -225,7 +215,10 @@ def generalisation(options: Options) -> Rows:
         fits = {domain: Fit.on(trace, fit_on, topology) for domain, (fit_on, _) in parts.items()}
         together = np.concatenate([fit_on for fit_on, _ in parts.values()])
         fits["mixture"] = Fit.on(trace, together, topology)
-        placed = {name: _replicated(fit) for name, fit in fits.items()}
+        placed = {
+            name: fit.replicated(fit.grouped(knee_ratio(fit.affinity, topology)), None)
+            for name, fit in fits.items()
+        }
         found: Rows = []
         for domain, (_, held_out) in parts.items():
             batches = _batches(trace, held_out, options, seed)
@@ -242,14 +235,9 @@ def generalisation(options: Options) -> Rows:
                      "against_linear_pct": change_pct(mine["copies"], linear)}
                 )  # fmt: skip
         others = [row for row in found if row["fitted_on"] not in ("mixture", row["evaluated_on"])]
-        for name, group in (
-            ("worst of other domains", others),
-            ("worst of mixture", [row for row in found if row["fitted_on"] == "mixture"]),
-        ):
-            worst = {
-                key: max(row[key] for row in group)
-                for key in ("copies", "load_std_pct", "against_own_domain_pct", "against_linear_pct")
-            }
+        mixture = [row for row in found if row["fitted_on"] == "mixture"]
+        for name, group in (("worst of other domains", others), ("worst of mixture", mixture)):
+            worst = {key: max(row[key] for row in group) for key in group[0] if not key.endswith("_on")}
             found.append({"evaluated_on": "all", "fitted_on": name} | worst)
         return found
 
@@ -279,11 +267,6 @@ def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
         ("EPLB, as many slots", eplb, serve_even),
     ]
     return [(n, hosts, rule, hosts.sum() / len(hosts) - experts) for n, hosts, rule in arms]
-
-
-def _replicated(fit: Fit) -> Bools:
-    """Return GRACE-MoE's complete placement, with ranks of unequal size."""
-    return fit.replicated(fit.grouped(knee_ratio(fit.affinity, fit.topology)), None)
 
 
 def _local(fit: Fit, hosts: Bools, seed: int) -> Rule:

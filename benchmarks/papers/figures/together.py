@@ -71,19 +71,16 @@ def policies(options: Options) -> Rows:
 
 def _rows(workload: str, means: dict[str, dict[str, Any]]) -> Rows:
     keys = (*BETTER, "ttft_p50_ms", "ttft_p99_ms", "active_experts", "batch_size")
-    return [
-        {"workload": workload, "policy": name}
-        | {key: values[key] for key in keys}
-        | {
-            "dominated_by": ", ".join(
-                other
-                for other, theirs in means.items()
-                if all(sign * theirs[key] < sign * values[key] for key, sign in BETTER.items())
-            )
-            or None
-        }
-        for name, values in means.items()
-    ]
+    rows = []
+    for name, values in means.items():
+        better = [
+            other
+            for other, theirs in means.items()
+            if all(sign * theirs[key] < sign * values[key] for key, sign in BETTER.items())
+        ]
+        row = {"workload": workload, "policy": name} | {key: values[key] for key in keys}
+        rows.append(row | {"dominated_by": ", ".join(better) or None})
+    return rows
 
 
 def _requests(traffic: Traffic, experts: Experts, options: Options, load: float, seed: int) -> Any:
