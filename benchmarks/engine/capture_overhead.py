@@ -194,25 +194,15 @@ def capture_overhead(
     tokens: Annotated[int, typer.Option(min=32, help="Prompt tokens of the parts, one step.")] = 1024,
     block_size: Annotated[int, typer.Option(min=1, help="KV block of the parts, tokens.")] = 16,
     calls: Annotated[int, typer.Option(min=3, help="Calls timed for each part.")] = 200,
-    ttft_ms: Annotated[
-        float, typer.Option(min=0.1, help="TTFT to compare the parts with, ms; default: the paper's.")
-    ] = PAPER_TTFT_MS,
+    ttft_ms: Annotated[float, typer.Option(min=0.1, help="TTFT to compare parts with, ms.")] = PAPER_TTFT_MS,
     device: Annotated[
         Literal["cpu", "cuda"], typer.Option(help="Device of the parts' signature cache and of the engines.")
     ] = "cpu",
-    requests: Annotated[
-        int, typer.Option(min=0, help="Pairs of prompts on a real engine; 0: no engine.")
-    ] = 1800,
-    engine_tokens: Annotated[
-        int, typer.Option(min=32, max=2000, help="Tokens of the prompts on a real engine.")
-    ] = 1024,
-    wide_requests: Annotated[
-        int, typer.Option(min=0, help="Pairs of prompts on layers of full width; 0: none.")
-    ] = 200,
+    requests: Annotated[int, typer.Option(min=0, help="Pairs of prompts on an engine; 0: no engine.")] = 1800,
+    engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,
+    wide_requests: Annotated[int, typer.Option(min=0, help="Pairs of prompts on wide layers; or 0.")] = 200,
     wide_layers: Annotated[int, typer.Option(min=1, help="Number of these layers; all 48 take 61 GB.")] = 2,
-    wide_vocabulary: Annotated[
-        int, typer.Option(min=_VOCABULARY, help="Vocabulary of the wide engine; the real model has 151936.")
-    ] = _VOCABULARY,
+    wide_vocabulary: Annotated[int, typer.Option(min=_VOCABULARY, help="Its vocabulary.")] = _VOCABULARY,
     wide_hidden: Annotated[int, typer.Option(min=32, help="Hidden size of the wide engine.")] = HIDDEN,
     wide_intermediate: Annotated[int, typer.Option(min=32, help="Its expert neurons.")] = INTERMEDIATE,
     model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = _MODEL,

@@ -31,9 +31,7 @@ SHAPES = {  # hidden size, intermediate size, experts, top-k
 
 
 def moe_layer_latency(
-    shape: Annotated[
-        str, typer.Option(help=f"Shapes, with commas, of: {', '.join(SHAPES)}.")
-    ] = "qwen3-30b-a3b",
+    shape: Annotated[str, typer.Option(help=f"Shapes, of: {', '.join(SHAPES)}.")] = "qwen3-30b-a3b",
     batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "16,32,64,128",
     active: Annotated[str, typer.Option(help="Active experts, with commas.")] = "8,16,32,64,96,128",
     rounds: Annotated[int, typer.Option(min=3, help="Timed calls for each point.")] = 15,

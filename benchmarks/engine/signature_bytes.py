@@ -41,15 +41,10 @@ def row(routing: str, tokens: int, prompts: list[NDArray[Any]]) -> dict[str, Any
     """Return a table row from each prompt's counts."""
     packed = np.array([len(pack_counts(counts)) for counts in prompts])
     used = np.mean([(counts > 0).mean() for counts in prompts])
-    return {
-        "routing": routing,
-        "prompt_tokens": tokens,
-        "prompts": len(prompts),
-        "cells_used_pct": float(100 * used),
-        "cells_bytes": max(counts.size * (1 if counts.max() < 256 else 2) for counts in prompts),
-        "packed_p50_bytes": float(np.median(packed)),
-        "packed_max_bytes": int(packed.max()),
-    }
+    cells_bytes = max(counts.size * (1 if counts.max() < 256 else 2) for counts in prompts)
+    row: dict[str, Any] = {"routing": routing, "prompt_tokens": tokens, "prompts": len(prompts)}
+    row |= {"cells_used_pct": float(100 * used), "cells_bytes": cells_bytes}
+    return row | {"packed_p50_bytes": float(np.median(packed)), "packed_max_bytes": int(packed.max())}
 
 
 def signature_bytes(

@@ -81,16 +81,13 @@ def our_arguments(deployment: Path, model: Path, decode_replicas: int | None = N
 
 def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of Ray Serve LLM's own prefill/decode application on equal engines."""
-    found: dict[str, Any] = {"ingress_deployment_config": arguments["ingress_deployment_config"]}
+    ingress = {"autoscaling_config": None, "max_ongoing_requests": 8192}
+    found: dict[str, Any] = {"ingress_deployment_config": arguments["ingress_deployment_config"] | ingress}
     for role in ("prefill", "decode"):
         config = copy.deepcopy(arguments[f"{role}_config"])
         config["engine_kwargs"] = plain_engine_kwargs(role, config["engine_kwargs"])
         config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # as in our application
         found[f"{role}_config"] = config
-    found["ingress_deployment_config"] = found["ingress_deployment_config"] | {
-        "autoscaling_config": None,
-        "max_ongoing_requests": 8192,
-    }
     return found
 
 
@@ -121,13 +118,10 @@ def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[s
     try:
         yield started
     finally:
-        for how in (signal.SIGINT, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
+        for how in (signal.SIGINT, signal.SIGKILL, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(started.pid, how)
-            with contextlib.suppress(subprocess.TimeoutExpired):
                 started.wait(15)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
 
 
 def wait_http(url: str, what: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:

@@ -26,9 +26,7 @@ SKIPPED = 2  # decode steps after the prefill that no figure includes
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated a request.")]
 Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with other prompts.")]
-Minutes = Annotated[
-    float | None, typer.Option(min=0.1, help="Time limit; run the same command again to continue.")
-]
+Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the same command resumes.")]
 
 
 def in_turns(

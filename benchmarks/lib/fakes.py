@@ -48,33 +48,23 @@ def fake_application(
             request_router_kwargs={"directory_name": directory_name},
         )
         return serve.deployment(
-            server,
-            name=f"Fake{server.__name__}",
-            num_replicas=replicas,
-            request_router_config=router,
+            server, name=f"Fake{server.__name__}", num_replicas=replicas, request_router_config=router,
             **{"ray_actor_options": {"num_cpus": 0.1}} | dict(engine_options),
-        ).bind(config, engine=FakeEngine.start, stall_limit_s=options.stall_limit_s, **arguments)
+        ).bind(config, engine=FakeEngine.start, stall_limit_s=options.stall_limit_s, **arguments)  # fmt: skip
 
     rng = np.random.default_rng(seed)
     table = table_near(prompt_counts(decode_replicas, rng), decode_replicas, rng, spec=random_spec(rng))
     limits = IngressOptions(port=own_port)
+    table_bytes = replace(table, model=MODEL).to_bytes()
     ingress = serve.deployment(
-        serve.ingress(http_application)(EldrIngress),
-        name="EldrIngress",
-        num_replicas=ingresses,
+        serve.ingress(http_application)(EldrIngress), name="EldrIngress", num_replicas=ingresses,
         max_ongoing_requests=2 * limits.max_in_flight,
         **{"ray_actor_options": {"num_cpus": 0.1}} | dict(ingress_options),
-    )
+    )  # fmt: skip
     return ingress.bind(
         prefill=deployed(PrefillServer, prefill_directory(name), prefill_replicas),
         decode=deployed(DecodeServer, decode_directory(name), decode_replicas, router_name=actor_name(name)),
-        tokenizer=str(WEIGHTS),
-        model_card={"id": MODEL, "object": "model"},
-        openapi={},
-        application=name,
-        router=RouterSettings(
-            model_id=MODEL, policy="locality-band", table=replace(table, model=MODEL).to_bytes()
-        ),
-        options=limits,
-        path_options=options,
-    )
+        tokenizer=str(WEIGHTS), model_card={"id": MODEL, "object": "model"}, openapi={}, application=name,
+        router=RouterSettings(model_id=MODEL, policy="locality-band", table=table_bytes),
+        options=limits, path_options=options,
+    )  # fmt: skip

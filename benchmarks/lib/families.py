@@ -17,17 +17,16 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048,
     "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
-_MLA = {
+_ROUTED_16: dict[str, Any] = {
+    "moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+}  # fmt: skip
+_MLA = _ROUTED_16 | {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
     "n_shared_experts": 1,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",  # the only one in transformers' V3; vLLM reads it from the checkpoint
@@ -102,9 +101,8 @@ _EXPERTS_16 = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_si
 _LOCAL_8 = {"num_local_experts": 8, "num_experts_per_tok": 2}
 # By default vLLM chooses its AMX backend on CPUs with AMX, which does not support float32.
 _MLA_ENGINE = _engine(17, attention_backend="CPU_MLA")
-_RECURRENT = _engine(
-    24, dtype="bfloat16", max_model_len=1536
-)  # vLLM's CPU kernel of GDN supports only bfloat16
+# vLLM's CPU kernel of GDN supports only bfloat16.
+_RECURRENT = _engine(24, dtype="bfloat16", max_model_len=1536)
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 
 FAMILIES = {
@@ -117,32 +115,13 @@ FAMILIES = {
     "Mixtral": Family("Mixtral", _LOCAL_8),
     "OLMoE": Family("Olmoe", {"num_experts": 16, "num_experts_per_tok": 4}),
     "Granite-MoE": Family("GraniteMoe", _LOCAL_8),
-    "GLM-4-MoE": Family(
-        "Glm4Moe",
-        {
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 16,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "GLM-4-MoE": Family("Glm4Moe", _ROUTED_16 | {"n_group": 4, "topk_group": 2}),
     "Phi-3.5-MoE": Family(
         "Phimoe",
         _LOCAL_8 | {"attention_bias": True, "lm_head_bias": True},  # vLLM assumes both
         architecture="PhiMoEForCausalLM",
     ),
-    "Dots1": Family(
-        "Dots1",
-        {
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 16,
-            "num_experts_per_tok": 4,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "Dots1": Family("Dots1", _ROUTED_16 | {"n_shared_experts": 1}),
     "GPT-OSS": Family(
         "GptOss",
         {"num_local_experts": 8, "num_experts_per_tok": 4, "num_hidden_layers": 4,

@@ -96,12 +96,9 @@ def serve(arguments: dict[str, Any]) -> dict[str, Any]:
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     connector = core.scheduler.connector
     params = SamplingParams(
-        max_tokens=OUTPUT,
-        temperature=0.0,
-        detokenize=False,
-        ignore_eos=True,
+        max_tokens=OUTPUT, temperature=0.0, detokenize=False, ignore_eos=True,
         extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": True}},
-    )
+    )  # fmt: skip
     records = []
     for turn in range(2):
         for index, prompt in enumerate(prompts(connector.counted.block_size)):
@@ -152,9 +149,8 @@ def main(jobs: Path) -> None:
         process.start()
         process.join()
         if not report.exists():
-            report.write_text(
-                json.dumps({"error": f"the engine's process ended with status {process.exitcode}"})
-            )
+            error = f"the engine's process ended with status {process.exitcode}"
+            report.write_text(json.dumps({"error": error}))
 
 
 if __name__ == "__main__":

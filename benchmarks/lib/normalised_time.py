@@ -130,14 +130,15 @@ def _normalised(record: dict[str, Any], clock: NormalisedTime) -> dict[str, Any]
     rate = whole_s / end_s
     decode_s = end_s - record["ttft_s"]
     decode_rate = (whole_s - ttft_s) / decode_s if decode_s else 1.0
-    changed = {
+    changed: dict[str, Any] = {
         "sent_s": record["sent_s"] + end_s - whole_s,
         "ttft_s": ttft_s,
         "end_s": whole_s,
-        "tpot_s": None if record["tpot_s"] is None else record["tpot_s"] * decode_rate,
-        "itl_s": [rate * gap for gap in record["itl_s"]],
-        "handover_s": None if record["handover_s"] is None else rate * record["handover_s"],
     }
+    changed["itl_s"] = [rate * gap for gap in record["itl_s"]]
+    for name, factor in (("tpot_s", decode_rate), ("handover_s", rate)):
+        if record[name] is not None:
+            changed[name] = factor * record[name]
     return record | changed
 
 

@@ -35,8 +35,7 @@ def main(job: dict[str, Any], answer: Any) -> None:
         kv_lease_s=_LEASE_S[job["device"]],
         scheduler_cls="benchmarks.lib.switched.SwitchedScheduler",
         kv_transfer_config={
-            "kv_connector": "SwitchedConnector",
-            "kv_connector_module_path": "benchmarks.lib.switched",
+            "kv_connector": "SwitchedConnector", "kv_connector_module_path": "benchmarks.lib.switched",
         },
     )  # fmt: skip
     llm = LLM(
@@ -45,11 +44,9 @@ def main(job: dict[str, Any], answer: Any) -> None:
         **({"dtype": "float32"} | job.get("arguments", {})), **kwargs,
     )  # fmt: skip
     params = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        detokenize=False,
+        max_tokens=1, temperature=0.0, detokenize=False,
         extra_args={"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}},
-    )
+    )  # fmt: skip
     counted = 0.0
     for line in sys.stdin:
         capture, prompt = json.loads(line)

@@ -36,13 +36,9 @@ def bodies(
         prompts = no_longer_than(prompts, most_prompt_tokens, chat=False)
     rng = random.Random(seed)
     rng.shuffle(prompts)
-    return [
-        {
-            "model": MODEL,
-            "prompt": prompts[number % len(prompts)].text,
-            "max_tokens": max_tokens if min_tokens is None else rng.randint(min_tokens, max_tokens),
-            "ignore_eos": True,
-            "temperature": 0.0,
-        }
-        for number in range(count)
-    ]
+    greedy = {"model": MODEL, "ignore_eos": True, "temperature": 0.0}
+    found = []
+    for number in range(count):
+        tokens = max_tokens if min_tokens is None else rng.randint(min_tokens, max_tokens)
+        found.append(greedy | {"prompt": prompts[number % len(prompts)].text, "max_tokens": tokens})
+    return found

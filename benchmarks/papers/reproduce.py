@@ -53,9 +53,7 @@ def reproduce(
     cost: Annotated[
         Path | None, typer.Option(help="Step cost (JSON, by offline.simulate --calibrate-from).")
     ] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=10, help="Requests per run; default: the figure's.")
-    ] = None,
+    requests: Annotated[int | None, typer.Option(min=10, help="Requests per run; default: figure's.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other seeds.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON to write; default out/PAPER_FIGURE.json.")] = None,
 ) -> None:

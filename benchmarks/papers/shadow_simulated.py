@@ -66,10 +66,8 @@ def shadow_simulated(
     prompts: options.Prompts = options.PROMPTS,
     captured_prompts: options.Captured = 2400,
     work: options.Work = options.WORK,
-    policies: Annotated[str, typer.Option(help="Two, with a comma.")] = "marginal-cost,shortest-queue",
-    per_expert_us: Annotated[
-        str, typer.Option(help="Cost of an active expert, summed over layers, with commas; us.")
-    ] = "2,15,100",
+    policies: options.TwoPolicies = "marginal-cost,shortest-queue",
+    per_expert_us: Annotated[str, typer.Option(help="Costs of an active expert, us.")] = "2,15,100",
     workers: options.Workers = "2,8",
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight per worker.")] = 16,
     per_worker: options.PerWorker = 500,

@@ -127,9 +127,7 @@ def row(requests: list[_Request], before: dict[str, int], after: dict[str, int])
 def backlog(
     requests: Annotated[int, typer.Option(min=1, help="Prompts, sent at once.")] = 1000,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1500,
-    warm_up: Annotated[
-        int, typer.Option(min=0, help="Similar prompts, answered before the measurement.")
-    ] = 0,
+    warm_up: Annotated[int, typer.Option(min=0, help="Similar prompts answered before.")] = 0,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("examples/demo_model/weights"),
     prompts: options.Prompts = options.PROMPTS,
@@ -137,7 +135,7 @@ def backlog(
     seconds: Annotated[
         float, typer.Option(min=1, help="Time limit, s; unanswered prompts count as not_done.")
     ] = 900.0,
-    port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8340,
+    port: options.Ports = 8340,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:

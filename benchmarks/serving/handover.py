@@ -97,9 +97,7 @@ def _round(
 
 
 def handover(
-    in_flight: Annotated[
-        str, typer.Option(help="Requests in flight, closed loop; one row for each.")
-    ] = "1,16",
+    in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop; a row for each.")] = "1,16",
     rounds: Annotated[int, typer.Option(min=0, help="Starts of the engines; 0: only print --record.")] = 3,
     requests: Annotated[int, typer.Option(min=WINDOW, help="Requests per row and round.")] = WINDOW,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,
@@ -107,10 +105,8 @@ def handover(
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("examples/demo_model/weights"),
     prompts: options.Prompts = options.PROMPTS,
     max_prompt_tokens: options.Longest = 1900,
-    record: Annotated[
-        Path | None, typer.Option(help="Journal of all rounds; new rounds are appended.")
-    ] = None,
-    port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8320,
+    record: options.Record = None,
+    port: options.Ports = 8320,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:

@@ -40,7 +40,7 @@ POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 def live(
     prompts: options.Prompts = options.PROMPTS,
     groups: options.Groups = "all,language,task",
-    policies: Annotated[str, typer.Option(help="Policies, with commas.")] = POLICIES,
+    policies: options.Policies = POLICIES,
     in_flight: options.InFlight = 64,
     rate: Annotated[float, typer.Option(min=0, help="Requests/s, Poisson arrivals; 0: closed loop.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy.")] = 2,
@@ -53,7 +53,7 @@ def live(
     output_tokens: options.MeanOutput = 160,
     max_prompt_tokens: options.Longest = 128,
     requests: options.Captured = 2400,
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8340,
+    port: options.Port = 8340,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
     out: options.Out = None,

@@ -27,7 +27,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, session
-from benchmarks.lib.cluster import python_path, wait_ready
+from benchmarks.lib.cluster import RAY_ENV, python_path, wait_ready
 from benchmarks.lib.fake_service import APPLICATION, check_text, request_body
 from eldr_serve.command_errors import run
 from loadgen.results import publish
@@ -168,20 +168,13 @@ def _rows(answers: list[tuple[bool, Answer]], lost: list[dict[str, Any]]) -> lis
         ended = [(proxy, answer) for proxy, answer in answers if entry["at"] <= answer.end < until]
         mine, others = ([answer for proxy, answer in ended if proxy == by] for by in (False, True))
         failed = [answer for answer in mine if answer.error is not None]
-        rows.append(
-            {name: value for name, value in entry.items() if name != "at"}
-            | {
-                "requests": len(mine),
-                "failures": len(failed),
-                "errors": errors(mine),
-                "by_proxy": len(others),
-                "failures_by_proxy": sum(answer.error is not None for answer in others),
-                "errors_by_proxy": errors(others),
-                "failing_s": max((a.end for a in failed), default=entry["at"]) - entry["at"],
-                "longest_gap_s": max((max(a.timing.itl_s, default=0.0) for a in mine), default=0.0),
-                "ttft_max_s": max((a.timing.ttft_s or 0.0 for a in mine), default=0.0),
-            }
-        )
+        row = {name: value for name, value in entry.items() if name != "at"}
+        row |= {"requests": len(mine), "failures": len(failed), "errors": errors(mine)}
+        row |= {"by_proxy": len(others), "errors_by_proxy": errors(others)}
+        row["failures_by_proxy"] = sum(answer.error is not None for answer in others)
+        row["failing_s"] = max((a.end for a in failed), default=entry["at"]) - entry["at"]
+        row["longest_gap_s"] = max((max(a.timing.itl_s, default=0.0) for a in mine), default=0.0)
+        rows.append(row | {"ttft_max_s": max((a.timing.ttft_s or 0.0 for a in mine), default=0.0)})
     return rows
 
 
@@ -194,8 +187,7 @@ def lost_nodes(
 ) -> None:
     """Lose nodes under load; exit with status 1 if a request failed that another node could have answered."""
     allow_open_files(65536)
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    os.environ["PYTHONPATH"] = python_path()
+    os.environ |= RAY_ENV | {"PYTHONPATH": python_path()}
     with _store(redis_server) as store:
         os.environ |= store
         import ray
@@ -211,9 +203,8 @@ def lost_nodes(
             serve.start(proxy_location="EveryNode", http_options={"host": "127.0.0.1", "port": port})
             engines = {
                 "ray_actor_options": {"num_cpus": 0.1, "resources": {"engine": 0.5}},
-                "max_replicas_per_node": 1,
-                "health_check_period_s": 1,
-            }
+                "max_replicas_per_node": 1, "health_check_period_s": 1,
+            }  # fmt: skip
             head = {"ray_actor_options": {"num_cpus": 0.1, "resources": {"ingress": 1.0}}}
             application = fake_application(
                 decode_replicas=_NODES, prefill_replicas=_NODES, prefill_s=0.02, seed=seed, own_port=port + 1,

@@ -232,10 +232,7 @@ Turns = Annotated[
 Requests = Annotated[
     int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 4 or more.")
 ]
-Longest = Annotated[
-    int | None,
-    typer.Option(min=1, help="Maximum tokens of a prompt; longer ones are left out. Default: none."),
-]
+Longest = Annotated[int | None, typer.Option(min=1, help="Maximum tokens of a prompt; others are left out.")]
 RouterPolicies = Annotated[
     str, typer.Option(help=f"Policies of vllm-router, with commas, of {', '.join(ROUTER_POLICIES)}.")
 ]

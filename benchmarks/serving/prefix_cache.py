@@ -29,9 +29,7 @@ from loadgen.workload import balanced_sample, write_prompts
 def prefix_cache(
     prompts: options.Prompts = options.PROMPTS,
     distinct: Annotated[int, typer.Option(min=1, help="Distinct prompts, of the longest.")] = 12,
-    policies: Annotated[
-        str, typer.Option(help="Policies, with commas.")
-    ] = "round-robin,locality-band,marginal-cost",
+    policies: options.Policies = "round-robin,locality-band,marginal-cost",
     in_flight: options.InFlight = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy and cache state.")] = 3,
     trial_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a trial, s.")] = 25,
@@ -43,7 +41,7 @@ def prefix_cache(
     output_tokens: options.MeanOutput = 64,
     max_prompt_tokens: options.Longest = 512,
     requests: options.Captured = 2400,
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8350,
+    port: options.Port = 8350,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
     out: options.Out = None,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -73,8 +72,8 @@ def ray_idle(
     rounds: Annotated[int, typer.Option(min=0, help="Starts of each; 0: only print --record.")] = 3,
     idle_s: Annotated[float, typer.Option(min=1, help="Time without a request, s.")] = 20.0,
     settle_s: Annotated[float, typer.Option(min=0, help="Time before that, s.")] = 5.0,
-    record: Annotated[Path | None, typer.Option(help="Journal of all starts; new ones are appended.")] = None,
-    port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8330,
+    record: options.Record = None,
+    port: options.Ports = 8330,
     out: options.Out = None,
 ) -> None:
     """Measure the CPU time of the idle application by Ray's settings."""

@@ -123,10 +123,8 @@ def _measure(
     spec, prompts = random_spec(rng), prompt_counts(_PROMPTS, rng)
     table = table_near(prompts, workers, rng, spec=spec).to_bytes()
     name = f"decode-router:bench-{workers}"
-    bare = ray.remote(Bare).options(num_cpus=0, max_concurrency=1000).remote()
-    caller = (
-        ray.remote(Caller).options(num_cpus=0, max_concurrency=1000).remote(name, table, workers, prompts)
-    )
+    actors = (ray.remote(kind).options(num_cpus=0, max_concurrency=1000) for kind in (Bare, Caller))
+    bare, caller = next(actors).remote(), next(actors).remote(name, table, workers, prompts)
     ray.get(caller.start.remote())
     rates = [ray.get(caller.rate.remote(seconds, many)) for _ in range(rounds)]
     score = ray.get(caller.score.remote(200))

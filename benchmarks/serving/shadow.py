@@ -144,13 +144,8 @@ def _measure(service: Client, step: Step, shadow: str, shape: Shape, scratch: Pa
 
 
 def shadow(
-    policies: Annotated[
-        str,
-        typer.Option(help="Two, with a comma; changes are those of the first against the second."),
-    ] = "marginal-cost,shortest-queue",
-    intermediate: Annotated[
-        str, typer.Option(help="Neurons per expert, with commas; 1024 are 0.98 MB.")
-    ] = "64,1536",
+    policies: options.TwoPolicies = "marginal-cost,shortest-queue",
+    intermediate: Annotated[str, typer.Option(help="Neurons per expert; 1024 are 0.98 MB.")] = "64,1536",
     prompts: options.Prompts = options.PROMPTS,
     in_flight: options.InFlight = 32,
     rounds: Annotated[int, typer.Option(min=2, help="Trials of each policy.")] = 4,
@@ -160,7 +155,7 @@ def shadow(
     stream_interval: options.Interval = 8,
     output_tokens: options.MeanOutput = 80,
     max_prompt_tokens: options.Longest = 128,
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8360,
+    port: options.Port = 8360,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
     out: options.Out = None,

@@ -141,7 +141,7 @@ def stream_faults(
     ] = "own,proxy,haproxy,haproxy-retry",
     kill: Annotated[str, typer.Option(help="Processes to kill in turn under streams.")] = "decode,router",
     ramp_s: Annotated[float, typer.Option(min=0, help="Time over which requests are sent, s.")] = 10.0,
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8330,
+    port: options.Port = 8330,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:

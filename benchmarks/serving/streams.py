@@ -116,20 +116,16 @@ def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def streams(
-    counts: Annotated[
-        str, typer.Option(help="Concurrent streams, one row for each number.")
-    ] = "500,1000,2000",
+    counts: Annotated[str, typer.Option(help="Concurrent streams, a row for each number.")] = "500,1000,2000",
     ways: Annotated[
         str, typer.Option(help="Ways to the ingress: proxy, haproxy, own, each also with -quiet.")
     ] = "proxy,haproxy,own,own-quiet",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways.")] = 1,
-    loads: Annotated[
-        str, typer.Option(help="Tokens per stream @ time between tokens, ms; one row for each.")
-    ] = "20@1000,100@300",
+    loads: Annotated[str, typer.Option(help="Tokens per stream @ ms between tokens.")] = "20@1000,100@300",
     ramp_s: Annotated[float, typer.Option(min=0, help="Time over which streams are opened, s.")] = 10.0,
     prefill_ms: Annotated[float, typer.Option(min=0, help="Time of a prefill, ms.")] = 20.0,
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 2,
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8310,
+    port: options.Port = 8310,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:

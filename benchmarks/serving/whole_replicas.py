@@ -144,12 +144,8 @@ def _chosen(what: str, given: str, known: Sequence[str], needing: str, needed: P
     return names
 
 
-Calibration = Annotated[
-    Path | None, typer.Option(help="Calibration trace of these prompts; none: it is captured first.")
-]
-Trace = Annotated[
-    Path | None, typer.Option(help="Mooncake trace with prefix blocks; none: sessions are left out.")
-]
+Calibration = Annotated[Path | None, typer.Option(help="Calibration trace of the prompts; none: a capture.")]
+Trace = Annotated[Path | None, typer.Option(help="Mooncake trace with prefix blocks; none: no sessions.")]
 
 
 def whole_replicas(
