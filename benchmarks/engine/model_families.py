@@ -173,13 +173,9 @@ def gap(
 ) -> float:  # fmt: skip
     """Return how far two choices [k] of a token are from a tie: what `theirs` score more where they differ.
 
-    Args:
-        score: float[E], the router's scores.
-        groups: (number of groups, number of groups that the router chooses first, by the sum of each
-            group's two best scores).
-
-    Returns:
-        A share of the range of the experts' scores or, if `mine` has another group, of the groups' scores.
+    The result is a share of the range of the experts' `score` [E] or, if `mine` has another group, of the
+    groups' scores. `groups`: (number of groups, number that the router chooses first by the sum of their two
+    best scores).
     """
     many, taken = groups
     if many > 1:

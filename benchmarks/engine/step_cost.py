@@ -64,11 +64,7 @@ class Step:
 
 
 class ComposedEngine(ReplayEngine):
-    """A decode engine whose tokens go to the experts of a table, int32[step_tokens, k], in every layer.
-
-    Args:
-        step_tokens: maximum number of tokens of a step.
-    """
+    """A decode engine whose tokens go to the experts of a table, int32[step_tokens, k], in every layer."""
 
     def __init__(self, model: str, *, device: str, step_tokens: int, **arguments: Any) -> None:
         import torch

@@ -31,11 +31,7 @@ class Replays(Protocol):
 
 
 class EngineProcesses:
-    """Context of processes in which engines run.
-
-    Raises:
-        BadInput: on exit, a process has died.
-    """
+    """Context of processes in which engines run; raises BadInput on exit if one has died."""
 
     def __init__(self, processes: int, start: Callable[..., None], *arguments: Any) -> None:
         context = get_context("spawn")
@@ -57,8 +53,7 @@ class EngineProcesses:
 class EnginePool(EngineProcesses):
     """Context with `engines` replay engines of one model, each on its own core, or one on a GPU.
 
-    Raises:
-        BadInput: fewer cores than engines, or several engines on a GPU.
+    Raises BadInput for fewer cores than engines, or several engines on a GPU.
     """
 
     def __init__(self, model: Path, engines: int, device: str = "cpu") -> None:

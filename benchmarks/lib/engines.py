@@ -142,8 +142,7 @@ def vllm_servers(
 ) -> Iterator[dict[str, list[str]]]:
     """Start equal engines as plain vLLM OpenAI servers, one process group each.
 
-    Yields:
-        {"prefill": urls, "decode": urls}; whole engines are all under "decode", as in a deployment.
+    Yields {"prefill": urls, "decode": urls}; whole engines are all under "decode", as in a deployment.
     """
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     with contextlib.ExitStack() as stack:
@@ -176,12 +175,7 @@ def vllm_servers(
 def vllm_router(
     venv: Path, policy: str, number: int, servers: Sequence[str], *, port: int, logs: Path
 ) -> Iterator[str]:
-    """Run vllm-router in front of servers; yield its URL.
-
-    Args:
-        number: number of the router, since each has its own ports.
-        servers: options that name the servers.
-    """
+    """Run vllm-router number `number` over `servers` (options that name them); yield its URL."""
     front, log = f"http://127.0.0.1:{port + 60 + number}", logs / f"vllm_router_{number}.log"
     command = [
         str(venv / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port + 60 + number),

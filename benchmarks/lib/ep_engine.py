@@ -45,7 +45,6 @@ class EpEngine(EngineProcesses):
         ranks: number of ranks of tensor and expert parallelism, G.
         redundant: slots of a layer beyond one per expert.
         moves_a_slice: maximum number of experts that move between two steps.
-        max_batch: maximum number of concurrent requests.
     """
 
     def __init__(
@@ -54,11 +53,7 @@ class EpEngine(EngineProcesses):
         super().__init__(1, _start, str(model), ranks, redundant, moves_a_slice, max_batch)
 
     def place(self, placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
-        """Apply the placement int[L, P] at once (-1: an empty slot), and choose replicas by the rule.
-
-        Args:
-            load: float[L, E], expected tokens of each expert.
-        """
+        """Apply the placement int[L, P] (-1: an empty slot) and the rule; `load` [L, E]: expected tokens."""
         self._pool.submit(_place, placement, rule, load).result()
 
     def decode(

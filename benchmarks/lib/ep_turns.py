@@ -38,10 +38,7 @@ def in_turns(
     Args:
         engine: called if anything is left to measure.
         measure: function that returns a JSON-serialisable result.
-        minutes: time limit after which nothing more is started; None: no limit.
-
-    Raises:
-        BadInput: the time is up.
+        minutes: time limit, after which BadInput is raised; None: no limit.
     """
     began, keys = monotonic(), list(keys)
     left = [key for key in keys if journal.get(_name(key)) is None]

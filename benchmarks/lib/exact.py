@@ -21,10 +21,7 @@ Choices = Callable[[list[int]], NDArray[np.int64]]
 
 
 def reference(model: Path) -> Choices:
-    """Return a function from tokens to int[T,L,k], the choices of Hugging Face's model on the CPU.
-
-    It computes in float32, without a KV cache.
-    """
+    """Return a function from tokens to int[T,L,k], the choices of Hugging Face's model in float32."""
     from transformers import Qwen3MoeForCausalLM
 
     network = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

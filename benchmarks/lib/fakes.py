@@ -34,9 +34,7 @@ def fake_application(
 ) -> Application:  # fmt: skip
     """Return our ingress, router actor and channels over engines that compute nothing.
 
-    Args:
-        own_port: see IngressOptions.port.
-        engine_options, ingress_options: additional deployment options of Serve.
+    `engine_options` and `ingress_options` are additional deployment options of Serve.
     """
     name, options = APPLICATION, PathOptions()
     prompts = prompt_counts(32, np.random.default_rng(seed))

@@ -43,27 +43,16 @@ def _engine(blocks: int, **others: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model of one architecture.
+    """A tiny model of one architecture."""
 
-    Attributes:
-        model: prefix of its classes in transformers.
-        config: settings that differ from the common sizes.
-        config_class: configuration class in transformers, if it does not have the model's prefix.
-        architecture: name of the architecture in vLLM, if it differs from the class name in transformers.
-        exact: whether vLLM's CPU engine generates the same tokens as the Hugging Face model.
-        engine: engine arguments; few KV blocks, so that requests are preempted.
-        torchvision: whether vLLM imports torchvision for this model, although only text is used.
-        mla_for_amx: whether to use vLLM's MLA backend for AMX, which needs AMX, or AVX-512 with bfloat16.
-    """
-
-    model: str
-    config: dict[str, Any]
-    config_class: str = ""
-    architecture: str = ""
-    exact: bool = True
-    engine: dict[str, Any] = field(default_factory=lambda: _engine(9))
-    torchvision: bool = False
-    mla_for_amx: bool = False
+    model: str  # prefix of its classes in transformers
+    config: dict[str, Any]  # settings that differ from the common sizes
+    config_class: str = ""  # in transformers, if it does not have the model's prefix
+    architecture: str = ""  # name in vLLM, if it differs from the class name in transformers
+    exact: bool = True  # vLLM's CPU engine generates the same tokens as the Hugging Face model
+    engine: dict[str, Any] = field(default_factory=lambda: _engine(9))  # few KV blocks cause preemptions
+    torchvision: bool = False  # vLLM imports torchvision for this model, although only text is used
+    mla_for_amx: bool = False  # use vLLM's MLA backend for AMX, which needs AMX, or AVX-512 with bfloat16
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -187,9 +176,8 @@ def choices(folder: Path) -> Callable[[list[int]], NDArray[np.int64]]:
 class Reference:
     """Hugging Face's model of a checkpoint, in float32 without a KV cache.
 
-    Attributes:
-        scores: float[T,L,E], the routers' scores in the last `route`, if the routers expose them.
-        groups: (groups of experts, number of groups that a router chooses first); (1, 1) without groups.
+    `scores`, float[T,L,E], are the routers' scores in the last `route`, if they expose them; `groups` is
+    (groups of experts, number of groups that a router chooses first), (1, 1) without groups.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -236,9 +224,8 @@ class Reference:
     def route(self, tokens: list[int], forced: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """Return int[T,L,k]: the ids that the routers choose.
 
-        Args:
-            forced: int[T,L,k], experts that compute instead of the chosen ones, so that the choices of each
-                layer follow them and no difference causes others.
+        The experts `forced`, int[T,L,k], compute instead of the chosen ones, so that no difference causes
+        others.
         """
         self._seen.clear()
         self._scores.clear()

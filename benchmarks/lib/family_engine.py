@@ -38,9 +38,6 @@ class Seen:
     """The choices of an engine's routers, by the tokens up to and including the routed one.
 
     A token that was computed again in another batch may have several choices, by rounding near ties.
-
-    Args:
-        core: engine core in this process.
     """
 
     def __init__(self, core: Any) -> None:

@@ -86,14 +86,7 @@ def serving(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[C
 
 
 class Comparison:
-    """A comparison in a folder, bound to its first inputs until `finish`.
-
-    Args:
-        asked: all inputs that affect the figures.
-
-    Raises:
-        BadInput: the folder holds a comparison with other inputs.
-    """
+    """A comparison in a folder, bound to its first inputs until `finish`; BadInput if they differ."""
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
         self.folder = folder

@@ -82,13 +82,7 @@ def free_port() -> int:
 
 
 class ReplayEngine:
-    """A decode engine of this package; one at a time in a process.
-
-    Args:
-        model: folder of the model.
-        device: "cpu", "cuda" or "cuda-eager".
-        arguments: further arguments of the engine.
-    """
+    """A decode engine of this package on "cpu", "cuda" or "cuda-eager"; one at a time in a process."""
 
     def __init__(
         self, model: str, *, device: str = "cpu", max_batch: int = 256, max_model_len: int = 2048,
@@ -140,12 +134,10 @@ class ReplayEngine:
         return 1.0 if self._cuda else float((self._cpu_speed.seconds() / probe_s) ** _FELT)
 
     def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
-        """Run one step of the engine.
+        """Run one step; return outputs, time by the engine's clock, s, and the newly complete records.
 
-        Returns:
-            The engine's outputs, the step's time by the engine's clock, s, and the newly complete records: on
-            a GPU those of the previous step, too. A record has the number of its step in "step", and that
-            step's time, s, in "took".
+        On a GPU these are records of previous steps, too. A record has the number of its step in "step", and
+        that step's time, s, in "took".
         """
         self._records.clear()
         start = self._clock()

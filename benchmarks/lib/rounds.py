@@ -19,7 +19,6 @@ def medians(
     Args:
         keys: columns that identify a case; of the other columns, only numbers are kept.
         with_interval: columns with a 95 % interval, in `_low` and `_high`.
-        summed: columns that are summed over the rounds.
     """
     found = []
     for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):

@@ -22,10 +22,7 @@ class _Limited(Policy):
 
 
 class SessionHash(_Limited):
-    """Choose a session's worker by rendezvous hash of its key; if it is overloaded, the least loaded.
-
-    Requests without a key go to the least loaded worker.
-    """
+    """Choose a session's worker by rendezvous hash of its key; if overloaded or without key, the idlest."""
 
     name = "session-hash"
 

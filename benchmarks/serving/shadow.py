@@ -48,25 +48,18 @@ _STARTS_S = 4.0  # start of the load generator, whose clock is behind a trial's 
 
 @dataclass(frozen=True)
 class Part:
-    """Sums of the measured part of one trial, s.
+    """Sums of the measured part of one trial, s; those over decode steps as in Client.decode_totals."""
 
-    Attributes:
-        tokens, live, shadow: priced tokens, and their price under the live and the shadow policy.
-        steps, requests, active, seconds, waited: sums over decode steps, see Client.decode_totals.
-        tpot: mean of the requests that ended in this part.
-        step_cost: cost fitted at its end.
-    """
-
-    tokens: float
-    live: float
-    shadow: float
+    tokens: float  # priced
+    live: float  # their price under the live policy
+    shadow: float  # and under the shadow policy
     steps: float
     requests: float
     active: float
     seconds: float
     waited: float
-    tpot: float
-    step_cost: dict[str, float]
+    tpot: float  # mean of the requests that ended in this part
+    step_cost: dict[str, float]  # fitted at its end
 
 
 def sums(status: dict[str, Any]) -> NDArray[np.float64]:
@@ -79,11 +72,7 @@ def sums(status: dict[str, Any]) -> NDArray[np.float64]:
 
 
 def rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> list[dict[str, Any]]:
-    """Return one row per figure of the module's list.
-
-    Args:
-        parts: each policy's trials by round.
-    """
+    """Return one row per figure of the module's list, from each policy's trials by round."""
     ours, other = policies
     a, b = parts[ours], parts[other]
     pairs = {

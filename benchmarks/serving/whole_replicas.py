@@ -130,11 +130,7 @@ def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
 
 
 def _chosen(what: str, given: str, known: Sequence[str], needing: str, needed: Path | None) -> list[str]:
-    """Return the given names, or all that can run; names that begin with `needing` need the option `needed`.
-
-    Raises:
-        BadInput: an unknown name, or one that cannot run.
-    """
+    """Return the given names, or all that can run; those with prefix `needing` need the option `needed`."""
     possible = [name for name in known if needed is not None or not name.startswith(needing)]
     for name in (names := given.split(",") if given else possible):
         if name not in known:

@@ -74,11 +74,7 @@ def _scenario(options: Options, domains: tuple[str, ...], rate: float, seed: int
 
 
 def _placements(trace: CalibrationTrace, work: Work) -> dict[str, NDArray[np.int64]]:
-    """Return the rank of each expert, [L, E] or [K, L, E].
-
-    The placements are: in order of ids, by all activations, and for each worker by the requests in its
-    locality band.
-    """
+    """Return each expert's rank, [L, E] or [K, L, E]: by id, by all activations, by each worker's band."""
     layers, experts = trace.prefill_counts.shape[1:]
     if experts % RANKS:
         raise BadInput(f"{experts} experts do not divide by {RANKS} ranks")

@@ -107,13 +107,9 @@ class Halves(list[Source]):
 
 
 def served(routing: str, plan: MetroPlan, tokens: Ints) -> Ints:
-    """Return int[n, L, E, G]: tokens of each expert on each rank.
+    """Return int[n, L, E, G]: tokens of each expert on each rank, from tokens int[n, L, E].
 
-    Args:
-        routing: even: EPLB's; metro; greedy: the paper's Algorithm 1, experts in the order of their ids;
-            optimum.
-        plan: plan of the placement's L layers.
-        tokens: int[n, L, E].
+    The routing is even (EPLB's), metro, greedy (the paper's Algorithm 1, experts by id) or optimum.
     """
     hosts = plan.shares >= 0
     if routing == "greedy":
