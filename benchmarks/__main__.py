@@ -1,7 +1,7 @@
 """Run the short benchmarks (a few minutes in all): `make bench`; run others by name, or `all`.
 
-Benchmarks that read prompts take them from the folder in ELDR_PROMPTS, or from the demo's folder.
-Then write the tables and plots of README.md and docs.
+Benchmarks that read prompts take them from the folder in ELDR_PROMPTS, or from the demo's folder. Then write
+the tables and plots of README.md and docs.
 """
 
 from __future__ import annotations
@@ -40,25 +40,10 @@ MODULES = {  # by the benchmark's name, without `benchmarks.`
 NAMES = sorted(MODULES)
 # Engines or Ray Serve for minutes each; one engine for up to an hour each.
 SERVING = {
-    "backlog",
-    "capture_overhead",
-    "ep_choice",
-    "ep_policies",
-    "ep_shift",
-    "handover",
-    "live",
-    "lost_nodes",
-    "model_families",
-    "peers",
-    "prefix_cache",
-    "ray_idle",
-    "ray_up",
-    "scaling",
-    "shadow",
-    "stream_faults",
-    "streams",
-    "whole_replicas",
-}
+    "backlog", "capture_overhead", "ep_choice", "ep_policies", "ep_shift", "handover", "live", "lost_nodes",
+    "model_families", "peers", "prefix_cache", "ray_idle", "ray_up", "scaling", "shadow", "stream_faults",
+    "streams", "whole_replicas",
+}  # fmt: skip
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
 ON_A_GPU = {"gpu", "gpu_application", "step_cost"}  # these run only on a GPU
 

@@ -36,21 +36,13 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
 
 @dataclass(frozen=True)
 class Step:
-    """One benchmark on a GPU.
+    """One benchmark on a GPU."""
 
-    Attributes:
-        letter: short name.
-        command: arguments of Python, to which `--out FILE` is added.
-        seconds: expected time, s; the step is left out if less time is left.
-        limit_s: time after which the step is killed, s.
-        name: name of its files.
-    """
-
-    letter: str
-    command: tuple[str, ...]
-    seconds: float
-    limit_s: float
-    name: str
+    letter: str  # short name
+    command: tuple[str, ...]  # arguments of Python, to which `--out FILE` is added
+    seconds: float  # expected time; the step is left out if less time is left
+    limit_s: float  # time after which the step is killed
+    name: str  # of its files
 
 
 def _step(letter: str, name: str, command: str, seconds: float, limit_s: float) -> Step:
@@ -101,10 +93,8 @@ def gpu(
 
 def _planned(step: Step, out: Path) -> dict[str, Any]:
     state = "has a result" if (out / f"{step.name}.json").exists() else "to run"
-    command = " ".join(["python", *step.command])
-    return {"step": step.letter, "state": state, "seconds": step.seconds, "limit_s": step.limit_s} | {
-        "command": command
-    }
+    row = {"step": step.letter, "state": state, "seconds": step.seconds, "limit_s": step.limit_s}
+    return row | {"command": " ".join(["python", *step.command])}
 
 
 def run_steps(steps: Sequence[Step], out: Path, seconds: float) -> list[dict[str, Any]]:

@@ -3,10 +3,10 @@
     python -m benchmarks.engine.cache_memory
 
 A row of the signature cache takes one byte per MoE layer and expert (two for blocks of more than 255 tokens),
-while a KV block grows with its size, so the share falls as 1 / block_size.
-Read share_of_kv_pct: the goal is below 0.5.
-Under tensor parallelism a rank holds its part of the KV heads, but a whole row. A model with sliding windows
-has several groups of layers; a block belongs to one group at a time and has the size of the largest.
+while a KV block grows with its size, so the share falls as 1 / block_size. Read share_of_kv_pct: the goal is
+below 0.5. Under tensor parallelism a rank holds its part of the KV heads, but a whole row. A model with
+sliding windows has several groups of layers; a block belongs to one group at a time and has the size of the
+largest.
 """
 
 from __future__ import annotations
@@ -72,14 +72,12 @@ def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_g
     block_bytes = shape.kv_elements(ranks) * dtype_bytes * block_size
     num_blocks = max(1, int(kv_gib * 2**30 / block_bytes))
     cache = BlockExpertCounts(num_blocks, block_size, shape.moe_layers, shape.experts)
+    kv_bytes = num_blocks * block_bytes
     return {
-        "blocks": num_blocks,
-        "kv_block_bytes": block_bytes,
-        "row_bytes": cache.nbytes // num_blocks,
-        "kv_cache_mib": num_blocks * block_bytes / 2**20,
-        "signature_cache_mib": cache.nbytes / 2**20,
-        "share_of_kv_pct": 100 * cache.nbytes / (num_blocks * block_bytes),
-    }
+        "blocks": num_blocks, "kv_block_bytes": block_bytes, "row_bytes": cache.nbytes // num_blocks,
+        "kv_cache_mib": kv_bytes / 2**20, "signature_cache_mib": cache.nbytes / 2**20,
+        "share_of_kv_pct": 100 * cache.nbytes / kv_bytes,
+    }  # fmt: skip
 
 
 def smallest_block_size(shape: Shape, dtype_bytes: int, ranks: int) -> int:
@@ -92,9 +90,7 @@ def smallest_block_size(shape: Shape, dtype_bytes: int, ranks: int) -> int:
 def cache_memory(
     deployments: Annotated[Path, typer.Option(help="Folder of deployment YAMLs.")] = Path("deployments"),
     kv_gib: Annotated[float, typer.Option(min=0.01, help="KV cache of one GPU rank, GiB.")] = 8.0,
-    gpu_block_sizes: Annotated[
-        str, typer.Option(help="Block sizes (tokens) shown for GPU deployments that set none.")
-    ] = "16,32,64,128",
+    gpu_block_sizes: Annotated[str, typer.Option(help="Block sizes of other GPUs, tokens.")] = "16,32,64,128",
     out: options.Out = None,
 ) -> None:
     """Compare both caches' bytes for the prefill engines of every deployment."""
@@ -108,20 +104,14 @@ def cache_memory(
         sizes = [cpu_block] if on_cpu else [int(size) for size in gpu_block_sizes.split(",")]
         shape = shape_of(config["model_loading_config"]["model_source"])
         ranks, dtype_bytes = int(engine.get("tensor_parallel_size", 1)), _DTYPE_BYTES[engine["dtype"]]
-        cpu_gib = float(
-            config.get("runtime_env", {}).get("env_vars", {}).get("VLLM_CPU_KVCACHE_SPACE", kv_gib)
-        )
+        variables = config.get("runtime_env", {}).get("env_vars", {}) if on_cpu else {}
+        gib = float(variables.get("VLLM_CPU_KVCACHE_SPACE", kv_gib))
         for size in [int(engine["block_size"])] if "block_size" in engine else sizes:
-            gib = cpu_gib if on_cpu else kv_gib
-            found = compare(shape, block_size=size, dtype_bytes=dtype_bytes, ranks=ranks, kv_gib=gib)
-            rows.append(
-                {"deployment": path.stem, "ranks": ranks, "block_size_tokens": size}
-                | found
-                | {
-                    "goal_met": found["share_of_kv_pct"] < GOAL_PCT,
-                    "smallest_block_size_tokens": smallest_block_size(shape, dtype_bytes, ranks),
-                }
-            )
+            row: dict[str, Any] = {"deployment": path.stem, "ranks": ranks, "block_size_tokens": size}
+            row |= compare(shape, block_size=size, dtype_bytes=dtype_bytes, ranks=ranks, kv_gib=gib)
+            smallest = smallest_block_size(shape, dtype_bytes, ranks)
+            met = row["share_of_kv_pct"] < GOAL_PCT
+            rows.append(row | {"goal_met": met, "smallest_block_size_tokens": smallest})
     if not rows:
         raise BadInput(f"no deployment YAML in {deployments}")
     publish(

@@ -5,8 +5,8 @@
 
 The parts run our own code on tensors of Qwen3-30B-A3B's shape, as in the paper's Table 1, with a prompt
 prefilled in one step. The paper's total is 0.86 ms a request, 1.2 % of TTFT. On a GPU (--device cuda) the
-device counts; on a CPU one core counts, so `count scatter` is far larger there.
-The engine rows use one engine with the demo model. A switch selects our connector and scheduler or vLLM's own
+device counts; on a CPU one core counts, so `count scatter` is far larger there. The engine rows use one
+engine with the demo model. A switch selects our connector and scheduler or vLLM's own
 (benchmarks/lib/switched.py), for each pair of prompts in random order; the two prompts differ in their first
 token, so neither is found in the prefix cache. The wide engine's rows use layers of Qwen3-30B-A3B at full
 width (two of 48 unless --wide-layers says more) with random weights. Goal: below 0.5 % of TTFT.
@@ -102,13 +102,10 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     policy = make_policy("locality-band").with_table(table)
     loads = Loads.of(rng.integers(0, 20, WORKERS))
 
-    def reset() -> None:
-        cache.rows[ids] = 0
-
     measured: dict[str, Callable[[], Any]] = {
         "hooks: copy the choices": hooks,
         "count scatter, with row reset": lambda: cache.record(slots, narrow, ids),
-        "of it row reset": reset,
+        "of it row reset": lambda: cache.rows.__setitem__(ids, 0),
         "prompt sum": lambda: cache.total(ids).cpu().numpy().astype(np.uint32),
         "pack": lambda: pack_counts(counts),
         "transport": lambda: pickle.loads(pickle.dumps(json.loads(json.dumps(answer)))),
@@ -122,25 +119,13 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     }
 
 
-def _part_rows(found: dict[str, list[float]], ttft_ms: float) -> list[dict[str, Any]]:
-    rows = [_row("part", name, seconds, ttft_ms) for name, seconds in found.items()]
-    per_call = zip(*(v for n, v in found.items() if not n.startswith("of it")), strict=True)
-    return [*rows, _row("part", "sum", [sum(call) for call in per_call], ttft_ms)]
-
-
 def _row(level: str, name: str, seconds: list[float], ttft_ms: float) -> dict[str, Any]:
     middle, low, high = (1000 * v for v in median_ci(seconds))
     return {
-        "level": level,
-        "part": name,
-        "p50_ms": middle,
-        "p50_low_ms": low,
-        "p50_high_ms": high,
-        "ttft_p50_ms": ttft_ms,
-        "share_of_ttft_pct": 100 * middle / ttft_ms,
-        "share_low_pct": 100 * low / ttft_ms,
-        "share_high_pct": 100 * high / ttft_ms,
-    }
+        "level": level, "part": name, "p50_ms": middle, "p50_low_ms": low, "p50_high_ms": high,
+        "ttft_p50_ms": ttft_ms, "share_of_ttft_pct": 100 * middle / ttft_ms,
+        "share_low_pct": 100 * low / ttft_ms, "share_high_pct": 100 * high / ttft_ms,
+    }  # fmt: skip
 
 
 class _Engine:
@@ -184,7 +169,7 @@ def _engine(
 ) -> list[dict[str, Any]]:
     """Serve pairs of prompts, one with capture and one without, in random order; return rows."""
     tokens = job["max_tokens"]
-    plain, captured, counting = ([], [], [])  # type: tuple[list[float], list[float], list[float]]
+    timed: list[tuple[float, float, float]] = []  # without capture, with it, counting
     with ExitStack() as stack:
         engine = _Engine(job, port, stack)
         for number in range(-_WARM_UP, requests):
@@ -193,9 +178,8 @@ def _engine(
             for place, capture in enumerate(rng.permutation([False, True]).tolist()):
                 found[capture] = engine.prefill([1 + (first + place) % 3999, *rest], capture)
             if number >= 0:
-                plain.append(found[False][0])
-                captured.append(found[True][0])
-                counting.append(found[True][1])
+                timed.append((found[False][0], *found[True]))
+    plain, captured, counting = map(list, zip(*timed, strict=True))
     ttft_ms = 1000 * float(np.median(plain))
     added = [on - off for off, on in zip(plain, captured, strict=True)]
     return [
@@ -210,25 +194,15 @@ def capture_overhead(
     tokens: Annotated[int, typer.Option(min=32, help="Prompt tokens of the parts, one step.")] = 1024,
     block_size: Annotated[int, typer.Option(min=1, help="KV block of the parts, tokens.")] = 16,
     calls: Annotated[int, typer.Option(min=3, help="Calls timed for each part.")] = 200,
-    ttft_ms: Annotated[
-        float, typer.Option(min=0.1, help="TTFT to compare the parts with, ms; default: the paper's.")
-    ] = PAPER_TTFT_MS,
+    ttft_ms: Annotated[float, typer.Option(min=0.1, help="TTFT to compare parts with, ms.")] = PAPER_TTFT_MS,
     device: Annotated[
         Literal["cpu", "cuda"], typer.Option(help="Device of the parts' signature cache and of the engines.")
     ] = "cpu",
-    requests: Annotated[
-        int, typer.Option(min=0, help="Pairs of prompts on a real engine; 0: no engine.")
-    ] = 1800,
-    engine_tokens: Annotated[
-        int, typer.Option(min=32, max=2000, help="Tokens of the prompts on a real engine.")
-    ] = 1024,
-    wide_requests: Annotated[
-        int, typer.Option(min=0, help="Pairs of prompts on layers of full width; 0: none.")
-    ] = 200,
+    requests: Annotated[int, typer.Option(min=0, help="Pairs of prompts on an engine; 0: no engine.")] = 1800,
+    engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,
+    wide_requests: Annotated[int, typer.Option(min=0, help="Pairs of prompts on wide layers; or 0.")] = 200,
     wide_layers: Annotated[int, typer.Option(min=1, help="Number of these layers; all 48 take 61 GB.")] = 2,
-    wide_vocabulary: Annotated[
-        int, typer.Option(min=_VOCABULARY, help="Vocabulary of the wide engine; the real model has 151936.")
-    ] = _VOCABULARY,
+    wide_vocabulary: Annotated[int, typer.Option(min=_VOCABULARY, help="Its vocabulary.")] = _VOCABULARY,
     wide_hidden: Annotated[int, typer.Option(min=32, help="Hidden size of the wide engine.")] = HIDDEN,
     wide_intermediate: Annotated[int, typer.Option(min=32, help="Its expert neurons.")] = INTERMEDIATE,
     model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = _MODEL,
@@ -239,7 +213,10 @@ def capture_overhead(
     """Time the parts of expert capture, and prefill with and without it."""
     unwind_on_sigterm()
     check_device(device)
-    rows = _part_rows(parts(tokens, block_size, device, calls, seed), ttft_ms)
+    measured = parts(tokens, block_size, device, calls, seed)
+    per_call = zip(*(v for name, v in measured.items() if not name.startswith("of it")), strict=True)
+    measured["sum"] = [sum(call) for call in per_call]
+    rows = [_row("part", name, seconds, ttft_ms) for name, seconds in measured.items()]
     job: dict[str, Any] = {
         "model": str(model.resolve()), "device": device, "block_size": 32, "max_tokens": engine_tokens,
     }  # fmt: skip

@@ -1,13 +1,13 @@
-"""Expert parallelism on a running engine: replica choice, placement, migration through a shift of domains.
+"""Measure expert parallelism on a running engine: replica choice, placement, migration in a shift of domains.
 
     python -m benchmarks.engine.ep_engine ep_choice --prompts DIR
     python -m benchmarks.engine.ep_engine ep_shift --prompts DIR
 
-Ranks are processes of this machine (docs/expert_parallel_engines.md), the model is the demo model with wide
-experts and a head more, in 32 bits, so that all arms must answer alike. Placements are made of one half of
-the captured requests, batches are of the other half. All arms take turns on one engine, whose slots are
-those of the largest replication; where an arm has fewer replicas the others are empty. A step's time is its
-wall time, the decision included.
+Ranks are processes of this machine (docs/expert_parallel_engines.md). The model is the demo model with wide
+experts and an extra head, in 32 bits, so that all arms must give equal answers. Placements are fitted to one
+half of the captured requests; batches come from the other half. All arms take turns on one engine with the
+slots of the largest replication; an arm with fewer replicas leaves slots empty. A step's time is wall-clock
+time, including the choice of replicas.
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ _CHOICE_NOTES = (
     "one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
     "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "
     "replicas and against `eplb, even` at the same replication; 95 % intervals by bootstrap over rounds; "
-    "away_pct: pairs served off the rank that the token would live on; moved_a_token: ranks other than "
-    "that one which serve a token, in a layer, and none_moved_pct its change against `linear, none`; "
-    "requests_equal_pct: answers that are those of `linear, none`, token by token; paper_experts_pct, "
-    "paper_step_pct: METRO's, on its GPUs, of even spread against no replicas and of METRO against even "
-    "spread; paper_moved_pct: GRACE-MoE's groups against linear blocks, within a node, three models"
+    "away_pct: pairs served on another rank than the token's home; moved_a_token: such ranks that serve a "
+    "token, per layer, and none_moved_pct its change against `linear, none`; requests_equal_pct: answers "
+    "equal to those of `linear, none`, token by token; paper_experts_pct, paper_step_pct: METRO's changes on "
+    "its GPUs, of even spread against no replicas and of METRO against even spread; paper_moved_pct: "
+    "GRACE-MoE's groups against linear blocks, within a node, three models"
 )
 _SHIFT_NOTES = (
-    "one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode "
-    "together, those of different windows are different; the arms take turns, each from the offline "
-    "placement on; medians over rounds and windows of medians over a window's steps, 95 % intervals by "
-    "bootstrap; step times are without the slices of a migration between steps, with_moves_ms has them "
-    "spread over the window's steps, plan_ms is in neither; offline: EPLB on the other half of all "
-    "requests; reactive: EPLB on the window before; proactive: DIRECTOR on the window's own prefill "
-    "counts; ranks are renamed so that fewest experts move; paper_pct: DIRECTOR's on 32 GPUs"
+    "one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode together, and "
+    "windows share no request; the arms take turns, and each begins with the offline placement; medians over "
+    "rounds and windows of medians over a window's steps, 95 % intervals by bootstrap; step times exclude "
+    "the slices of a migration between steps, with_moves_ms spreads them over the window's steps, neither "
+    "includes plan_ms; offline: EPLB on the other half of all requests; reactive: EPLB on the window before; "
+    "proactive: DIRECTOR on the window's own prefill counts; ranks are renamed so that fewest experts move; "
+    "paper_pct: DIRECTOR's on 32 GPUs"
 )
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What is compared: where experts are (int[L, P], -1: an empty slot), and who of them serves."""
+    """A placement int[L, P] (-1: an empty slot) and a rule that chooses replicas."""
 
     placement: Ints
     rule: str
@@ -134,17 +134,15 @@ def ep_choice(
     for size in batches:
         measured = {arm: [found[turn, size, *arm] for turn in range(rounds)] for arm in arms}
         rows += choice_rows(measured, size, seed)
-    publish(
-        "ep_choice", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
-        notes=_CHOICE_NOTES,
-    )  # fmt: skip
+    inputs = settings | {"rounds": rounds}
+    publish("ep_choice", rows, inputs=inputs, seed=seed, out=out, notes=_CHOICE_NOTES)
     journal.remove()
 
 
 def ep_shift(
     prompts: options.Prompts = options.PROMPTS,
     batch: Annotated[int, typer.Option(min=4, help="Requests of a window, which decode together.")] = 32,
-    windows: Annotated[int, typer.Option(min=4, help="Windows; the domains shift in the middle.")] = 10,
+    windows: Annotated[int, typer.Option(min=4, help="Windows; the domains change in the middle.")] = 10,
     groups: Annotated[str, typer.Option(help="Workload before and after, with a comma.")] = "task,language",
     replication: Annotated[float, typer.Option(min=1, help="Slots over experts.")] = 1.25,
     choice: Annotated[str, typer.Option(help="Replica choice of all arms.")] = "even",
@@ -152,7 +150,7 @@ def ep_shift(
     tokens: Tokens = 48,
     rounds: Rounds = 4,
     moves_a_slice: Annotated[int, typer.Option(min=1, help="Experts that move between two steps.")] = 8,
-    cost: Annotated[Path, typer.Option(help="LayerCost (JSON) that DIRECTOR plans by.")] = (
+    cost: Annotated[Path, typer.Option(help="LayerCost (JSON) for DIRECTOR's plans.")] = (
         RESULTS / "layer_cost_cpu.json"
     ),
     intermediate: options.Intermediate = 1024,
@@ -162,7 +160,7 @@ def ep_shift(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Follow a shift of domains by an offline, a reactive (EPLB) and a proactive (DIRECTOR) placement."""
+    """Compare offline, reactive (EPLB) and proactive (DIRECTOR) placements in a shift of domains."""
     data = captured(prompts, work, requests=requests, seed=seed)
     model = widened(intermediate, work, heads=HEADS)
     fit, rest = data.split("all", 0.5, seed)
@@ -195,28 +193,16 @@ def ep_shift(
     )
     found = in_turns(journal, keys, started, measure, minutes)
     rows = list(shift_rows({name: [found[turn, name] for turn in range(rounds)] for name in plans}, seed))
-    publish(
-        "ep_shift", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
-        notes=_SHIFT_NOTES,
-    )  # fmt: skip
+    inputs = settings | {"rounds": rounds}
+    publish("ep_shift", rows, inputs=inputs, seed=seed, out=out, notes=_SHIFT_NOTES)
     journal.remove()
 
 
 def _followed(
-    engine: EpEngine,
-    plan: Plan,
-    traffic: list[Ints],
-    windows: list[list[Any]],
-    start: Ints,
-    tokens: int,
+    engine: EpEngine, plan: Plan, traffic: list[Ints], windows: list[list[Any]], start: Ints, tokens: int,
     turn: int,
-) -> list[dict[str, Any]]:
-    """Decode each window's prompts under the plan; return a summary for each window.
-
-    Args:
-        traffic: indices of each window's requests.
-        windows: their prompts.
-    """
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Decode each window's prompts (`traffic` has their indices) under the plan; return summaries."""
     found: list[dict[str, Any]] = []
     held, seen = start, None
     for window, (coming, prompts) in enumerate(zip(traffic, windows, strict=True)):
@@ -233,11 +219,7 @@ def _followed(
 def _all_arms(
     data: Captured, fit: Ints, sizes: dict[float, int], ranks: int, seed: int
 ) -> dict[tuple[float, str], Arm]:
-    """Return the arms by replication and name.
-
-    Args:
-        sizes: slots by replication.
-    """
+    """Return the arms by replication and name; `sizes` has the slots of each replication."""
     most = max(sizes.values())
     return {
         (ratio, name): arm
@@ -249,7 +231,7 @@ def _all_arms(
 def _arms(
     data: Captured, fit: Ints, slots: int, most: int, ranks: int, seed: int
 ) -> Iterator[tuple[str, Arm]]:
-    """(name, arm) at one replication, in `most` slots."""
+    """Yield (name, arm) at one replication, in `most` slots."""
     load = data.trace.decode_counts[fit].sum(axis=0)
     layers, experts = load.shape
     affinity = co_activation(np.concatenate([data.routes(int(n)) for n in fit]), experts)
@@ -265,16 +247,14 @@ def _arms(
 
 
 def spread(placement: Ints, slots: int, ranks: int) -> Ints:
-    """The placement int[L, P] in more slots a rank; the others are empty (-1)."""
+    """Return the placement int[L, P] with empty slots (-1) appended on each rank."""
     by_rank = np.asarray(placement).reshape(len(placement), ranks, -1)
     empty = slots // ranks - by_rank.shape[2]
     return np.pad(by_rank, ((0, 0), (0, 0), (0, empty)), constant_values=-1).reshape(len(placement), slots)
 
 
-Planned = tuple[Ints, NDArray[np.float64]] | None  # placement and load, None: all stays
-Plan = Callable[
-    [Ints, Ints, Ints | None], Planned
-]  # of a window's requests, the placement, the routes before
+Planned = tuple[Ints, NDArray[np.float64]] | None  # placement and load; None: nothing moves
+Plan = Callable[[Ints, Ints, Ints | None], Planned]  # from a window's requests, placement, previous routes
 
 
 def _plans(data: Captured, slots: int, ranks: int, cost: LayerCost, seed: int) -> dict[str, Plan]:
@@ -300,7 +280,7 @@ def _plans(data: Captured, slots: int, ranks: int, cost: LayerCost, seed: int) -
 def _shifting(
     data: Captured, rest: Ints, groups: list[str], windows: int, batch: int, rng: np.random.Generator
 ) -> Iterator[Ints]:
-    """Indices of each window's requests: of the first workload, then of the second."""
+    """Yield the indices of each window's requests: of the first workload, then of the second."""
     if len(groups) != 2 or not set(groups) <= set(GROUPS):
         raise BadInput(f"--groups takes two of {', '.join(GROUPS)}, with a comma")
     halves = windows // 2, windows - windows // 2

@@ -1,12 +1,12 @@
-"""A MoE layer under expert parallelism, measured: even spread against METRO's choice of replicas.
+"""Measure a MoE layer under expert parallelism: even spread against METRO's choice of replicas.
 
     python -m benchmarks.engine.ep_layer --prompts DIR --cost-out layer_cost.json
 
-Experts are those of the widened demo model, routes those that it took for real prompts. Placements are
-EPLB's on one half of the requests, batches are of the other half. Two ranks run as processes, a core (or a
-GPU) each. More ranks than cores would wait for each other: there each rank's share is timed alone, one
-after the other, and the slowest is the layer's time without messages. Before that, a rank's time by its
-activated experts and tokens, and the messages' by bytes, give the layer cost that `--cost-out` writes.
+Experts are those of the widened demo model, routes its real ones for real prompts. Placements are EPLB's for
+one half of the requests; batches come from the other half. Two ranks run as processes with a core (or a GPU)
+each. More ranks than cores would wait for each other, so each rank's share is timed alone, and the slowest is
+the layer's time without messages. A rank's time by activated experts and tokens, and the messages' time by
+bytes, are measured first and give the layer cost that `--cost-out` writes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.capture import Captured, captured
 from benchmarks.lib.ep_ranks import device, on_ranks
-from benchmarks.lib.ep_timing import (
-    STAGES,
-    Arm,
-    Plan,
-    layers_together,
-    messages,
-    rank_alone,
-    shares_alone,
-)
+from benchmarks.lib.ep_timing import STAGES, Arm, Plan, layers_together, messages, rank_alone, shares_alone
 from benchmarks.lib.replay import widened
 from eldr_serve.command_errors import BadInput, run
 from loadgen.plots import lines
@@ -46,9 +38,9 @@ ARMS = (("even", "all-gather"), ("metro", "all-gather"))
 
 def ep_layer(
     prompts: options.Prompts = options.PROMPTS,
-    batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch, two ranks together.")] = 32,
+    batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch for two ranks together.")] = 32,
     many_ranks: Annotated[int, typer.Option(min=2, help="Ranks that are timed one by one.")] = 8,
-    many_batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch, all those together.")] = 64,
+    many_batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch for all those ranks.")] = 64,
     batches: Annotated[int, typer.Option(min=4, help="Batches drawn from the held-out requests.")] = 24,
     rounds: Annotated[int, typer.Option(min=3, help="Timed calls of each point.")] = 5,
     intermediate: options.Intermediate = 1024,
@@ -70,7 +62,8 @@ def ep_layer(
     many = plan(many_ranks, many_batch, ARMS)
     points = on_ranks(1, rank_alone, pair)[0]
     moved = on_ranks(2, messages, rounds)[0]
-    alone = _slowest_share(on_ranks(1, shares_alone, many)[0])
+    shares = on_ranks(1, shares_alone, many)[0]  # [B, L, rounds, G] by arm
+    alone = {arm: {"experts": np.median(s, axis=2).max(axis=-1)} for arm, s in shares.items()}
     together = _slowest(on_ranks(2, layers_together, pair))
 
     alone_work = _work(points)
@@ -126,11 +119,9 @@ def _fit(
         [(_predicted(compute, plan, arm) / alone[arm]["experts"] - 1).ravel() for arm in alone]
     )
     return LayerFit(
-        measurements=measurements,
+        measurements=measurements, source=source, held_out_mean_relative_error=float(error.mean()),
         held_out_median_relative_error=float(np.median(np.abs(error))),
-        held_out_mean_relative_error=float(error.mean()),
-        source=source,
-    )
+    )  # fmt: skip
 
 
 def _rank_rows(points: list[dict[str, Any]], compute: LayerCost) -> list[dict[str, Any]]:
@@ -169,7 +160,7 @@ def _plan(
 
 
 def _slowest(found: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
-    """By arm and stage [B, L], medians over rounds of the slowest rank; `layer` is a rank's sum."""
+    """Return the slowest rank's median over rounds by arm and stage, [B, L]; `layer` sums a rank's stages."""
     timed = {}
     for arm in found[0]:
         parts = np.stack([part[arm] for part in found])  # [G, B, L, rounds, stage]
@@ -179,39 +170,29 @@ def _slowest(found: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
     return timed
 
 
-def _slowest_share(found: dict[Arm, Floats]) -> dict[Arm, dict[str, Floats]]:
-    """The same of [B, L, rounds, G] of shares that were timed alone, with one stage."""
-    return {arm: {"experts": np.median(s, axis=2).max(axis=-1)} for arm, s in found.items()}
-
-
 def _predicted(compute: LayerCost, plan: Plan, arm: Arm) -> Floats:
-    """s[B, L] that the cost predicts for the slowest rank's experts."""
+    """Return the predicted time [B, L] of the slowest rank's experts, s."""
     return compute.layer_s(LayerWork.gathered(plan.served(arm)))
 
 
 def _work(points: list[dict[str, Any]]) -> LayerWork:
-    """[N] ranks, each alone."""
+    """Return the work of N ranks, each alone."""
     activated, pairs = (np.array([point[key] for point in points], float) for key in ("activated", "pairs"))
     return LayerWork(activated, pairs, np.zeros_like(pairs), np.zeros_like(pairs))
 
 
 def _with_messages(compute: LayerCost, moved: list[dict[str, Any]]) -> LayerCost:
-    """Adds an empty all-gather and reduce-scatter to every layer, and what a byte of an all-to-all costs.
+    """Add an empty all-gather and reduce-scatter to every layer, and the cost of a byte of an all-to-all.
 
-    The way back is in it: a `LayerWork` counts the bytes of the dispatch alone.
+    This cost includes the way back, since a `LayerWork` counts only the bytes of the dispatch.
     """
     size = np.array([row["message_bytes"] for row in moved], np.float64)
     gather, exchange = (
         LayerCost.fitted(np.zeros_like(size), size, 1e-3 * np.array([row[key] for row in moved]))
         for key in ("all_gather_reduce_scatter_p50_ms", "all_to_all_twice_p50_ms")
     )
-    return compute.model_copy(
-        update={
-            "fixed_s": compute.fixed_s + gather.fixed_s,
-            "near_byte_s": exchange.per_token_s,
-            "far_byte_s": exchange.per_token_s,
-        }
-    )
+    byte_s = dict.fromkeys(("near_byte_s", "far_byte_s"), exchange.per_token_s)
+    return compute.model_copy(update={"fixed_s": compute.fixed_s + gather.fixed_s, **byte_s})
 
 
 def _rows(
@@ -236,10 +217,7 @@ def _rows(
                 mine, base = stages[stage], by_batch[arm[0], "even", "all-gather"][stage]
                 change = paired_change_percent(mine, base, np.mean, seed=seed)
             row[f"{stage}_ms"] = float(stages[stage].mean()) if stage in stages else None
-            row |= {
-                f"{stage}_{end}pct": value
-                for end, value in zip(("change_", "low_", "high_"), change, strict=True)
-            }
+            row |= zip((f"{stage}_{end}_pct" for end in ("change", "low", "high")), change, strict=True)
         for stage in ("dispatch", "gate", "route", "combine"):
             row[f"{stage}_ms"] = float(stages[stage].mean()) if stage in stages else None
         rows.append(row)

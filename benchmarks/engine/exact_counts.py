@@ -34,11 +34,7 @@ _ENV = {
         "TRITON_F32_DEFAULT": "ieee",  # not TF32, so that rounding changes no choice
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     },
-    "cpu": {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    },
+    "cpu": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"},
 }
 _PORTS = {"V1": 28211, "V2": 28221}  # ports of NIXL's side channels
 
@@ -88,11 +84,9 @@ def _serve(runner: str, model: Path, out: Path, how: tuple[str, str, str]) -> di
     device, batches, graphs = how
     folders = [ROOT / "tests/engine/triton_cpu"] if (device, runner) == ("cpu", "V2") else []
     environment = _ENV[device] | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": python_path(*folders),
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_PORTS[runner]),
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(*folders),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_PORTS[runner]), "VLLM_LOGGING_LEVEL": "WARNING",
+    }  # fmt: skip
     if device == "cuda":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
     elif runner == "V2":
@@ -106,13 +100,9 @@ def _serve(runner: str, model: Path, out: Path, how: tuple[str, str, str]) -> di
 
 def _row(runner: str, against: str, number: int, cells: Cells, report: dict[str, Any]) -> dict[str, Any]:
     mine = [record for record in report["records"] if record["request"].startswith(f"{number}-")]
-    row = {"runner": runner, "against": against, "batch": number, "requests": len(mine)}
-    row |= {
-        "prompt_tokens": sum(len(record["prompt"]) for record in mine),
-        "token_cells": 0,
-        "token_differ": 0,
-    }
-    return row | cells.row()
+    row: dict[str, Any] = {"runner": runner, "against": against, "batch": number, "requests": len(mine)}
+    row["prompt_tokens"] = sum(len(record["prompt"]) for record in mine)
+    return row | {"token_cells": 0, "token_differ": 0} | cells.row()
 
 
 if __name__ == "__main__":

@@ -52,14 +52,13 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one measurement: a table, a plot, and the notes for its file."""
+    """Result of one measurement: a table, a function that draws it at a PNG's path, and notes."""
 
     rows: Rows
-    draw: Callable[[Path], None]  # draws the plot at a PNG's path
+    draw: Callable[[Path], None]
     notes: str
     inputs: dict[str, Any] = field(default_factory=dict)
-    suffix: str = ""  # of the file name, where a measurement has several results
-    name: str = ""  # name of the committed result; empty: the command's name
+    name: str = ""  # of a second result
 
 
 def _command(measure: Callable[[Captured, int], list[Result]]) -> Callable[..., None]:
@@ -74,10 +73,11 @@ def _command(measure: Callable[[Captured, int], list[Result]]) -> Callable[..., 
     ) -> None:
         data = captured(prompts, work, requests=requests, seed=seed)
         for result in measure(data, seed):
+            inputs = {"captured": requests} | result.inputs
+            file = out.with_stem(f"{out.stem}_{result.name}") if out and result.name else out
             path = publish(
-                result.name or name, result.rows, inputs={"captured": requests} | result.inputs, seed=seed,
-                notes=result.notes, out=out and out.with_name(f"{out.stem}{result.suffix}.json"),
-            )  # fmt: skip
+                result.name or name, result.rows, inputs=inputs, seed=seed, notes=result.notes, out=file
+            )
             result.draw(path.with_suffix(".png"))
 
     command.__name__, command.__doc__ = name, measure.__doc__
@@ -104,17 +104,10 @@ def _activation_by_domain(data: Captured, seed: int) -> list[Result]:
         for number, name in enumerate(present):
             own = owner == number
             mine = share[number, layer]
-            rows.append(
-                {
-                    "workload": workload,
-                    "domain": name,
-                    "layer": layer,
-                    "requests": int((domains == name).sum()),
-                    "own_experts": int(own.sum()),
-                    "own_excess": float(relative[number, layer][own].mean()) if own.any() else 0.0,
-                    "share_on_own_experts": float(mine[own].sum() / mine.sum()),
-                }
-            )
+            row: dict[str, Any] = {"workload": workload, "domain": name, "layer": layer}
+            row |= {"requests": int((domains == name).sum()), "own_experts": int(own.sum())}
+            row["own_excess"] = float(relative[number, layer][own].mean()) if own.any() else 0.0
+            rows.append(row | {"share_on_own_experts": float(mine[own].sum() / mine.sum())})
     return [Result(rows, partial(save, figure), "decode counts of the demo model on real prompts")]
 
 
@@ -137,15 +130,9 @@ def _prefill_decode(data: Captured, seed: int) -> list[Result]:
         ]
         fit, held_out = data.split(workload, 0.5, seed)
         spec, test = fit_signature(data.trace.subset(fit), seed=seed), data.trace.subset(held_out)
-        rows.append(
-            {
-                "workload": workload,
-                "requests": len(trace.ids),
-                "pearson": float(pearsonr(*points)[0]),
-                "spearman": float(spearmanr(*points)[0]),
-                "rho_held_out": rho_of(spec.encode(test.prefill_counts), test.decode_probability, seed=seed),
-            }
-        )
+        row = {"workload": workload, "requests": len(trace.ids), "pearson": float(pearsonr(*points)[0])}
+        rho = rho_of(spec.encode(test.prefill_counts), test.decode_probability, seed=seed)
+        rows.append(row | {"spearman": float(spearmanr(*points)[0]), "rho_held_out": rho})
         axes.scatter(*points, s=8, alpha=0.6)
         axes.axline((0, 0), slope=1, color="black", linewidth=0.8)
         axes.set(xlabel="prefill activation", ylabel="decode activation", title=workload)
@@ -181,14 +168,11 @@ def _same_domain(data: Captured, seed: int) -> list[Result]:
             mixed = [active(rng.choice(pool, size, replace=False)) for _ in range(DRAWS)]
             rows.append(
                 {
-                    "workload": workload,
-                    "batch_size": size,
-                    "domains": int(large.sum()),
-                    "same_domain": float(np.mean(same)),
-                    "mixed": float(np.mean(mixed)),
+                    "workload": workload, "batch_size": size, "domains": int(large.sum()),
+                    "same_domain": float(np.mean(same)), "mixed": float(np.mean(mixed)),
                     "change_pct": 100 * float(np.mean(same) / np.mean(mixed) - 1),
                 }
-            )
+            )  # fmt: skip
     draw = partial(lines, rows, "batch_size", ["same_domain", "mixed"])
     notes = "mean distinct experts of a MoE layer in one decode step"
     return [Result(rows, draw, notes, {"draws": DRAWS})]
@@ -211,7 +195,7 @@ def _signature_quality(data: Captured, seed: int) -> list[Result]:
     draw_curve = partial(lines, curve, "layers", ["rho"], by="transform", xlabel="layers kept, greedy order")
     return [
         Result(rows, partial(bars, rows, "transform", "rho_all_layers"), notes),
-        Result(curve, draw_curve, notes, suffix="_layer_mask", name="layer_mask"),
+        Result(curve, draw_curve, notes, name="layer_mask"),
     ]
 
 
@@ -224,14 +208,9 @@ def _signature_space(data: Captured, seed: int) -> list[Result]:
         table, report = fit_table(trace, CLUSTERS, seed=seed)
         by_domain = np.array(list(report["clusters_by_domain"].values()))
         rows += [
-            {
-                "workload": workload,
-                "cluster": c,
-                "requests": int(by_domain[:, c].sum()),
-                "main_domain": table.domains[c],
-                "purity": float(by_domain[:, c].max() / by_domain[:, c].sum()),
-            }
-            for c in range(CLUSTERS)
+            {"workload": workload, "cluster": c, "requests": int(members.sum())}
+            | {"main_domain": table.domains[c], "purity": float(members.max() / members.sum())}
+            for c, members in enumerate(by_domain.T)
         ]
         figures[workload] = draw_space(trace, table)
 

@@ -4,9 +4,9 @@
 
 transformers makes tiny random checkpoints on the spot. An engine of each serves prompts with shared prefixes
 twice over few KV blocks. Compare prompts_exact and decodes_exact with requests: the connector's counts
-against the choices observed at the engine's routers, token by token. differ_from_hf: choices that differ
-from the experts that Hugging Face's model uses for the same tokens. tokens_near_ties counts tokens observed
-with several choices, since batches round differently. differ_replayed counts the differences that remain when
+against the choices observed at the engine's routers, token by token. differ_from_hf: choices that differ from
+the experts that Hugging Face's model uses for the same tokens. tokens_near_ties counts tokens observed with
+several choices, since batches round differently. differ_replayed counts the differences that remain when
 Hugging Face's model is forced to the engine's experts, so that no difference causes others; widest_gap is the
 largest distance of these from a tie, as a share of the range of the router's scores.
 """
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.cluster import ROOT, python_path
 from benchmarks.lib.engines import ENGINE_ENV
+from benchmarks.lib.exact import histogram
 from benchmarks.lib.families import FAMILIES, Reference
 from benchmarks.lib.family_engine import CHUNK
 from eldr_serve.command_errors import BadInput, run
@@ -112,8 +113,9 @@ def _prompt_exact(record: dict[str, Any]) -> bool:
     """Return whether the counts follow from one of the observed choices of each token."""
     counts = unpack_counts(record["eldr_prefill"]).astype(np.int64)
     seen = record["seen"][: len(record["prompt"])]
-    rest = counts - _histogram([known[0] for known in seen if len(known) == 1], counts.shape)
-    open_ = [np.stack([_histogram([one], counts.shape) for one in known]) for known in seen if len(known) > 1]
+    shape, several = counts.shape, [known for known in seen if len(known) > 1]
+    rest = counts - sum((histogram(np.array(known), shape) for known in seen if len(known) == 1), 0 * counts)
+    open_ = [np.stack([histogram(np.array([one]), shape) for one in known]) for known in several]
     most = [sum((token.max(0) for token in open_[n:]), np.zeros_like(rest)) for n in range(len(open_) + 1)]
 
     def explained(number: int, rest: NDArray[np.int64]) -> bool:
@@ -126,18 +128,11 @@ def _prompt_exact(record: dict[str, Any]) -> bool:
 
 def _decode_exact(record: dict[str, Any]) -> bool:
     counts = unpack_counts(record["eldr_decode"])
-    routes = np.sort(unpack_routes(record["eldr_routes"]), axis=-1).tolist()
+    routes = np.sort(unpack_routes(record["eldr_routes"]), axis=-1)
     seen = record["seen"][len(record["prompt"]) :]
-    return np.array_equal(counts, _histogram(routes, counts.shape)) and all(
-        route in known for route, known in zip(routes, seen, strict=True)
-    )
-
-
-def _histogram(chosen: Sequence[list[list[int]]], shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return int[L,E] counts of choices [T,L,k]."""
-    counts = np.zeros(shape, np.int64)
-    np.add.at(counts, (np.arange(shape[0])[None, :, None], np.array(chosen)), 1)
-    return counts
+    if not np.array_equal(counts, histogram(routes, counts.shape)):
+        return False
+    return all(route in known for route, known in zip(routes.tolist(), seen, strict=True))
 
 
 def _fed(record: dict[str, Any]) -> list[int]:
@@ -173,20 +168,14 @@ def _replayed(records: list[dict[str, Any]], reference: Reference) -> dict[str, 
 
 
 def gap(
-    mine: NDArray[np.int64],
-    theirs: NDArray[np.int64],
-    score: NDArray[np.float32],
+    mine: NDArray[np.int64], theirs: NDArray[np.int64], score: NDArray[np.float32],
     groups: tuple[int, int] = (1, 1),
-) -> float:
+) -> float:  # fmt: skip
     """Return how far two choices [k] of a token are from a tie: what `theirs` score more where they differ.
 
-    Args:
-        score: float[E], the router's scores.
-        groups: (number of groups, number of groups that the router chooses first, by the sum of each
-            group's two best scores).
-
-    Returns:
-        A share of the range of the experts' scores or, if `mine` has another group, of the groups' scores.
+    The result is a share of the range of the experts' `score` [E] or, if `mine` has another group, of the
+    groups' scores. `groups`: (number of groups, number that the router chooses first by the sum of their two
+    best scores).
     """
     many, taken = groups
     if many > 1:

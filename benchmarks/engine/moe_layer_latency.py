@@ -4,8 +4,8 @@
     python -m benchmarks.engine.moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b --device cuda
 
 One layer with random bf16 weights at a model's shape runs through the kernel that vLLM uses: its CPU
-fused-MoE kernel, or its Triton kernel in a CUDA graph, timed by events. Each call uses other experts
-than the previous one, so that weights come from memory, as they do when other layers run in between.
+fused-MoE kernel, or its Triton kernel in a CUDA graph, timed by events. Each call uses other experts than the
+previous one, so that weights come from memory, as they do when other layers run in between.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ SHAPES = {  # hidden size, intermediate size, experts, top-k
 
 
 def moe_layer_latency(
-    shape: Annotated[
-        str, typer.Option(help=f"Shapes, with commas, of: {', '.join(SHAPES)}.")
-    ] = "qwen3-30b-a3b",
+    shape: Annotated[str, typer.Option(help=f"Shapes, of: {', '.join(SHAPES)}.")] = "qwen3-30b-a3b",
     batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "16,32,64,128",
     active: Annotated[str, typer.Option(help="Active experts, with commas.")] = "8,16,32,64,96,128",
     rounds: Annotated[int, typer.Option(min=3, help="Timed calls for each point.")] = 15,
@@ -91,14 +89,8 @@ def _rows(
             ids = routes(b, a, experts, top_k, rng)
             times[b, a].append(layer.seconds(ids))
     return [
-        {
-            "shape": shape,
-            "device": device,
-            "batch_size": b,
-            "active_experts": a,
-            "latency_p50_ms": 1e3 * float(np.median(measured[1:])),
-            "latency_p90_ms": 1e3 * float(np.percentile(measured[1:], 90)),
-        }
+        {"shape": shape, "device": device, "batch_size": b, "active_experts": a}
+        | {f"latency_p{q}_ms": 1e3 * float(np.percentile(measured[1:], q)) for q in (50, 90)}
         for (b, a), measured in times.items()
     ]
 
@@ -140,9 +132,7 @@ class _Layer:
 
         chosen = torch.as_tensor(ids, dtype=torch.int32)
         if self._device == "cuda":
-            if len(ids) not in self._graphs:
-                self._graphs[len(ids)] = self._captured(chosen.cuda())
-            held, graph = self._graphs[len(ids)]
+            held, graph = self._graphs.get(len(ids)) or self._capture(chosen.cuda())
             held.copy_(chosen)
             return float(graph.seconds())
         inputs = self._inputs(chosen)
@@ -150,11 +140,12 @@ class _Layer:
         self._experts(*inputs)
         return time.perf_counter() - start
 
-    def _captured(self, chosen: Any) -> tuple[Any, Any]:
+    def _capture(self, chosen: Any) -> tuple[Any, Any]:
         from benchmarks.lib.cuda_graph import TimedGraph
 
         inputs = self._inputs(chosen)
-        return chosen, TimedGraph(lambda: self._experts(*inputs))
+        self._graphs[len(chosen)] = chosen, TimedGraph(lambda: self._experts(*inputs))
+        return self._graphs[len(chosen)]
 
     def _inputs(self, chosen: Any) -> tuple[Any, Any, Any]:
         """Return bf16[T,H], equal weights float32[T,k] and the experts int32[T,k]."""

@@ -1,15 +1,13 @@
-"""Measure TPOT on K workers without contention: replay each worker's schedule alone on a real engine.
+"""Compare TPOT on K workers without contention: replay each worker's schedule alone on a real engine.
 
     python -m benchmarks.engine.replays NAME --prompts DIR
 
-benchmarks/lib/replay.py says what is measured and what is simulated. There is no prefill, so `first_token` is
-the time from the hand-over to the end of the first decode step. `marginal-cost, true decode` gets the decode
-activations that the request will really have: the gain of a perfect prediction.
+benchmarks/lib/replay.py describes what is measured and what is simulated. There is no prefill, so
+`first_token` is the time from the hand-over to the end of the first decode step. `marginal-cost, true decode`
+gets the decode activations that the request will really have: the gain of a perfect prediction.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from benchmarks.lib.replay import Arm
 from benchmarks.lib.replay_command import Replayed, Rows, against, replay_command
@@ -57,10 +55,6 @@ def _with_active_experts(run: Replayed) -> None:
     lines(steps, "batch_from", [f"{label}: active_experts" for label in shown], path.with_suffix(".png"))
 
 
-def _by_rate(rows: Rows, path: Path) -> None:
-    lines(rows, "rate_per_s", ["tpot_p50_ms"], path, by="arm", xlabel="requests/s")
-
-
 # In this order, the ELDR paper's Figures 11 to 13; Figures 11 and 12 by rate; 16; 15; 14; Table 2.
 decode_replay = replay_command(
     "decode_replay",
@@ -75,7 +69,12 @@ decode_replay = replay_command(
     default_per_worker=48,
     default_intermediate=1536,  # as in the live benchmark
 )
-rates = replay_command("rates", POLICIES, against(BASELINES, draw=_by_rate), default_batch="4,8,16,24")
+rates = replay_command(
+    "rates", POLICIES, default_batch="4,8,16,24",
+    report=against(BASELINES, draw=lambda rows, path: lines(
+        rows, "rate_per_s", ["tpot_p50_ms"], path, by="arm", xlabel="requests/s"
+    )),
+)  # fmt: skip
 band_width = replay_command(
     "band_width", [ROUND_ROBIN, *(_band(f"band {band}", band) for band in (0.0, 0.1, 0.2, 0.3))]
 )

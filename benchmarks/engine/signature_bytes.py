@@ -5,8 +5,8 @@
 The shape is Qwen3-30B-A3B's: 48 layers, 128 experts, 8 a token. `even` chooses experts uniformly at random;
 with `tastes`, each prompt prefers some experts in each layer (normal noise in the scores, twice as strong as
 the tokens' own). `GPT-OSS-20B` uses its published routes: eight prompts' counts [24, 32] side by side, which
-gives 16 of 128 experts a token.
-Compare packed_p50_bytes (the text) with cells_bytes (the counts before compression).
+gives 16 of 128 experts a token. Compare packed_p50_bytes (the text) with cells_bytes (the counts before
+compression).
 """
 
 from __future__ import annotations
@@ -41,22 +41,16 @@ def row(routing: str, tokens: int, prompts: list[NDArray[Any]]) -> dict[str, Any
     """Return a table row from each prompt's counts."""
     packed = np.array([len(pack_counts(counts)) for counts in prompts])
     used = np.mean([(counts > 0).mean() for counts in prompts])
-    return {
-        "routing": routing,
-        "prompt_tokens": tokens,
-        "prompts": len(prompts),
-        "cells_used_pct": float(100 * used),
-        "cells_bytes": max(counts.size * (1 if counts.max() < 256 else 2) for counts in prompts),
-        "packed_p50_bytes": float(np.median(packed)),
-        "packed_max_bytes": int(packed.max()),
-    }
+    cells_bytes = max(counts.size * (1 if counts.max() < 256 else 2) for counts in prompts)
+    row: dict[str, Any] = {"routing": routing, "prompt_tokens": tokens, "prompts": len(prompts)}
+    row |= {"cells_used_pct": float(100 * used), "cells_bytes": cells_bytes}
+    return row | {"packed_p50_bytes": float(np.median(packed)), "packed_max_bytes": int(packed.max())}
 
 
 def signature_bytes(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind and length.")] = 20,
     gptoss: Annotated[
-        Path | None,
-        typer.Option(exists=True, help="GPT-OSS-20B records, JSON lines; default: not measured."),
+        Path | None, typer.Option(exists=True, help="GPT-OSS-20B records, JSON lines; default: not measured.")
     ] = None,
     seed: options.Seed = 0,
     out: options.Out = None,

@@ -4,12 +4,12 @@
 
 The steps of a decode engine with random weights are composed: each step's tokens go to prescribed experts, a
 chosen number in each layer, in the same CUDA graphs as any other step. The router runs as usual, then its
-choices are replaced (one copy a layer). All requests have about `--context` tokens in the KV cache.
-`forward` is the time of the forward pass that our connector reports, by CUDA events; `step` is the wall time
-of the whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are
-time = fixed + per request * batch + per expert * active experts, summed over layers. Rows of level
-`package` come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24): a MoE
-layer's time by active experts, and whole steps with 1,024 tokens of context and the package's own routing.
+choices are replaced (one copy a layer). All requests have about `--context` tokens in the KV cache. `forward`
+is the time of the forward pass that our connector reports, by CUDA events; `step` is the wall time of the
+whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are time =
+fixed + per request * batch + per expert * active experts, summed over layers. Rows of level `package` come
+from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24): a MoE layer's time by
+active experts, and whole steps with 1,024 tokens of context and the package's own routing.
 """
 
 from __future__ import annotations
@@ -64,11 +64,7 @@ class Step:
 
 
 class ComposedEngine(ReplayEngine):
-    """A decode engine whose tokens go to the experts of a table, int32[step_tokens, k], in every layer.
-
-    Args:
-        step_tokens: maximum number of tokens of a step.
-    """
+    """A decode engine whose tokens go to the experts of a table, int32[step_tokens, k], in every layer."""
 
     def __init__(self, model: str, *, device: str, step_tokens: int, **arguments: Any) -> None:
         import torch
@@ -128,12 +124,9 @@ def composed_steps(
     first = whole[0]["step"]
     found = [record for record in whole if _WARM_UP <= record["step"] - first < len(wanted)]
     for record in found:
-        each = wanted[record["step"] - first]
-        if record["active_by_layer"] != [each] * layers:
-            activated = record["active_by_layer"]
-            raise RuntimeError(
-                f"a step should activate {each} experts in each layer, but activated {activated}"
-            )
+        each, activated = wanted[record["step"] - first], record["active_by_layer"]
+        if activated != [each] * layers:
+            raise RuntimeError(f"a step should activate {each} experts per layer, but activated {activated}")
     return [Step(batch, sum(r["active_by_layer"]), r["seconds"], r["took"]) for r in found]
 
 
@@ -166,15 +159,9 @@ def fit_rows(steps: list[Step]) -> list[dict[str, Any]]:
         if (cost := sums.fit()) is None:
             continue
         rest = seconds - cost.seconds(np.array(requests), 0, np.array(experts))
-        rows[-1].update(
-            {
-                "fixed_ms": 1e3 * cost.fixed_s,
-                "per_request_us": 1e6 * cost.per_request_s,
-                "per_expert_us": 1e6 * cost.per_expert_s,
-                "r2": 1 - float((rest**2).sum() / ((seconds - seconds.mean()) ** 2).sum()),
-                "relative_error_pct": 100 * sums.error(cost),
-            }
-        )
+        rows[-1] |= {"fixed_ms": 1e3 * cost.fixed_s, "per_request_us": 1e6 * cost.per_request_s}
+        rows[-1] |= {"per_expert_us": 1e6 * cost.per_expert_s, "relative_error_pct": 100 * sums.error(cost)}
+        rows[-1]["r2"] = 1 - float(np.mean(rest**2) / np.var(seconds))
     return rows
 
 
@@ -213,17 +200,16 @@ def step_cost(
     sizes, wanted = (sorted(set(options.numbers(*option))) for option in given)
     points = {b: [a for a in wanted if TOP_K <= a <= min(E, b * TOP_K)] for b in sizes}
     if impossible := [b for b, possible in points.items() if not possible]:
+        most = min(E, impossible[0] * TOP_K)
         raise BadInput(
-            f"a batch of {impossible[0]} activates {TOP_K} to {min(E, impossible[0] * TOP_K)} experts of a "
-            f"layer; give --active a number in this range"
+            f"a batch of {impossible[0]} activates {TOP_K} to {most} experts per layer; give such an --active"
         )
     rng = np.random.default_rng(seed)
     prompts = [aligned(rng.integers(1, 1024, context).tolist()) for _ in range(sizes[-1])]
     longest = len(prompts[0]) + max(map(len, points.values())) * rounds + _WARM_UP
     longest = BLOCK * (1 + -(-longest // BLOCK))
-    room: dict[str, Any] = {}
-    if device != "cpu":
-        room["kv_cache_memory_bytes"] = (sizes[-1] + 1) * longest * layers * KV_BYTES
+    kv_bytes = (sizes[-1] + 1) * longest * layers * KV_BYTES
+    room: dict[str, Any] = {} if device == "cpu" else {"kv_cache_memory_bytes": kv_bytes}
     steps: list[Step] = []
     with tempfile.TemporaryDirectory() as folder:
         write_config(

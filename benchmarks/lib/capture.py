@@ -2,8 +2,8 @@
 
     python -m benchmarks.lib.capture --prompts DIR
 
-Runs the prompts once on one real engine, and stores the result in the work folder. Prompts are filled
-up to whole KV blocks and one token (see replay_engine), so that a replay uses the same tokens.
+Runs the prompts once on one real engine, and stores the result in the work folder. Prompts are filled up to
+whole KV blocks and one token (see replay_engine), so that a replay uses the same tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from eldr_serve.engine.vllm.config import ONE_PROCESS
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_whole
 from examples.demo_model import WEIGHTS
-from loadgen.workload import balanced_sample, read_prompts
+from loadgen.workload import Prompt, balanced_sample, read_prompts
 from offline.calibrate import build_trace, prompt_tokens, trace_tokens
 
 TASKS = ("code", "math", "medical", "legal")
@@ -89,10 +89,9 @@ def captured(
         arguments = ["--prompts", prompts, "--trace", trace, "--tokens", tokens, "--requests", requests]
         arguments += ["--output-tokens", output_tokens, "--seed", seed, "--device", device]
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.lib.capture", *map(str, arguments)],
+            [sys.executable, "-m", "benchmarks.lib.capture", *map(str, arguments)], check=False,
             env=os.environ | ENGINE_ENV | ({} if device == "cpu" else ONE_PROCESS),
-            check=False,
-        )
+        )  # fmt: skip
         if done.returncode:
             raise BadInput(f"the capture of {prompts} failed")
     return Captured(CalibrationTrace.load(trace), json.loads(tokens.read_text()))
@@ -104,9 +103,7 @@ def capture(
     tokens: Annotated[Path, typer.Option(help="JSON of token ids to write.")],
     requests: Annotated[int, typer.Option(min=8, help="Prompts, half tasks and half languages.")] = 1600,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated a prompt.")] = 64,
-    max_prompt_tokens: Annotated[
-        int, typer.Option(min=32, help="Longer prompts are cut at the beginning.")
-    ] = 1024,
+    max_prompt_tokens: Annotated[int, typer.Option(min=32, help="Longer prompts lose their start.")] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
     device: options.Device = "cpu",
 ) -> None:
@@ -116,26 +113,19 @@ def capture(
     from eldr_serve.engine.vllm.config import engine_kwargs
     from eldr_serve.engine.vllm.tracer import VllmTracer
 
-    everything = read_prompts([prompts])
-    chosen = [
-        prompt
-        for wanted in (True, False)
-        for prompt in balanced_sample(
-            [p for p in everything if (p.domain in TASKS) == wanted], requests // 2, seed
-        )
-    ]
+    parts: dict[bool, list[Prompt]] = {True: [], False: []}
+    for prompt in read_prompts([prompts]):
+        parts[prompt.domain in TASKS].append(prompt)
+    chosen = [prompt for part in parts.values() for prompt in balanced_sample(part, requests // 2, seed)]
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     longest = max_prompt_tokens // BLOCK * BLOCK + 1
     ids = [aligned(prompt_tokens(tokenizer, p.text, chat=True)[-longest:]) for p in chosen]
+    # vLLM 0.32 cannot split the prefill of a request with a seed on a CPU.
+    more = {"enable_chunked_prefill": False} if device == "cpu" else ROOM
     kwargs = engine_kwargs(
-        "calibrate",
-        **device_kwargs(device, range(1, _TOGETHER + 1)),
-        block_size=BLOCK,
-        max_model_len=longest + output_tokens + BLOCK,
-        seed=seed,
-        # vLLM 0.32 cannot split the prefill of a request with a seed on a CPU.
-        **({"enable_chunked_prefill": False} if device == "cpu" else ROOM),
-    )
+        "calibrate", **device_kwargs(device, range(1, _TOGETHER + 1)), block_size=BLOCK,
+        max_model_len=longest + output_tokens + BLOCK, seed=seed, **more,
+    )  # fmt: skip
     tracer = VllmTracer({"model": str(WEIGHTS), **kwargs}, free_port())
     records = []
     for start in track(range(0, len(chosen), _TOGETHER), description="capturing routes"):

@@ -61,6 +61,14 @@ async def complete(
     return answer
 
 
+Send = Callable[[aiohttp.ClientSession, dict[str, Any]], Awaitable[Answer]]
+
+
+def sender(url: str) -> Send:
+    """Return a function that sends a request to this URL by `complete`."""
+    return lambda http, body: complete(http, url, body)
+
+
 async def closed_loop(
     send: Callable[[int], Awaitable[Answer]], *, requests: int, in_flight: int
 ) -> list[Answer]:
@@ -83,11 +91,7 @@ def most_open(answers: list[Answer]) -> int:
 
 
 def summary(answers: list[Answer], since: float | None = None) -> dict[str, Any]:
-    """Return failures; TTFT, TPOT and total latency in ms; requests/s and tokens/s.
-
-    Args:
-        since: start of the load; None: the start of the first answer.
-    """
+    """Return failures; TTFT, TPOT, latency, ms; requests/s and tokens/s since the first start, or `since`."""
     good = [a.timing for a in answers if a.error is None]
     latencies = [1000 * (a.end - a.start) for a in answers if a.error is None]
     span = max(a.end for a in answers) - (min(a.start for a in answers) if since is None else since)

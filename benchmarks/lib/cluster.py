@@ -15,6 +15,9 @@ import httpx
 from eldr_serve.command_errors import BadInput
 
 ROOT = Path(__file__).parents[2]
+# For the import of ray: no token, no usage reports. By default Ray's workers have niceness 15; beside a load
+# generator with niceness 0, on few cores, the measurement would mostly show that.
+RAY_ENV = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
 def unwind_on_sigterm() -> None:
@@ -35,14 +38,8 @@ def python_path(*folders: Path) -> str:
 def local_ray(
     *, http_port: int | None = None, metrics_port: int | None = None, environment: Mapping[str, str] = {}
 ) -> Iterator[None]:
-    """Start Ray, and Serve if a port is given; stop both at the end, also when interrupted.
-
-    Args:
-        environment: environment variables of Ray's processes.
-    """
-    # Set before ray is imported: no token, no usage reports. By default Ray runs its workers at niceness 15;
-    # beside a load generator at 0, on few cores, the measurement would mostly show that.
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    """Start Ray with this environment, and Serve if a port is given; stop both, also when interrupted."""
+    os.environ |= RAY_ENV
     before = dict(os.environ)
     os.environ |= environment
     os.environ["PYTHONPATH"] = python_path()
@@ -65,10 +62,8 @@ def local_ray(
             serve.shutdown()
         ray.shutdown()
         for name in environment:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]
+            del os.environ[name]
+        os.environ |= {name: before[name] for name in environment if name in before}
 
 
 def wait_ready(url: str, seconds: float = 60.0) -> None:

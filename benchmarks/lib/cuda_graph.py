@@ -11,9 +11,8 @@ import torch
 class TimedGraph:
     """Calls captured once, replayed with other inputs in the same tensors.
 
-    Args:
-        work: function to capture; it reads and writes tensors at fixed addresses. It also runs once before,
-            which compiles its kernels.
+    `work` reads and writes tensors at fixed addresses; it runs before the capture, which compiles its
+    kernels.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:

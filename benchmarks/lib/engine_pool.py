@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -29,37 +30,14 @@ class Replays(Protocol):
         """Serve arrivals; return token times, s, by request, and the steps."""
 
 
-class EnginePool:
-    """Context with `engines` replay engines of one model, each on its own core, or one on a GPU.
+class EngineProcesses:
+    """Context of processes in which engines run; raises BadInput on exit if one has died."""
 
-    Raises:
-        BadInput: fewer cores than engines, or several engines on a GPU; on exit: an engine's process
-            has died.
-    """
-
-    def __init__(self, model: Path, engines: int, device: str = "cpu") -> None:
-        cores = sorted(os.sched_getaffinity(0))
-        if device != "cpu" and engines > 1:
-            raise BadInput(f"--engines is {engines}, but engines on one GPU slow each other: leave it at 1")
-        if engines > len(cores):
-            raise BadInput(f"--engines is {engines}, but there are {len(cores)} cores")
+    def __init__(self, processes: int, start: Callable[..., None], *arguments: Any) -> None:
         context = get_context("spawn")
-        free = context.SimpleQueue()
-        for core in cores[:engines]:
-            free.put({core} if device == "cpu" else set(cores))
-        self._pool = ProcessPoolExecutor(
-            engines, mp_context=context, initializer=_start, initargs=(str(model), device, free)
-        )
+        self._pool = ProcessPoolExecutor(processes, context, initializer=start, initargs=arguments)
 
-    def probe_s(self) -> float:
-        """Return the time of CpuSpeed's product on a core of the engines, s."""
-        return self._pool.submit(_probe).result()
-
-    def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
-        """Serve the arrivals on the next free engine, by the clock of ReplayEngine.run."""
-        return self._pool.submit(_replay, arrivals, probe_s)
-
-    def __enter__(self) -> EnginePool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -68,8 +46,34 @@ class EnginePool:
         self._pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
             raise BadInput(
-                "a replay engine died (out of memory?); results are kept; run the command again to continue"
+                "an engine died (out of memory?); results are kept; run the command again to continue"
             ) from error
+
+
+class EnginePool(EngineProcesses):
+    """Context with `engines` replay engines of one model, each on its own core, or one on a GPU.
+
+    Raises BadInput for fewer cores than engines, or several engines on a GPU.
+    """
+
+    def __init__(self, model: Path, engines: int, device: str = "cpu") -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        if device != "cpu" and engines > 1:
+            raise BadInput(f"--engines is {engines}, but engines on one GPU slow each other: leave it at 1")
+        if engines > len(cores):
+            raise BadInput(f"--engines is {engines}, but there are {len(cores)} cores")
+        free = get_context("spawn").SimpleQueue()
+        for core in cores[:engines]:
+            free.put({core} if device == "cpu" else set(cores))
+        super().__init__(engines, _start, str(model), device, free)
+
+    def probe_s(self) -> float:
+        """Return the time of CpuSpeed's product on a core of the engines, s."""
+        return self._pool.submit(_probe).result()
+
+    def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
+        """Serve the arrivals on the next free engine, by the clock of ReplayEngine.run."""
+        return self._pool.submit(_replay, arrivals, probe_s)
 
 
 _engine: ReplayEngine

@@ -81,16 +81,13 @@ def our_arguments(deployment: Path, model: Path, decode_replicas: int | None = N
 
 def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of Ray Serve LLM's own prefill/decode application on equal engines."""
-    found: dict[str, Any] = {"ingress_deployment_config": arguments["ingress_deployment_config"]}
+    ingress = {"autoscaling_config": None, "max_ongoing_requests": 8192}
+    found: dict[str, Any] = {"ingress_deployment_config": arguments["ingress_deployment_config"] | ingress}
     for role in ("prefill", "decode"):
         config = copy.deepcopy(arguments[f"{role}_config"])
         config["engine_kwargs"] = plain_engine_kwargs(role, config["engine_kwargs"])
         config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # as in our application
         found[f"{role}_config"] = config
-    found["ingress_deployment_config"] = found["ingress_deployment_config"] | {
-        "autoscaling_config": None,
-        "max_ongoing_requests": 8192,
-    }
     return found
 
 
@@ -121,13 +118,10 @@ def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[s
     try:
         yield started
     finally:
-        for how in (signal.SIGINT, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
+        for how in (signal.SIGINT, signal.SIGKILL, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(started.pid, how)
-            with contextlib.suppress(subprocess.TimeoutExpired):
                 started.wait(15)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
 
 
 def wait_http(url: str, what: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:
@@ -148,8 +142,7 @@ def vllm_servers(
 ) -> Iterator[dict[str, list[str]]]:
     """Start equal engines as plain vLLM OpenAI servers, one process group each.
 
-    Yields:
-        {"prefill": urls, "decode": urls}; whole engines are all under "decode", as in a deployment.
+    Yields {"prefill": urls, "decode": urls}; whole engines are all under "decode", as in a deployment.
     """
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     with contextlib.ExitStack() as stack:
@@ -176,6 +169,21 @@ def vllm_servers(
         for url, server, log in started:
             wait_http(f"{url}/health", server, log)
         yield urls
+
+
+@contextmanager
+def vllm_router(
+    venv: Path, policy: str, number: int, servers: Sequence[str], *, port: int, logs: Path
+) -> Iterator[str]:
+    """Run vllm-router number `number` over `servers` (options that name them); yield its URL."""
+    front, log = f"http://127.0.0.1:{port + 60 + number}", logs / f"vllm_router_{number}.log"
+    command = [
+        str(venv / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port + 60 + number),
+        "--policy", policy, "--prometheus-port", str(port + 80 + number), *servers,
+    ]  # fmt: skip
+    with process(command, env={}, log=log) as router:
+        wait_http(f"{front}/health", router, log, 60)
+        yield front
 
 
 def _server_command(config: dict[str, Any], kwargs: dict[str, Any], port: int) -> list[str]:

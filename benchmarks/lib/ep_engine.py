@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.lib.engine_pool import EngineProcesses
 from benchmarks.lib.replay_engine import ENGINE_ENV
 from eldr_serve.command_errors import BadInput
 
@@ -26,29 +23,21 @@ Ints = NDArray[np.int64]
 class Decoded:
     """The pure decode steps of a batch.
 
-    Attributes:
-        answers: int64[requests, tokens].
-        seconds: float64[N], wall-clock time of each step, without moves.
-        move_s: total time of the migration slices between steps.
-        experts_moved: number of experts moved by these slices, in all layers.
-        slices, slices_left: slices of the migration, and those left when the batch ended.
-        log: int64[G, N, L, 5], work of each rank (`eldr_serve.engine.vllm.ep.layer.LOGGED`).
-        routed: int64[L, E], tokens of each expert, including prefill.
-        placement: int64[L, P] at the end; a migration may be incomplete. -1: an empty slot.
+    The migration has `slices`, of which `slices_left` were left when the batch ended.
     """
 
-    answers: Ints
-    seconds: NDArray[np.float64]
-    move_s: float
-    experts_moved: int
+    answers: Ints  # [requests, tokens]
+    seconds: NDArray[np.float64]  # [N], wall-clock time of each step, without moves
+    move_s: float  # total time of the migration slices between steps
+    experts_moved: int  # by these slices, in all layers
     slices: int
     slices_left: int
-    log: Ints
-    routed: Ints
-    placement: Ints
+    log: Ints  # [G, N, L, 5], work of each rank (`eldr_serve.engine.vllm.ep.layer.LOGGED`)
+    routed: Ints  # [L, E], tokens of each expert, including prefill
+    placement: Ints  # [L, P] at the end; a migration may be incomplete. -1: an empty slot
 
 
-class EpEngine:
+class EpEngine(EngineProcesses):
     """Context with one engine.
 
     Args:
@@ -56,37 +45,21 @@ class EpEngine:
         ranks: number of ranks of tensor and expert parallelism, G.
         redundant: slots of a layer beyond one per expert.
         moves_a_slice: maximum number of experts that move between two steps.
-        max_batch: maximum number of concurrent requests.
-
-    Raises:
-        BadInput: on exit, the engine's process has died.
     """
 
     def __init__(
         self, model: Path, *, ranks: int, redundant: int, moves_a_slice: int, max_batch: int
     ) -> None:
-        self._pool = ProcessPoolExecutor(
-            1, mp_context=get_context("spawn"), initializer=_start,
-            initargs=(str(model), ranks, redundant, moves_a_slice, max_batch),
-        )  # fmt: skip
+        super().__init__(1, _start, str(model), ranks, redundant, moves_a_slice, max_batch)
 
     def place(self, placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
-        """Apply the placement int[L, P] at once (-1: an empty slot), and choose replicas by the rule.
-
-        Args:
-            load: float[L, E], expected tokens of each expert.
-        """
+        """Apply the placement int[L, P] (-1: an empty slot) and the rule; `load` [L, E]: expected tokens."""
         self._pool.submit(_place, placement, rule, load).result()
 
     def decode(
-        self,
-        prompts: Sequence[list[int]],
-        tokens: int,
-        *,
-        name: str,
-        migrate_to: Ints | None = None,
+        self, prompts: Sequence[list[int]], tokens: int, *, name: str, migrate_to: Ints | None = None,
         load: NDArray[np.float64] | None = None,
-    ) -> Decoded:
+    ) -> Decoded:  # fmt: skip
         """Decode `tokens` tokens of each prompt greedily, all prompts at once.
 
         Args:
@@ -96,19 +69,10 @@ class EpEngine:
         """
         return self._pool.submit(_decode, prompts, tokens, name, migrate_to, load).result()
 
-    def __enter__(self) -> EpEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:  # stop the ranks before their parent process
             self._pool.submit(_stop).result()
-        self._pool.shutdown(cancel_futures=True)
-        if isinstance(error, BrokenProcessPool):
-            raise BadInput(
-                "the engine died (out of memory?); results are kept; run the command again to continue"
-            ) from error
+        super().__exit__(kind, error, trace)
 
 
 _engine: Any
@@ -141,7 +105,6 @@ def _start(model: str, ranks: int, redundant: int, moves_a_slice: int, max_batch
 
 
 def _stop() -> None:
-    """Stop the ranks before their parent process."""
     _engine.engine_core.shutdown()
 
 
@@ -161,12 +124,9 @@ def _place(placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
 
 
 def _decode(
-    prompts: Sequence[list[int]],
-    tokens: int,
-    name: str,
-    migrate_to: Ints | None,
+    prompts: Sequence[list[int]], tokens: int, name: str, migrate_to: Ints | None,
     load: NDArray[np.float64] | None,
-) -> Decoded:
+) -> Decoded:  # fmt: skip
     global _sent
     from vllm import SamplingParams
 

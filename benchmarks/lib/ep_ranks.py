@@ -22,11 +22,8 @@ T = TypeVar("T")
 def on_ranks(ranks: int, work: Callable[..., T], *arguments: Any, timeout_s: float = 120.0) -> list[T]:
     """Run work(rank, *arguments) in `ranks` new processes with a process group; return their results.
 
-    A process has one compute thread and, on a CPU, one of this process's cores: rank 0 has the last core, and
-    so on.
-
-    Raises:
-        Any exception of a rank; the other ranks then end too, since their collectives fail.
+    A process has one compute thread and, on a CPU, one of this process's cores; rank 0 has the last core. If
+    a rank raises an exception, the other ranks end too, since their collectives fail.
     """
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{folder}/rendezvous"

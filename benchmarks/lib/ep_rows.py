@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,13 @@ from loadgen.statistics import median_ci, paired_change_percent
 PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains
 BASE = "linear, none"  # at replication 1
 EVEN = "eplb, even"
-# METRO: of EPLB's spread at replication 1.5 and more against no replicas, and of its own choice against it.
-_PAPER_EVEN = {"paper_experts_pct": 30.0, "paper_step_pct": 14.0}
-_PAPER_METRO = {"paper_experts_pct": -42.3}
-# GRACE-MoE's groups against linear blocks within a node, three models: benchmarks/papers/figures/grace.py.
-_PAPER_GRACE = {"paper_moved_pct": "-10.0 / -25.1 / -35.8"}
+_PAPERS: dict[str, dict[str, Any]] = {
+    # METRO: EPLB's spread at replication 1.5 and more against no replicas, and its own choice against EPLB's.
+    EVEN: {"paper_experts_pct": 30.0, "paper_step_pct": 14.0},
+    "metro": {"paper_experts_pct": -42.3},
+    # GRACE-MoE's groups against linear blocks within a node, three models: papers/figures/grace.py.
+    "grace, none": {"paper_moved_pct": "-10.0 / -25.1 / -35.8"},
+}
 _PAPER_PROACTIVE = "-39..-58"  # DIRECTOR's proactive placement on 32 GPUs against a static one
 
 
@@ -28,13 +30,9 @@ def choice_rows(
     for (ratio, name), found in measured.items():
         placement, choice = name.split(", ")
         even = measured.get((ratio, EVEN))
-        papers: Mapping[str, float | str] = {}
-        if name == EVEN and ratio >= 1.5:
-            papers = _PAPER_EVEN
-        elif choice == "metro":
-            papers = _PAPER_METRO
-        elif name == "grace, none":
-            papers = _PAPER_GRACE
+        papers: dict[str, Any] = _PAPERS.get(name if choice != "metro" else choice, {})
+        if name == EVEN and ratio < 1.5:
+            papers = {}
         yield {
             "replication": ratio, "batch_size": batch, "placement": placement, "choice": choice,
             **_interval("step", found),
@@ -54,11 +52,9 @@ def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> It
     """Yield a row for each arm and phase from what was measured in each round and window."""
     windows = len(measured["offline"][0])
     middle = windows // 2
-    parts = dict(
-        zip(PHASES, (range(middle), range(middle, middle + 1), range(middle + 1, windows)), strict=True)
-    )
+    parts = range(middle), range(middle, middle + 1), range(middle + 1, windows)
     for name, turns in measured.items():
-        for phase, part in parts.items():
+        for phase, part in zip(PHASES, parts, strict=True):
             found, base = (
                 [turn[window] for turn in of for window in part] for of in (turns, measured["offline"])
             )
@@ -68,10 +64,8 @@ def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> It
                 **_change("step", found, base, "step_ms", seed),
                 "with_moves_ms": float(np.median([one["with_moves_ms"] for one in found])),
                 **_change("with_moves", found, base, "with_moves_ms", seed),
-                **_means(found, ("worst_rank_experts", "worst_rank_pairs")),
-                **_means(
-                    found, ("plan_ms", "migration_ms", "experts_moved", "slices", "slices_left")
-                ),
+                **_means(found, ("worst_rank_experts", "worst_rank_pairs", "plan_ms", "migration_ms",
+                                 "experts_moved", "slices", "slices_left")),
                 "requests_equal_pct": _equal_pct(found, base),
                 "paper_pct": _PAPER_PROACTIVE if name == "proactive" else None,
             }  # fmt: skip

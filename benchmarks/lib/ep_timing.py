@@ -36,29 +36,22 @@ Arm = tuple[float, str, str]  # replication (slots / experts), routing, dispatch
 
 @dataclass(frozen=True)
 class Plan:
-    """Common input of all ranks: the model, placements by replication, and batches of routes.
-
-    Attributes:
-        placements: {ratio: int[L, P]}.
-        routes: int[B, L, T, k], B batches.
-        arms: arms to compare.
-        rounds: calls of each batch, layer and arm.
-    """
+    """Common input of all ranks: the model, placements by replication, and batches of routes."""
 
     model: Path
     ranks: int
-    placements: dict[float, NDArray[np.int64]]
-    routes: NDArray[np.int64]
+    placements: dict[float, NDArray[np.int64]]  # int[L, P]
+    routes: NDArray[np.int64]  # int[B, L, T, k], B batches
     arms: tuple[Arm, ...]
-    rounds: int
+    rounds: int  # calls of each batch, layer and arm
     seed: int
 
     def routing(self, arm: Arm, layer: int) -> Routing:
         """Return the arm's choice of replicas in a layer."""
         hosts = hosts_of(self.placements[arm[0]][layer : layer + 1], self.num_experts, self.ranks)[0]
-        return (
-            one_replica(MetroPlan.of(hosts).route, len(hosts)) if arm[1] == "metro" else all_replicas(hosts)
-        )
+        if arm[1] == "metro":
+            return one_replica(MetroPlan.of(hosts).route, len(hosts))
+        return all_replicas(hosts)
 
     @property
     def num_experts(self) -> int:
@@ -86,11 +79,8 @@ class _Experts:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         layers = range(plan.routes.shape[1])
-        everyone = range(plan.num_experts)
-        self._products = [
-            vllm_products(*(w.to(device()) for w in read_experts(plan.model, layer, everyone)))
-            for layer in layers
-        ]
+        weights = (read_experts(plan.model, layer, range(plan.num_experts)) for layer in layers)
+        self._products = [vllm_products(w13.to(device()), w2.to(device())) for w13, w2 in weights]
         self._gates = [read_gate(plan.model, layer).to(device()) for layer in layers]
         self.hidden = self._gates[0].shape[1]
         self.top_k = plan.routes.shape[3]
@@ -185,31 +175,23 @@ def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
         mine = torch.zeros(size, dtype=torch.uint8, device=device())
         everyone = torch.zeros(2 * size, dtype=torch.uint8, device=device())
         splits = [0, size] if rank == 0 else [size, 0]
-        seconds: dict[str, list[float]] = {"gather": [], "exchange": []}
+        seconds: dict[str, list[float]] = {"all_gather_reduce_scatter": [], "all_to_all_twice": []}
         for _ in range(10 * rounds + 1):
             clock = _Clock()
             dist.barrier()
             clock.start()
             dist.all_gather_single(everyone, mine)
             dist.reduce_scatter_single(mine, everyone)
-            clock("gather")
+            clock("all_gather_reduce_scatter")
             dist.barrier()
             clock.start()
             dist.all_to_all_single(torch.empty_like(mine), mine, splits, splits)
             dist.all_to_all_single(torch.empty_like(mine), mine, splits, splits)
-            clock("exchange")
+            clock("all_to_all_twice")
             for name, times in seconds.items():
                 times.append(clock.seconds[name])
-        found.append(
-            {"message_bytes": size}
-            | {
-                f"{name}_p50_ms": 1e3 * float(np.median(times[1:]))
-                for name, times in (
-                    ("all_gather_reduce_scatter", seconds["gather"]),
-                    ("all_to_all_twice", seconds["exchange"]),
-                )
-            }
-        )
+        medians = {f"{name}_p50_ms": 1e3 * float(np.median(times[1:])) for name, times in seconds.items()}
+        found.append({"message_bytes": size} | medians)
     return found
 
 

@@ -25,31 +25,20 @@ PROMPT = 65  # maximum tokens of a prompt, since only decode is measured
 SKIPPED = 2  # decode steps after the prefill that no figure includes
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated a request.")]
-Rounds = Annotated[
-    int,
-    typer.Option(min=2, help="Rounds of all arms, each with other prompts."),
-]
-Minutes = Annotated[
-    float | None, typer.Option(min=0.1, help="Time limit; run the same command again to continue.")
-]
+Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with other prompts.")]
+Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the same command resumes.")]
 
 
 def in_turns(
-    journal: Journal,
-    keys: Iterable[Key],
-    engine: Callable[[], EpEngine],
-    measure: Callable[[EpEngine, Key], Any],
-    minutes: float | None,
-) -> dict[Key, Any]:
+    journal: Journal, keys: Iterable[Key], engine: Callable[[], EpEngine],
+    measure: Callable[[EpEngine, Key], Any], minutes: float | None,
+) -> dict[Key, Any]:  # fmt: skip
     """Return the measurement of each key, in this order; measure only those that the journal lacks.
 
     Args:
         engine: called if anything is left to measure.
         measure: function that returns a JSON-serialisable result.
-        minutes: time limit after which nothing more is started; None: no limit.
-
-    Raises:
-        BadInput: the time is up.
+        minutes: time limit, after which BadInput is raised; None: no limit.
     """
     began, keys = monotonic(), list(keys)
     left = [key for key in keys if journal.get(_name(key)) is None]

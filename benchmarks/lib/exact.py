@@ -21,10 +21,7 @@ Choices = Callable[[list[int]], NDArray[np.int64]]
 
 
 def reference(model: Path) -> Choices:
-    """Return a function from tokens to int[T,L,k], the choices of Hugging Face's model on the CPU.
-
-    It computes in float32, without a KV cache.
-    """
+    """Return a function from tokens to int[T,L,k], the choices of Hugging Face's model in float32."""
     from transformers import Qwen3MoeForCausalLM
 
     network = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -72,15 +69,16 @@ def against_reference(report: dict[str, Any], choices: Choices) -> list[Cells]:
         decoded = chosen[prompt:-1]  # the last token never reaches the gates
         counts = unpack_counts(record["eldr_prefill"])
         cells, tokens = found[number], report["batches"][number][2]
-        cells.add("signature", counts, _histogram(chosen[:prompt], counts.shape))
-        cells.add("decode", unpack_counts(record["eldr_decode"]), _histogram(decoded, counts.shape))
+        cells.add("signature", counts, histogram(chosen[:prompt], counts.shape))
+        cells.add("decode", unpack_counts(record["eldr_decode"]), histogram(decoded, counts.shape))
         cells.add("decode", [record["eldr_decode_steps"]] * 2, [len(decoded), tokens - 1])
         cells.add("route", np.sort(unpack_routes(record["eldr_routes"])), np.sort(decoded))
     sequences = {r["request"]: r["prompt"] + r["output"] for r in report["records"]}
     for step in report["steps"]:
         fed = step["fed"]
         layers = np.stack([choices(sequences[name])[position] for name, position in fed], 1)  # [L,n,k]
-        expected = [len(fed), sum(position + 1 for _, position in fed), *map(_active, layers)]
+        active = [len(np.unique(layer)) for layer in layers]
+        expected = [len(fed), sum(position + 1 for _, position in fed), *active]
         found[_batch(fed[0][0])].add("step", _integers(step), expected)
     return found
 
@@ -104,16 +102,12 @@ def _integers(step: dict[str, Any]) -> list[int]:
     return [step["requests"], step["kv_tokens"], *step["active_by_layer"]]
 
 
-def _active(chosen: NDArray[np.int64]) -> int:
-    return len(np.unique(chosen))
-
-
 def _batch(request: str) -> int:
     return int(request.split("-")[0])
 
 
-def _histogram(chosen: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """Count choices int[T,L,k] as int[L,E]."""
+def histogram(chosen: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return int[L,E] counts of choices int[T,L,k]."""
     counts = np.zeros(shape, np.int64)
     np.add.at(counts, (np.arange(shape[0])[None, :, None], chosen), 1)
     return counts

@@ -11,6 +11,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 
+from benchmarks.lib.fake_service import APPLICATION, MODEL
 from benchmarks.lib.synthetic import prompt_counts, random_spec, table_near
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.ingress.admission import IngressOptions
@@ -22,27 +23,18 @@ from eldr_serve.router.actor import actor_name
 from eldr_serve.router.settings import RouterSettings
 from examples.demo_model import WEIGHTS
 
-MODEL, APPLICATION = "fake", "bench-streams"
 _PROMPT_TOKENS = 300
 _STEP_S = 0.03
 
 
 def fake_application(
-    *,
-    decode_replicas: int,
-    prefill_s: float,
-    seed: int,
-    own_port: int | None = None,
-    ingresses: int = 1,
-    prefill_replicas: int = 1,
-    engine_options: Mapping[str, Any] = {},
+    *, decode_replicas: int, prefill_s: float, seed: int, own_port: int | None = None, ingresses: int = 1,
+    prefill_replicas: int = 1, engine_options: Mapping[str, Any] = {},
     ingress_options: Mapping[str, Any] = {},
-) -> Application:
+) -> Application:  # fmt: skip
     """Return our ingress, router actor and channels over engines that compute nothing.
 
-    Args:
-        own_port: see IngressOptions.port.
-        engine_options, ingress_options: additional deployment options of Serve.
+    `engine_options` and `ingress_options` are additional deployment options of Serve.
     """
     name, options = APPLICATION, PathOptions()
     prompts = prompt_counts(32, np.random.default_rng(seed))
@@ -54,33 +46,23 @@ def fake_application(
             request_router_kwargs={"directory_name": directory_name},
         )
         return serve.deployment(
-            server,
-            name=f"Fake{server.__name__}",
-            num_replicas=replicas,
-            request_router_config=router,
+            server, name=f"Fake{server.__name__}", num_replicas=replicas, request_router_config=router,
             **{"ray_actor_options": {"num_cpus": 0.1}} | dict(engine_options),
-        ).bind(config, engine=FakeEngine.start, stall_limit_s=options.stall_limit_s, **arguments)
+        ).bind(config, engine=FakeEngine.start, stall_limit_s=options.stall_limit_s, **arguments)  # fmt: skip
 
     rng = np.random.default_rng(seed)
     table = table_near(prompt_counts(decode_replicas, rng), decode_replicas, rng, spec=random_spec(rng))
     limits = IngressOptions(port=own_port)
+    table_bytes = replace(table, model=MODEL).to_bytes()
     ingress = serve.deployment(
-        serve.ingress(http_application)(EldrIngress),
-        name="EldrIngress",
-        num_replicas=ingresses,
+        serve.ingress(http_application)(EldrIngress), name="EldrIngress", num_replicas=ingresses,
         max_ongoing_requests=2 * limits.max_in_flight,
         **{"ray_actor_options": {"num_cpus": 0.1}} | dict(ingress_options),
-    )
+    )  # fmt: skip
     return ingress.bind(
         prefill=deployed(PrefillServer, prefill_directory(name), prefill_replicas),
         decode=deployed(DecodeServer, decode_directory(name), decode_replicas, router_name=actor_name(name)),
-        tokenizer=str(WEIGHTS),
-        model_card={"id": MODEL, "object": "model"},
-        openapi={},
-        application=name,
-        router=RouterSettings(
-            model_id=MODEL, policy="locality-band", table=replace(table, model=MODEL).to_bytes()
-        ),
-        options=limits,
-        path_options=options,
-    )
+        tokenizer=str(WEIGHTS), model_card={"id": MODEL, "object": "model"}, openapi={}, application=name,
+        router=RouterSettings(model_id=MODEL, policy="locality-band", table=table_bytes),
+        options=limits, path_options=options,
+    )  # fmt: skip

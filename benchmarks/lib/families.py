@@ -13,43 +13,28 @@ from numpy.typing import NDArray
 
 VOCABULARY = 257
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-_MLA = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+_ROUTED_16: dict[str, Any] = {
+    "moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+}  # fmt: skip
+_MLA = _ROUTED_16 | {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
     "n_shared_experts": 1,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",  # the only one in transformers' V3; vLLM reads it from the checkpoint
 }
 _GDN = {
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-}
+    "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 
 
 def _engine(blocks: int, **others: Any) -> dict[str, Any]:
@@ -58,27 +43,16 @@ def _engine(blocks: int, **others: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model of one architecture.
+    """A tiny model of one architecture."""
 
-    Attributes:
-        model: prefix of its classes in transformers.
-        config: settings that differ from the common sizes.
-        config_class: configuration class in transformers, if it does not have the model's prefix.
-        architecture: name of the architecture in vLLM, if it differs from the class name in transformers.
-        exact: whether vLLM's CPU engine generates the same tokens as the Hugging Face model.
-        engine: engine arguments; few KV blocks, so that requests are preempted.
-        torchvision: whether vLLM imports torchvision for this model, although only text is used.
-        mla_for_amx: whether to use vLLM's MLA backend for AMX, which needs AMX, or AVX-512 with bfloat16.
-    """
-
-    model: str
-    config: dict[str, Any]
-    config_class: str = ""
-    architecture: str = ""
-    exact: bool = True
-    engine: dict[str, Any] = field(default_factory=lambda: _engine(9))
-    torchvision: bool = False
-    mla_for_amx: bool = False
+    model: str  # prefix of its classes in transformers
+    config: dict[str, Any]  # settings that differ from the common sizes
+    config_class: str = ""  # in transformers, if it does not have the model's prefix
+    architecture: str = ""  # name in vLLM, if it differs from the class name in transformers
+    exact: bool = True  # vLLM's CPU engine generates the same tokens as the Hugging Face model
+    engine: dict[str, Any] = field(default_factory=lambda: _engine(9))  # few KV blocks cause preemptions
+    torchvision: bool = False  # vLLM imports torchvision for this model, although only text is used
+    mla_for_amx: bool = False  # use vLLM's MLA backend for AMX, which needs AMX, or AVX-512 with bfloat16
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -116,9 +90,8 @@ _EXPERTS_16 = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_si
 _LOCAL_8 = {"num_local_experts": 8, "num_experts_per_tok": 2}
 # By default vLLM chooses its AMX backend on CPUs with AMX, which does not support float32.
 _MLA_ENGINE = _engine(17, attention_backend="CPU_MLA")
-_RECURRENT = _engine(
-    24, dtype="bfloat16", max_model_len=1536
-)  # vLLM's CPU kernel of GDN supports only bfloat16
+# vLLM's CPU kernel of GDN supports only bfloat16.
+_RECURRENT = _engine(24, dtype="bfloat16", max_model_len=1536)
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 
 FAMILIES = {
@@ -131,32 +104,13 @@ FAMILIES = {
     "Mixtral": Family("Mixtral", _LOCAL_8),
     "OLMoE": Family("Olmoe", {"num_experts": 16, "num_experts_per_tok": 4}),
     "Granite-MoE": Family("GraniteMoe", _LOCAL_8),
-    "GLM-4-MoE": Family(
-        "Glm4Moe",
-        {
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 16,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "GLM-4-MoE": Family("Glm4Moe", _ROUTED_16 | {"n_group": 4, "topk_group": 2}),
     "Phi-3.5-MoE": Family(
         "Phimoe",
         _LOCAL_8 | {"attention_bias": True, "lm_head_bias": True},  # vLLM assumes both
         architecture="PhiMoEForCausalLM",
     ),
-    "Dots1": Family(
-        "Dots1",
-        {
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 16,
-            "num_experts_per_tok": 4,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "Dots1": Family("Dots1", _ROUTED_16 | {"n_shared_experts": 1}),
     "GPT-OSS": Family(
         "GptOss",
         {"num_local_experts": 8, "num_experts_per_tok": 4, "num_hidden_layers": 4,
@@ -222,9 +176,8 @@ def choices(folder: Path) -> Callable[[list[int]], NDArray[np.int64]]:
 class Reference:
     """Hugging Face's model of a checkpoint, in float32 without a KV cache.
 
-    Attributes:
-        scores: float[T,L,E], the routers' scores in the last `route`, if the routers expose them.
-        groups: (groups of experts, number of groups that a router chooses first); (1, 1) without groups.
+    `scores`, float[T,L,E], are the routers' scores in the last `route`, if they expose them; `groups` is
+    (groups of experts, number of groups that a router chooses first), (1, 1) without groups.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -271,9 +224,8 @@ class Reference:
     def route(self, tokens: list[int], forced: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """Return int[T,L,k]: the ids that the routers choose.
 
-        Args:
-            forced: int[T,L,k], experts that compute instead of the chosen ones, so that the choices of each
-                layer follow them and no difference causes others.
+        The experts `forced`, int[T,L,k], compute instead of the chosen ones, so that no difference causes
+        others.
         """
         self._seen.clear()
         self._scores.clear()

@@ -38,9 +38,6 @@ class Seen:
     """The choices of an engine's routers, by the tokens up to and including the routed one.
 
     A token that was computed again in another batch may have several choices, by rounding near ties.
-
-    Args:
-        core: engine core in this process.
     """
 
     def __init__(self, core: Any) -> None:
@@ -88,23 +85,17 @@ def serve(arguments: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        skip_tokenizer_init=True,
-        max_num_seqs=8,
-        max_num_batched_tokens=CHUNK,
-        disable_log_stats=False,
+        skip_tokenizer_init=True, max_num_seqs=8, max_num_batched_tokens=CHUNK, disable_log_stats=False,
         **engine_kwargs("calibrate", device="cpu", **arguments),
-    ).llm_engine
+    ).llm_engine  # fmt: skip
     core = engine.engine_core.engine_core
     seen = Seen(core)
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     connector = core.scheduler.connector
     params = SamplingParams(
-        max_tokens=OUTPUT,
-        temperature=0.0,
-        detokenize=False,
-        ignore_eos=True,
+        max_tokens=OUTPUT, temperature=0.0, detokenize=False, ignore_eos=True,
         extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": True}},
-    )
+    )  # fmt: skip
     records = []
     for turn in range(2):
         for index, prompt in enumerate(prompts(connector.counted.block_size)):
@@ -155,9 +146,8 @@ def main(jobs: Path) -> None:
         process.start()
         process.join()
         if not report.exists():
-            report.write_text(
-                json.dumps({"error": f"the engine's process ended with status {process.exitcode}"})
-            )
+            error = f"the engine's process ended with status {process.exitcode}"
+            report.write_text(json.dumps({"error": error}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,8 @@ def wide_arguments(
     for role in engine_roles(arguments):
         arguments[role]["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
         arguments[role]["engine_kwargs"] |= {
-            "kv_cache_memory_bytes": _KV_BYTES,
-            "stream_interval": stream_interval,
-        }
+            "kv_cache_memory_bytes": _KV_BYTES, "stream_interval": stream_interval,
+        }  # fmt: skip
     return arguments
 
 
@@ -66,29 +65,28 @@ def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]
 
 
 @contextmanager
-def serving(arguments: dict[str, Any], *, port: int) -> Iterator[None]:
+def served(arguments: dict[str, Any], *, port: int) -> Iterator[Client]:
     """Run the application with these `args`, ready at `port`; Serve's proxy listens on the next port."""
-    arguments |= {"router": {"policy": "shortest-queue"}, "admin_key": KEY, "ingress": {"port": port}}
-    arguments.setdefault("signatures", {"actors": 0})  # benchmarks swap in their own tables
     with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
 
         from eldr_serve.app import build_app
 
-        serve.run(build_app(arguments), name="eldr", route_prefix="/")
+        application = build_app(arguments | {"ingress": {"port": port}, "admin_key": KEY})
+        serve.run(application, name="eldr", route_prefix="/")
         wait_ready(f"http://127.0.0.1:{port}", 300)
-        yield
+        yield Client(f"http://127.0.0.1:{port}", KEY)
+
+
+def serving(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[Client]:
+    """Run the application as `served`, ready for a benchmark's own tables: it fits none itself."""
+    return served(
+        {"signatures": {"actors": 0}} | arguments | {"router": {"policy": "shortest-queue"}}, port=port
+    )
 
 
 class Comparison:
-    """A comparison in a folder, bound to its first inputs until `finish`.
-
-    Args:
-        asked: all inputs that affect the figures.
-
-    Raises:
-        BadInput: the folder holds a comparison with other inputs.
-    """
+    """A comparison in a folder, bound to its first inputs until `finish`; BadInput if they differ."""
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -111,9 +109,8 @@ class Comparison:
         with probed(self.folder / "cpu_speed"):
             done = subprocess.run(
                 [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
-                env=os.environ | {"ELDR_ADMIN_KEY": KEY},
-                check=False,
-            )
+                env=os.environ | {"ELDR_ADMIN_KEY": KEY}, check=False,
+            )  # fmt: skip
         if done.returncode:
             raise BadInput(f"the comparison ended with status {done.returncode}; see {out}")
         self._journal.put("result", json.loads((out / "compare.json").read_text()))
@@ -126,13 +123,10 @@ class Comparison:
         felt = felt_by_engines(trials, notes, BASELINES)
         clock = notes.as_felt(felt)
         rows = policy_rows(
-            asked["policies"],
-            [normalised(trial, clock) for trial in trials],
-            warm_up_s=asked["warm_up_s"],
-            seconds=asked["seconds"],
+            asked["policies"], [normalised(trial, clock) for trial in trials],
             slo=Slo(asked["slo_ttft_ms"], asked["slo_tpot_ms"]),
-            seed=asked["seed"],
-        )
+            **{name: asked[name] for name in ("warm_up_s", "seconds", "seed")},
+        )  # fmt: skip
         return [{"clock": "wall", **row} for row in self.result["rows"]] + [
             {"clock": "even", **row, "pace_felt": felt} for row in rows
         ]

@@ -23,8 +23,7 @@ class NormalisedTime:
     One of its seconds is a second at the mean speed of the records.
 
     Args:
-        notes: for each core, float64[n, 4]: Unix time, s; CPU time of the probe's product, s; stolen ticks so
-            far; all ticks so far.
+        notes: each core's float64[n, 4]: Unix time, s; CPU time of the probe, s; stolen ticks; all ticks.
         felt: sensitivity (see `felt`): where the product takes x times as long, the work takes x**felt times.
     """
 
@@ -39,11 +38,7 @@ class NormalisedTime:
 
     @classmethod
     def read(cls, folder: Path) -> NormalisedTime:
-        """Read the records of `probed`.
-
-        Raises:
-            BadInput: the folder has none.
-        """
+        """Read the records of `probed`; raise BadInput if the folder has none."""
         files = sorted(folder.glob("cpu_speed_*.jsonl"))
         notes = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         if not any(notes):
@@ -67,11 +62,7 @@ class NormalisedTime:
 
 
 def felt_by_engines(trials: Sequence[Trial], clock: NormalisedTime, alike: Collection[str]) -> float:
-    """Return `felt` for engine time per token; the policies `alike` count as one.
-
-    Args:
-        clock: clock with `felt` 1.
-    """
+    """Return `felt` of engine time per token, by a clock with `felt` 1; policies `alike` count as one."""
     groups, slowdowns, seconds = [], [], []
     for trial in trials:
         if trial.requests and trial.engines and trial.engines["batch"]:
@@ -84,12 +75,8 @@ def felt_by_engines(trials: Sequence[Trial], clock: NormalisedTime, alike: Colle
 def felt(groups: Sequence[str], slowdowns: Sequence[float], seconds: Sequence[float]) -> float:
     """Return how sensitive some work is to the product's slowdown: 0 not at all, 1 equally, 2 its square.
 
-    This is the slope, by least squares, of the logarithm of its seconds over that of the slowdown, from trial
-    to trial of a group, whose work is the same. With too few trials, return 1.
-
-    Args:
-        groups: group of each trial.
-        slowdowns: slowdown of each trial, by a clock with `felt` 1.
+    This is the slope, by least squares, of the logarithm of its seconds over that of the slowdown (by a clock
+    with `felt` 1), from trial to trial of a group, whose work is the same. With too few trials, return 1.
     """
     if len(groups) - len(set(groups)) < _SPARE_TRIALS:
         return 1.0
@@ -130,14 +117,15 @@ def _normalised(record: dict[str, Any], clock: NormalisedTime) -> dict[str, Any]
     rate = whole_s / end_s
     decode_s = end_s - record["ttft_s"]
     decode_rate = (whole_s - ttft_s) / decode_s if decode_s else 1.0
-    changed = {
+    changed: dict[str, Any] = {
         "sent_s": record["sent_s"] + end_s - whole_s,
         "ttft_s": ttft_s,
         "end_s": whole_s,
-        "tpot_s": None if record["tpot_s"] is None else record["tpot_s"] * decode_rate,
-        "itl_s": [rate * gap for gap in record["itl_s"]],
-        "handover_s": None if record["handover_s"] is None else rate * record["handover_s"],
     }
+    changed["itl_s"] = [rate * gap for gap in record["itl_s"]]
+    for name, factor in (("tpot_s", decode_rate), ("handover_s", rate)):
+        if record[name] is not None:
+            changed[name] = factor * record[name]
     return record | changed
 
 

@@ -22,12 +22,8 @@ Captured = Annotated[int, typer.Option(min=16, help="Prompts captured, half task
 Workers = Annotated[str, typer.Option(help="Numbers of decode workers, with commas.")]
 Groups = Annotated[str, typer.Option(help="Workloads with commas, of: all, language, task.")]
 Work = Annotated[Path, typer.Option(help="Folder for the capture and the widened model.")]
-Repeats = Annotated[
-    int, typer.Option(min=1, help="Replays of each schedule; a request's time is their median.")
-]
-Engines = Annotated[
-    int, typer.Option(min=1, help="Replays side by side, each engine on its own core; 2 GiB each.")
-]
+Repeats = Annotated[int, typer.Option(min=1, help="Replays of each schedule; times are their medians.")]
+Engines = Annotated[int, typer.Option(min=1, help="Engines side by side, each on its own core; 2 GiB each.")]
 Device = Annotated[
     Literal["cpu", "cuda", "cuda-eager"],
     typer.Option(help="Where the engine runs; cuda-eager: decode steps outside of CUDA graphs."),
@@ -36,15 +32,17 @@ Seed = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and
 CpuOrCuda = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model, or its layer, runs.")]
 Out = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
 WORK = Path("out/bench")
+FitRequests = Annotated[
+    int, typer.Option(min=12, help="Requests that fit the step cost before the replay; few fit it coarsely.")
+]
 StepsOut = Annotated[
-    Path | None,
-    typer.Option(
-        help="Write the engine's steps behind the fitted cost, for offline.simulate --calibrate-from."
-    ),
+    Path | None, typer.Option(help="Write the fitted steps, for offline.simulate --calibrate-from.")
 ]
-RouterVenv = Annotated[
-    Path | None, typer.Option(help="Virtual environment with vllm-router; none: it is left out.")
-]
+RouterVenv = Annotated[Path | None, typer.Option(help="Virtual environment with vllm-router; none: skipped.")]
+Policies = Annotated[str, typer.Option(help="Policies, with commas.")]
+TwoPolicies = Annotated[str, typer.Option(help="Two; changes are those of the first against the second.")]
+Port = Annotated[int, typer.Option(help="HTTP port.")]
+Ports = Annotated[int, typer.Option(help="First of two HTTP ports.")]
 Record = Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")]
 InFlight = Annotated[int, typer.Option(min=1, help="Requests in flight, closed loop.")]
 Deployment = Annotated[Path, typer.Option(help="Deployment YAML.")]

@@ -106,10 +106,9 @@ def experts() -> None:
     for workload, mark in (("language", "o"), ("task", "s")):
         rows = [row for row in read_rows("same_domain") if row["workload"] == workload]
         sizes = [row["batch_size"] for row in rows]
-        one = f"one {workload}"
-        batches.plot(sizes, [row["same_domain"] for row in rows], f"{mark}-", color="C0", label=one)
-        mixed = f"mixed {workload}s"
-        batches.plot(sizes, [row["mixed"] for row in rows], f"{mark}-", color=_GREY, label=mixed)
+        for column, colour, label in (("same_domain", "C0", "one {}"), ("mixed", _GREY, "mixed {}s")):
+            values, named = [row[column] for row in rows], label.format(workload)
+            batches.plot(sizes, values, f"{mark}-", color=colour, label=named)
     batches.set(xlabel="batch size, requests", ylabel="active experts of 64")
     for size, shade in ((16, "C0"), (32, "C9"), (64, "C2")):
         rows = [row for row in read_rows("moe_layer_latency") if row["batch_size"] == size]
@@ -155,21 +154,16 @@ def main() -> None:
     if there("gpu_step_cost"):
         step_cost()
     curves(
-        "rates",
-        "On languages the median falls further as the rate grows; p99 falls less surely",
+        "rates", "On languages the median falls further as the rate grows; p99 falls less surely",
         [row for row in read_rows("rates") if row["workload"] == "language" and row["arm"] != "domain"],
-        ("rate_per_s", "requests/s, 8 workers, replayed"),
-        ("tpot_{}_ms", "TPOT {}, ms"),
-        "arm",
-    )
+        ("rate_per_s", "requests/s, 8 workers, replayed"), ("tpot_{}_ms", "TPOT {}, ms"), "arm",
+    )  # fmt: skip
     curves(
-        "workers",
-        "Simulated, languages: marginal-cost gains in both percentiles up to 1,024 workers",
+        "workers", "Simulated, languages: marginal-cost gains in both percentiles up to 1,024 workers",
         [row for row in read_rows("eldr_pool-size") if row["workload"] == "language"],
         ("decode_workers", "decode workers"),
-        ("tpot_{}_change_pct", "TPOT {} against round-robin, %"),
-        "policy",
-    )
+        ("tpot_{}_change_pct", "TPOT {} against round-robin, %"), "policy",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 The command's argument is {"model", "device" ("cpu" or "cuda"), "block_size", "max_tokens"} and optionally
 further engine "arguments". On a GPU the engine is eager, since hooks captured in a CUDA graph could not be
-switched off; prompts are computed outside of graphs anyway.
-Each line is [whether to capture, prompt (token ids)]; the answer is one line with the latency and the
-counting time that the engine reports, s.
+switched off; prompts are computed outside of graphs anyway. Each line is [whether to capture, prompt (token
+ids)]; the answer is one line with the latency and the counting time that the engine reports, s.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ def main(job: dict[str, Any], answer: Any) -> None:
         kv_lease_s=_LEASE_S[job["device"]],
         scheduler_cls="benchmarks.lib.switched.SwitchedScheduler",
         kv_transfer_config={
-            "kv_connector": "SwitchedConnector",
-            "kv_connector_module_path": "benchmarks.lib.switched",
+            "kv_connector": "SwitchedConnector", "kv_connector_module_path": "benchmarks.lib.switched",
         },
     )  # fmt: skip
     llm = LLM(
@@ -46,11 +44,9 @@ def main(job: dict[str, Any], answer: Any) -> None:
         **({"dtype": "float32"} | job.get("arguments", {})), **kwargs,
     )  # fmt: skip
     params = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        detokenize=False,
+        max_tokens=1, temperature=0.0, detokenize=False,
         extra_args={"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}},
-    )
+    )  # fmt: skip
     counted = 0.0
     for line in sys.stdin:
         capture, prompt = json.loads(line)

@@ -23,14 +23,9 @@ def no_longer_than(prompts: Iterable[Prompt], tokens: int, *, chat: bool) -> lis
 
 
 def bodies(
-    folder: Path,
-    *,
-    count: int,
-    max_tokens: int,
-    seed: int,
-    min_tokens: int | None = None,
+    folder: Path, *, count: int, max_tokens: int, seed: int, min_tokens: int | None = None,
     most_prompt_tokens: int | None = None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return `count` greedy completion requests; prompts repeat if there are too few.
 
     Prompts longer than `most_prompt_tokens` are left out. Answers have exactly `max_tokens` tokens, or a
@@ -41,13 +36,9 @@ def bodies(
         prompts = no_longer_than(prompts, most_prompt_tokens, chat=False)
     rng = random.Random(seed)
     rng.shuffle(prompts)
-    return [
-        {
-            "model": MODEL,
-            "prompt": prompts[number % len(prompts)].text,
-            "max_tokens": max_tokens if min_tokens is None else rng.randint(min_tokens, max_tokens),
-            "ignore_eos": True,
-            "temperature": 0.0,
-        }
-        for number in range(count)
-    ]
+    greedy = {"model": MODEL, "ignore_eos": True, "temperature": 0.0}
+    found = []
+    for number in range(count):
+        tokens = max_tokens if min_tokens is None else rng.randint(min_tokens, max_tokens)
+        found.append(greedy | {"prompt": prompts[number % len(prompts)].text, "max_tokens": tokens})
+    return found

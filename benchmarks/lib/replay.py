@@ -1,11 +1,10 @@
-"""TPOT of placements without contention: every worker's schedule alone on a real engine.
+"""Measure the TPOT of placements without contention: replay each worker's schedule alone on a real engine.
 
-Poisson arrivals of prefilled requests are placed on K workers by a policy, in the simulator, with the
-step cost that was first fitted on this engine. Then each worker's requests are served, at their arrival
-times, by a real engine that has a core to itself, so that workers do not share cores as they would if
-they all ran here. The times are the real engine's; what is simulated is only who gets which request.
-Prompts' KV blocks are in the prefix cache, as if they had been transferred; the experts are wide enough
-to leave the CPU's caches (widened demo model, same function).
+A policy places Poisson arrivals of prefilled requests on K workers in simulation, with a step cost that was
+first fitted to this engine. A real engine with a core of its own then serves each worker's requests at their
+arrival times, so that workers do not share cores as they would if all ran here. Only the placement is
+simulated; the times are the real engine's. The prompts' KV blocks are in the prefix cache, as if they had
+been transferred; the experts are wide enough to leave the CPU's caches (widened demo model, same function).
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.lib import options
+from benchmarks.lib.active_experts import active_experts
 from benchmarks.lib.capture import Captured, captured, groups_of
 from benchmarks.lib.engine_pool import Replays
 from benchmarks.lib.engines import weights_name
@@ -53,15 +53,24 @@ from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
 
+FIT_REQUESTS = 304  # by default, four batches of each of these sizes
+_FIT_BATCHES = (2, 10, 24, 40)
+
+
+def fit_batches(requests: int) -> list[int]:
+    """Return the batch sizes of a quarter of the requests; with few requests, smaller and fewer batches."""
+    ends = np.rint(np.cumsum(_FIT_BATCHES) / sum(_FIT_BATCHES) * (requests // 4))
+    return [int(size) for size in np.diff(ends, prepend=0) if size]
+
 
 @dataclass(frozen=True)
 class Arm:
-    """One side of a comparison: a policy, and what it is told."""
+    """One side of a comparison: a policy and its input."""
 
     label: str
     policy: str
     parameters: dict[str, Any] = field(default_factory=dict)
-    true_decode: bool = False  # told the decode activations that the request will really have
+    true_decode: bool = False  # the policy gets the true decode activations
     balanced: bool = True  # clusters of equal size
     transform: str = "count-idf"
 
@@ -78,7 +87,7 @@ class Load:
 
 @dataclass
 class Case:
-    """A load with its jobs, who got which in each arm, and what the engine then did."""
+    """A load with its jobs, and each arm's placement and replay."""
 
     load: Load
     rate: float  # requests/s
@@ -91,12 +100,12 @@ class Case:
 
     @property
     def tpot_s(self) -> dict[str, NDArray[np.float64]]:
-        """By arm and job, the median of its replays."""
+        """Return the median of a job's replays, by arm."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_tpot_s.items()}
 
     @property
     def first_s(self) -> dict[str, NDArray[np.float64]]:
-        """The same, of the first decode step."""
+        """Return the same for the first decode step."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_first_s.items()}
 
 
@@ -118,7 +127,7 @@ class _Replay:
         return np.flatnonzero(self.case.outcomes[self.label].worker == self.worker)
 
     def measured(self, times: dict[str, NDArray[np.float64]], steps: Steps) -> dict[str, Any]:
-        """What the journal keeps of the engine's answer."""
+        """Return the engine's answer as the journal stores it."""
         at = [times[str(j)] for j in self.jobs]
         return {
             "tpot_s": [(t[-1] - t[0]) / (len(t) - 1) for t in at],
@@ -127,14 +136,14 @@ class _Replay:
         }
 
     def keep(self, known: dict[str, Any]) -> None:
-        """Put what the journal kept into the case."""
+        """Copy the journal's entry into the case."""
         self.case.replayed_tpot_s[self.label][self.repeat, self.jobs] = known["tpot_s"]
         self.case.replayed_first_s[self.label][self.repeat, self.jobs] = known["first_s"]
         self.case.steps[self.label].extend(Steps(**known["steps"]))
 
 
 class _Placed(Policy):
-    """Placements that were made before; request ids are numbers, as the simulator gives them."""
+    """Repeat earlier placements; request ids are the simulator's numbers."""
 
     def __init__(self, worker: NDArray[np.int64]) -> None:
         super().__init__()
@@ -148,18 +157,9 @@ class Bench:
     """The captured requests, one engine, and its step cost."""
 
     def __init__(
-        self,
-        prompts: Path,
-        *,
-        engine_pool: Replays,
-        requests: int,
-        output_tokens: int,
-        intermediate: int,
-        work: Path,
-        seed: int,
-        journal: Journal,
-        device: str = "cpu",
-    ) -> None:
+        self, prompts: Path, *, engine_pool: Replays, requests: int, output_tokens: int, intermediate: int,
+        work: Path, seed: int, journal: Journal, device: str = "cpu", fit_requests: int = FIT_REQUESTS,
+    ) -> None:  # fmt: skip
         self._journal = journal
         self._engine_pool = engine_pool
         self.data: Captured = captured(
@@ -173,22 +173,19 @@ class Bench:
             probe_s = engine_pool.probe_s()
             journal.put("probe_s", probe_s)
         self._probe_s: float = probe_s
-        self._fitted_on = self._fitting_steps()
+        self._fitted_on = self._fitting_steps(fit_requests)
         self.cost, self.cost_error = self._fit_cost()
         typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
         self.inputs = {
-            "device": device,
-            "intermediate": intermediate,
-            "output_tokens": output_tokens,
-            "captured": requests,
-            "step_cost": self.cost.as_dict(),
+            "device": device, "intermediate": intermediate, "output_tokens": output_tokens,
+            "captured": requests, "step_cost": self.cost.as_dict(),
             "step_cost_relative_error": self.cost_error,
-        }
+        }  # fmt: skip
 
     def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
-        """Place and replay every load in every arm; arms in turn, so that the machine's moods meet all.
+        """Place and replay every load in every arm; arms alternate, so that machine speed affects all alike.
 
-        A request's times are the medians of its `repeats` replays; steps are those of all of them.
+        A request's times are the medians of its `repeats` replays; steps are those of all replays.
         """
         cases = [self._plan(load, arms, repeats) for load in loads]
         schedule = [
@@ -215,10 +212,9 @@ class Bench:
         return cases
 
     def regret(self, case: Case) -> dict[str, NDArray[np.float64]]:
-        """By arm and job: what the choice added beyond the best one in hindsight, s a step.
+        """Return the cost of each job's choice beyond the best worker in hindsight, s per step, by arm.
 
-        Whose requests were where is that of the arm's simulated run; the judge knows the true decode
-        activations of all of them.
+        Placements are those of the arm's simulated run; costs use the requests' true decode activations.
         """
         trace = self.data.trace
         found = {}
@@ -247,19 +243,19 @@ class Bench:
         return found
 
     def simulated_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
-        """The arm's run with its placements as they were, and steps of another cost."""
+        """Simulate the arm's placements again with another step cost."""
         policy = _Placed(case.outcomes[label].worker)
         return self._simulated(case.load, case.requests, case.arrival_s, policy, cost)
 
     def step_lines(self) -> str:
-        """The steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
+        """Return the steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
         s = self._fitted_on
         records = zip(s.requests, s.kv_tokens, s.experts, s.seconds, strict=True)
         names = ("requests", "kv_tokens", "experts", "seconds")
         return "".join(json.dumps(dict(zip(names, record, strict=True))) + "\n" for record in records)
 
-    def _fitting_steps(self) -> Steps:
-        """Of batches of 1 to 40, of one domain or many."""
+    def _fitting_steps(self, requests: int) -> Steps:
+        """Measure the steps of batches of different sizes, of one domain and of all."""
         if (known := self._journal.get("fitting steps")) is not None:
             return Steps(**known)
         seen, domains = Steps(), np.array(self.data.trace.domains)
@@ -267,7 +263,7 @@ class Bench:
         single = names[np.argsort(-sizes)[:2]]
         asked = []
         for pool in (domains != "", domains == single[0], domains == single[-1], domains != ""):
-            for size in (2, 10, 24, 40):
+            for size in fit_batches(requests):
                 chosen = self._rng.choice(np.flatnonzero(pool), size)
                 gaps = self._rng.exponential(0.02, size)  # so that the batch fills and empties
                 arrivals = [
@@ -293,13 +289,8 @@ class Bench:
         rng = np.random.default_rng([self._seed, load.workers, load.batch])
         number = load.workers * load.per_worker
         chosen = rng.choice(rest, number, replace=number > len(rest))
-        observed = self._experts(False)
-        unions = [
-            np.bitwise_or.reduce(observed.bits[observed.offset[rng.choice(chosen, load.batch)]])
-            for _ in range(64)
-        ]
-        experts = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
-        # Little's law: arrivals a second and worker = batch / time in the worker.
+        experts = active_experts(self._experts(False), chosen, load.batch, rng)
+        # Little's law: arrivals per second and worker = batch / time in the worker.
         stay_s = self._output_tokens * float(self.cost.seconds(load.batch, 200 * load.batch, experts))
         rate = load.workers * load.batch / stay_s
         arrival_s = np.cumsum(rng.exponential(1 / rate, number))
@@ -356,18 +347,13 @@ class Bench:
 
 
 def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Load]:
-    """Each workload on each number of workers at each batch size, all given with commas.
-
-    Raises:
-        BadInput: an unknown workload, or a number that is none.
-    """
-    chosen = groups_of(groups)
+    """Return each workload with each number of workers and batch size; raise BadInput if one is unknown."""
     counts, sizes = options.numbers("--workers", workers), options.numbers("--batch", batch)
-    return [Load(g, k, b, per_worker) for g in chosen for k in counts for b in sizes]
+    return [Load(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]
 
 
 def widened(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
-    """The demo model with experts of that many neurons, and so many heads; made where it is not there."""
+    """Return the demo model with experts of `intermediate` neurons and `heads` heads; make it if needed."""
     if intermediate == 32 and heads is None:
         return WEIGHTS
     path = work / f"model_{intermediate}_{weights_name()}{'' if heads is None else f'_{heads}_heads'}"

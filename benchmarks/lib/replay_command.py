@@ -1,4 +1,4 @@
-"""The command of a benchmark by replay: its options, the replay, and then its own report."""
+"""Commands of the benchmarks by replay: common options, the replay, and a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.engines import check_device
-from benchmarks.lib.replay import Arm, Bench, Case, loads_of, widened
+from benchmarks.lib.replay import FIT_REQUESTS, Arm, Bench, Case, loads_of, widened
 from benchmarks.lib.replay_rows import arm_rows
 from eldr_serve.command_errors import BadInput
 from eldr_serve.files import write_whole
@@ -24,7 +24,7 @@ from loadgen.results import environment, publish
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a report is made from."""
+    """Input of a report."""
 
     name: str
     bench: Bench
@@ -42,7 +42,7 @@ def _changes(rows: Rows, path: Path) -> None:
 
 
 def chosen_arms(names: str, arms: Sequence[Arm]) -> list[Arm]:
-    """The arms of those names, with commas, or all of them."""
+    """Return the arms with these labels, separated by commas, or all."""
     by_label = {arm.label: arm for arm in arms}
     labels = list(by_label) if names == "all" else names.split(",")
     if unknown := [label for label in labels if label not in by_label]:
@@ -55,7 +55,7 @@ def against(
     note: Callable[[Rows], str] | None = None,
     draw: Callable[[Rows, Path], None] = _changes,
 ) -> Callable[[Replayed], None]:
-    """The report of changes against the best of `baselines` that ran; `note` adds a remark on the rows."""
+    """Return a report of changes against the best of `baselines` that ran; `note` adds a remark."""
 
     def report(run: Replayed) -> None:
         labels = list(run.cases[0].outcomes)
@@ -73,26 +73,12 @@ def against(
     return report
 
 
-def _slowdowns(cases: Sequence[Case]) -> list[float]:
-    """Return the 1st, 50th and 99th percentile of the cores' slowdown over all steps."""
-    slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
-    found: list[float] = np.percentile(slowdown, [1, 50, 99]).tolist()
-    return found
-
-
 def replay_command(
-    name: str,
-    all_arms: Sequence[Arm],
-    report: Callable[[Replayed], None] | None = None,
-    *,
-    default_workers: str = "8",
-    default_groups: str = "language,task",
-    default_batch: str = "16",
-    default_per_worker: int = 40,
-    default_repeats: int = 1,
-    default_intermediate: int = 1024,
-) -> Callable[..., None]:
-    """The command `name`: its arms on each load, and `report`, by default `against` round-robin."""
+    name: str, all_arms: Sequence[Arm], report: Callable[[Replayed], None] | None = None, *,
+    default_workers: str = "8", default_groups: str = "language,task", default_batch: str = "16",
+    default_per_worker: int = 40, default_repeats: int = 1, default_intermediate: int = 1024,
+) -> Callable[..., None]:  # fmt: skip
+    """Return the command `name` with these arms and `report`, by default `against` round-robin."""
 
     def command(
         prompts: options.Prompts = options.PROMPTS,
@@ -104,6 +90,7 @@ def replay_command(
         output_tokens: options.Output = 64,
         intermediate: options.Intermediate = default_intermediate,
         requests: options.Captured = 2400,
+        fit_requests: options.FitRequests = FIT_REQUESTS,
         work: options.Work = options.WORK,
         repeats: options.Repeats = default_repeats,
         engines: options.Engines = 1,
@@ -116,22 +103,22 @@ def replay_command(
         check_device(device)
         loads = loads_of(groups, workers, batch, per_worker)
         chosen = chosen_arms(arms, all_arms)
-        asked = {
+        of_bench: dict[str, Any] = {
+            "requests": requests, "output_tokens": output_tokens, "intermediate": intermediate,
+            "device": device, "seed": seed, "fit_requests": fit_requests,
+        }  # fmt: skip
+        asked = of_bench | {
             "benchmark": name, "arms": [asdict(arm) for arm in chosen], "loads": [*map(asdict, loads)],
-            "prompts": str(prompts), "requests": requests, "output_tokens": output_tokens,
-            "intermediate": intermediate, "repeats": repeats, "engines": engines,
-            "device": device, "seed": seed,
+            "prompts": str(prompts), "repeats": repeats, "engines": engines,
         }  # fmt: skip
         journal = Journal(work / f"{name}.jsonl", asked | environment())
         with EnginePool(widened(intermediate, work), engines, device) as engine_pool:
-            bench = Bench(
-                prompts, engine_pool=engine_pool, requests=requests, output_tokens=output_tokens,
-                intermediate=intermediate, work=work, seed=seed, journal=journal, device=device,
-            )  # fmt: skip
+            bench = Bench(prompts, engine_pool=engine_pool, work=work, journal=journal, **of_bench)
             cases = bench.compare(loads, chosen, repeats)
+        slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
         inputs = bench.inputs | {
             "per_worker": per_worker, "batch": batch, "repeats": repeats, "engines": engines,
-            "core_slowdown_p1_p50_p99": _slowdowns(cases),
+            "core_slowdown_p1_p50_p99": np.percentile(slowdown, [1, 50, 99]).tolist(),
         }  # fmt: skip
         (report or against(["round-robin"]))(Replayed(name, bench, cases, inputs, seed, out))
         if steps_out is not None:

@@ -55,9 +55,7 @@ class Steps:
     requests: list[int] = field(default_factory=list)
     kv_tokens: list[int] = field(default_factory=list)
     experts: list[int] = field(default_factory=list)  # summed over MoE layers
-    slowdown: list[float] = field(
-        default_factory=list
-    )  # slowdown of the core, by which `seconds` are divided
+    slowdown: list[float] = field(default_factory=list)  # of the core; `seconds` are divided by it
 
     def extend(self, other: Steps) -> None:
         """Append another run's steps."""
@@ -84,13 +82,7 @@ def free_port() -> int:
 
 
 class ReplayEngine:
-    """A decode engine of this package; one at a time in a process.
-
-    Args:
-        model: folder of the model.
-        device: "cpu", "cuda" or "cuda-eager".
-        arguments: further arguments of the engine.
-    """
+    """A decode engine of this package on "cpu", "cuda" or "cuda-eager"; one at a time in a process."""
 
     def __init__(
         self, model: str, *, device: str = "cpu", max_batch: int = 256, max_model_len: int = 2048,
@@ -142,12 +134,10 @@ class ReplayEngine:
         return 1.0 if self._cuda else float((self._cpu_speed.seconds() / probe_s) ** _FELT)
 
     def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
-        """Run one step of the engine.
+        """Run one step; return outputs, time by the engine's clock, s, and the newly complete records.
 
-        Returns:
-            The engine's outputs, the step's time by the engine's clock, s, and the newly complete records: on
-            a GPU those of the previous step, too. A record has the number of its step in "step", and that
-            step's time, s, in "took".
+        On a GPU these are records of previous steps, too. A record has the number of its step in "step", and
+        that step's time, s, in "took".
         """
         self._records.clear()
         start = self._clock()
@@ -202,11 +192,9 @@ class ReplayEngine:
             while waiting and waiting[-1].arrival_s <= now:
                 arrival = waiting.pop()
                 params = SamplingParams(
-                    max_tokens=arrival.output_tokens,
-                    temperature=TEMPERATURE,
-                    ignore_eos=True,
+                    max_tokens=arrival.output_tokens, temperature=TEMPERATURE, ignore_eos=True,
                     seed=arrival.seed,
-                )
+                )  # fmt: skip
                 self._engine.add_request(arrival.request_id, {"prompt_token_ids": arrival.tokens}, params)
             slowdown = self.slowdown(probe_s)
             outputs, took, records = self.step()

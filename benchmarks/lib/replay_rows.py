@@ -1,4 +1,4 @@
-"""The result tables of a replay."""
+"""Rows of the replay benchmarks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,8 @@ def arm_rows(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, 
     pool = np.concatenate([measured[b] for b in baselines])
     for label, tpot in measured.items():
         steps, outcome = case.steps[label], case.outcomes[label]
-        row: dict[str, Any] = {
-            "workload": case.load.group,
-            "workers": case.load.workers,
-            "rate_per_s": round(case.rate, 2),
-            "arm": label,
-        }
+        row: dict[str, Any] = {"workload": case.load.group, "workers": case.load.workers}
+        row |= {"rate_per_s": round(case.rate, 2), "arm": label}
         for q in (50, 99):
             of_q = partial(np.percentile, q=q)
             row[f"tpot_p{q}_ms"] = 1e3 * float(of_q(tpot))
@@ -57,19 +53,12 @@ def experts_by_batch(case: Case, labels: Sequence[str]) -> list[dict[str, Any]]:
     top = max(max(case.steps[label].requests) for label in labels)
     rows = []
     for low in range(1, top + 1, 4):
-        row: dict[str, Any] = {
-            "workload": case.load.group,
-            "workers": case.load.workers,
-            "batch_from": low,
-            "batch_to": low + 3,
-        }
+        row: dict[str, Any] = {"workload": case.load.group, "workers": case.load.workers}
+        row |= {"batch_from": low, "batch_to": low + 3}
         for label in labels:
             steps = case.steps[label]
-            size = np.array(steps.requests)
-            inside = (size >= low) & (size < low + 4)
-            row[f"{label}: steps"] = int(inside.sum())
-            row[f"{label}: active_experts"] = (
-                float(np.array(steps.experts)[inside].mean()) / LAYERS if inside.any() else None
-            )
+            inside = [e for n, e in zip(steps.requests, steps.experts, strict=True) if low <= n < low + 4]
+            row[f"{label}: steps"] = len(inside)
+            row[f"{label}: active_experts"] = float(np.mean(inside)) / LAYERS if inside else None
         rows.append(row)
     return rows

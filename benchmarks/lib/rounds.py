@@ -11,18 +11,14 @@ from loadgen.statistics import median_ci
 
 
 def medians(
-    rows: Sequence[dict[str, Any]],
-    *,
-    keys: Sequence[str],
-    with_interval: Sequence[str],
+    rows: Sequence[dict[str, Any]], *, keys: Sequence[str], with_interval: Sequence[str],
     summed: Sequence[str] = (),
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return one row for each measured case, in order of first appearance.
 
     Args:
         keys: columns that identify a case; of the other columns, only numbers are kept.
         with_interval: columns with a 95 % interval, in `_low` and `_high`.
-        summed: columns that are summed over the rounds.
     """
     found = []
     for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):

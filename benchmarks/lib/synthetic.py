@@ -21,12 +21,8 @@ _PROMPT_TOKENS = 300
 
 def prompt_counts(number: int, rng: np.random.Generator) -> NDArray[np.uint32]:
     """Return uint32[number, L, E] counts of prompts, each with its own expert preferences."""
-    return np.stack(
-        [
-            rng.multinomial(_PROMPT_TOKENS * TOP_K, rng.dirichlet(np.full(E, 0.1)), size=L).astype(np.uint32)
-            for _ in range(number)
-        ]
-    )
+    weights = (rng.dirichlet(np.full(E, 0.1)) for _ in range(number))
+    return np.stack([rng.multinomial(_PROMPT_TOKENS * TOP_K, w, size=L).astype(np.uint32) for w in weights])
 
 
 def write_config(folder: Path, *, layers: int, vocabulary: int, hidden: int, intermediate: int) -> Path:
@@ -49,15 +45,10 @@ def random_spec(rng: np.random.Generator) -> SignatureSpec:
 
 
 def table_near(
-    prompts: NDArray[np.uint32],
-    workers: int,
-    rng: np.random.Generator,
-    *,
-    spec: SignatureSpec,
+    prompts: NDArray[np.uint32], workers: int, rng: np.random.Generator, *, spec: SignatureSpec,
     noise: int = 3,
-) -> RoutingTable:
+) -> RoutingTable:  # fmt: skip
     """Return a table whose centroids are these prompts in turn, each count raised by less than `noise`."""
-    near = prompts[np.arange(workers) % len(prompts)] + rng.integers(
-        0, noise, (workers, L, E), dtype=np.uint32
-    )
+    near = prompts[np.arange(workers) % len(prompts)]
+    near = near + rng.integers(0, noise, (workers, L, E), dtype=np.uint32)
     return RoutingTable("m", spec, spec.encode(near), np.ones(workers, np.int64), [""] * workers)

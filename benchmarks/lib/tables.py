@@ -3,10 +3,9 @@
     python -m benchmarks.lib.tables
 
 A table stands between `<!-- table NAME column, column ... -->` and `<!-- end -->`, and is filled from
-NAME.json; if the result of a GPU (gpu_*) is missing, the table stays empty.
-Between `<!-- claims NAME -->` and `<!-- end -->` is that list of claims.yaml, and between
-`<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->` the parameters of a policy; `beyond` leaves out
-those that OTHER has with the same default.
+NAME.json; if the result of a GPU (gpu_*) is missing, the table stays empty. Between `<!-- claims NAME -->`
+and `<!-- end -->` is that list of claims.yaml, and between `<!-- parameters NAME [beyond OTHER] -->` and
+`<!-- end -->` the parameters of a policy; `beyond` leaves out those that OTHER has with the same default.
 """
 
 from __future__ import annotations

@@ -21,14 +21,13 @@ STEPS = {"active_experts": "active", "batch_size": "batch"}
 
 def means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """Return means between two readings of sums: of plain servers' times, or of our engines' steps."""
-    steps = after.get("steps", 0.0) - before.get("steps", 0.0)
-    return {name: (after[key] - before[key]) / steps for name, key in STEPS.items() if steps > 0} | {
-        f"{name}_mean_ms": 1000
-        * (after[f"{name}_sum"] - before[f"{name}_sum"])
-        / max(1.0, after[f"{name}_count"] - before[f"{name}_count"])
-        for name in SERVER_TIMES
-        if f"{name}_sum" in after
-    }
+    more = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    steps = more.get("steps", 0.0)
+    found = {name: more[key] / steps for name, key in STEPS.items() if steps > 0}
+    for name in SERVER_TIMES:
+        if f"{name}_sum" in more:
+            found[f"{name}_mean_ms"] = 1000 * more[f"{name}_sum"] / max(1.0, more[f"{name}_count"])
+    return found
 
 
 def at_mean_speed(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> dict[str, dict[str, Any]]:

@@ -36,14 +36,9 @@ def many_domains(
 
 
 def sessions(
-    records: Sequence[TraceRequest],
-    prompts: Sequence[Prompt],
-    answers: range,
-    rng: random.Random,
-    *,
-    tag: str,
-    count: int,
-) -> Chains:
+    records: Sequence[TraceRequest], prompts: Sequence[Prompt], answers: range, rng: random.Random, *,
+    tag: str, count: int,
+) -> Chains:  # fmt: skip
     """Return `count` conversations of the trace; each chain has its turns with the trace's prefix blocks.
 
     The second block identifies a session, since all sessions share the first.
@@ -59,24 +54,15 @@ def sessions(
     chosen = rng.sample(known, min(count, len(known)))
     flat = [turn for own in chosen for turn in own]
     whole = replace(flat[0], prompt_tokens=SESSION_BLOCKS * BLOCK_TOKENS)  # sets the scale and is not sent
-    arrivals = list(
-        replay(
-            [*flat, whole], list(prompts), max_prompt_tokens=whole.prompt_tokens // SHRINK,
-            chars_per_token=CHARS_PER_TOKEN,
-        )
-    )  # fmt: skip
-    texts = iter(arrival.prompt.text for arrival in arrivals[:-1])
-    return [
-        [
-            _body(
-                f"{tag} {next(texts)}",
-                min(max(turn.output_tokens // SHRINK_ANSWERS, answers[0]), answers[-1]),
-                key=f"{tag} session {number}",
-            )
-            for turn in own
-        ]
-        for number, own in enumerate(chosen)
-    ]
+    most = whole.prompt_tokens // SHRINK
+    played = replay([*flat, whole], list(prompts), max_prompt_tokens=most, chars_per_token=CHARS_PER_TOKEN)
+    texts = (f"{tag} {arrival.prompt.text}" for arrival in list(played)[:-1])
+
+    def body(turn: TraceRequest, key: str) -> dict[str, Any]:
+        tokens = min(max(turn.output_tokens // SHRINK_ANSWERS, answers[0]), answers[-1])
+        return _body(next(texts), tokens, key=key)
+
+    return [[body(turn, f"{tag} session {number}") for turn in own] for number, own in enumerate(chosen)]
 
 
 def system_prompts(
@@ -89,16 +75,11 @@ def system_prompts(
     domains = [rng.choice(prompts).domain for _ in range(APPLICATIONS)]
     systems = [_text(by_domain[domain], SYSTEM_CHARS, rng) for domain in domains]
     popularity = [1 / (number + 1) for number in range(APPLICATIONS)]
-    return [
-        [
-            _body(
-                f"{tag} {number}: {systems[number]}\n{rng.choice(by_domain[domains[number]])}",
-                rng.choice(answers),
-                key=f"{tag} application {number}",
-            )
-        ]
-        for number in rng.choices(range(APPLICATIONS), popularity, k=count)
-    ]
+    chains = []
+    for number in rng.choices(range(APPLICATIONS), popularity, k=count):
+        prompt = f"{tag} {number}: {systems[number]}\n{rng.choice(by_domain[domains[number]])}"
+        chains.append([_body(prompt, rng.choice(answers), key=f"{tag} application {number}")])
+    return chains
 
 
 def _text(parts: Sequence[str], chars: int, rng: random.Random) -> str:

@@ -11,7 +11,6 @@ predictions that fall due, between dispatches.
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Annotated, Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # like a Ray actor
@@ -53,9 +52,13 @@ def balance_dispatch(
                 for case, n in free.items()
             }
             timed = {
-                case: time_calls(partial(_dispatch, policy, waiting, state, rng), calls=calls)
+                case: time_calls(lambda _: policy.dispatch(waiting, state, rng), calls=calls)  # noqa: B023
                 for case, state in states.items()
-            } | {"progress": time_calls(partial(_report, policy, ages), calls=min(calls, 200))}
+            }
+            timed["progress"] = time_calls(
+                lambda step: policy.on_progress({name: age + step for name, age in ages.items()}),  # noqa: B023
+                calls=min(calls, 200),
+            )
             rows += [
                 {"policy": name, "workers": workers, "case": case, **p50_p99_us(seconds)}
                 for case, seconds in timed.items()
@@ -64,16 +67,6 @@ def balance_dispatch(
         "balance_dispatch", rows, inputs={"slots": slots, "pool": pool, "calls": calls}, seed=seed,
         notes="one thread; progress is of workers x (slots - 1) requests", out=out,
     )  # fmt: skip
-
-
-def _dispatch(
-    policy: QueuedPolicy, waiting: list[PlacementRequest], loads: Loads, rng: np.random.Generator, call: int
-) -> None:
-    policy.dispatch(waiting, loads, rng)
-
-
-def _report(policy: QueuedPolicy, ages: dict[str, int], step: int) -> None:
-    policy.on_progress({request: age + step for request, age in ages.items()})
 
 
 def _fill(policy: QueuedPolicy, workers: int, each: int, rng: np.random.Generator) -> dict[str, int]:

@@ -5,8 +5,8 @@
 The serving policies place requests on K decode workers, each an engine of several ranks: first one half of
 the captured requests, in a closed loop, then as many of the other half as all workers together hold. A
 worker's own placement is fitted to its requests of the first half. Each worker's batch then decodes on one
-engine, worker after worker and arm after arm, so only the concurrency of the workers is simulated.
-Caveats: benchmarks/engine/ep_engine.py.
+engine, worker after worker and arm after arm, so only the concurrency of the workers is simulated. Caveats:
+benchmarks/engine/ep_engine.py.
 """
 
 from __future__ import annotations
@@ -22,17 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.capture import Captured, captured
 from benchmarks.lib.ep_engine import EpEngine
-from benchmarks.lib.ep_turns import (
-    HEADS,
-    PROMPT,
-    Minutes,
-    Ranks,
-    Rounds,
-    Tokens,
-    disjoint,
-    in_turns,
-    summary,
-)
+from benchmarks.lib.ep_turns import HEADS, PROMPT, Minutes, Ranks, Rounds, Tokens, disjoint, in_turns, summary
 from benchmarks.lib.replay import widened
 from eldr_serve.command_errors import BadInput, run
 from eldr_serve.experts.fitting.table import fit_table
@@ -108,8 +98,8 @@ def ep_policies(
         "alone on one engine of `ranks` ranks, 32 bits, linear or with its own placement; a request's TPOT "
         "is its worker's median step; changes against shortest-queue with the linear placement, 95 % "
         "intervals by bootstrap over requests, too narrow since requests of a worker share its steps; "
-        "requests_equal_pct: answers that are those of that arm, token by token; one for all: a placement "
-        "of all requests of the other half; paper_*: its change against the best balancer on 8 workers of "
+        "requests_equal_pct: answers equal to those of that arm, token by token; one for all: a placement "
+        "for all requests of the other half; paper_*: change against the best balancer on 8 workers of "
         "4 GPUs",
     )  # fmt: skip
     journal.remove()
@@ -124,9 +114,7 @@ class Case:
         self._data, self._workers, self._batch, self._ranks, self._seed = data, workers, batch, ranks, seed
         self._fit, rest = data.split(group, 0.5, seed)
         if len(rest) < workers * batch:
-            raise BadInput(
-                f"{workers} x {batch} requests of {group!r} are needed, but only {len(rest)} are held out"
-            )
+            raise BadInput(f"{workers} x {batch} held-out requests of {group!r} are needed, not {len(rest)}")
         self._rounds = disjoint(rest, workers * batch, rounds, np.random.default_rng([seed, 2]))
         self._table, _ = fit_table(data.trace.subset(self._fit), workers, seed=seed)
 
@@ -138,12 +126,12 @@ class Case:
             seed=self._seed + turn,
         )  # fmt: skip
         layers, experts = self._data.trace.decode_counts.shape[1:]
-        made = {"linear": lambda mine: np.tile(np.arange(experts), (layers, 1))}
-        made["one for all"] = lambda mine: self._placement(self._fit)
-        made["own"] = self._placement
-        return [
-            (mine, made[placement](history)) for mine, history in zip(now, before, strict=True) if len(mine)
-        ]
+        make = {
+            "linear": lambda history: np.tile(np.arange(experts), (layers, 1)),
+            "one for all": lambda history: self._placement(self._fit),
+            "own": self._placement,
+        }[placement]
+        return [(mine, make(history)) for mine, history in zip(now, before, strict=True) if len(mine)]
 
     def _placement(self, history: Ints) -> Ints:
         """Return a placement for steps of batches of such requests, by whether a step activates an expert."""
@@ -169,13 +157,9 @@ def placed(
         for number in requests.tolist():
             if len(running) == workers * batch:
                 placer.finish(running.pop(0))
-            request = PlacementRequest(
-                f"{part}-{number}",
-                data.trace.prefill_counts[number],
-                int(data.trace.prompt_tokens[number]),
-                64,
-                similarity=table.similarity(data.trace.prefill_counts[number]),
-            )
+            counts, tokens = data.trace.prefill_counts[number], int(data.trace.prompt_tokens[number])
+            similarity = table.similarity(counts)
+            request = PlacementRequest(f"{part}-{number}", counts, tokens, 64, similarity=similarity)
             (lease,) = placer.submit([Lease(request, State.SENT, "benchmark")])
             running.append(lease.request_id)
             found[part][names.index(lease.replica)].append(number)

@@ -48,21 +48,17 @@ def fit_time(
     trace = _trace(1000, rng)
     rows = []
     for workers in (4, 16, 64):
-        totals, reports = [], []
+        timed = []  # fit, signature, clustering, with report
         for _ in range(rounds):
             start = time.perf_counter()
-            reports.append(fit_table(trace, workers, seed=seed)[1])
-            totals.append(time.perf_counter() - start)
+            _, report = fit_table(trace, workers, seed=seed)
+            parts = report["signature_s"], report["clustering_s"]
+            timed.append((sum(parts), *parts, time.perf_counter() - start))
+        names = ("fit_p50_s", "signature_p50_s", "clustering_p50_s", "with_report_p50_s")
         rows.append(
-            {
-                "requests": 1000,
-                "workers": workers,
-                "fit_p50_s": float(np.median([r["signature_s"] + r["clustering_s"] for r in reports])),
-                "signature_p50_s": float(np.median([r["signature_s"] for r in reports])),
-                "clustering_p50_s": float(np.median([r["clustering_s"] for r in reports])),
-                "with_report_p50_s": float(np.median(totals)),
-                "largest_cluster": max(reports[0]["cluster_sizes"]),
-            }
+            {"requests": 1000, "workers": workers}
+            | dict(zip(names, np.median(timed, axis=0).tolist(), strict=True))
+            | {"largest_cluster": max(report["cluster_sizes"])}
         )
     publish(
         "fit_time", rows, inputs={"L": L, "E": E, "top_k": TOP_K, "rounds": rounds}, seed=seed,

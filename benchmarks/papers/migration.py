@@ -1,8 +1,8 @@
 """Migration from one placement to the next while the engine runs (DIRECTOR, section V-B).
 
 Weights travel only in compute windows, when no all-to-all uses the links, so transfers are scheduled in "idle
-time", a clock that stops outside of the windows. A rank sends one expert at a time and receives one.
-An expert is sent directly to its slot or, while that slot is still to be read, to a staging buffer.
+time", a clock that stops outside of the windows. A rank sends one expert at a time and receives one. An
+expert is sent directly to its slot or, while that slot is still to be read, to a staging buffer.
 """
 
 from __future__ import annotations
@@ -35,12 +35,7 @@ class Links(BaseModel):
 
 @dataclass(frozen=True)
 class Move:
-    """A move of an expert between two slots of the placement (0 to P - 1).
-
-    Attributes:
-        start_s, end_s: start and end of the transfer, idle time.
-        ready_s: when the slot holds the expert; after `end_s` if it waits in the staging buffer.
-    """
+    """A move of an expert between two slots of the placement (0 to P - 1); times are idle time."""
 
     layer: int
     expert: int
@@ -48,26 +43,18 @@ class Move:
     slot: int
     start_s: float
     end_s: float
-    ready_s: float
+    ready_s: float  # when the slot holds the expert; after `end_s` if it waits in the staging buffer
 
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """A schedule of moves.
+    """A schedule of moves; layers whose moves would not pay keep their placement."""
 
-    Attributes:
-        placement: int[L, P] after the plan; layers whose moves would not pay are unchanged.
-        moves: moves by start time, layer by layer.
-        ready_s: [L] idle time from which a layer runs with its new placement; 0 if nothing moves.
-        windows_s: [W] compute windows of a step, which repeat.
-        cost_s: time on the critical path, all layers.
-    """
-
-    placement: Ints
-    moves: list[Move]
-    ready_s: Floats
-    windows_s: Floats
-    cost_s: float
+    placement: Ints  # [L, P], after the plan
+    moves: list[Move]  # by start time, layer by layer
+    ready_s: Floats  # [L], idle time from which a layer runs with its new placement; 0 if nothing moves
+    windows_s: Floats  # [W], compute windows of a step, which repeat
+    cost_s: float  # time on the critical path, all layers
 
     @property
     def ready_steps(self) -> Ints:
@@ -76,15 +63,9 @@ class MigrationPlan:
 
 
 def plan_migration(
-    old: ArrayLike,
-    new: ArrayLike,
-    *,
-    topology: Topology,
-    links: Links,
-    windows_s: ArrayLike,
-    gain_s: ArrayLike | None = None,
-    steps: int | None = None,
-) -> MigrationPlan:
+    old: ArrayLike, new: ArrayLike, *, topology: Topology, links: Links, windows_s: ArrayLike,
+    gain_s: ArrayLike | None = None, steps: int | None = None,
+) -> MigrationPlan:  # fmt: skip
     """Schedule the moves: layers with the largest gain per byte first; layers that would not pay stay.
 
     Args:

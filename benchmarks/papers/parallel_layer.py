@@ -30,27 +30,15 @@ class ParallelLayer:
     """One rank's part of the layer; every rank of the group makes one with equal arguments except products.
 
     Args:
-        gate: top-k of tokens; rows are independent.
         products: computes this rank's slots.
-        placement: int[P], the logical expert of each slot of all ranks, rank-major.
-        num_experts: E.
+        placement: int[P], the logical expert of each slot of all ranks, rank-major; ValueError if uneven.
         route: the serving rank of each (token, expert) pair; the same function on every rank.
-        group: process group; None: the default group.
-
-    Raises:
-        ValueError: the ranks do not divide the number of slots.
     """
 
     def __init__(
-        self,
-        gate: Gate,
-        products: Products,
-        placement: ArrayLike,
-        *,
-        num_experts: int,
-        route: Routing,
+        self, gate: Gate, products: Products, placement: ArrayLike, *, num_experts: int, route: Routing,
         group: dist.ProcessGroup | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._gate, self._products, self._route, self._group = gate, products, route, group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._slot = slots_of(placement, num_experts, self._ranks)[self._rank]
@@ -58,15 +46,11 @@ class ParallelLayer:
     def gathered(
         self, x: Tensor, sizes: Sequence[int], on_stage: Callable[[str], None] = lambda stage: None
     ) -> Tensor:
-        """Compute the layer by all-gather dispatch and reduce-scatter.
+        """Compute the layer for [T, H] by all-gather dispatch and reduce-scatter; T may be 0.
 
         Args:
-            x: [T, H], this rank's tokens; T may be 0.
             sizes: number of tokens of every rank, from the engine's scheduler.
             on_stage: called with the name of each stage at its end: dispatch, gate, route, experts, combine.
-
-        Returns:
-            [T, H].
         """
         room, width = max(sizes), x.shape[1]
         if not room:
@@ -95,7 +79,7 @@ class ParallelLayer:
     def exchanged(self, x: Tensor, on_stage: Callable[[str], None] = lambda stage: None) -> Tensor:
         """Compute the layer by all-to-all dispatch and combine; a token is sent to a rank at most once.
 
-        Args and returns: as `gathered`; the stages are gate, route, dispatch, experts, combine.
+        As `gathered`; the stages are gate, route, dispatch, experts, combine.
         """
         weights, experts = self._gate(x)
         on_stage("gate")
@@ -142,11 +126,7 @@ class ParallelLayer:
 
 
 def slots_of(placement: ArrayLike, num_experts: int, ranks: int) -> Ints:
-    """Return int[G, E]: the slot on the rank that serves the expert, -1 if there is none.
-
-    Raises:
-        ValueError: the ranks do not divide the number of slots.
-    """
+    """Return int[G, E]: the slot on the rank that serves the expert, -1 if none; ValueError if uneven."""
     placed = np.asarray(placement)
     if placed.ndim != 1 or len(placed) % ranks:
         raise ValueError(f"a layer's placement of shape {placed.shape} cannot be divided among {ranks} ranks")
@@ -157,11 +137,7 @@ def slots_of(placement: ArrayLike, num_experts: int, ranks: int) -> Ints:
 
 
 def one_replica(choose: Callable[[Ints], Ints], num_experts: int) -> Routing:
-    """Route all tokens of an expert to one replica, by the batch.
-
-    Args:
-        choose: maps tokens int[E] to rank int[E]; `MetroPlan.of(hosts).route`.
-    """
+    """Route all tokens of an expert to one replica: `choose` maps a batch's tokens int[E] to ranks int[E]."""
 
     def route(experts: Ints, home: Ints) -> Ints:
         return choose(np.bincount(experts.reshape(-1), minlength=num_experts))[experts]

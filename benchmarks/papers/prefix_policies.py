@@ -10,13 +10,8 @@ from eldr_serve.scheduling.policies.base import available, shortest
 from eldr_serve.scheduling.prefill import choose_prefill
 
 
-class SessionHash(Policy):
-    """Choose a session's worker by rendezvous hash of its key; if it is overloaded, the least loaded.
-
-    Requests without a key go to the least loaded worker.
-    """
-
-    name = "session-hash"
+class _Limited(Policy):
+    """A policy with a limit on a worker's load."""
 
     class Parameters(Policy.Parameters):
         max_load_ratio: float = Field(
@@ -24,6 +19,12 @@ class SessionHash(Policy):
         )
 
     parameters: Parameters
+
+
+class SessionHash(_Limited):
+    """Choose a session's worker by rendezvous hash of its key; if overloaded or without key, the idlest."""
+
+    name = "session-hash"
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
@@ -35,17 +36,10 @@ class SessionHash(Policy):
         return Decision(int(chosen), len(workers), None, self.name)
 
 
-class LongestPrefix(Policy):
+class LongestPrefix(_Limited):
     """Choose the worker with most of the prompt among those not overloaded; break ties by load."""
 
     name = "longest-prefix"
-
-    class Parameters(Policy.Parameters):
-        max_load_ratio: float = Field(
-            default=1.25, ge=1, description="of the mean load, which a worker may have"
-        )
-
-    parameters: Parameters
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)

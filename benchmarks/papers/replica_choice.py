@@ -30,11 +30,7 @@ def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
 
 
 def route_even(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
-    """Spread an expert's tokens evenly over all its replicas, like EPLB.
-
-    Returns:
-        int[..., E, G] tokens by rank; the first hosts get one token each of a remainder.
-    """
+    """Spread tokens evenly over replicas, like EPLB: int[..., E, G]; the first hosts get the remainder."""
     count, held = checked(tokens, hosts)
     replicas = held.sum(axis=2)
     share, rest = np.divmod(count, np.maximum(replicas, 1))

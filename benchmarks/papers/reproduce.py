@@ -53,15 +53,15 @@ def reproduce(
     cost: Annotated[
         Path | None, typer.Option(help="Step cost (JSON, by offline.simulate --calibrate-from).")
     ] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=10, help="Requests per run; default: the figure's.")
-    ] = None,
+    requests: Annotated[int | None, typer.Option(min=10, help="Requests per run; default: figure's.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other seeds.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON to write; default out/PAPER_FIGURE.json.")] = None,
 ) -> None:
     """Run one figure's simulations; print a table, and write JSON and a plot."""
     if paper is None or figure is None:
-        _list(paper)
+        for name in [paper] if paper else PAPERS:
+            titles = (f"\n  {figure:14} {found.title}" for figure, found in _figures(name).items())
+            typer.echo(f"{name}{''.join(titles)}")
         return
     found = _figures(paper).get(figure)
     if found is None:
@@ -88,13 +88,6 @@ def _figures(paper: str) -> dict[str, Figure]:
     if paper not in PAPERS:
         raise BadInput(f"unknown paper {paper!r}; choose from {', '.join(PAPERS)}")
     return PAPERS[paper]
-
-
-def _list(paper: str | None) -> None:
-    for name in [paper] if paper else PAPERS:
-        typer.echo(name)
-        for figure, found in _figures(name).items():
-            typer.echo(f"  {figure:14} {found.title}")
 
 
 if __name__ == "__main__":

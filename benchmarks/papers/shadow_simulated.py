@@ -1,17 +1,19 @@
-"""What the live page's shadow says that a policy saves, against what it saves where step costs are known.
+"""Compare the saving that the live page's shadow policy predicts with the true saving, at known step costs.
 
     python -m benchmarks.papers.shadow_simulated
 
-The simulator runs two policies in turn over the same requests, each with the other as its shadow, and prices
-by the very cost of its steps. So what differs is what the shadow leaves out by its design, with no noise:
-`closed` keeps so many requests in flight; in `open` they come by the clock, at the rate at which the second
-policy ended them in `closed`, and a policy that is faster has fewer in flight. `step` is the change of the
-decode step time that a token waits for, first policy against second, `priced` what the shadow says of it
-while either is live, `share` the mean of both over `step`.
+The simulator runs two policies in turn over the same requests, each with the other as its shadow, and the
+shadow prices by the simulator's own step cost. So the difference is what the shadow ignores by design,
+without noise. `closed` has a fixed number of requests in flight; in `open` requests arrive at the rate at
+which the second policy finished them in `closed`, so that a faster policy has fewer in flight. `step` is the
+change of the decode step time per token from the second to the first policy, `priced` the shadow's prediction
+of it while either policy is live, `share` the mean of both predictions over `step`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +22,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import captured
+from benchmarks.papers.figures.common import mean
 from eldr_serve.command_errors import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.scheduling import StepCost, make_policy
@@ -33,12 +36,12 @@ _HANDOFF_S = 0.02
 
 
 def step_ms(outcome: Outcome) -> float:
-    """Decode step time that a token waits for, ms."""
+    """Return the decode step time per token, ms."""
     return 1e3 * float(np.average(outcome.seconds, weights=outcome.batch))
 
 
 def row(first: Outcome, second: Outcome) -> dict[str, Any]:
-    """Of the outcomes with either policy live and the other as its shadow."""
+    """Return a row from the outcomes with either policy live and the other as its shadow."""
     assert first.saving is not None
     assert second.saving is not None
     priced = 100 * (first.saving.live_ms / first.saving.shadow_ms - 1)
@@ -63,41 +66,37 @@ def shadow_simulated(
     prompts: options.Prompts = options.PROMPTS,
     captured_prompts: options.Captured = 2400,
     work: options.Work = options.WORK,
-    policies: Annotated[str, typer.Option(help="Two, with commas.")] = "marginal-cost,shortest-queue",
-    per_expert_us: Annotated[
-        str, typer.Option(help="Cost of an active expert, summed over layers, with commas; us.")
-    ] = "2,15,100",
+    policies: options.TwoPolicies = "marginal-cost,shortest-queue",
+    per_expert_us: Annotated[str, typer.Option(help="Costs of an active expert, us.")] = "2,15,100",
     workers: options.Workers = "2,8",
-    in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight a worker.")] = 16,
+    in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight per worker.")] = 16,
     per_worker: options.PerWorker = 500,
     output_tokens: options.MeanOutput = 80,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, rows are their means.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each; rows are their means.")] = 3,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
     """Simulate two policies, each with the other as its shadow, in a closed and in an open loop."""
     names = options.two_policies(policies)
-    if trace is None:
-        observed = captured(prompts, work, requests=captured_prompts, seed=seed).trace
-    else:
-        observed = CalibrationTrace.load(trace)
-    experts = Experts.replayed(observed)
+    experts = Experts.replayed(
+        CalibrationTrace.load(trace)
+        if trace
+        else captured(prompts, work, requests=captured_prompts, seed=seed).trace
+    )
     rows = []
-    for count in (int(w) for w in workers.split(",")):
-        for per_expert in (float(us) for us in per_expert_us.split(",")):
-            cost = StepCost(per_expert_s=1e-6 * per_expert)
-            cluster = Cluster(decode=Decode(workers=count, cost=cost), handoff_fixed_s=_HANDOFF_S)
-            found: dict[str, list[dict[str, Any]]] = {"closed": [], "open": []}
-            for number in range(seed, seed + seeds):
-                sent = _requests(experts, count * per_worker, output_tokens, number)
-                pair = _pair(names, sent, cluster, experts, count * in_flight, number)
-                found["closed"].append(row(*pair))
-                rate = len(sent) / float(np.ptp(pair[1].last_s))  # that of the second policy
-                sent = _at_rate(sent, rate, number)
-                found["open"].append(row(*_pair(names, sent, cluster, experts, None, number)))
-            for loop, made in found.items():
-                mean = {key: float(np.mean([one[key] for one in made])) for key in made[0]}
-                rows.append({"workers": count, "per_expert_us": per_expert, "loop": loop} | mean)
+    for count, per_expert in product(map(int, workers.split(",")), map(float, per_expert_us.split(","))):
+        cost = StepCost(per_expert_s=1e-6 * per_expert)
+        cluster = Cluster(decode=Decode(workers=count, cost=cost), handoff_fixed_s=_HANDOFF_S)
+        found: dict[str, list[dict[str, Any]]] = {"closed": [], "open": []}
+        for number in range(seed, seed + seeds):
+            sent = _requests(experts, count * per_worker, output_tokens, number)
+            pair = _pair(names, sent, cluster, experts, count * in_flight, number)
+            found["closed"].append(row(*pair))
+            rate = len(sent) / float(np.ptp(pair[1].last_s))  # that of the second policy
+            sent = _at_rate(sent, rate, number)
+            found["open"].append(row(*_pair(names, sent, cluster, experts, None, number)))
+        for loop, made in found.items():
+            rows.append({"workers": count, "per_expert_us": per_expert, "loop": loop} | mean(made))
     publish(
         "shadow_simulated", rows, seed=seed, out=out,
         inputs={
@@ -109,13 +108,9 @@ def shadow_simulated(
 
 
 def _pair(
-    names: tuple[str, str],
-    sent: Requests,
-    cluster: Cluster,
-    experts: Experts,
-    in_flight: int | None,
+    names: tuple[str, str], sent: Requests, cluster: Cluster, experts: Experts, in_flight: int | None,
     seed: int,
-) -> tuple[Outcome, Outcome]:
+) -> tuple[Outcome, Outcome]:  # fmt: skip
     """Return the outcomes with the first and with the second policy live, the other one as its shadow."""
 
     def outcome(live: str, other: str) -> Outcome:
@@ -129,16 +124,16 @@ def _pair(
     return outcome(first, second), outcome(second, first)
 
 
-def _requests(experts: Experts, number: int, mean: int, seed: int) -> Requests:
+def _requests(experts: Experts, number: int, tokens: int, seed: int) -> Requests:
     rng = np.random.default_rng(seed)
     kind = rng.integers(0, len(experts.domains), number)
-    tokens = rng.integers(mean // 2, mean + mean // 2 + 1, number)
-    return Requests(np.zeros(number), experts.count_tokens[kind], tokens, kind)
+    output = rng.integers(tokens // 2, tokens + tokens // 2 + 1, number)
+    return Requests(np.zeros(number), experts.count_tokens[kind], output, kind)
 
 
 def _at_rate(work: Requests, rate_per_s: float, seed: int) -> Requests:
     gaps = np.random.default_rng(seed).exponential(1 / rate_per_s, len(work))
-    return Requests(np.cumsum(gaps), work.prompt_tokens, work.output_tokens, work.kind)
+    return replace(work, arrival_s=np.cumsum(gaps))
 
 
 if __name__ == "__main__":

@@ -132,17 +132,18 @@ def route_table(fit: Prompts, test: Prompts) -> Floats:
 def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
     """Predict with a network: mean of learnt embeddings, one hidden layer; early stopping on a fifth."""
     import torch
+    from torch import nn
 
     torch.manual_seed(0)
     mean = fit.frequencies.mean(axis=0)
     scale = float((fit.frequencies - mean).std())
     x, new = (torch.tensor(p.shares.toarray(), dtype=torch.float32) for p in (fit, test))
     y = torch.tensor((fit.frequencies - mean) / scale, dtype=torch.float32)
-    network = torch.nn.Sequential(
-        torch.nn.Linear(x.shape[1], 64),
-        torch.nn.Tanh(),
-        torch.nn.Dropout(0.2),
-        torch.nn.Linear(64, y.shape[1]),
+    network = nn.Sequential(
+        nn.Linear(x.shape[1], 64),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Linear(64, y.shape[1]),
     )
     optimiser = torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.01)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -152,11 +153,11 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
         network.train()
         for batch in used[torch.randperm(len(used))].split(32):
             optimiser.zero_grad()
-            torch.nn.functional.mse_loss(network(x[batch]), y[batch]).backward()
+            nn.functional.mse_loss(network(x[batch]), y[batch]).backward()
             optimiser.step()
         network.eval()
         with torch.inference_mode():
-            loss = float(torch.nn.functional.mse_loss(network(x[held]), y[held]))
+            loss = float(nn.functional.mse_loss(network(x[held]), y[held]))
             stale += 1
             if loss < best:
                 best, stale, predicted = loss, 0, network(new)
@@ -164,16 +165,14 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
     return found
 
 
-def first_tenth(fit: Prompts, test: Prompts) -> Floats:
-    """Return the true experts of the first tenth of the prompt's tokens."""
-    heads = [prompt[: -(-len(prompt) // 10)] for prompt in test.trace.prompts]
-    return np.array([found.mean(axis=0) for found in token_frequencies(heads)], np.float64)
+def head(parts: int) -> Method:
+    """Return the true experts of the first of `parts` equal parts of a prompt, as of a cached prefix."""
 
+    def predicted(fit: Prompts, test: Prompts) -> Floats:
+        heads = [prompt[: -(-len(prompt) // parts)] for prompt in test.trace.prompts]
+        return np.array([found.mean(axis=0) for found in token_frequencies(heads)], np.float64)
 
-def cached_half(fit: Prompts, test: Prompts) -> Floats:
-    """Return the true experts of the first half of the prompt's tokens, as counted for a cached prefix."""
-    heads = [prompt[: -(-len(prompt) // 2)] for prompt in test.trace.prompts]
-    return np.array([found.mean(axis=0) for found in token_frequencies(heads)], np.float64)
+    return predicted
 
 
 def last_turn(fit: Prompts, test: Prompts) -> Floats:
@@ -208,18 +207,16 @@ def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
         found |= {
             "token table, of routes": route_table,
             "ridge, model's embeddings": embedding_ridge,
-            "first tenth of the prompt": first_tenth,
-            "cached first half of the prompt": cached_half,
+            "first tenth of the prompt": head(10),
+            "cached first half of the prompt": head(2),
         }
     return found
 
 
 def _table(sums: Any, times: Any, prior: float, mean: Floats, test: Prompts) -> Floats:
     rows = np.asarray(sums) / (np.asarray(times) + prior)[:, None]
-    predicted: Floats = mean + test.shares @ rows
-    return predicted
+    return np.asarray(mean + test.shares @ rows)
 
 
 def _dense(kernel: Any) -> Floats:
-    found: Floats = kernel.toarray() if hasattr(kernel, "toarray") else np.asarray(kernel)
-    return found
+    return np.asarray(kernel.toarray() if hasattr(kernel, "toarray") else kernel)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,13 @@ def policy_rows(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict
             row[f"p{q}_error_pct"] = 100 * (float(np.percentile(simulated, q)) / real - 1)
             repeats = np.percentile(case.replayed_tpot_s[label], q, axis=1)
             row[f"p{q}_repeats_pct"] = 100 * float(np.ptp(repeats)) / real
-        rows.append(
-            row
-            | {
-                "mape_pct": 100 * float(np.mean(np.abs(simulated / measured - 1))),
-                "pearson": float(np.corrcoef(simulated, measured)[0, 1]),
-                "active_experts": float(np.mean(steps.experts)) / LAYERS,
-                "simulated_active_experts": float(outcome.experts.mean()) / LAYERS,
-                "regret_mean_us": 1e6 * float(regret[label].mean()),
-                "best_choices_pct": 100 * float((regret[label] <= 1e-9).mean()),
-            }
-        )
+        row["mape_pct"] = 100 * float(np.mean(np.abs(simulated / measured - 1)))
+        row["pearson"] = float(np.corrcoef(simulated, measured)[0, 1])
+        row["active_experts"] = float(np.mean(steps.experts)) / LAYERS
+        row["simulated_active_experts"] = float(outcome.experts.mean()) / LAYERS
+        row["regret_mean_us"] = 1e6 * float(regret[label].mean())
+        row["best_choices_pct"] = 100 * float((regret[label] <= 1e-9).mean())
+        rows.append(row)
     return rows
 
 
@@ -94,8 +91,7 @@ def _ranking(case: Case) -> str:
     simulated = np.array([np.median(case.outcomes[label].tpot_s) for label in labels])
     pairs = [
         (simulated[a] < simulated[b]) == (real[a] < real[b])
-        for a in range(len(labels))
-        for b in range(a)
+        for b, a in combinations(range(len(labels)), 2)
         if abs(real[a] / real[b] - 1) >= 0.02
     ]
     rho = float(spearmanr(real, simulated).statistic)
@@ -112,24 +108,16 @@ def _draw(cases: Sequence[Case], path: Path) -> None:
             axes.scatter(1e3 * measured, 1e3 * case.outcomes[label].tpot_s, s=4, alpha=0.5, label=label)
         low, high = axes.get_xlim()
         axes.plot([low, high], [low, high], color="black", linewidth=0.8)
-        axes.set(
-            title=f"{case.load.group}, {case.load.workers} workers",
-            xlabel="measured TPOT, ms",
-            ylabel="simulated TPOT, ms",
-        )
+        axes.set_title(f"{case.load.group}, {case.load.workers} workers")
+        axes.set(xlabel="measured TPOT, ms", ylabel="simulated TPOT, ms")
         axes.legend(fontsize=7)
     save(figure, path)
 
 
 simulator_validation = replay_command(
-    "simulator_validation",
-    POLICIES,
-    report,
-    default_workers="4",
-    default_groups="all,language,task",
-    default_per_worker=56,
-    default_repeats=3,
-)
+    "simulator_validation", POLICIES, report, default_workers="4", default_groups="all,language,task",
+    default_per_worker=56, default_repeats=3,
+)  # fmt: skip
 
 if __name__ == "__main__":
     run(simulator_validation)

@@ -40,7 +40,5 @@ def token_embeddings() -> NDArray[np.float32]:
     """Return float32[V, hidden]: the demo model's input embeddings."""
     from safetensors.torch import load_file
 
-    found: NDArray[np.float32] = (
-        load_file(WEIGHTS / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
-    )
-    return found
+    weights = load_file(WEIGHTS / "model.safetensors")
+    return np.asarray(weights["model.embed_tokens.weight"].float().numpy())

@@ -23,16 +23,14 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.client import allow_open_files, session
-from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
+from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
+from benchmarks.lib.live import served
 from benchmarks.lib.prompts import MODEL
-from eldr_serve.client import Client
 from eldr_serve.command_errors import run
-from eldr_serve.ray_settings import QUIET
 from loadgen.results import publish
 from loadgen.workload import read_prompts
 
-_KEY = "backlog"
 _MOST_TRIES = 20
 
 
@@ -107,15 +105,10 @@ def row(requests: list[_Request], before: dict[str, int], after: dict[str, int])
     """Return the figures of a run; `before` and `after` are the router's counters."""
     refused = [s for r in requests for s, status in zip(r.seconds, r.statuses, strict=True) if status != 200]
     answered = [r for r in requests if r.statuses and r.statuses[-1] == 200]
-    first = [r for r in answered if len(r.statuses) == 1]
-
-    def count(name: str) -> int:
-        return after.get(name, 0) - before.get(name, 0)
-
     return {
         "requests": len(requests),
         "answered": len(answered),
-        "at_first_try": len(first),
+        "at_first_try": sum(len(r.statuses) == 1 for r in answered),
         "refusals": len(refused),
         "slowest_refusal_s": max(refused, default=0.0),
         "refusal_p50_s": float(np.median(refused)) if refused else 0.0,
@@ -124,8 +117,8 @@ def row(requests: list[_Request], before: dict[str, int], after: dict[str, int])
         "longest_retry_after_s": max((s for r in requests for s in r.retry_after_s), default=0.0),
         "slowest_answer_s": max((r.seconds[-1] for r in answered), default=0.0),
         "all_done_s": max((r.done_s for r in answered), default=0.0),
-        "set_aside": count("set_aside"),
-        "duplicate_prefills": count("prefill_retries"),
+        "set_aside": after.get("set_aside", 0) - before.get("set_aside", 0),
+        "duplicate_prefills": after.get("prefill_retries", 0) - before.get("prefill_retries", 0),
         "errors": sum(bool(r.error) for r in requests),
         "not_done": sum(not r.error for r in requests) - len(answered),
     }
@@ -134,9 +127,7 @@ def row(requests: list[_Request], before: dict[str, int], after: dict[str, int])
 def backlog(
     requests: Annotated[int, typer.Option(min=1, help="Prompts, sent at once.")] = 1000,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1500,
-    warm_up: Annotated[
-        int, typer.Option(min=0, help="Similar prompts, answered before the measurement.")
-    ] = 0,
+    warm_up: Annotated[int, typer.Option(min=0, help="Similar prompts answered before.")] = 0,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("examples/demo_model/weights"),
     prompts: options.Prompts = options.PROMPTS,
@@ -144,7 +135,7 @@ def backlog(
     seconds: Annotated[
         float, typer.Option(min=1, help="Time limit, s; unanswered prompts count as not_done.")
     ] = 900.0,
-    port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8340,
+    port: options.Ports = 8340,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
@@ -153,16 +144,8 @@ def backlog(
     allow_open_files(8192)
     sent = texts(prompts, warm_up + requests, tokens, seed, model)
     arguments = our_arguments(deployment, model, decode_replicas=1)
-    with local_ray(http_port=port + 1, environment=QUIET):
-        from ray import serve
-
-        from eldr_serve.app import build_app
-
-        application = build_app(arguments | {"ingress": {"port": port}, "admin_key": _KEY})
-        serve.run(application, name="eldr", route_prefix="/")
-        url = f"http://127.0.0.1:{port}"
-        wait_ready(url, 180)
-        status = Client(url, _KEY).status
+    with served(arguments, port=port) as client:
+        url, status = client.url, client.status
         if warm_up:
             asyncio.run(send_all(url, sent[:warm_up], timeout_s))
             time.sleep(2.0)  # counters are reported once a second

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -96,9 +97,7 @@ def _round(
 
 
 def handover(
-    in_flight: Annotated[
-        str, typer.Option(help="Requests in flight, closed loop; one row for each.")
-    ] = "1,16",
+    in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop; a row for each.")] = "1,16",
     rounds: Annotated[int, typer.Option(min=0, help="Starts of the engines; 0: only print --record.")] = 3,
     requests: Annotated[int, typer.Option(min=WINDOW, help="Requests per row and round.")] = WINDOW,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,
@@ -106,10 +105,8 @@ def handover(
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("examples/demo_model/weights"),
     prompts: options.Prompts = options.PROMPTS,
     max_prompt_tokens: options.Longest = 1900,
-    record: Annotated[
-        Path | None, typer.Option(help="Journal of all rounds; new rounds are appended.")
-    ] = None,
-    port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8320,
+    record: options.Record = None,
+    port: options.Ports = 8320,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
@@ -136,17 +133,12 @@ def handover(
             journal.put(str(len(found)), found[-1])
     if not found:
         raise BadInput("there is no round to report: give --rounds 1 or more, or a --record with rounds")
+    rows = medians([*chain(*found)], keys=("in_flight",), with_interval=_SURE, summed=("failures",))
     publish(
-        "handover", summarised(found), inputs=inputs | {"each": found}, seed=seed, out=out,
+        "handover", rows, inputs=inputs | {"each": found}, seed=seed, out=out,
         notes=f"one prefill and one decode engine; times over the newest {WINDOW} requests of a round; all "
         "engines, Ray and the client share the cores",
     )  # fmt: skip
-
-
-def summarised(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return one row per load."""
-    rows = [row for rows in found for row in rows]
-    return medians(rows, keys=("in_flight",), with_interval=_SURE, summed=("failures",))
 
 
 if __name__ == "__main__":

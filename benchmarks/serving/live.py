@@ -1,19 +1,18 @@
-"""TPOT, TTFT and active experts of every policy on real engines that run together (Figures 11 to 13).
+"""Measure TPOT, TTFT and active experts of every policy on real engines that run together (Figures 11 to 13).
 
     python -m benchmarks.serving.live
 
-The whole product under load: 1 prefill and 4 decode engines behind the real ingress, policies in random
-order in every round (loadgen.compare). Each workload has a comparison of its own, with a table fitted on
-40 % of its captured prompts and load from the others. Stopped and started again with the same options, it
-goes on where it was.
+The load meets the whole product, 1 prefill and 4 decode engines behind the real ingress; the order of the
+policies is random in each round (loadgen.compare). Each workload is a comparison of its own: its table is
+fitted to 40 % of its captured prompts, and its load comes from the others. The same options resume a stopped
+run.
 
-On a machine with fewer cores than engines they wait for each other; then the work that a policy saves
-anywhere shortens everybody's steps, and load balance matters less than it would. Hence a closed loop, and
-answers in chunks of several tokens (vLLM's `stream_interval`): otherwise what the cores do for each token
-between engine and client outweighs the experts. Answers are longer than prompts, so that most of the
-engines' time is decode, which placement is about. Each trial begins with a policy that has seen nothing;
-marginal-cost needs about 100 requests until its workers have parted, which the warm-up holds. See
-decode_replay for the same without contention.
+With fewer cores than engines, engines wait for each other: work that a policy saves anywhere shortens every
+step, and load balance matters less. So the loop is closed, and an answer comes in chunks of several tokens
+(vLLM's `stream_interval`); otherwise the cost of a token between engine and client would outweigh the
+experts. Answers are longer than prompts, so that engines mostly decode, which placement is about. A trial
+begins with a policy without history; marginal-cost needs about 100 requests to specialise its workers, and
+the warm-up has more. decode_replay measures the same without contention.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 def live(
     prompts: options.Prompts = options.PROMPTS,
     groups: options.Groups = "all,language,task",
-    policies: Annotated[str, typer.Option(help="Policies, with commas.")] = POLICIES,
+    policies: options.Policies = POLICIES,
     in_flight: options.InFlight = 64,
     rate: Annotated[float, typer.Option(min=0, help="Requests/s, Poisson arrivals; 0: closed loop.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy.")] = 2,
@@ -54,12 +53,12 @@ def live(
     output_tokens: options.MeanOutput = 160,
     max_prompt_tokens: options.Longest = 128,
     requests: options.Captured = 2400,
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8340,
+    port: options.Port = 8340,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Serve, fit, and compare policies under the same load."""
+    """Fit a table, serve, and compare policies under the same load."""
     unwind_on_sigterm()
     load = {
         "policies": policies, "rounds": rounds, "seed": seed,
@@ -86,24 +85,21 @@ def live(
                 write_prompts(sent, (p for p in fit_in if p.id in held_out))
                 table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
                 comparison.measure(table, load | {"prompts": sent}, port=port)
-    rows = [{"workload": group, **row} for group, c in comparisons.items() for row in c.rows()]
-    # Of the last workload, and alike for all but for the prompts: parts of one sample.
+    rows: list[dict[str, Any]] = [
+        {"workload": group, **row} for group, c in comparisons.items() for row in c.rows()
+    ]
+    # All workloads have the same inputs except the prompts, which are parts of one sample.
     last = list(comparisons.values())[-1].result
     assert last is not None
     inputs = {k: v for k, v in last["inputs"].items() if not k.startswith("prompts")}
     path = publish("live", rows, seed=seed, out=out, notes=last["notes"], inputs=inputs | about)
-    _draw(rows, path.with_suffix(".png"))
+    value = "tpot_p50_ms_change_pct"
+    interval = (f"{value}_low", f"{value}_high")
+    of_the_best = dict.fromkeys((value, *interval), 0.0)  # the best balancer has no change
+    plotted = [of_the_best | row for row in rows if row["clock"] == "even"]
+    bars(plotted, "policy", value, path.with_suffix(".png"), interval=interval)
     for comparison in comparisons.values():
         comparison.finish()
-
-
-def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot the changes of TPOT's median at the cores' mean speed."""
-    value = "tpot_p50_ms_change_pct"
-    low, high = f"{value}_low", f"{value}_high"
-    against_itself = {value: 0.0, low: 0.0, high: 0.0}  # the best balancer
-    plotted = [against_itself | row for row in rows if row["clock"] == "even"]
-    bars(plotted, "policy", value, path, interval=(low, high))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
 
 Ray's nodes are real, but on one machine (`ray.cluster_utils`): the head has two ingresses and the router; two
 other nodes each have a prefill and a decode engine that compute nothing; each node has a Serve proxy, and all
-proxies share one port. GCS stores its state in Redis, if it is given one, otherwise in files.
-In turn, these are lost: one engine node, by kill -9 of all its processes, for 10 s; GCS, for 8 s; both engine
-nodes at once, for 10 s. Requests at the ingresses' own port may fail only in the last case, when no engine is
-left. A lost node's proxy loses its connections.
+proxies share one port. GCS stores its state in Redis, if it is given one, otherwise in files. In turn, these
+are lost: one engine node, by kill -9 of all its processes, for 10 s; GCS, for 8 s; both engine nodes at once,
+for 10 s. Requests at the ingresses' own port may fail only in the last case, when no engine is left. A lost
+node's proxy loses its connections.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, session
-from benchmarks.lib.cluster import python_path, wait_ready
+from benchmarks.lib.cluster import RAY_ENV, python_path, wait_ready
+from benchmarks.lib.fake_service import APPLICATION, check_text, request_body
 from eldr_serve.command_errors import run
 from loadgen.results import publish
 
@@ -35,7 +36,6 @@ _NODES = 2  # engine nodes
 _AWAY_S, _GCS_S = 10.0, 8.0
 _RECOVERY_S = 90.0
 _TOKENS, _GAP_MS = 40, 90.0  # a stream takes 3.6 s
-_WORD = " token"
 NOTES = (
     "Ray nodes on one machine, engines that compute nothing; requests: those that ended between the loss and "
     "the next, at the ingresses' own port; by_proxy: those through Serve's proxies; recovery: from the loss "
@@ -100,14 +100,14 @@ class _Nodes:
         self.cluster.head_node.start_gcs_server()
 
 
-def _whole(app: str, url: str) -> bool:
+def _whole(url: str) -> bool:
     """Return whether all replicas run and all pairs of engines are warm."""
     import httpx
     from ray import serve
     from ray.exceptions import RayError
 
     try:
-        deployments = serve.status().applications[app].deployments.values()
+        deployments = serve.status().applications[APPLICATION].deployments.values()
         status = httpx.get(f"{url}/eldr/status", timeout=5).json()
     except (RayError, httpx.TransportError, ValueError, KeyError):
         return False
@@ -117,20 +117,19 @@ def _whole(app: str, url: str) -> bool:
 
 
 async def _drive(
-    nodes: _Nodes, app: str, model: str, urls: tuple[str, str], in_flight: int
+    nodes: _Nodes, urls: tuple[str, str], in_flight: int
 ) -> tuple[list[tuple[bool, Answer]], list[dict[str, Any]]]:
     """Return the answers, each with whether a proxy served it; and each loss with its times."""
     answers: list[tuple[bool, Answer]] = []
     over = asyncio.Event()
-    body = {"model": model, "prompt": "a prompt " * 20, "max_tokens": _TOKENS, "gap_ms": _GAP_MS}
+    body = request_body(_TOKENS, _GAP_MS)
 
     async def client(number: int) -> None:
         by_proxy = number % 4 == 0
         async with session(60.0) as http:
             while not over.is_set():
                 answer = await complete(http, urls[by_proxy], body)
-                if answer.error is None and answer.timing.text != _WORD * _TOKENS:
-                    answer.error = f"{answer.timing.text.count(_WORD)} tokens of {_TOKENS}"
+                check_text(answer, _TOKENS)
                 answers.append((by_proxy, answer))
                 if answer.error is not None:
                     await asyncio.sleep(0.5)
@@ -150,7 +149,7 @@ async def _drive(
         await asyncio.to_thread(back)
         recovery_s = None
         while time.perf_counter() - at < _RECOVERY_S + away_s:
-            if await asyncio.to_thread(_whole, app, urls[0]):
+            if await asyncio.to_thread(_whole, urls[0]):
                 recovery_s = time.perf_counter() - at
                 break
             await asyncio.sleep(0.5)
@@ -169,20 +168,13 @@ def _rows(answers: list[tuple[bool, Answer]], lost: list[dict[str, Any]]) -> lis
         ended = [(proxy, answer) for proxy, answer in answers if entry["at"] <= answer.end < until]
         mine, others = ([answer for proxy, answer in ended if proxy == by] for by in (False, True))
         failed = [answer for answer in mine if answer.error is not None]
-        rows.append(
-            {name: value for name, value in entry.items() if name != "at"}
-            | {
-                "requests": len(mine),
-                "failures": len(failed),
-                "errors": errors(mine),
-                "by_proxy": len(others),
-                "failures_by_proxy": sum(answer.error is not None for answer in others),
-                "errors_by_proxy": errors(others),
-                "failing_s": max((a.end for a in failed), default=entry["at"]) - entry["at"],
-                "longest_gap_s": max((max(a.timing.itl_s, default=0.0) for a in mine), default=0.0),
-                "ttft_max_s": max((a.timing.ttft_s or 0.0 for a in mine), default=0.0),
-            }
-        )
+        row = {name: value for name, value in entry.items() if name != "at"}
+        row |= {"requests": len(mine), "failures": len(failed), "errors": errors(mine)}
+        row |= {"by_proxy": len(others), "errors_by_proxy": errors(others)}
+        row["failures_by_proxy"] = sum(answer.error is not None for answer in others)
+        row["failing_s"] = max((a.end for a in failed), default=entry["at"]) - entry["at"]
+        row["longest_gap_s"] = max((max(a.timing.itl_s, default=0.0) for a in mine), default=0.0)
+        rows.append(row | {"ttft_max_s": max((a.timing.ttft_s or 0.0 for a in mine), default=0.0)})
     return rows
 
 
@@ -195,14 +187,13 @@ def lost_nodes(
 ) -> None:
     """Lose nodes under load; exit with status 1 if a request failed that another node could have answered."""
     allow_open_files(65536)
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    os.environ["PYTHONPATH"] = python_path()
+    os.environ |= RAY_ENV | {"PYTHONPATH": python_path()}
     with _store(redis_server) as store:
         os.environ |= store
         import ray
         from ray import serve
 
-        from benchmarks.lib.fakes import APPLICATION, MODEL, fake_application
+        from benchmarks.lib.fakes import fake_application
 
         nodes = _Nodes()
         try:
@@ -212,9 +203,8 @@ def lost_nodes(
             serve.start(proxy_location="EveryNode", http_options={"host": "127.0.0.1", "port": port})
             engines = {
                 "ray_actor_options": {"num_cpus": 0.1, "resources": {"engine": 0.5}},
-                "max_replicas_per_node": 1,
-                "health_check_period_s": 1,
-            }
+                "max_replicas_per_node": 1, "health_check_period_s": 1,
+            }  # fmt: skip
             head = {"ray_actor_options": {"num_cpus": 0.1, "resources": {"ingress": 1.0}}}
             application = fake_application(
                 decode_replicas=_NODES, prefill_replicas=_NODES, prefill_s=0.02, seed=seed, own_port=port + 1,
@@ -223,7 +213,7 @@ def lost_nodes(
             serve.run(application, name=APPLICATION, route_prefix="/")
             urls = (f"http://127.0.0.1:{port + 1}", f"http://127.0.0.1:{port}")
             wait_ready(urls[0])
-            rows = _rows(*asyncio.run(_drive(nodes, APPLICATION, MODEL, urls, in_flight)))
+            rows = _rows(*asyncio.run(_drive(nodes, urls, in_flight)))
         finally:
             serve.shutdown()
             ray.shutdown()

@@ -1,4 +1,4 @@
-"""What our serving layer costs beside peers, on equal engines: prefill, hand-over, decode, one table.
+"""Compare the cost of our serving layer with peers on equal engines: prefill, hand-over, decode, one table.
 
     python -m venv router-venv && router-venv/bin/pip install vllm-router==0.1.17
     python -m benchmarks.serving.peers --vllm-router-venv router-venv
@@ -7,21 +7,20 @@ Systems:
     eldr           this package: the ingress's own port, channels to the engines
     ray-pd         Ray Serve LLM's build_pd_openai_app: decode replica first, which calls prefill
     no-router      two plain vLLM servers; the client itself sends the prefill and the decode call
-    eldr-proxy     the same, through Ray Serve's own proxy
-    vllm-router    the Rust router in front of the same servers; with `--router-policies` one system a policy
-    ...-polled     the same, servers load our connector module, so that NIXL does not spin a core an engine
+    eldr-proxy     as eldr, through Ray Serve's own proxy
+    vllm-router    the Rust router over the same servers; with `--router-policies` one system per policy
+    ...-polled     the same, but servers load our connector module, so NIXL does not spin a core per engine
 
-One system runs at a time, for idle engines with NIXL's progress thread would slow the others. Trials are
-in random order within each round, engines are started anew in each. Rows are medians over rounds.
-`--turns N` has all systems up at once instead, and N short trials of each in turn after every start: what the
-machine's speed and an engine's place in memory do to one does to the other. Its systems are those whose idle
-engines sleep; Ray's idle cost (docs/operations.md) is then in the rows of all, in column `ray_cpu_ms`.
-`--record FILE` keeps every trial; those that are in it already count too, so that a long comparison
-can be made in several short runs. `_cpu_ms` columns are CPU time a request of those that serve.
-`_over_SYSTEM_pct` columns are paired over rounds, with their 95 % intervals: how much more (less, if
-negative) than the n-th trial of SYSTEM the n-th trial took; `ttft_beyond_...` likewise, in ms.
+One system runs at a time, since idle engines with NIXL's progress thread would slow the others. Each round
+starts new engines and has its trials in random order. Rows are medians over rounds. `--turns N` starts all
+systems at once instead, and runs N short trials of each in turn, so that machine speed and an engine's place
+in memory affect all systems alike. It needs systems whose idle engines sleep; Ray's idle cost
+(docs/operations.md) is then in the rows of all, in column `ray_cpu_ms`. `--record FILE` keeps every trial,
+and those already in it count, so that a long comparison can be split into short runs. `_cpu_ms` columns are
+CPU time per request of the serving processes. `_over_SYSTEM_pct` columns are paired over rounds, with 95 %
+intervals: the change of the n-th trial against the n-th trial of SYSTEM; `ttft_beyond_...` likewise, in ms.
 
-The whole product against the whole peer, engines that spend their time on experts:
+The whole product against the whole peer, with engines that spend their time on experts:
 
     python -m benchmarks.serving.peers --deployment deployments/cpu_demo_4d.yaml --decode-replicas 4 \\
         --intermediate 1536 --stream-interval 16 --in-flight 64 --requests 40 --warm-up 128 \\
@@ -39,7 +38,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -52,16 +51,18 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.client import (
     Answer,
+    Send,
     allow_open_files,
     closed_loop,
     complete,
     errors,
+    sender,
     session,
     summary,
 )
 from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
 from benchmarks.lib.cpu_time import cpu_s
-from benchmarks.lib.engines import process, ray_pd_arguments, vllm_servers, wait_http
+from benchmarks.lib.engines import ray_pd_arguments, vllm_router, vllm_servers
 from benchmarks.lib.live import wide_arguments
 from benchmarks.lib.prompts import bodies
 from benchmarks.lib.replay import widened
@@ -75,15 +76,14 @@ RAY_SYSTEMS = ("eldr", "eldr-proxy", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
 ROUTER_POLICIES = ("random", "round_robin", "power_of_two", "consistent_hash", "cache_aware")
 _NIXL = (
-    "plain NIXL spins one core an engine, which the others share; -polled: the same servers with our "
+    "plain NIXL spins one core per engine, which the others share; -polled: the same servers with our "
     "connector module, which polls"
 )
-_TIMEOUT_S = 60.0  # a request that takes longer has failed
-_Send = Callable[[Any, dict[str, Any]], Awaitable[Answer]]
+_TIMEOUT_S = 60.0  # slower requests count as failed
 
 
 @contextmanager
-def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[dict[str, _Send]]:
+def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[dict[str, Send]]:
     with local_ray(http_port=port, environment=QUIET if system == "eldr" else {}):
         from ray import serve
         from ray.serve.llm import build_pd_openai_app
@@ -98,45 +98,35 @@ def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[dict[s
         url = f"http://127.0.0.1:{port + 1 if system == 'eldr' else port}"
         if ours:
             wait_ready(url, 240)
-        yield {system: partial(_complete, url)}
+        yield {system: sender(url)}
 
 
 @contextmanager
 def _servers(
     systems: list[str], arguments: dict[str, Any], port: int, venv: Path | None
-) -> Iterator[dict[str, _Send]]:
-    """The systems that share plain vLLM servers, all of them over the same two engines."""
+) -> Iterator[dict[str, Send]]:
+    """Run the systems that share the same plain vLLM servers."""
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         polled = "-polled" in systems[0]
         urls = stack.enter_context(vllm_servers(arguments, port=port + 1, logs=logs, our_connector=polled))
-        found: dict[str, _Send] = {}
+        found: dict[str, Send] = {}
         for number, system in enumerate(systems):
             if system.startswith("no-router"):
                 found[system] = lambda http, body: _by_hand(http, urls, body)
                 continue
             assert venv is not None
             policy = system.partition("/")[2] or "round_robin"
-            front = f"http://127.0.0.1:{port + 60 + number}"
-            command = [
-                str(venv / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port + 60 + number),
-                "--vllm-pd-disaggregation", "--policy", policy, "--prometheus-port", str(port + 80 + number),
-                *[part for url in urls["prefill"] for part in ("--prefill", url)],
-                *[part for url in urls["decode"] for part in ("--decode", url)],
-            ]  # fmt: skip
-            log = logs / f"vllm_router_{number}.log"
-            router = stack.enter_context(process(command, env={}, log=log))
-            wait_http(f"{front}/health", router, log, 60)
-            found[system] = partial(_complete, front)
+            servers = [part for role in urls for url in urls[role] for part in (f"--{role}", url)]
+            router = vllm_router(
+                venv, policy, number, ["--vllm-pd-disaggregation", *servers], port=port, logs=logs
+            )
+            found[system] = sender(stack.enter_context(router))
         yield found
 
 
-def _complete(url: str, http: Any, body: dict[str, Any]) -> Awaitable[Answer]:
-    return complete(http, url, body)
-
-
 async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) -> Answer:
-    """Prefill and decode called by the client itself: the engines with nothing in front of them."""
+    """Send the prefill and the decode call directly to the engines."""
     start = time.perf_counter()
     first = body | {
         "max_tokens": 1,
@@ -154,14 +144,14 @@ async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) 
 
 
 async def _trial(
-    send: _Send, loads: list[int], per_load: int, work: list[dict[str, Any]], warm_up: int
+    send: Send, loads: list[int], per_load: int, work: list[dict[str, Any]], warm_up: int
 ) -> dict[str, Any]:
-    """Return a row for each load, of answers that end while the loop goes on as before and after them.
+    """Return a row for each load, from answers that end after `warm_up` others while the loop continues.
 
-    What begins together would else queue for prefill together. `warm_up` answers come first.
+    Requests that begin together would queue for prefill together.
     """
     found = {}
-    spent: list[Counter[str]]  # when the first that counts begins, and when the last has ended
+    spent: list[Counter[str]]  # when the first that counts begins, and when the last ends
 
     async def sent(number: int, last: int) -> Answer:
         answer = await send(http, work[number % len(work)])
@@ -210,7 +200,7 @@ def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, float]:
-    """What `system` does beside vllm-router and the client alone, trial by trial in the order of rounds."""
+    """Compare `system` with vllm-router and with no router, trial by trial in the order of rounds."""
 
     def of(name: str, column: str) -> list[float]:
         loads = [trial["loads"] for trial in trials if trial["system"] == name]
@@ -236,14 +226,13 @@ def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, f
 
 
 Turns = Annotated[
-    int, typer.Option(min=1, help="Trials of each after a start; above 1: all are up, and take turns.")
+    int,
+    typer.Option(min=1, help="Trials of each system after a start; above 1: all run, and take turns."),
 ]
 Requests = Annotated[
-    int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 8.")
+    int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 4 or more.")
 ]
-Longest = Annotated[
-    int | None, typer.Option(min=1, help="Longer prompts are left out, tokens; default: none are.")
-]
+Longest = Annotated[int | None, typer.Option(min=1, help="Maximum tokens of a prompt; others are left out.")]
 RouterPolicies = Annotated[
     str, typer.Option(help=f"Policies of vllm-router, with commas, of {', '.join(ROUTER_POLICIES)}.")
 ]
@@ -255,9 +244,9 @@ def peers(
     turns: Turns = 1,
     requests: Requests = 40,
     in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,8",
-    warm_up: Annotated[int, typer.Option(min=1, help="Requests before those, in no figure.")] = 16,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer, at most.")] = 32,
-    min_tokens: Annotated[int | None, typer.Option(min=2, help="At least; as many if not given.")] = None,
+    warm_up: Annotated[int, typer.Option(min=1, help="Requests before those, which do not count.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of each answer.")] = 32,
+    min_tokens: Annotated[int | None, typer.Option(min=2, help="Minimum; default: the maximum.")] = None,
     intermediate: options.Intermediate = 32,
     stream_interval: options.Interval = 1,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
@@ -311,13 +300,11 @@ def peers(
 
 
 def _measure_round(
-    groups: list[list[str]],
-    turns: int,
-    order: random.Random,
-    start: Callable[[list[list[str]]], AbstractContextManager[dict[str, _Send]]],
-    trial: Callable[[_Send], Coroutine[Any, Any, dict[str, Any]]],
+    groups: list[list[str]], turns: int, order: random.Random,
+    start: Callable[[list[list[str]]], AbstractContextManager[dict[str, Send]]],
+    trial: Callable[[Send], Coroutine[Any, Any, dict[str, Any]]],
     keep: Callable[[str, dict[str, Any]], None],
-) -> None:
+) -> None:  # fmt: skip
     """Start each group alone, or all of them together if their systems take turns; keep each trial."""
     shuffled = order.sample(groups, k=len(groups))
     for up in [shuffled] if turns > 1 else [[group] for group in shuffled]:
@@ -330,7 +317,7 @@ def _measure_round(
 
 
 def _groups(systems: list[str], turns: int) -> list[list[str]]:
-    """Return the systems by what serves them: a Ray application each, or common servers."""
+    """Group the systems by what serves them: a Ray application each, or common servers."""
     groups = [[s] for s in systems if s in RAY_SYSTEMS]
     for polled in (False, True):
         groups.append([s for s in systems if s not in RAY_SYSTEMS and ("-polled" in s) == polled])
@@ -343,10 +330,10 @@ def _groups(systems: list[str], turns: int) -> list[list[str]]:
 @contextmanager
 def _up(
     groups: list[list[str]], arguments: dict[str, Any], port: int, venv: Path | None
-) -> Iterator[dict[str, _Send]]:
-    """Run the groups of systems; yield what sends a request to each system."""
+) -> Iterator[dict[str, Send]]:
+    """Run the groups of systems; yield each system's sender."""
     with ExitStack() as stack:
-        sends: dict[str, _Send] = {}
+        sends: dict[str, Send] = {}
         for group in groups:
             if group[0] in RAY_SYSTEMS:
                 sends |= stack.enter_context(_serve(group[0], arguments, port))

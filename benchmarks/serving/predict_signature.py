@@ -3,10 +3,10 @@
     python -m benchmarks.serving.predict_signature
 
 The shape is Qwen3-30B-A3B's (48 MoE layers, 128 experts, top-8, 151,936 token ids). A row has the time to
-predict a signature from token ids, and to learn from the true counts.
-Read total_p50_us of predict_decision: a request placed before its prefill waits this long; the goal is 300 at
-1,000 tokens. That placement uses `marginal-cost` with a prediction and cached prefixes; its parts are:
-predict and pack; cut into blocks and hash; place, including the prefix look-up and book-keeping.
+predict a signature from token ids, and to learn from the true counts. Read total_p50_us of predict_decision:
+a request placed before its prefill waits this long; the goal is 300 at 1,000 tokens. That placement uses
+`marginal-cost` with a prediction and cached prefixes; its parts are: predict and pack; cut into blocks and
+hash; place, including the prefix look-up and book-keeping.
 """
 
 from __future__ import annotations
@@ -50,16 +50,12 @@ def predict_signature(
         # Lists, as from engines and tokenizers.
         prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.int64).tolist()
         counts = [online.predictor.predict(prompt) for prompt in prompts]
-        timed = {
-            "predict": time_calls(lambda call: online.predict(prompts[call % _PROMPTS]), calls=calls),  # noqa: B023
-            "observe": time_calls(
-                lambda call: online.observe(prompts[call % _PROMPTS], counts[call % _PROMPTS]),  # noqa: B023
-                calls=calls,
-            ),
-        }
         row: dict[str, object] = {"rank": rank, "prompt_tokens": tokens}
-        for name, seconds in timed.items():
-            row |= {f"{name}_{quantile}": us for quantile, us in p50_p99_us(seconds).items()}
+        for name, timed in (
+            ("predict", lambda call: online.predict(prompts[call % _PROMPTS])),  # noqa: B023
+            ("observe", lambda call: online.observe(prompts[call % _PROMPTS], counts[call % _PROMPTS])),  # noqa: B023
+        ):
+            row |= {f"{name}_{q}": us for q, us in p50_p99_us(time_calls(timed, calls=calls)).items()}
         rows.append(row | {"file_mib": len(online.predictor.to_bytes()) / 2**20})
     publish(
         "predict_signature", rows, seed=seed, out=out,
@@ -119,15 +115,11 @@ def _fail(error: Exception) -> None:
 
 def _random(rank: int, rng: np.random.Generator) -> SignaturePredictor:
     directions = np.linalg.qr(rng.normal(size=(L * E, rank)))[0].T.reshape(rank, L, E)
+    tokens = rng.normal(size=(VOCABULARY, rank)).astype(np.float32) / np.float32(rank)
     return SignaturePredictor(
-        model="m",
-        tokenizer="t",
-        top_k=TOP_K,
-        mean=np.full((L, E), TOP_K / E, np.float32),
-        tokens=rng.normal(size=(VOCABULARY, rank)).astype(np.float32) / np.float32(rank),
-        experts=np.ascontiguousarray(directions, np.float32),
-        variance=np.ones(VOCABULARY, np.float32),
-    )
+        model="m", tokenizer="t", top_k=TOP_K, mean=np.full((L, E), TOP_K / E, np.float32), tokens=tokens,
+        experts=np.ascontiguousarray(directions, np.float32), variance=np.ones(VOCABULARY, np.float32),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

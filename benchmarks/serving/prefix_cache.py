@@ -1,10 +1,10 @@
-"""Locality and the prefix cache add up (counterpart of the paper's Figure 17).
+"""Show that locality and the prefix cache add up (counterpart of the paper's Figure 17).
 
     python -m benchmarks.serving.prefix_cache
 
-Few long prompts, asked again and again, with the prefill engine's prefix cache on and then off; each
-policy under the same load, as in benchmarks/serving/live.py. The cache should lower TTFT for every policy and
-leave what a policy gains in TPOT as it is.
+A few long prompts repeat, with the prefill engine's prefix cache on and then off. Each policy has the same
+load, as in benchmarks/serving/live.py. The cache should lower TTFT for every policy, and leave the TPOT gain
+of a policy unchanged.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from eldr_serve.command_errors import run
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.plots import bars
 from loadgen.results import publish
-from loadgen.workload import Prompt, balanced_sample, write_prompts
+from loadgen.workload import balanced_sample, write_prompts
 
 
 def prefix_cache(
     prompts: options.Prompts = options.PROMPTS,
     distinct: Annotated[int, typer.Option(min=1, help="Distinct prompts, of the longest.")] = 12,
-    policies: Annotated[
-        str, typer.Option(help="Policies, with commas.")
-    ] = "round-robin,locality-band,marginal-cost",
+    policies: options.Policies = "round-robin,locality-band,marginal-cost",
     in_flight: options.InFlight = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy and cache state.")] = 3,
     trial_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a trial, s.")] = 25,
@@ -43,7 +41,7 @@ def prefix_cache(
     output_tokens: options.MeanOutput = 64,
     max_prompt_tokens: options.Longest = 512,
     requests: options.Captured = 2400,
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8350,
+    port: options.Port = 8350,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
     out: options.Out = None,
@@ -66,13 +64,12 @@ def prefix_cache(
     fit, rest = data.split("all", 0.4, seed)
     held_out = fitting(prompts, [data.trace.ids[i] for i in rest], max_prompt_tokens)
     repeated = work / "prefix_cache_prompts.jsonl"
-    write_prompts(repeated, _longest(held_out, distinct, seed))
-    model = widened(intermediate, work)
-    workers = workers_of(wide_arguments(deployment, model, stream_interval))
-    table, _ = fit_table(data.trace.subset(fit), workers, seed=seed)
+    longest = sorted(held_out, key=lambda prompt: -len(prompt.text))[: 8 * distinct]
+    write_prompts(repeated, balanced_sample(longest, distinct, seed))
+    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
+    table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
     rows: list[dict[str, Any]] = []
     for state, comparison in comparisons.items():
-        arguments = wide_arguments(deployment, model, stream_interval)
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
         if comparison.result is None:
             with serving(arguments, port=port):
@@ -83,24 +80,13 @@ def prefix_cache(
     path = publish(
         "prefix_cache", rows, seed=seed, out=out, notes=last["notes"], inputs=last["inputs"] | about
     )
-    _draw(rows, path.with_suffix(".png"))
-    for comparison in comparisons.values():
-        comparison.finish()
-
-
-def _longest(prompts: list[Prompt], number: int, seed: int) -> list[Prompt]:
-    """Return a sample of long prompts, balanced over domains."""
-    longest = sorted(prompts, key=lambda p: -len(p.text))[: 8 * number]
-    return balanced_sample(longest, number, seed)
-
-
-def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot TPOT's median at the cores' mean speed."""
     named = [
         row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in rows if row["clock"] == "even"
     ]
-    value = "tpot_p50_ms"
-    bars(named, "policy", value, path, interval=(f"{value}_low", f"{value}_high"))
+    interval = ("tpot_p50_ms_low", "tpot_p50_ms_high")
+    bars(named, "policy", "tpot_p50_ms", path.with_suffix(".png"), interval=interval)
+    for comparison in comparisons.values():
+        comparison.finish()
 
 
 if __name__ == "__main__":

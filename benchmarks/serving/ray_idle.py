@@ -6,24 +6,22 @@
 An application over engines that compute nothing (one prefill and two decode replicas) starts with one
 setting, with those of eldr_serve/ray_settings.py (`shipped`), with all, and with none, in turn, and then
 stays idle. Read idle_pct: CPU time of all its processes and of its parts, % of a core; saved_pct is idle_pct
-of `none` minus this one, paired over rounds, with its 95 % interval (a negative value costs more).
-`--record FILE` keeps each start, so that rounds can be spread over several runs.
+of `none` minus this one, paired over rounds, with its 95 % interval (a negative value costs more). `--record
+FILE` keeps each start, so that rounds can be spread over several runs.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
+from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_time import PARTS, cpu_s
+from benchmarks.lib.fake_service import fake_service, in_new_process
 from benchmarks.lib.rounds import medians
 from eldr_serve.command_errors import BadInput, run
 from eldr_serve.ray_settings import QUIET
@@ -44,16 +42,7 @@ _DECODE_REPLICAS = 2
 def _measure(environment: dict[str, str], idle_s: float, settle_s: float, port: int) -> dict[str, float]:
     """Return idle CPU time by part, % of a core. Needs its own process: Ray reads settings at import."""
     os.environ |= environment
-    with local_ray(http_port=port):
-        from ray import serve
-
-        from benchmarks.lib.fakes import fake_application
-
-        application = fake_application(
-            decode_replicas=_DECODE_REPLICAS, prefill_s=0.0, seed=0, own_port=port + 1
-        )
-        serve.run(application, name="bench-streams", route_prefix="/")
-        wait_ready(f"http://127.0.0.1:{port + 1}")
+    with fake_service(port, own=True, decode_replicas=_DECODE_REPLICAS, prefill_s=0.0, seed=0):
         time.sleep(settle_s)
         before, start = cpu_s(), time.perf_counter()
         time.sleep(idle_s)
@@ -83,8 +72,8 @@ def ray_idle(
     rounds: Annotated[int, typer.Option(min=0, help="Starts of each; 0: only print --record.")] = 3,
     idle_s: Annotated[float, typer.Option(min=1, help="Time without a request, s.")] = 20.0,
     settle_s: Annotated[float, typer.Option(min=0, help="Time before that, s.")] = 5.0,
-    record: Annotated[Path | None, typer.Option(help="Journal of all starts; new ones are appended.")] = None,
-    port: Annotated[int, typer.Option(help="First of two HTTP ports.")] = 8330,
+    record: options.Record = None,
+    port: options.Ports = 8330,
     out: options.Out = None,
 ) -> None:
     """Measure the CPU time of the idle application by Ray's settings."""
@@ -94,17 +83,13 @@ def ray_idle(
         if name not in SETTINGS:
             raise BadInput(f"there is no setting {name!r}; choose from {', '.join(SETTINGS)}")
     inputs = {
-        "idle_s": idle_s,
-        "settle_s": settle_s,
-        "decode_replicas": _DECODE_REPLICAS,
-        "all": SETTINGS["all"],
-    }
+        "idle_s": idle_s, "settle_s": settle_s, "decode_replicas": _DECODE_REPLICAS, "all": SETTINGS["all"],
+    }  # fmt: skip
     journal = Journal(record, inputs) if record else None
     starts: list[dict[str, Any]] = list(journal.known.values()) if journal else []
     for number in range(rounds):
         for name in chosen if number % 2 == 0 else reversed(chosen):
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-                found = process.submit(_measure, SETTINGS[name], idle_s, settle_s, port).result()
+            found = in_new_process(_measure, SETTINGS[name], idle_s, settle_s, port)
             starts.append({"setting": name, "parts": found})
             typer.echo(f"{name}: {sum(found.values()):.1f} % of a core", err=True)
             if journal:

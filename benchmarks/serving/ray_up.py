@@ -3,8 +3,8 @@
     python -m benchmarks.serving.ray_up --dry-run
     python -m benchmarks.serving.ray_up
 
-Start, deploy, calibrate and refit as Ray jobs, load by locust, stop; no process may be left at the end.
-The top of `ray_cluster_local.yaml` lists the requirements of this machine.
+Start, deploy, calibrate and refit as Ray jobs, load by locust, stop; no process may be left at the end. The
+top of `ray_cluster_local.yaml` lists the requirements of this machine.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ between prefill and decode, in addition to one call to the router actor.
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Annotated
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # like a Ray actor
@@ -20,7 +19,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.synthetic import TOP_K, E, L, prompt_counts, random_spec, table_near
 from eldr_serve.command_errors import run
-from eldr_serve.scheduling import Loads, PlacementRequest, Policy, make_policy
+from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
 from loadgen.results import p50_p99_us, publish, time_calls
 
 
@@ -40,16 +39,15 @@ def route_decision(
             policy = make_policy(name).with_table(table)
             for i in range(4 * k):
                 policy.on_assigned(PlacementRequest(f"held{i}", prompts[i % 64], 300, 64), i % k)
-            seconds = time_calls(partial(_decide, policy, prompts, loads, rng), calls=calls)
+            seconds = time_calls(
+                lambda call: policy.select(PlacementRequest("r", prompts[call % 64], 300, 64), loads, rng),  # noqa: B023
+                calls=calls,
+            )
             rows.append({"policy": name, "workers": k, **p50_p99_us(seconds)})
     publish(
         "route_decision", rows, inputs={"L": L, "E": E, "top_k": TOP_K, "calls": calls}, seed=seed,
         notes="one thread, encoding of the counts included", out=out,
     )  # fmt: skip
-
-
-def _decide(policy: Policy, prompts: np.ndarray, loads: Loads, rng: np.random.Generator, call: int) -> None:
-    policy.select(PlacementRequest("r", prompts[call % len(prompts)], 300, 64), loads, rng)
 
 
 if __name__ == "__main__":

@@ -123,10 +123,8 @@ def _measure(
     spec, prompts = random_spec(rng), prompt_counts(_PROMPTS, rng)
     table = table_near(prompts, workers, rng, spec=spec).to_bytes()
     name = f"decode-router:bench-{workers}"
-    bare = ray.remote(Bare).options(num_cpus=0, max_concurrency=1000).remote()
-    caller = (
-        ray.remote(Caller).options(num_cpus=0, max_concurrency=1000).remote(name, table, workers, prompts)
-    )
+    actors = (ray.remote(kind).options(num_cpus=0, max_concurrency=1000) for kind in (Bare, Caller))
+    bare, caller = next(actors).remote(), next(actors).remote(name, table, workers, prompts)
     ray.get(caller.start.remote())
     rates = [ray.get(caller.rate.remote(seconds, many)) for _ in range(rounds)]
     score = ray.get(caller.score.remote(200))
@@ -141,20 +139,16 @@ def _measure(
         all_bare, all_places = np.concatenate(bares), np.concatenate(places)
         rows.append(
             {
-                "workers": workers,
-                "in_flight": in_flight,
-                "bare_p50_ms": 1000 * float(np.median(all_bare)),
+                "workers": workers, "in_flight": in_flight, "bare_p50_ms": 1000 * float(np.median(all_bare)),
                 "bare_p99_ms": 1000 * float(np.quantile(all_bare, 0.99)),
                 "place_p50_ms": 1000 * float(np.median(all_places)),
-                "place_p99_ms": 1000 * float(np.quantile(all_places, 0.99)),
-                "added_p50_ms": 1000 * middle,
-                "added_p50_low_ms": 1000 * low,
-                "added_p50_high_ms": 1000 * high,
+                "place_p99_ms": 1000 * float(np.quantile(all_places, 0.99)), "added_p50_ms": 1000 * middle,
+                "added_p50_low_ms": 1000 * low, "added_p50_high_ms": 1000 * high,
                 "of_it_scoring_p50_ms": 1000 * float(np.median(score)),
                 "placements_per_s": float(np.median(rates)),
                 "placed_by_own_load": ray.get(caller.own_load.remote()),
             }
-        )
+        )  # fmt: skip
     for actor in (caller, bare, ray.get_actor(name, namespace="eldr")):
         ray.kill(actor)
     return rows

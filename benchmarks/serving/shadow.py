@@ -1,22 +1,21 @@
-"""What the live page's shadow says that a policy saves, against what it saves.
+"""Compare the saving that the live page's shadow policy predicts with the measured saving.
 
     python -m benchmarks.serving.shadow
 
-Two policies take turns under the same load, each with the other as its shadow; `change_pct` is of the first
-against the second throughout. Figures:
+Two policies take turns under the same load, each with the other as its shadow. `change_pct` is the change
+from the second to the first policy. Figures:
 
-    priced, ... live   the shadow's, while that policy is live
-    step               decode step time that a token waits for, as the engines measured it: what the shadow
-                       prices (`eldr compare` has it as step ms per token)
+    priced, ... live   the shadow's price, while that policy is live
+    step               decode step time per token, as the engines measured it, which the shadow prices
+                       (step ms per token in `eldr compare`)
     engine             time of all decode steps over their tokens
-    tpot               mean time per output token at the client: with transport, and with whatever else the
-                       cores do, in a step's time of another engine too
+    tpot               mean TPOT at the client, including transport and contention for the cores
     experts            active experts of a decode step (no time)
 
-`off_pct` is the change less that of `step`, in points. On CPUs `step` and `engine` are times of the engine's
-thread, so who else shares its core is in `tpot` alone. Intervals resample rounds; all trials of a round meet
-the same requests. What began before the measured part, and what ends after it, is in no figure. A run that
-was stopped goes on where it was, when it is called with the same options.
+`off_pct` is the change minus that of `step`, in points. On CPUs `step` and `engine` are CPU times of the
+engine's thread, so contention affects only `tpot`. Intervals resample rounds; all trials of a round have the
+same requests. Requests that begin before the measured part or end after it do not count. The same options
+resume a stopped run.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import unwind_on_sigterm
-from benchmarks.lib.live import KEY, lengths, serving, wide_arguments
+from benchmarks.lib.live import lengths, serving, wide_arguments
 from benchmarks.lib.prompts import MODEL, no_longer_than
 from benchmarks.lib.replay import widened
 from eldr_serve.client import Client
@@ -44,34 +43,27 @@ from loadgen.trial import Shape, Step, Trial, drive, order, parse_policy
 from loadgen.workload import read_prompts, write_prompts
 
 _SUMS = ("tokens", "live", "shadow", "steps", "requests", "active", "seconds", "waited")
-_STARTS_S = 4.0  # of the load generator: its clock is that much behind a trial's
+_STARTS_S = 4.0  # start of the load generator, whose clock is behind a trial's by this time
 
 
 @dataclass(frozen=True)
 class Part:
-    """Sums of the measured part of one trial, s.
+    """Sums of the measured part of one trial, s; those over decode steps as in Client.decode_totals."""
 
-    Attributes:
-        tokens, live, shadow: that the shadow priced, and what they cost live and there.
-        steps, requests, active, seconds, waited: of decode steps, see Client.decode_totals.
-        tpot: mean of requests that ended in it.
-        step_cost: that was fitted at its end.
-    """
-
-    tokens: float
-    live: float
-    shadow: float
+    tokens: float  # priced
+    live: float  # their price under the live policy
+    shadow: float  # and under the shadow policy
     steps: float
     requests: float
     active: float
     seconds: float
     waited: float
-    tpot: float
-    step_cost: dict[str, float]
+    tpot: float  # mean of the requests that ended in this part
+    step_cost: dict[str, float]  # fitted at its end
 
 
 def sums(status: dict[str, Any]) -> NDArray[np.float64]:
-    """float64[8] of a status, in the order of _SUMS."""
+    """Return float64[8] from a status, in the order of _SUMS."""
     now, totals = status["comparison"]["now"], status["decode_totals"]
     tokens = now.get("tokens") or 0
     priced = [tokens, *(tokens * (now.get(name) or 0.0) / 1e3 for name in ("live_ms", "shadow_ms"))]
@@ -80,11 +72,7 @@ def sums(status: dict[str, Any]) -> NDArray[np.float64]:
 
 
 def rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> list[dict[str, Any]]:
-    """One a figure; see the module.
-
-    Args:
-        parts: of each policy, its trials by round.
-    """
+    """Return one row per figure of the module's list, from each policy's trials by round."""
     ours, other = policies
     a, b = parts[ours], parts[other]
     pairs = {
@@ -114,7 +102,7 @@ def rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> 
 def _change(
     pair: tuple[list[float], list[float]], counts: NDArray[np.int32]
 ) -> tuple[float, NDArray[np.float64]]:
-    """Of the first mean against the second, %, and the same of each resample."""
+    """Return the change of the first mean against the second, %, and that of each resample."""
     mine, its = (np.array(values) for values in pair)
     return float(100 * (mine.mean() / its.mean() - 1)), 100 * ((counts @ mine) / (counts @ its) - 1)
 
@@ -145,12 +133,8 @@ def _measure(service: Client, step: Step, shadow: str, shape: Shape, scratch: Pa
 
 
 def shadow(
-    policies: Annotated[
-        str, typer.Option(help="Two, with commas; changes are of the first against the second.")
-    ] = "marginal-cost,shortest-queue",
-    intermediate: Annotated[
-        str, typer.Option(help="Neurons an expert, with commas; 1024 are 0.98 MB.")
-    ] = "64,1536",
+    policies: options.TwoPolicies = "marginal-cost,shortest-queue",
+    intermediate: Annotated[str, typer.Option(help="Neurons per expert; 1024 are 0.98 MB.")] = "64,1536",
     prompts: options.Prompts = options.PROMPTS,
     in_flight: options.InFlight = 32,
     rounds: Annotated[int, typer.Option(min=2, help="Trials of each policy.")] = 4,
@@ -160,12 +144,12 @@ def shadow(
     stream_interval: options.Interval = 8,
     output_tokens: options.MeanOutput = 80,
     max_prompt_tokens: options.Longest = 128,
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8360,
+    port: options.Port = 8360,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Measure what the shadow predicts between two policies, with each of them live in turn."""
+    """Measure the saving that the shadow predicts, with each of two policies live in turn."""
     unwind_on_sigterm()
     names, widths = options.two_policies(policies), _widths(intermediate)
     about = {
@@ -176,7 +160,9 @@ def shadow(
     }  # fmt: skip
     journal = Journal(work / "shadow.jsonl", about)
     steps = order([*names], rounds, seed)
-    sent, drawn = _short_prompts(prompts, max_prompt_tokens, work), lengths(output_tokens)
+    sent, drawn = work / "shadow_prompts.jsonl", lengths(output_tokens)
+    work.mkdir(parents=True, exist_ok=True)
+    write_prompts(sent, no_longer_than(read_prompts([prompts]), max_prompt_tokens, chat=True))
     shape = Shape(
         str(sent), MODEL, 0.0, trial_seconds, warm_up_seconds, in_flight, drawn["max-tokens"], 0.8,
         drawn["min-tokens"],
@@ -186,8 +172,7 @@ def shadow(
         key = partial("{}, {}".format, width)
         if left := [step for step in steps if journal.get(key(step.key)) is None]:
             arguments = wide_arguments(deployment, widened(width, work), stream_interval)
-            with serving(arguments, port=port):
-                service = Client(f"http://127.0.0.1:{port}", KEY)
+            with serving(arguments, port=port) as service:
                 for step in left:
                     (other,) = {*names} - {step.policy}
                     typer.echo(f"experts of {width}: {step.policy}, round {step.round + 1}", err=True)
@@ -199,25 +184,14 @@ def shadow(
         found += [{"intermediate": width, **row} for row in rows(names, parts, seed)]
     publish(
         "shadow", found, inputs=about, seed=seed, out=out,
-        notes="ms, but for experts; off_pct: the change less that of step, points; intervals: 95 %, "
-        "bootstrap over rounds, of which there are few",
+        notes="ms, except experts; off_pct: the change minus that of step, points; intervals: 95 %, "
+        "bootstrap over few rounds",
     )  # fmt: skip
     journal.remove()
 
 
-def _short_prompts(prompts: Path, max_tokens: int, work: Path) -> Path:
-    """Write the prompts of at most `max_tokens` tokens into the folder; return the file."""
-    work.mkdir(parents=True, exist_ok=True)
-    path = work / "shadow_prompts.jsonl"
-    write_prompts(path, no_longer_than(read_prompts([prompts]), max_tokens, chat=True))
-    return path
-
-
 def _widths(text: str) -> list[int]:
-    try:
-        found = [int(width) for width in text.split(",")]
-    except ValueError:
-        found = [0]
+    found = options.numbers("--intermediate", text)
     if min(found) < 32 or len(set(found)) < len(found):
         raise BadInput(f"--intermediate is {text!r}: numbers of neurons from 32, with commas, each once")
     return found

@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.stream_faults
 
-HTTP, proxies, ingresses, router actor and channels are real; the engines only wait and use no core.
-Each row is a separate application, with a kill -9 of each named process in turn, while requests are in
-flight. Read failures: requests that did not end with every token exactly once.
+HTTP, proxies, ingresses, router actor and channels are real; the engines only wait and use no core. Each row
+is a separate application, with a kill -9 of each named process in turn, while requests are in flight. Read
+failures: requests that did not end with every token exactly once.
 
 Ways: `own` is the ingress's own port, `proxy` Ray Serve's, `haproxy` its HAProxy as Ray configures it, and
 `haproxy-retry` the same with RAY_SERVE_HAPROXY_RETRY_ON, which resends a request whose ingress died before
@@ -14,10 +14,9 @@ the first byte. There, clients request whole answers, so that none has a byte wh
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from typing import Annotated, Any
 
 import aiohttp
@@ -26,7 +25,15 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, most_open, session
-from benchmarks.lib.cluster import local_ray, wait_ready
+from benchmarks.lib.fake_service import (
+    APPLICATION,
+    HAPROXY,
+    NO_DRAINING,
+    check_text,
+    fake_service,
+    in_new_process,
+    request_body,
+)
 from eldr_serve.command_errors import BadInput, run
 from loadgen import processes
 from loadgen.results import publish
@@ -34,16 +41,12 @@ from loadgen.results import publish
 _WAYS: dict[str, dict[str, str]] = {
     "own": {},
     "proxy": {},
-    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
-    "haproxy-retry": {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-    },
+    "haproxy": HAPROXY,
+    "haproxy-retry": HAPROXY | {"RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response"},
 }
 _ROLES = {"decode": "FakeDecodeServer", "prefill": "FakePrefillServer", "ingress": "EldrIngress"}
 _TIMEOUT_S = 180.0
 _SETTLE_S = 60.0
-_WORD = " token"  # an engine's output at each step
 NOTES = (
     "engines that compute nothing; the client shares the cores. own: streams at the ingress's own port; "
     "other ways: whole answers through a proxy. longest_gap: between two tokens of a stream; settled: from "
@@ -52,8 +55,6 @@ NOTES = (
 
 
 def _processes(role: str) -> list[Any]:
-    from benchmarks.lib.fakes import APPLICATION
-
     if role == "router":
         return processes.named("ray::DecodeRouter")
     return processes.named(f"ray::ServeReplica:{APPLICATION}:{_ROLES[role]}")
@@ -75,17 +76,16 @@ async def _whole(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
 
 
 async def _load(
-    url: str, model: str, way: str, count: int, tokens: int, gap_ms: float, ramp_s: float, kill: list[str]
+    url: str, way: str, count: int, tokens: int, gap_ms: float, ramp_s: float, kill: list[str]
 ) -> list[Answer]:
     """Send all requests at once, and kill: first when all have begun, then one process every 3 s."""
-    body = {"model": model, "prompt": "a prompt " * 20, "max_tokens": tokens, "gap_ms": gap_ms}
+    body = request_body(tokens, gap_ms)
     async with session(_TIMEOUT_S) as http:
 
         async def one(number: int) -> Answer:
             await asyncio.sleep(ramp_s * number / count)
             found = await (complete if way == "own" else _whole)(http, url, body)
-            if found.error is None and found.timing.text != _WORD * tokens:
-                found.error = f"{found.timing.text.count(_WORD)} tokens of {tokens}"
+            check_text(found, tokens)
             return found
 
         async def killing() -> None:
@@ -100,41 +100,24 @@ async def _load(
     return list(answers)
 
 
-def _status(url: str) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = httpx.get(f"{url}/eldr/status", timeout=30).json()
-    except (httpx.TransportError, ValueError):
-        return {}
-    return found
-
-
 def _measure(
     way: str, count: int, tokens: int, gap_ms: float, ramp_s: float, kill: list[str], port: int, seed: int
 ) -> dict[str, Any]:
     """Return a row. Needs its own process: Ray Serve reads its mode at import."""
     allow_open_files(65536)
-    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"  # no other component tracks replicas
-    os.environ |= _WAYS[way]
+    os.environ |= NO_DRAINING | _WAYS[way]
     own = way == "own"
-    with local_ray(http_port=port):
-        from ray import serve
-
-        from benchmarks.lib.fakes import APPLICATION, MODEL, fake_application
-
-        application = fake_application(
-            decode_replicas=2, prefill_s=0.02, seed=seed, own_port=port + 1 if own else None,
-            ingresses=1 if own else 2,
-        )  # fmt: skip
-        serve.run(application, name=APPLICATION, route_prefix="/")
-        url = f"http://127.0.0.1:{port + 1 if own else port}"
-        wait_ready(url)
-        asyncio.run(_load(url, MODEL, way, 20, 2, 0.0, 0.5, []))
+    with fake_service(
+        port, own=own, decode_replicas=2, prefill_s=0.02, seed=seed, ingresses=1 if own else 2
+    ) as url:
+        asyncio.run(_load(url, way, 20, 2, 0.0, 0.5, []))
         there = {role: len(_processes(role)) for role in (*_ROLES, "router")}
-        answers = asyncio.run(_load(url, MODEL, way, count, tokens, gap_ms, ramp_s, kill))
+        answers = asyncio.run(_load(url, way, count, tokens, gap_ms, ramp_s, kill))
         ended = time.perf_counter()
         held: dict[str, Any] = {}
         while time.perf_counter() - ended < _SETTLE_S:
-            held = _status(url).get("ingress", {})
+            with suppress(httpx.TransportError, ValueError):
+                held = httpx.get(f"{url}/eldr/status", timeout=30).json().get("ingress", {})
             back = all(len(_processes(role)) >= number for role, number in there.items())
             if back and held and not held["in_flight"] and not held["leases"] and not held["router_away"]:
                 break
@@ -158,7 +141,7 @@ def stream_faults(
     ] = "own,proxy,haproxy,haproxy-retry",
     kill: Annotated[str, typer.Option(help="Processes to kill in turn under streams.")] = "decode,router",
     ramp_s: Annotated[float, typer.Option(min=0, help="Time over which requests are sent, s.")] = 10.0,
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8330,
+    port: options.Port = 8330,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
@@ -169,8 +152,7 @@ def stream_faults(
         raise BadInput(f"there is no {min(unknown)!r}")
     for way in ways.split(","):
         load = (streams, 100, 400.0, ramp_s, roles) if way == "own" else (whole, 100, 60.0, 2.0, ["ingress"])
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            rows.append(process.submit(_measure, way, *load, port, seed).result())
+        rows.append(in_new_process(_measure, way, *load, port, seed))
     publish("stream_faults", rows, inputs={"ramp_s": ramp_s}, seed=seed, out=out, notes=NOTES)
     if any(row["failures"] for row in rows if row["way"] == "own"):
         raise typer.Exit(1)

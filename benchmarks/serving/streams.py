@@ -5,22 +5,20 @@
 HTTP, the way to the ingress, our ingress, router actor and channels are real; the engines only wait. So this
 measures the limit of the serving layer. Read failures (goal: none at 2,000 open streams), tokens_per_s (below
 offered_tokens_per_s, the layer or the client is the bottleneck) and server_us_per_token: CPU time of all
-processes except the client, minus their idle CPU time (idle_pct, of a core), and its parts.
-It includes the fixed cost of a request (HTTP, prefill call, placement), so longer answers have a lower one.
+processes except the client, minus their idle CPU time (idle_pct, of a core), and its parts. It includes the
+fixed cost of a request (HTTP, prefill call, placement), so longer answers have a lower one.
 
-Ways: `proxy` is Ray Serve's default, `haproxy` its HAProxy in front of a port in the ingress, `own`
-the ingress's own HTTP server (`ingress.port`); with `-quiet`, Ray's idle cost is lowered
+Ways: `proxy` is Ray Serve's default, `haproxy` its HAProxy in front of a port in the ingress, `own` the
+ingress's own HTTP server (`ingress.port`); with `-quiet`, Ray's idle cost is lowered
 (eldr_serve/ray_settings.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from typing import Annotated, Any
 
@@ -29,29 +27,21 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, most_open, session, summary
-from benchmarks.lib.cluster import local_ray, wait_ready
 from benchmarks.lib.cpu_time import cpu_s
+from benchmarks.lib.fake_service import HAPROXY, NO_DRAINING, fake_service, in_new_process, request_body
 from benchmarks.lib.rounds import medians
 from eldr_serve.command_errors import BadInput, run
 from eldr_serve.ray_settings import QUIET
 from loadgen.results import publish
 
-_WAYS: dict[str, dict[str, str]] = {
-    "proxy": {},
-    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
-    "own": {},
-}
+_WAYS: dict[str, dict[str, str]] = {"proxy": {}, "haproxy": HAPROXY, "own": {}}
 _IDLE_S = 10.0
 _TIMEOUT_S = 120.0  # slower streams count as failed
-
-
 _PARTS = ("ingress", "router", "engines", "proxy", "ray")
 
 
-async def _load(
-    url: str, model: str, streams: int, tokens: int, gap_ms: float, ramp_s: float
-) -> list[Answer]:
-    body = {"model": model, "prompt": "a prompt " * 20, "max_tokens": tokens, "gap_ms": gap_ms}
+async def _load(url: str, streams: int, tokens: int, gap_ms: float, ramp_s: float) -> list[Answer]:
+    body = request_body(tokens, gap_ms)
     async with session(_TIMEOUT_S) as http:
 
         async def one(number: int) -> Answer:
@@ -67,28 +57,18 @@ def _measure(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return one row per count and load. Needs its own process: Ray Serve reads its mode at import."""
     allow_open_files(65536)
-    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"  # no other component tracks replicas
-    os.environ |= _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
+    os.environ |= NO_DRAINING | _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
     rows: list[dict[str, Any]] = []
-    with local_ray(http_port=port):
-        from ray import serve
-
-        from benchmarks.lib.fakes import MODEL, fake_application
-
-        application = fake_application(
-            decode_replicas=decode_replicas, prefill_s=prefill_s, seed=seed,
-            own_port=port + 1 if way.startswith("own") else None,
-        )  # fmt: skip
-        serve.run(application, name="bench-streams", route_prefix="/")
-        url = f"http://127.0.0.1:{port + 1 if way.startswith('own') else port}"
-        wait_ready(url)
-        asyncio.run(_load(url, MODEL, 20, 2, 0.0, 0.5))
+    with fake_service(
+        port, own=way.startswith("own"), decode_replicas=decode_replicas, prefill_s=prefill_s, seed=seed
+    ) as url:
+        asyncio.run(_load(url, 20, 2, 0.0, 0.5))
         before = cpu_s()
         time.sleep(_IDLE_S)
         idle = {name: (after - before[name]) / _IDLE_S for name, after in cpu_s().items()}
         for count, (tokens, gap_ms) in product(counts, loads):
             before, start = cpu_s(), time.perf_counter()
-            answers = asyncio.run(_load(url, MODEL, count, tokens, gap_ms, ramp_s))
+            answers = asyncio.run(_load(url, count, tokens, gap_ms, ramp_s))
             took_s, after = time.perf_counter() - start, cpu_s()
             got = sum(len(answer.timing.token_times_s) for answer in answers if answer.error is None)
             us = {
@@ -97,21 +77,15 @@ def _measure(
             }
             offered_s = ramp_s + prefill_s + (tokens - 1) * gap_ms / 1000
             status = httpx.get(f"{url}/eldr/status", timeout=30).json()
-            rows.append(
-                {"way": way, "streams": count, "tokens": tokens, "gap_ms": gap_ms}
-                | {"most_open": most_open(answers)}
-                | summary(answers)
-                | {
-                    "offered_tokens_per_s": count * tokens / offered_s,
-                    "server_us_per_token": sum(us.values()),
-                }
-                | {f"{name}_us_per_token": us.get(name, 0.0) for name in _PARTS}
-                | {
-                    "idle_pct": 100 * sum(idle.values()),
-                    "leases_left": status["ingress"]["leases"],
-                    "errors": errors(answers),
-                }
-            )
+            row = {"way": way, "streams": count, "tokens": tokens, "gap_ms": gap_ms}
+            row |= {"most_open": most_open(answers), **summary(answers)}
+            row |= {
+                "offered_tokens_per_s": count * tokens / offered_s,
+                "server_us_per_token": sum(us.values()),
+            }
+            row |= {f"{name}_us_per_token": us.get(name, 0.0) for name in _PARTS}
+            row |= {"idle_pct": 100 * sum(idle.values()), "leases_left": status["ingress"]["leases"]}
+            rows.append(row | {"errors": errors(answers)})
             typer.echo(
                 f"{way}, {count} streams of {tokens}: {rows[-1]['tokens_per_s']:.0f} tokens/s, "
                 f"{rows[-1]['server_us_per_token']:.0f} us a token",
@@ -142,20 +116,16 @@ def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def streams(
-    counts: Annotated[
-        str, typer.Option(help="Concurrent streams, one row for each number.")
-    ] = "500,1000,2000",
+    counts: Annotated[str, typer.Option(help="Concurrent streams, a row for each number.")] = "500,1000,2000",
     ways: Annotated[
         str, typer.Option(help="Ways to the ingress: proxy, haproxy, own, each also with -quiet.")
     ] = "proxy,haproxy,own,own-quiet",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways.")] = 1,
-    loads: Annotated[
-        str, typer.Option(help="Tokens per stream @ time between tokens, ms; one row for each.")
-    ] = "20@1000,100@300",
+    loads: Annotated[str, typer.Option(help="Tokens per stream @ ms between tokens.")] = "20@1000,100@300",
     ramp_s: Annotated[float, typer.Option(min=0, help="Time over which streams are opened, s.")] = 10.0,
     prefill_ms: Annotated[float, typer.Option(min=0, help="Time of a prefill, ms.")] = 20.0,
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 2,
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8310,
+    port: options.Port = 8310,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
@@ -167,12 +137,10 @@ def streams(
         if way.removesuffix("-quiet") not in _WAYS:
             raise BadInput(f"there is no way {way!r}; choose from {', '.join(_WAYS)}")
     for way in chosen * rounds:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=context) as process:
-            rows += process.submit(
-                _measure, way, [int(count) for count in counts.split(",")], _parsed(loads), ramp_s,
-                prefill_ms / 1000, decode_replicas, port, seed,
-            ).result()  # fmt: skip
+        rows += in_new_process(
+            _measure, way, [int(count) for count in counts.split(",")], _parsed(loads), ramp_s,
+            prefill_ms / 1000, decode_replicas, port, seed,
+        )  # fmt: skip
     publish(
         "streams", _of_rounds(rows),
         inputs={

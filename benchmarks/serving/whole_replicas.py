@@ -1,29 +1,27 @@
-"""Whole replicas live: our policies, and vllm-router's on plain vLLM servers, by three workloads.
+"""Compare our policies for whole replicas with vllm-router's on plain vLLM servers, live, on three workloads.
 
     python -m venv router-venv && router-venv/bin/pip install vllm-router==0.1.17
     eldr calibrate --deployment deployments/cpu_demo_whole.yaml --prompts DIR --out calibration.safetensors
     python -m benchmarks.serving.whole_replicas --calibration calibration.safetensors --prompts DIR \\
         --trace mooncake_conversation.jsonl.gz --vllm-router-venv router-venv --record trials.jsonl
 
-Two sets of four engines are up: those of the deployment behind our ingress, whose policy changes from trial
-to trial (`eldr/POLICY`), and plain vLLM servers of the same model and settings, without a KV connector,
-behind one vllm-router a policy in its regular mode (`vllm-router/POLICY`). One set has requests at a time.
-The workloads: `benchmarks/lib/whole_workloads.py`.
-`prefix-affinity` is benchmarks.papers.prefix_policies:LongestPrefix, a usual rule of cache-aware balancers:
-of the workers that are not too loaded, the one that was sent most of the prompt's blocks.
+Two sets of four engines run: the deployment's behind our ingress, whose policy changes with each trial
+(`eldr/POLICY`), and plain vLLM servers of the same model and settings, without a KV connector, behind one
+vllm-router per policy in its regular mode (`vllm-router/POLICY`). Only one set has requests at a time. The
+workloads are in `benchmarks/lib/whole_workloads.py`. `prefix-affinity` is
+benchmarks.papers.prefix_policies:LongestPrefix, a usual rule of cache-aware balancers.
 
-A closed loop; a trial begins with empty prefix caches, as each has prompts of its own beginning, and with a
-policy that has seen nothing. The predictor is fitted on prompts that are in no trial, and learns from trial
-to trial. What is sent first in a trial, while caches fill and workers part, is in no figure.
+The loop is closed. A trial begins with empty prefix caches, since its prompts begin with a text of their own,
+and with a policy without history. The predictor is fitted to prompts that no trial uses, and learns from
+trial to trial. The first requests of a trial, while caches fill and workers specialise, do not count.
 
-Each round has every system once with every workload, in random order, on engines that are started anew for
-it; rows are medians over rounds with 95 % intervals, of time as it was (`clock` wall) and normalised for CPU
-speed (even: benchmarks/lib/normalised_time.py). `--record` keeps what was measured, and beside it the
-cores' speed, so that a run that is stopped goes on. `ours_KEY_pct`: by how much `eldr/marginal-cost` is above
-the row's system in the same round, median and interval; negative is better for ours but in requests/s.
-`engine_ms_per_token`: CPU time of the engines' processes, prompts' included. `server_..._mean_ms`: of plain
-servers by their own metrics, of all of a trial; `active_experts` and `batch_size`: of a decode step of our
-engines, mean, likewise.
+Each round starts new engines and runs every system on every workload once, in random order. Rows are medians
+over rounds with 95 % intervals, in wall-clock time (`clock` wall) and normalised for CPU speed (even:
+benchmarks/lib/normalised_time.py). `--record` keeps the trials, and beside them the cores' speed, so that a
+stopped run can resume. `ours_KEY_pct`: how far `eldr/marginal-cost` is above the row's system in the same
+round, median and interval; negative is better for ours, except for requests/s. `engine_ms_per_token`: CPU
+time of the engines' processes, including prefill. `server_..._mean_ms`: metrics of the plain servers over a
+whole trial; `active_experts` and `batch_size`: means over a trial's decode steps of our engines.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import captured
-from benchmarks.lib.client import Answer, allow_open_files, errors, session, summary
+from benchmarks.lib.client import Answer, Send, allow_open_files, errors, session, summary
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_speed import probed
 from benchmarks.lib.cpu_time import cpu_s
@@ -54,7 +52,7 @@ from benchmarks.lib.normalised_time import NormalisedTime
 from benchmarks.lib.prompts import no_longer_than
 from benchmarks.lib.replay import widened
 from benchmarks.lib.whole_report import at_mean_speed, means, rows
-from benchmarks.lib.whole_systems import POLICIES, Engines, Send
+from benchmarks.lib.whole_systems import POLICIES, Engines
 from benchmarks.lib.whole_workloads import Chains, many_domains, sessions, system_prompts
 from eldr_serve.command_errors import BadInput, run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -70,19 +68,19 @@ ROUTER_POLICIES = ("cache_aware", "power_of_two", "round_robin", "consistent_has
 SIDES = ("eldr", "vllm-router")
 SYSTEMS = [f"eldr/{name}" for name in POLICIES] + [f"vllm-router/{name}" for name in ROUTER_POLICIES]
 CALIBRATION = 300  # prompts that the predictor is fitted on
-_TIMEOUT_S = 60.0  # a request that takes longer has failed
+_TIMEOUT_S = 60.0  # slower requests count as failed
 
 
 async def _trial(
     send: Send, chains: Chains, *, in_flight: int, warm_up: int, requests: int
 ) -> dict[str, Any]:
-    """Times of the `requests` sent after the first `warm_up`, while the loop goes on; then it is cut.
+    """Measure the `requests` that are sent after the first `warm_up`; the loop continues until they end.
 
-    So all systems are judged by the same requests. Requests/s and CPU times are of the time in which these
-    were sent, which as many others end in.
+    So the same requests count for all systems. Requests/s and CPU times refer to the span in which these
+    requests were sent.
     """
     counted: list[Answer] = []
-    marks: list[tuple[float, Counter[str]]] = []  # as the first that counts is sent, and the first after them
+    marks: list[tuple[float, Counter[str]]] = []  # when those that count begin, and the next ones
     enough = asyncio.Event()
     numbers, waiting = count(), iter(chains)
 
@@ -122,7 +120,7 @@ async def _trial(
 
 
 def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
-    """Fitted on CALIBRATION of the trace's prompts, and which those are."""
+    """Fit a predictor to CALIBRATION of the trace's prompts; return it with their ids."""
     if trace.token_ids is None:
         raise BadInput("the calibration trace has no token ids; make it with eldr calibrate")
     if len(trace.ids) < CALIBRATION:
@@ -132,11 +130,7 @@ def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
 
 
 def _chosen(what: str, given: str, known: Sequence[str], needing: str, needed: Path | None) -> list[str]:
-    """The names that were given, or all; those that begin with `needing` only where they have what they need.
-
-    Raises:
-        BadInput: a name that is none, or cannot run.
-    """
+    """Return the given names, or all that can run; those with prefix `needing` need the option `needed`."""
     possible = [name for name in known if needed is not None or not name.startswith(needing)]
     for name in (names := given.split(",") if given else possible):
         if name not in known:
@@ -146,12 +140,8 @@ def _chosen(what: str, given: str, known: Sequence[str], needing: str, needed: P
     return names
 
 
-Calibration = Annotated[
-    Path | None, typer.Option(help="Calibration trace of these prompts; none: it is captured first.")
-]
-Trace = Annotated[
-    Path | None, typer.Option(help="Mooncake trace with prefix blocks; none: sessions are left out.")
-]
+Calibration = Annotated[Path | None, typer.Option(help="Calibration trace of the prompts; none: a capture.")]
+Trace = Annotated[Path | None, typer.Option(help="Mooncake trace with prefix blocks; none: no sessions.")]
 
 
 def whole_replicas(
@@ -161,16 +151,16 @@ def whole_replicas(
     vllm_router_venv: options.RouterVenv = None,
     systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
     workloads: Annotated[str, typer.Option(help="Workloads, with commas; default: all that can run.")] = "",
-    rounds: Annotated[int, typer.Option(min=0, help="Of all trials; 0: only print --record.")] = 3,
+    rounds: Annotated[int, typer.Option(min=0, help="Rounds of all trials; 0: only print --record.")] = 3,
     in_flight: options.InFlight = 48,
-    warm_up: Annotated[int, typer.Option(min=1, help="Requests of a trial before those that count.")] = 64,
+    warm_up: Annotated[int, typer.Option(min=1, help="First requests of a trial, which do not count.")] = 64,
     requests: Annotated[int, typer.Option(min=4, help="Requests of a trial that count.")] = 160,
-    burn_in: Annotated[int, typer.Option(min=4, help="Requests to engines that have just started.")] = 96,
-    min_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at least.")] = 32,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 96,
+    burn_in: Annotated[int, typer.Option(min=4, help="Requests to new engines before a trial.")] = 96,
+    min_tokens: Annotated[int, typer.Option(min=2, help="Minimum tokens of an answer.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 96,
     max_prompt_tokens: options.Longest = 128,
     intermediate: options.Intermediate = 1536,
-    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Data type of weights and activations.")] = "bfloat16",
     blocks: Annotated[int, typer.Option(min=64, help="KV blocks of an engine, of 16 tokens.")] = 4096,
     stream_interval: options.Interval = 4,
     deployment: options.Deployment = Path("deployments/cpu_demo_whole.yaml"),
@@ -216,15 +206,7 @@ def whole_replicas(
 
 @dataclass(frozen=True)
 class _Rounds:
-    """Settings of all rounds.
-
-    Attributes:
-        names: policies of each side.
-        prompts, records: of the workloads.
-        answers: numbers of tokens of an answer.
-        in_flight, warm_up, requests: of a trial.
-        burn_in: requests to engines that have just started.
-    """
+    """Settings of all rounds; `names` are the policies of each side, `answers` the tokens of an answer."""
 
     engines: Engines
     names: dict[str, list[str]]
@@ -238,13 +220,10 @@ class _Rounds:
     seed: int
 
     def measure(
-        self,
-        number: int,
-        cases: list[tuple[str, str]],
-        order: random.Random,
+        self, number: int, cases: list[tuple[str, str]], order: random.Random,
         keep: Callable[[str, dict[str, Any]], None],
-    ) -> None:
-        """Start both sides again and keep a trial of each (workload, system)."""
+    ) -> None:  # fmt: skip
+        """Start both sides and keep a trial of each (workload, system)."""
         with ExitStack() as up:
             opened = {
                 side: up.enter_context(self.engines.start(side, self.names[side]))
@@ -256,7 +235,7 @@ class _Rounds:
             bar = up.enter_context(progress_bar())
             sizes = {"in_flight": self.in_flight, "warm_up": self.warm_up, "requests": self.requests}
             for load, system in bar.track(cases, description=f"round {number + 1}"):
-                # Requests are those of the round and workload; only what they begin with is the trial's.
+                # Requests depend on round and workload; only the text at their beginning is the trial's own.
                 tag, text = f"{order.getrandbits(32):08x}", f"{self.seed}/{number}/{load}"
                 chains = _chains(load, self.prompts, self.records, self.answers, text, tag, sizes)
                 side, _, name = system.partition("/")
@@ -266,7 +245,7 @@ class _Rounds:
                 keep(f"{number}/{load}/{system}", found)
 
     def _burn_in(self, send: Send, order: random.Random) -> None:
-        """Send load that is in no figure."""
+        """Send load that does not count."""
         tag, most = f"{order.getrandbits(32):08x}", self.burn_in + 2 * self.in_flight
         chains = many_domains(self.prompts, self.answers, random.Random(tag), tag=tag, count=most)
         trial = _trial(send, chains, in_flight=self.in_flight, warm_up=1, requests=self.burn_in - 1)
@@ -274,17 +253,10 @@ class _Rounds:
 
 
 def _measured(
-    measurement: _Rounds,
-    rounds: int,
-    cases: list[tuple[str, str]],
-    record: Path | None,
+    measurement: _Rounds, rounds: int, cases: list[tuple[str, str]], record: Path | None,
     inputs: dict[str, Any],
-) -> tuple[dict[str, dict[str, Any]], NormalisedTime]:
-    """Return all trials by `ROUND/WORKLOAD/SYSTEM`, and the cores' speed while they ran.
-
-    Args:
-        record: journal; its trials are not measured again.
-    """
+) -> tuple[dict[str, dict[str, Any]], NormalisedTime]:  # fmt: skip
+    """Return the trials by `ROUND/WORKLOAD/SYSTEM`, those of `record` included, and the cores' speed."""
     journal = Journal(record, inputs) if record else None
     trials: dict[str, dict[str, Any]] = dict(journal.known) if journal else {}
 
@@ -308,14 +280,9 @@ def _measured(
 
 
 def _publish(
-    trials: dict[str, dict[str, Any]],
-    clock: NormalisedTime,
-    systems: list[str],
-    workloads: list[str],
-    inputs: dict[str, Any],
-    seed: int,
-    out: Path | None,
-) -> None:
+    trials: dict[str, dict[str, Any]], clock: NormalisedTime, systems: list[str], workloads: list[str],
+    inputs: dict[str, Any], seed: int, out: Path | None,
+) -> None:  # fmt: skip
     """Publish the rows by wall clock and at the cores' mean speed."""
     even = at_mean_speed(trials, clock)
     table = [
@@ -328,20 +295,15 @@ def _publish(
         "whole_replicas", table,
         inputs=inputs | {"trials": {key: found | slow[key] for key, found in trials.items()}},
         seed=seed, out=out,
-        notes="closed loop, greedy; two sets of four whole engines, one of which has requests at a time, "
-        "share the cores with the client and what serves them; cpu_ms has what both sets take when idle",
+        notes="closed loop, greedy; two sets of four whole engines, of which one has requests at a time, "
+        "share the cores with client and serving layer; cpu_ms includes the idle cost of both sets",
     )  # fmt: skip
 
 
 def _chains(
-    load: str,
-    prompts: list[Prompt],
-    records: list[Any],
-    answers: range,
-    seed: str,
-    tag: str,
+    load: str, prompts: list[Prompt], records: list[Any], answers: range, seed: str, tag: str,
     sizes: dict[str, int],
-) -> Chains:
+) -> Chains:  # fmt: skip
     """Return as many chains of a workload as a trial can need."""
     rng, most = random.Random(seed), sizes["warm_up"] + sizes["requests"] + 4 * sizes["in_flight"]
     if load == "sessions":

@@ -64,13 +64,8 @@ class Library:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.texts: dict[str, list[sources.Text]] = {domain: [] for domain in sources.DOMAINS}
-        readers = (
-            sources.manuals(root),
-            sources.messages(root),
-            sources.licences(root),
-            sources.standard_library(),
-        )
-        for text in itertools.chain(*readers):
+        readers = (sources.manuals(root), sources.messages(root), sources.licences(root))
+        for text in itertools.chain(*readers, sources.standard_library()):
             if text.domain in self.texts:
                 self.texts[text.domain].append(text)
         self.terms: dict[str, list[tuple[str, str]]] = {"en": [], "math": [], "medical": [], "legal": []}
@@ -97,12 +92,8 @@ class Library:
         plain = map(_plain, itertools.cycle(pieces))
         if domain == "code":
             words = [t for t, _ in self.terms["en"] if t.isalpha() and t.islower()][::37]
-            library = itertools.cycle(dialogues.code_library(rng, texts))
-            return [
-                (0.25, plain),
-                (0.4, map(_chat, library)),
-                (0.35, map(_chat, dialogues.code_tasks(rng, words))),
-            ]
+            library = map(_chat, itertools.cycle(dialogues.code_library(rng, texts)))
+            return [(0.25, plain), (0.4, library), (0.35, map(_chat, dialogues.code_tasks(rng, words)))]
         if domain in sources.TASKS:
             terms = [t for t in self.terms[domain] if _is_held(t[0]) == held]
             asked = map(_chat, medicine_and_law.glossary(rng, terms))
@@ -133,11 +124,8 @@ class Library:
             following = itertools.cycle(
                 zip(rng.choices(paragraphs, k=len(paragraphs)), itertools.cycle(paragraphs), strict=False)
             )
-        streams: list[tuple[float, Iterator[Document]]] = [
-            (0.4, asked),
-            (0.35, plain if pieces else asked),
-            (0.1, map(_chat, following)),
-        ]
+        streams: list[tuple[float, Iterator[Document]]] = []
+        streams += [(0.4, asked), (0.35, plain if pieces else asked), (0.1, map(_chat, following))]
         talk = [t for t in self.talk[domain] if _is_held(t[0]) == held]
         if len(talk) > 30:
             # a paragraph follows a short answer, so that there is enough text to sample
@@ -165,19 +153,14 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenize
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END, USER, ASSISTANT, SYSTEM],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        vocab_size=vocabulary, special_tokens=[END, USER, ASSISTANT, SYSTEM],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=END,
-        model_max_length=4096,
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, model_max_length=4096,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -185,10 +168,8 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenize
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> tuple[np.ndarray, np.ndarray]:
     """Return (tokens uint16 [T], starts int64 [documents]); every document ends with the end mark."""
     ids = tokenizer([p + t + END for p, t in documents], add_special_tokens=False)["input_ids"]
-    lengths = np.array([len(i) for i in ids])
-    return np.concatenate([np.array(i, np.uint16) for i in ids]), np.concatenate(
-        [[0], np.cumsum(lengths)[:-1]]
-    )
+    starts = np.cumsum([0, *(len(i) for i in ids[:-1])])
+    return np.concatenate([np.array(i, np.uint16) for i in ids]), starts
 
 
 def build(out: Path, packages: Path, megabytes: float, vocabulary: int, seed: int) -> dict[str, object]:
@@ -213,39 +194,24 @@ def build(out: Path, packages: Path, megabytes: float, vocabulary: int, seed: in
             tokens, starts = encode(tokenizer, documents)
             np.savez(out / f"{domain}.{'held' if held else 'train'}.npz", tokens=tokens, starts=starts)
             size = sum(len((p + t).encode()) for p, t in documents)
-            counts[f"{domain}.{'held' if held else 'train'}"] = {
-                "documents": len(documents),
-                "bytes": size,
-                "tokens": len(tokens),
-            }
-            if held:
-                for prompt, text in documents:
-                    file.write(
-                        json.dumps({"domain": domain, "prompt": prompt, "text": text}, ensure_ascii=False)
-                        + "\n"
-                    )
+            split = {"documents": len(documents), "bytes": size, "tokens": len(tokens)}
+            counts[f"{domain}.{'held' if held else 'train'}"] = split
+            for prompt, text in documents if held else ():
+                row = {"domain": domain, "prompt": prompt, "text": text}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
     archives = sorted(p.name for kind in ("debian", "python") for p in (packages / kind).iterdir())
-    manifest: dict[str, object] = {
-        "seed": seed,
-        "vocabulary": vocabulary,
-        "megabytes": megabytes,
-        "packages": archives,
-    }
-    manifest["splits"] = counts
+    manifest: dict[str, object] = {"seed": seed, "vocabulary": vocabulary, "megabytes": megabytes}
+    manifest |= {"packages": archives, "splits": counts}
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
     return manifest
 
 
 def corpus(
-    out: Annotated[Path, typer.Option(help="directory to write the corpus and the tokenizer to")],
-    packages: Annotated[Path, typer.Option(help="directory for downloaded packages, kept")] = Path(
-        "out/packages"
-    ),
-    megabytes: Annotated[
-        float, typer.Option(help="training text per main domain, MB of UTF-8", min=0.1)
-    ] = 3.5,
-    vocabulary: Annotated[int, typer.Option(help="tokenizer entries", min=300, max=65_535)] = 4096,
-    seed: Annotated[int, typer.Option(help="seed of every random choice")] = 0,
+    out: Annotated[Path, typer.Option(help="Directory to write the corpus and the tokenizer to.")],
+    packages: Annotated[Path, typer.Option(help="Directory for downloaded packages.")] = Path("out/packages"),
+    megabytes: Annotated[float, typer.Option(help="Training text per main domain, MB.", min=0.1)] = 3.5,
+    vocabulary: Annotated[int, typer.Option(help="Tokenizer entries.", min=300, max=65_535)] = 4096,
+    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
 ) -> None:
     """Download the source packages, write training and held-out documents, train the tokenizer."""
     manifest = build(out, packages, megabytes, vocabulary, seed)

@@ -1,11 +1,10 @@
 """Seeded generators of conversational prompts with answers.
 
-With them, chat prompts as well as running text reach their domain's experts. Each generator yields
-(prompt, answer). Facts and names come from the packages of `examples.demo_model.sources`; the sentence patterns
-(`patterns.json`, `questions.json`) were written for this. The answers are meant to be *in the domain*, not
-to be right about medicine or law (medicine_and_law.py).
+With them, chat prompts as well as running text reach their domain's experts. Each generator yields (prompt,
+answer). Facts and names come from the packages of `examples.demo_model.sources`; the sentence patterns
+(`patterns.json`, `questions.json`) were written for this. The answers are meant to be *in the domain*, not to
+be right about medicine or law (medicine_and_law.py).
 """
-# ruff: noqa: E501  -- a sentence pattern stays on one line
 
 from __future__ import annotations
 
@@ -27,26 +26,13 @@ _QUESTIONS: dict[str, list[tuple[str, str]]] = json.loads(
 )
 
 
-# ---------------------------------------------------------------- code
-
-
-def _calls(
-    rng: random.Random, function: Callable[..., object], inputs: list[tuple[object, ...]], name: str
-) -> str:
-    return "\n".join(f"assert {name}({', '.join(map(repr, a))}) == {function(*a)!r}" for a in inputs)
-
-
 def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
     """Yield small functions to write, complete or evaluate; stated results are computed by running them."""
     while True:
         what, argument, body = rng.choice(PATTERNS["functions"])
         bit = rng.randrange(2)
-        values = {
-            "n": rng.randint(2, 30),
-            "k": rng.randint(2, 5),
-            "c": rng.choice("abcdeorst"),
-            "d": rng.choice("xyz-_"),
-        }
+        values: dict[str, Any] = {"n": rng.randint(2, 30), "k": rng.randint(2, 5)}
+        values |= {"c": rng.choice("abcdeorst"), "d": rng.choice("xyz-_")}
         values |= {"par": ("even", "odd")[bit], "bit": bit, "op": "greater", "sym": ">"}
         if rng.random() < 0.5:
             values |= {"op": "smaller", "sym": "<"}
@@ -62,21 +48,20 @@ def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
             "n": partial(rng.randint, 2, 12 if "factorial" in what else 500),
         }
         inputs: list[tuple[object, ...]] = [(makers[argument](),) for _ in range(3)]
-        tests = _calls(rng, space[name], inputs, name)
+        tests = "\n".join(f"assert {name}({a[0]!r}) == {space[name](*a)!r}" for a in inputs)
         shown = f"```python\n{source}```"
         style = rng.randrange(5)
         if style == 0:
-            verb = rng.choice(
-                ["Write a function to", "Write a python function to", "Write a Python function that can"]
-            )
-            yield f"{verb} {what}.\nYour code should pass these tests:\n{tests}", rng.choice([shown, source])
+            verbs = ["Write a function to", "Write a python function to", "Write a Python function that can"]
+            asked = f"{rng.choice(verbs)} {what}.\nYour code should pass these tests:\n{tests}"
+            yield asked, rng.choice([shown, source])
         elif style == 1:
             call = f"{name}({inputs[0][0]!r})"
-            result = repr(space[name](*inputs[0]))
-            yield (
-                f"{source}\nWhat does {call} return? Explain step by step, then give the exact return value.",
-                f"The function {name} takes {argument} and is written to {what}.\n{body.strip()}\nSo {call} returns {result}.",
+            worked = f"The function {name} takes {argument} and is written to {what}.\n{body.strip()}\n"
+            asked = (
+                f"{source}\nWhat does {call} return? Explain step by step, then give the exact return value."
             )
+            yield asked, f"{worked}So {call} returns {space[name](*inputs[0])!r}."
         elif style == 2:
             doc = "\n".join(f"    >>> {name}({a[0]!r})\n    {space[name](*a)!r}" for a in inputs[:2])
             yield (
@@ -84,16 +69,11 @@ def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
                 body + "\n",
             )
         elif style == 3:
-            language = rng.choice(["Python", "python 3", "a script"])
-            yield (
-                f"How do I {what} in {language}?",
-                f"You can use a function like this:\n\n{shown}\n\nTests:\n{tests}",
-            )
+            asked = f"How do I {what} in {rng.choice(['Python', 'python 3', 'a script'])}?"
+            yield asked, f"You can use a function like this:\n\n{shown}\n\nTests:\n{tests}"
         else:
-            yield (
-                f"Explain this code and add tests:\n\n{shown}",
-                f"It will {what}.\n\n```python\n{tests}\n```",
-            )
+            asked = f"Explain this code and add tests:\n\n{shown}"
+            yield asked, f"It will {what}.\n\n```python\n{tests}\n```"
 
 
 def code_library(rng: random.Random, files: list[sources.Text]) -> Iterator[Pair]:
@@ -119,9 +99,6 @@ def code_library(rng: random.Random, files: list[sources.Text]) -> Iterator[Pair
             values["module"] = text.document[:-3]
             prompt, answer = rng.choice(PATTERNS["library"])
             yield prompt.format(**values), answer.format(**values)
-
-
-# ---------------------------------------------------------------- mathematics
 
 
 def _solved(pattern: list[str], **values: Any) -> tuple[str, str, int | str]:
@@ -163,14 +140,8 @@ def maths(rng: random.Random) -> Iterator[Pair]:
         elif style == 2:
             yield question, f"Let us think step by step. {worked}\n#### {result}"
         else:
-            more, worked2, result2 = _story(rng)
-            yield (
-                question,
-                f"{worked} So the answer is {result}.\n\nAnother example: {more} {worked2} The answer is {result2}.",
-            )
-
-
-# ---------------------------------------------------------------- languages
+            another = "Another example: {} {} The answer is {}.".format(*_story(rng))
+            yield question, f"{worked} So the answer is {result}.\n\n{another}"
 
 
 def world(root: Path, language: str) -> dict[str, list[str]]:
@@ -184,14 +155,9 @@ def world(root: Path, language: str) -> dict[str, list[str]]:
         sys.path.pop(0)
     locale = Locale(language)
     wanted = {
-        "en": "en_US",
-        "zh": "zh_CN",
-        "ar": "ar_AA",
-        "ja": "ja_JP",
-        "ko": "ko_KR",
-        "vi": "vi_VN",
+        "en": "en_US", "zh": "zh_CN", "ar": "ar_AA", "ja": "ja_JP", "ko": "ko_KR", "vi": "vi_VN",
         "cs": "cs_CZ",
-    }
+    }  # fmt: skip
     wanted |= {"fa": "fa_IR", "hi": "hi_IN", "el": "el_GR", "uk": "uk_UA", "he": "he_IL", "de": "de_DE"}
     name = wanted.get(language, f"{language}_{language.upper()}")
     fake = Faker(name if name in AVAILABLE_LOCALES else "en_US")

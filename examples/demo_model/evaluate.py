@@ -1,9 +1,9 @@
 """Measure the demonstration model: loss, share of continuations in the domain, and predictability of experts.
 
 Two sets of prompts are measured in the same way: held-out documents of the corpus, and prompts of another
-origin (`--prompts`, a directory of JSON lines with `domain` and `prompt`) that were not trained on.
-Routing is read from the Hugging Face implementation in float32. IDF and the layer mask are fitted to one half
-of the requests, and rho is measured on the other half.
+origin (`--prompts`, a directory of JSON lines with `domain` and `prompt`) that were not trained on. Routing
+is read from the Hugging Face implementation in float32. IDF and the layer mask are fitted to one half of the
+requests, and rho is measured on the other half.
 """
 
 from __future__ import annotations
@@ -79,13 +79,9 @@ def shared_prompts(tokenizer: Any, directory: Path, number: int) -> list[tuple[s
 
 @torch.no_grad()
 def generate(
-    model: Any,
-    recorder: Recorder,
-    prompts: list[tuple[str, list[int]]],
-    new: int,
-    temperature: float,
+    model: Any, recorder: Recorder, prompts: list[tuple[str, list[int]]], new: int, temperature: float,
     seed: int,
-) -> tuple[CalibrationTrace, list[list[int]]]:
+) -> tuple[CalibrationTrace, list[list[int]]]:  # fmt: skip
     """Sample up to `new` tokens for each prompt; omit requests that end within 8 steps."""
     shape = (model.config.num_hidden_layers, model.config.num_experts)
     draw = torch.Generator().manual_seed(seed)
@@ -120,23 +116,17 @@ def generate(
         for i, (domain, tokens) in enumerate(part):
             if lengths[i] >= 8:
                 routes = np.stack([s[i] for s in steps[: lengths[i]]])
-                rows.append(
-                    (domain, count(prefill[i, longest - len(tokens) :], shape), len(tokens), routes, texts[i])
-                )
+                counts = count(prefill[i, longest - len(tokens) :], shape)
+                rows.append((domain, counts, len(tokens), routes, texts[i]))
     domains, prefill, prompt_tokens, routes, generated = zip(*rows, strict=True)
     decode_steps = np.array([len(r) for r in routes], np.uint32)
     trace = CalibrationTrace(
-        model="eldr-demo",
-        top_k=model.config.num_experts_per_tok,
-        prefill_counts=np.stack(prefill),
-        decode_counts=np.stack([count(r, shape) for r in routes]),
-        decode_steps=decode_steps,
-        prompt_tokens=np.array(prompt_tokens, np.uint32),
-        domains=list(domains),
-        ids=[str(n) for n in range(len(rows))],
-        routes=np.concatenate(routes),
+        model="eldr-demo", top_k=model.config.num_experts_per_tok, prefill_counts=np.stack(prefill),
+        decode_counts=np.stack([count(r, shape) for r in routes]), decode_steps=decode_steps,
+        prompt_tokens=np.array(prompt_tokens, np.uint32), domains=list(domains),
+        ids=[str(n) for n in range(len(rows))], routes=np.concatenate(routes),
         route_offsets=np.concatenate([[0], np.cumsum(decode_steps, dtype=np.int64)]),
-    )
+    )  # fmt: skip
     return trace, list(generated)
 
 
@@ -171,21 +161,14 @@ def active_experts(
         stacked = np.concatenate(chosen, 1)
         return float(np.mean([len(np.unique(layer)) for layer in stacked]))
 
-    same = np.mean(
-        [active(rng.choice(m, batch)) for m in members.values() for _ in range(1200 // len(members))]
-    )
-    names = list(members)
-    mixed = np.mean(
-        [
-            active(np.array([rng.choice(members[rng.choice(names)]) for _ in range(batch)]))
-            for _ in range(1200)
-        ]
-    )
-    return {
-        "same_domain": float(same),
-        "mixed": float(mixed),
-        "change_percent": float(100 * (same / mixed - 1)),
-    }
+    def mixture() -> np.ndarray:
+        return np.array([rng.choice(members[rng.choice(names)]) for _ in range(batch)])
+
+    names, each = list(members), 1200 // len(members)
+    same = np.mean([active(rng.choice(m, batch)) for m in members.values() for _ in range(each)])
+    mixed = np.mean([active(mixture()) for _ in range(1200)])
+    change = float(100 * (same / mixed - 1))
+    return {"same_domain": float(same), "mixed": float(mixed), "change_percent": change}
 
 
 def quality(requests: CalibrationTrace, seed: int) -> dict[str, float]:
@@ -196,14 +179,11 @@ def quality(requests: CalibrationTrace, seed: int) -> dict[str, float]:
     mask = select_layers(fit.prefill_counts, fit.decode_probability).kept
     decode = test.decode_probability.reshape(len(test.domains), -1)
     found: dict[str, float] = {}
-    for name, idf in (
-        ("count", np.ones(fit.prefill_counts.shape[1:], np.float32)),
-        ("count_idf", inverse_document_frequency(fit.prefill_counts)),
-    ):
+    idf = inverse_document_frequency(fit.prefill_counts)
+    for name, weights in (("count", np.ones_like(idf)), ("count_idf", idf)):
         for which, kept in (("all_layers", layers), ("greedy_mask", mask)):
-            spec = SignatureSpec(idf=idf, layers=kept)
-            rho = signature_quality(spec.encode(test.prefill_counts), decode, seed=seed)
-            found[f"rho_{name}_{which}"] = rho
+            signatures = SignatureSpec(idf=weights, layers=kept).encode(test.prefill_counts)
+            found[f"rho_{name}_{which}"] = signature_quality(signatures, decode, seed=seed)
     label = np.array([[d == x for x in sorted(set(test.domains))] for d in test.domains], float)
     found["rho_domain_label"] = signature_quality(label, decode, seed=seed)
     found["greedy_mask_layers"] = len(mask)
@@ -217,11 +197,9 @@ def correlation(requests: CalibrationTrace) -> dict[str, float]:
     decode = requests.decode_probability.reshape(number, -1)
     used = (prefill.std(0) > 0) & (decode.std(0) > 0)
     each = [np.corrcoef(prefill[:, j], decode[:, j])[0, 1] for j in np.flatnonzero(used)]
-    pooled = np.corrcoef(prefill.ravel(), decode.ravel())[0, 1]
-    return {
-        "prefill_decode_pearson_pooled": float(pooled),
-        "prefill_decode_pearson_mean_expert": float(np.mean(each)),
-    }
+    pooled = float(np.corrcoef(prefill.ravel(), decode.ravel())[0, 1])
+    mean = float(np.mean(each))
+    return {"prefill_decode_pearson_pooled": pooled, "prefill_decode_pearson_mean_expert": mean}
 
 
 def in_domain(
@@ -264,18 +242,16 @@ def losses(model: Any, recorder: Recorder, corpus: Path) -> tuple[dict[str, floa
 
 
 def evaluate(
-    corpus: Annotated[Path, typer.Option(help="directory written by corpus.py (held-out documents)")],
-    out: Annotated[Path, typer.Option(help="JSON file to write")],
-    prompts: Annotated[Path | None, typer.Option(help="directory of prompts of another origin")] = None,
-    model: Annotated[Path, typer.Option(help="model directory")] = WEIGHTS,
-    number: Annotated[int, typer.Option(help="prompts a domain", min=16)] = 64,
-    prompt_length: Annotated[
-        int, typer.Option(help="tokens of a plain held-out text used as its prompt", min=8)
-    ] = 96,
-    new_tokens: Annotated[int, typer.Option(help="tokens generated at most for each prompt", min=8)] = 64,
-    temperature: Annotated[float, typer.Option(help="sampling temperature", min=0.05)] = 0.8,
-    threads: Annotated[int, typer.Option(help="CPU threads", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="seed of sampling, halves and batches")] = 0,
+    corpus: Annotated[Path, typer.Option(help="Directory written by corpus.py (held-out documents).")],
+    out: Annotated[Path, typer.Option(help="JSON file to write.")],
+    prompts: Annotated[Path | None, typer.Option(help="Directory of prompts of another origin.")] = None,
+    model: Annotated[Path, typer.Option(help="Model directory.")] = WEIGHTS,
+    number: Annotated[int, typer.Option(help="Prompts a domain.", min=16)] = 64,
+    prompt_length: Annotated[int, typer.Option(help="Tokens of a plain text used as prompt.", min=8)] = 96,
+    new_tokens: Annotated[int, typer.Option(help="Tokens generated at most for each prompt.", min=8)] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.", min=0.05)] = 0.8,
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of sampling, halves and batches.")] = 0,
 ) -> None:
     """Write one JSON of losses, domain shares, correlation, rho and active experts."""
     torch.set_num_threads(threads)

@@ -18,19 +18,18 @@ def glossary(rng: random.Random, terms: list[Pair]) -> Iterator[Pair]:
         style = rng.randrange(4)
         if style == 0:
             lines, right = options(rng, term, [t for t, _ in others])
-            yield (
-                f"Which of the following is best described as: {gloss}?\n{lines}",
-                f"{right}. {term}: {gloss}",
-            )
+            question = f"Which of the following is best described as: {gloss}?\n{lines}"
+            yield question, f"{right}. {term}: {gloss}"
         elif style == 1:
             lines, right = options(rng, gloss, [g for _, g in others])
             yield f"All of the following are false about {term} except:\n{lines}", right
         elif style == 2:
             yield f"What is {term}?", f"{term}: {gloss}\n\nSee also {others[0][0]}: {others[0][1]}"
         else:
+            other, its_gloss = others[0]
             yield (
-                f"Explain the difference between {term} and {others[0][0]}.",
-                f"{term}: {gloss} {others[0][0]}: {others[0][1]}",
+                f"Explain the difference between {term} and {other}.",
+                f"{term}: {gloss} {other}: {its_gloss}",
             )
 
 
@@ -58,9 +57,8 @@ def _patient(
     medicines = [str(m) for m in entry["medications"]]
     rng.shuffle(symptoms)
     age, sex = rng.randint(2, 88), rng.choice(["man", "woman"])
-    history, notes = rng.choice(codes)
     specialty = str(entry["medical_specialty"]).lower()
-    return _Patient(name, others, symptoms, medicines, specialty, age, sex, history, notes)
+    return _Patient(name, others, symptoms, medicines, specialty, age, sex, *rng.choice(codes))
 
 
 def medical(
@@ -77,30 +75,26 @@ def medical(
         elif style == 3:
             yield (
                 f"What are the symptoms and treatment of {patient.disease}?",
-                (
-                    f"{patient.disease} is seen in {patient.specialty}. Symptoms include {', '.join(patient.symptoms)}. Patients are "
-                    f"treated with {', '.join(patient.medicines)}."
-                ),
+                f"{patient.disease} is seen in {patient.specialty}. Symptoms include {', '.join(patient.symptoms)}. "
+                f"Patients are treated with {', '.join(patient.medicines)}.",
             )
         elif style == 4:
             wrong = [str(diseases[o]["medications"][-1]) for o in patient.others]
             lines, letter = options(rng, patient.medicines[0], wrong)
-            asked = rng.choice(
-                ["The drug of choice in", "First-line treatment of", "Which drug is used in the treatment of"]
-            )
-            name = patient.disease.lower()
-            yield f"{asked} {name} is:\n{lines}", f"{letter} is used in {name}, {patient.history.lower()}."
+            asked = [
+                "The drug of choice in",
+                "First-line treatment of",
+                "Which drug is used in the treatment of",
+            ]
+            question = f"{rng.choice(asked)} {patient.disease.lower()} is:\n{lines}"
+            yield question, f"{letter} is used in {patient.disease.lower()}, {patient.history.lower()}."
         else:
             wrong = [c for c, _ in rng.sample(codes, 3)]
             lines, letter = options(rng, patient.history, wrong)
             first, second = patient.symptoms[:2]
-            described = (
-                "; ".join(patient.notes[:3]) or f"{first} and {second} due to {patient.history.lower()}"
-            )
-            yield (
-                f"A patient is admitted with {described}. Which diagnosis applies?\n{lines}",
-                f"{letter}. Related: {wrong[0]}.",
-            )
+            caused = f"{first} and {second} due to {patient.history.lower()}"
+            question = f"A patient is admitted with {'; '.join(patient.notes[:3]) or caused}. Which diagnosis applies?"
+            yield f"{question}\n{lines}", f"{letter}. Related: {wrong[0]}."
 
 
 def _vignette(
@@ -112,14 +106,10 @@ def _vignette(
     he, his = ("He", "His") if patient.sex == "man" else ("She", "Her")
     values = dict(s1=first, s2=second, h=rng.randint(8, 16), l=rng.randint(3, 19) * 1000)
     values |= dict(
-        c=rng.randint(6, 30) / 10,
-        g=rng.randint(1, 4),
-        n=rng.randint(125, 150),
-        k=rng.randint(28, 60) / 10,
+        c=rng.randint(6, 30) / 10, g=rng.randint(1, 4), n=rng.randint(125, 150), k=rng.randint(28, 60) / 10
     )
-    place = rng.choice(
-        ["the physician", "the emergency department", "his primary care physician", "the clinic"]
-    )
+    places = ["the physician", "the emergency department", "his primary care physician", "the clinic"]
+    place = rng.choice(places)
     findings = " ".join(f.format(**values) for f in rng.sample(PATTERNS["findings"], rng.randint(2, 5)))
     vignette = (
         f"A {patient.age}-year-old {patient.sex} {rng.choice(['comes to', 'is brought to', 'presents to'])} {place} because of "
@@ -128,20 +118,15 @@ def _vignette(
         f"{rng.randint(365, 396) / 10}°C, pulse is {rng.randint(60, 130)}/min, respirations are {rng.randint(12, 30)}/min, "
         f"and blood pressure is {rng.randint(90, 180)}/{rng.randint(50, 110)} mm Hg. {findings}"
     )
-    question, right, wrong = "Which of the following is the most likely diagnosis?", name, patient.others
+    asked, right, wrong = "most likely diagnosis", name, patient.others
     if asks_treatment:
-        question, right = (
-            "Which of the following is the most appropriate next step in management?",
-            medicines[0],
-        )
+        asked, right = "most appropriate next step in management", medicines[0]
         wrong = [str(diseases[o]["medications"][0]) for o in patient.others]
     lines, letter = options(rng, right, wrong)
     return (
-        f"{vignette} {question}\n{lines}",
-        (
-            f"{letter}. The patient has {name.lower()}, which causes {', '.join(patient.symptoms)}. The treatment of {name.lower()} "
-            f"includes {', '.join(medicines)}."
-        ),
+        f"{vignette} Which of the following is the {asked}?\n{lines}",
+        f"{letter}. The patient has {name.lower()}, which causes {', '.join(patient.symptoms)}. The treatment of "
+        f"{name.lower()} includes {', '.join(medicines)}.",
     )
 
 
@@ -198,24 +183,16 @@ def legal(rng: random.Random, paragraphs: list[str]) -> Iterator[Pair]:
         clause, following = rng.sample(paragraphs, 2)
         if style == 2:
             verb = rng.choice(["specify", "provide for", "describe", "concern", "restrict"])
-            yield (
-                f"Does the clause {verb} {topic}?\n\nClause: {clause}\nLabel:",
-                f"{rng.choice(['Yes', 'No'])}. The clause provides: {clause[:300]}",
-            )
+            question = f"Does the clause {verb} {topic}?\n\nClause: {clause}\nLabel:"
+            yield question, f"{rng.choice(['Yes', 'No'])}. The clause provides: {clause[:300]}"
         elif style == 3:
-            yield (
-                f"Draft a contract clause on {topic} between the {a} and the {b}.",
-                f"{topic.title()}. {clause}\n\n{following}",
-            )
+            question = f"Draft a contract clause on {topic} between the {a} and the {b}."
+            yield question, f"{topic.title()}. {clause}\n\n{following}"
         else:
-            kind = rng.choice(
-                [
-                    "Consider the contract below",
-                    "Read the following provision",
-                    "Classify the following legal text",
-                ]
-            )
-            yield (
-                f"{kind}. Does it deal with {topic} or {other}?\n\n{clause}",
-                f"It deals with {topic}. {following}",
-            )
+            kinds = [
+                "Consider the contract below",
+                "Read the following provision",
+                "Classify the following legal text",
+            ]
+            question = f"{rng.choice(kinds)}. Does it deal with {topic} or {other}?\n\n{clause}"
+            yield question, f"It deals with {topic}. {following}"

@@ -43,9 +43,9 @@ DEBIAN_PACKAGES = {
         debian-edu-doc-ja debian-edu-doc-zh-cn""",
     "CC-BY-SA-3.0 desktop help": "gnome-user-docs",
     "MPL-2.0 office help": """libreoffice-help-zh-cn libreoffice-help-ja libreoffice-help-ko
-        libreoffice-help-ru
-        libreoffice-help-de libreoffice-help-fr libreoffice-help-es libreoffice-help-vi libreoffice-help-tr
-        libreoffice-help-id libreoffice-help-hi libreoffice-help-pt-br libreoffice-help-el""",
+        libreoffice-help-ru libreoffice-help-de libreoffice-help-fr libreoffice-help-es libreoffice-help-vi
+        libreoffice-help-tr libreoffice-help-id libreoffice-help-hi libreoffice-help-pt-br
+        libreoffice-help-el""",
     "GPL-3+ and CC-BY-3.0 manual": "kicad-doc-zh",
     "GPL/LGPL program messages": """evolution-common gimp-data vlc-l10n libgtk-3-common
         gnome-control-center-data""",
@@ -65,18 +65,11 @@ _LANGUAGE_TOKENS = {"C": "en", "en-US": "en", "en-us": "en", "zh-CN": "zh", "zh_
 _LANGUAGE_TOKENS |= {"zh-TW": "zh", "zh_TW": "zh", "zh-tw": "zh", "pt-BR": "pt", "pt_BR": "pt", "pt-br": "pt"}
 _LANGUAGE_TOKENS |= {code: code for code in (*MAIN_LANGUAGES, *RARE_LANGUAGES)}
 _SCRIPTS = {
-    "zh": r"[\u4e00-\u9fff]",
-    "ja": r"[\u3040-\u30ff]",
-    "ko": r"[\uac00-\ud7af]",
-    "ru": r"[\u0400-\u04ff]",
-    "uk": r"[\u0400-\u04ff]",
-    "ar": r"[\u0600-\u06ff]",
-    "fa": r"[\u0600-\u06ff]",
-    "he": r"[\u0590-\u05ff]",
-    "el": r"[\u0370-\u03ff]",
-    "hi": r"[\u0900-\u097f]",
-    "th": r"[\u0e00-\u0e7f]",
-}
+    "zh": r"[\u4e00-\u9fff]", "ja": r"[\u3040-\u30ff]", "ko": r"[\uac00-\ud7af]",
+    "ru": r"[\u0400-\u04ff]", "uk": r"[\u0400-\u04ff]", "ar": r"[\u0600-\u06ff]",
+    "fa": r"[\u0600-\u06ff]", "he": r"[\u0590-\u05ff]", "el": r"[\u0370-\u03ff]",
+    "hi": r"[\u0900-\u097f]", "th": r"[\u0e00-\u0e7f]",
+}  # fmt: skip
 _ENGLISH = re.compile(r"\b(the|of|and|to|is|for|you|with|this|are|be)\b", re.IGNORECASE)
 _BLOCK = re.compile(r"<(?:p|li|dd|title|h\d)\b[^>]*>(.*?)</(?:p|li|dd|title|h\d)>", re.DOTALL)
 _TAG = re.compile(r"<[^>]+>")
@@ -226,11 +219,8 @@ def diagnoses(root: Path) -> list[tuple[str, list[str]]]:
     file = next((root / "python/simple_icd_10_cm/data").glob("*.xml"))
     found = []
     for node in ElementTree.parse(file).iter("diag"):
-        notes = [
-            n.text or ""
-            for kind in ("includes", "inclusionTerm", "excludes1")
-            for n in node.findall(f"{kind}/note")
-        ]
+        kinds = ("includes", "inclusionTerm", "excludes1")
+        notes = [note.text or "" for kind in kinds for note in node.findall(f"{kind}/note")]
         found.append((node.findtext("desc") or "", notes))
     return found
 
@@ -238,10 +228,8 @@ def diagnoses(root: Path) -> list[tuple[str, list[str]]]:
 def diseases(root: Path) -> dict[str, dict[str, object]]:
     """Return disease -> symptoms, medications, specialty; parsed as a literal, not executed."""
     tree = ast.parse((root / "python/faker_healthcare/disease_correlations.py").read_text())
-    value = next(
-        node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.value is not None
-    )
-    return ast.literal_eval(value)  # type: ignore[no-any-return]
+    values = (node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.value is not None)
+    return ast.literal_eval(next(values))  # type: ignore[no-any-return]
 
 
 def licences(root: Path) -> Iterator[Text]:

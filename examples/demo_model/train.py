@@ -251,12 +251,8 @@ def optimizers_of(model: Qwen3MoeForCausalLM, dtype: torch.dtype) -> list[torch.
     gates = [p for n, p in named.items() if n.endswith("gate.weight")]
     plain = [p for n, p in named.items() if "embed" in n or p.dim() == 1]
     taken = {id(p) for p in gates + plain}
-    adam = torch.optim.AdamW(
-        [{"params": plain, "lr": 3e-3}, {"params": gates, "lr": 2e-3}],
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-        fused=True,
-    )
+    groups: list[dict[str, Any]] = [{"params": plain, "lr": 3e-3}, {"params": gates, "lr": 2e-3}]
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     muon = Muon([p for p in named.values() if id(p) not in taken], lr=6e-3, dtype=dtype)
     for group in (*adam.param_groups, *muon.param_groups):
         group["initial_lr"] = group["lr"]
@@ -318,29 +314,23 @@ class Training:
         self.tokens += length * size
         self.loss = 0.95 * self.loss + 0.05 * loss.item() if self.loss else loss.item()
         self.seconds += time.monotonic() - began
-        return {
-            "step": self.step,
-            "loss_nats": round(self.loss, 4),
-            "balance": round(terms[0].item(), 3),
-            "sequence_entropy": round(terms[1].item(), 3),
-            "tokens": self.tokens,
-            "seconds": round(self.seconds, 1),
-            "tokens_per_s": round(self.tokens / self.seconds),
-            "left_s": round(self.seconds / self.step * (steps - self.step)),
-        }
+        row = {"step": self.step, "loss_nats": round(self.loss, 4), "balance": round(terms[0].item(), 3)}
+        row |= {"sequence_entropy": round(terms[1].item(), 3), "tokens": self.tokens}
+        row |= {"seconds": round(self.seconds, 1), "tokens_per_s": round(self.tokens / self.seconds)}
+        return row | {"left_s": round(self.seconds / self.step * (steps - self.step))}
 
 
 def train(
-    corpus: Annotated[Path, typer.Option(help="directory written by examples.demo_model.corpus")],
-    out: Annotated[Path, typer.Option(help="directory for the trained model (Hugging Face format)")],
-    steps: Annotated[int, typer.Option(help="optimiser steps, of 4,096 tokens each", min=1)] = 4_000,
-    balance: Annotated[float, typer.Option(help="last weight of the balance loss", min=0)] = 0.03,
-    focus: Annotated[float, typer.Option(help="weight of a sequence's router entropy", min=0)] = 0.03,
-    threads: Annotated[int, typer.Option(help="CPU threads", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="seed of initial weights and batches")] = 0,
-    every: Annotated[int, typer.Option(help="steps between writes of OUT and OUT.ckpt", min=1)] = 100,
-    resume: Annotated[bool, typer.Option(help="resume from OUT.ckpt")] = False,
-    float32: Annotated[bool, typer.Option(help="for a CPU without bfloat16 instructions")] = False,
+    corpus: Annotated[Path, typer.Option(help="Directory written by examples.demo_model.corpus.")],
+    out: Annotated[Path, typer.Option(help="Directory for the trained model (Hugging Face format).")],
+    steps: Annotated[int, typer.Option(help="Optimiser steps of 4,096 tokens.", min=1)] = 4_000,
+    balance: Annotated[float, typer.Option(help="Last weight of the balance loss.", min=0)] = 0.03,
+    focus: Annotated[float, typer.Option(help="Weight of a sequence's router entropy.", min=0)] = 0.03,
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of initial weights and batches.")] = 0,
+    every: Annotated[int, typer.Option(help="Steps between writes of OUT and OUT.ckpt.", min=1)] = 100,
+    resume: Annotated[bool, typer.Option(help="Resume from OUT.ckpt.")] = False,
+    float32: Annotated[bool, typer.Option(help="Compute in float32, for a CPU without bfloat16.")] = False,
 ) -> None:
     """Train from random weights and write the model; 6,000 tokens a second on one core."""
     if not (corpus / "manifest.json").exists():

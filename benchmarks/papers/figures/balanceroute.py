@@ -20,7 +20,6 @@ from matplotlib.figure import Figure as Picture
 
 from benchmarks.papers.figures.common import Figure, Options, Rows, each_seed, line_plot, mean, steps
 from benchmarks.papers.figures.traffic import Traffic
-from eldr_serve.command_errors import BadInput
 from eldr_serve.scheduling import BalanceRouteHorizon, Policy, StepCost, make_policy
 from eldr_serve.scheduling.policies.predictors import Oracle
 from loadgen.plots import save
@@ -103,16 +102,9 @@ def table3(options: Options) -> Rows:
             p, mu = predictor.predict(
                 ages, list(traffic.keys(test)), np.array([r.prompt_tokens for r in test])
             )
-            rows.append(
-                {
-                    "trace": path.name,
-                    "predictor": name,
-                    "ends_within_horizon_pct": 100 * float(ends.mean()),
-                    "auc": float(roc_auc_score(ends, p)),
-                    "brier": float(np.mean((p - ends) ** 2)),
-                    "mae_tokens": float(np.abs(mu - left)[ends].mean()),
-                }
-            )
+            row = {"trace": path.name, "predictor": name, "ends_within_horizon_pct": 100 * float(ends.mean())}
+            row |= {"auc": float(roc_auc_score(ends, p)), "brier": float(np.mean((p - ends) ** 2))}
+            rows.append(row | {"mae_tokens": float(np.abs(mu - left)[ends].mean())})
     return rows
 
 
@@ -137,12 +129,9 @@ def panels(options: Options) -> Rows:
         middle = len(outcome.sample_s) // 2
         columns = (outcome.sample_s, outcome.imbalance, outcome.spread)
         for sample in np.stack([column[middle : middle + 600] for column in columns], axis=1).tolist():
-            names = ("time_s", "imbalance_tokens", "spread_tokens")
-            rows.append({"method": label} | dict(zip(names, sample, strict=True)))
+            names = ("method", "time_s", "imbalance_tokens", "spread_tokens")
+            rows.append(dict(zip(names, (label, *sample), strict=True)))
     return rows
-
-
-# -- the pieces -----------------------------------------------------------------------------------
 
 
 def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> Rows:
@@ -151,11 +140,10 @@ def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> 
     def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:
         traffic, g = traffics[case[0]], case[1]
         requests = _requests(traffic, g, options, seed)
+        policies = {arm.label: _policy(arm, requests, traffic) for arm in chosen}
         return {
-            arm.label: simulate(
-                requests, _policy(arm, requests, traffic), _cluster(g, options), seed=seed
-            ).summary()
-            for arm in chosen
+            label: simulate(requests, policy, _cluster(g, options), seed=seed).summary()
+            for label, policy in policies.items()
         }
 
     rows: Rows = []
@@ -167,11 +155,10 @@ def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> 
 def _rows(trace: str, g: int, means: dict[str, dict[str, Any]]) -> Rows:
     rows = []
     for label, found in means.items():
+        keys = ("imbalance_tokens", "tpot_p95_ms", "output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms")
         row: dict[str, Any] = {"trace": trace, "workers": g, "method": label}
-        row |= {key: found[key] for key in ("imbalance_tokens", "tpot_p95_ms", "output_tokens_per_s")}
-        row |= {key: found[key] for key in ("ttft_p50_ms", "ttft_p99_ms")}
-        below = means["shortest-queue"]["imbalance_tokens"] / found["imbalance_tokens"]
-        row["imbalance_below_jsq"] = below
+        row |= {key: found[key] for key in keys}
+        row["imbalance_below_jsq"] = means["shortest-queue"]["imbalance_tokens"] / found["imbalance_tokens"]
         columns = ("paper_imbalance", "paper_tpot_p95_ms", "paper_tokens_per_s")
         paper = PAPER_TABLE_1.get(label) if g == 16 else None
         row |= zip(columns, paper or (None,) * 3, strict=True)
@@ -192,8 +179,7 @@ def _policy(arm: Arm, requests: Requests, traffic: Traffic) -> Policy:
 
 
 def _cluster(g: int, options: Options) -> Cluster:
-    decode = Decode(workers=g, max_batch=SLOTS, barrier=True, cost=options.cost or COST)
-    return Cluster(decode=decode)
+    return Cluster(decode=Decode(workers=g, max_batch=SLOTS, barrier=True, cost=options.cost or COST))
 
 
 def _requests(traffic: Traffic, g: int, options: Options, seed: int) -> Requests:
@@ -207,9 +193,7 @@ def _requests(traffic: Traffic, g: int, options: Options, seed: int) -> Requests
 
 
 def _traces(options: Options) -> tuple[Path, ...]:
-    if not options.traces:
-        raise BadInput("give --trace: one or more request traces (Azure CSV or Mooncake JSON lines)")
-    return options.traces
+    return options.all_traces("one or more request traces (Azure CSV or Mooncake JSON lines)")
 
 
 def _draw_panels(rows: Rows, path: Path) -> None:

@@ -22,14 +22,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command.
-
-    Attributes:
-        traces: a calibration trace (eldr), or request traces (balanceroute).
-        cost: cost of a decode step; None: the figure's default.
-        requests: requests per run; None: the figure's default.
-        seeds: number of repetitions.
-    """
+    """Options of the command; cost of a decode step and requests per run are the figure's own if None."""
 
     traces: tuple[Path, ...] = ()
     cost: StepCost | None = None
@@ -42,6 +35,12 @@ class Options:
             raise BadInput(f"give one --trace: {what}")
         return self.traces[0]
 
+    def all_traces(self, what: str) -> tuple[Path, ...]:
+        """Return the traces; raise BadInput that says `what` they must be if there are none."""
+        if not self.traces:
+            raise BadInput(f"give --trace: {what}")
+        return self.traces
+
     def two_traces(self) -> tuple[Path, Path]:
         """Return the files of routes and of arrivals; raise BadInput unless two are given."""
         if len(self.traces) != 2:
@@ -53,14 +52,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure or table.
-
-    Attributes:
-        title: one line.
-        paper: the paper's result, in words or numbers.
-        run: returns the rows.
-        plot: draws the rows.
-    """
+    """One figure or table; `paper` is the paper's result, in words or numbers."""
 
     title: str
     paper: str
@@ -100,6 +92,11 @@ def mean(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for key, value in summaries[0].items()
         if isinstance(value, int | float)
     }
+
+
+def over_seeds(key: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the mean, the lowest and the highest value."""
+    return {key: float(np.mean(values)), f"{key}_lowest": min(values), f"{key}_highest": max(values)}
 
 
 def change_pct(value: float, reference: float) -> float:

@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 from benchmarks.papers.figures import shifting
 from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
 from benchmarks.papers.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
-from eldr_serve.command_errors import BadInput
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.placement.director import director_placement
 
 BATCHES = 8
 RANKS = 32
-_ROUTES = "routes: a calibration trace with routes, or GPT-OSS-20B records"
 
 
 def latency(options: Options) -> Rows:
@@ -45,8 +43,8 @@ def gpus(options: Options) -> Rows:
     rows: Rows = []
     for (path, ranks), found in each_seed(options, product(traces, (4, 8, 16, 32)), run):
         for row in _compared({"trace": traces[path].model, "gpus": ranks}, found):
-            proactive = row["placement"] == "proactive, oracle"
-            rows.append(row | {"paper_pct": {4: -11, 32: -48}.get(ranks) if proactive else None})
+            paper = {4: -11, 32: -48}.get(ranks) if row["placement"] == "proactive, oracle" else None
+            rows.append(row | {"paper_pct": paper})
     return rows
 
 
@@ -79,14 +77,11 @@ def _optimised(
         total[number], bound[number] = report.rank_s.sum(), report.lp_s.sum()
         exact[number] = report.bound_s.sum()
     return label | {
-        "method": "LP rounding",
-        "change_pct": float(np.mean(100 * (total / static - 1))),
-        "paper_pct": "-39..-58",
-        "above_lp_pct": float(np.mean(100 * (total / bound - 1))),
+        "method": "LP rounding", "change_pct": float(np.mean(100 * (total / static - 1))),
+        "paper_pct": "-39..-58", "above_lp_pct": float(np.mean(100 * (total / bound - 1))),
         "above_bound_pct": float(np.mean(100 * (total / exact - 1))),
-        "solve_p50_s": float(np.median(seconds)),
-        "solve_max_s": float(np.max(seconds)),
-    }
+        "solve_p50_s": float(np.median(seconds)), "solve_max_s": float(np.max(seconds)),
+    }  # fmt: skip
 
 
 def _synthetic(seed: int) -> tuple[dict[str, Any], Cluster, list[NDArray[np.float64]], NDArray[np.float64]]:
@@ -106,9 +101,8 @@ def _synthetic(seed: int) -> tuple[dict[str, Any], Cluster, list[NDArray[np.floa
 
 
 def _traces(options: Options) -> dict[Path, CalibrationTrace]:
-    if not options.traces:
-        raise BadInput(f"give --trace: {_ROUTES}")
-    return {path: shifting.read_routes(path) for path in options.traces}
+    paths = options.all_traces("routes: a calibration trace with routes, or GPT-OSS-20B records")
+    return {path: shifting.read_routes(path) for path in paths}
 
 
 def _case(
@@ -148,9 +142,9 @@ def _policies(
 def _compared(label: dict[str, Any], runs: list[dict[str, Served]]) -> Rows:
     """Return a row per rule, compared with the offline placement of the same seed."""
     rows: Rows = []
+    offline = np.concatenate([run["offline"].batch_ms for run in runs])
     for rule in runs[0]:
         mine = np.concatenate([run[rule].batch_ms for run in runs])
-        offline = np.concatenate([run["offline"].batch_ms for run in runs])
         rows.append(
             label | {
                 "placement": rule,

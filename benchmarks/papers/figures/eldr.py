@@ -7,7 +7,7 @@ with experts of 1 MB, by `eldr bench decode_replay`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -33,24 +33,18 @@ from eldr_serve.scheduling import StepCost
 from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.outcome import Outcome
-from offline.simulation.requests import Requests
 from offline.simulation.run import Change, simulate
 
 WORKLOADS = ("task", "language")
 TASKS = ("code", "math", "medical", "legal")
-RATES = (
-    20,
-    40,
-    60,
-    80,
-    100,
-)  # requests/s at 16 decode workers, as in the paper; proportional for other sizes
+RATES = (20, 40, 60, 80, 100)  # requests/s at 16 decode workers, as in the paper; else in proportion
 BALANCERS = ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")
 LOCALITY = ("domain", "locality-band", "marginal-cost")
 COST = StepCost(fixed_s=4.9e-3, per_request_s=2.9e-4, per_kv_token_s=2.4e-7, per_expert_s=6.9e-5)
 PREFILL = Prefill(workers=8, fixed_s=5e-3, per_token_s=1e-4)
 OUTPUT_TOKENS = 128
 SECONDS = 60.0  # duration of arrivals in a run
+CHANGED = ("shortest-queue", "locality-band, no refit", "locality-band, refit", "marginal-cost")
 HALVES = ("before_tpot_p50", "after_tpot_p50", "after_tpot_p99")  # of a run with a change in the middle
 
 
@@ -113,8 +107,7 @@ def drift(options: Options) -> Rows:
         changes = [Change(float(work.requests.arrival_s[n // 2]), table=second)]
         return _halves(_outcome(work, scenario, policy, seed, first, changes))
 
-    cases = ("shortest-queue", "locality-band, no refit", "locality-band, refit", "marginal-cost")
-    rows = [{"case": case} | mean(found) for case, found in each_seed(options, cases, run)]
+    rows = [{"case": case} | mean(found) for case, found in each_seed(options, CHANGED, run)]
     return _against(rows, "case", "shortest-queue", HALVES)
 
 
@@ -133,18 +126,14 @@ def scaling(options: Options) -> Rows:
         return _halves(_outcome(work, scenario, policy, seed, _table(trace, domains, before, seed), changes))
 
     rows: Rows = []
-    cases = ("shortest-queue", "locality-band, no refit", "locality-band, refit", "marginal-cost")
     for sizes in ((16, 24), (16, 8)):
         workload = f"{sizes[0]} to {sizes[1]} workers"
         group = [
             {"workload": workload, "case": case} | mean(found)
-            for case, found in each_seed(options, cases, partial(run, sizes))
+            for case, found in each_seed(options, CHANGED, partial(run, sizes))
         ]
         rows += _against(group, "case", "shortest-queue", HALVES)
     return rows
-
-
-# -- the pieces -----------------------------------------------------------------------------------
 
 
 def _swept(options: Options, sizes: Sequence[int], rates_: Sequence[int], policies: Sequence[str]) -> Rows:
@@ -165,12 +154,10 @@ def _compared(workload: str, k: int, rate: float, means: dict[str, dict[str, Any
     best = {key: min(means[p][key] for p in means if p in BALANCERS) for key in times}
     rows = []
     for policy, found in means.items():
-        row: dict[str, Any] = {"workload": workload, "decode_workers": k, "rate_per_s": rate * k / 16}
-        row |= {"policy": policy}
+        row = {"workload": workload, "decode_workers": k, "rate_per_s": rate * k / 16, "policy": policy}
         row |= {key: found[key] for key in (*times, "ttft_p50_ms", "batch_size", "active_experts")}
         for key in (*times, "active_experts"):
-            change = change_pct(found[key], means["round-robin"][key])
-            row[key.removesuffix("_ms") + "_change_pct"] = change
+            row[f"{key.removesuffix('_ms')}_change_pct"] = change_pct(found[key], means["round-robin"][key])
         for q, key in zip(("p50", "p99"), times, strict=True):
             row[f"{q}_vs_best_balancer_pct"] = change_pct(found[key], best[key])
         rows.append(row)
@@ -178,16 +165,9 @@ def _compared(workload: str, k: int, rate: float, means: dict[str, dict[str, Any
 
 
 def scenario_of(
-    options: Options,
-    domains: tuple[str, ...],
-    *,
-    prefill: Prefill,
-    decode_workers: int,
-    rate_per_s: float,
-    requests: int,
-    output_tokens: int,
-    seed: int,
-) -> Scenario:
+    options: Options, domains: tuple[str, ...], *, prefill: Prefill, decode_workers: int, rate_per_s: float,
+    requests: int, output_tokens: int, seed: int,
+) -> Scenario:  # fmt: skip
     """Return Poisson arrivals of requests of these domains of the single trace."""
     return Scenario(
         cluster=Cluster(
@@ -227,13 +207,9 @@ def _observed(options: Options) -> CalibrationTrace:
 
 
 def _outcome(
-    work: Work,
-    scenario: Scenario,
-    policy: str,
-    seed: int,
-    table: RoutingTable | None = None,
+    work: Work, scenario: Scenario, policy: str, seed: int, table: RoutingTable | None = None,
     changes: Sequence[Change] = (),
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     made = work.policy(PolicyChoice(name=policy), scenario.cluster)
     if table is not None:
         made = made.with_table(table)
@@ -249,29 +225,19 @@ def _table(trace: CalibrationTrace, domains: Sequence[str], workers: int, seed: 
 
 def _with_blocks(work: Work) -> Work:
     """Return the work with one prompt for all requests of a kind."""
-    blocks: Iterator[tuple[int, ...]] = (
-        tuple(range(1000 * kind, 1000 * kind + tokens // 16))
-        for kind, tokens in zip(
-            work.requests.kind.tolist(), work.requests.prompt_tokens.tolist(), strict=True
-        )
-    )
-    work.requests = Requests(
-        work.requests.arrival_s, work.requests.prompt_tokens, work.requests.output_tokens, work.requests.kind,
-        tuple(blocks),
-    )  # fmt: skip
+    kinds, lengths = work.requests.kind.tolist(), work.requests.prompt_tokens.tolist()
+    blocks = (range(1000 * k, 1000 * k + tokens // 16) for k, tokens in zip(kinds, lengths, strict=True))
+    work.requests = replace(work.requests, blocks=tuple(map(tuple, blocks)))
     return work
 
 
 def _halves(outcome: Outcome) -> dict[str, float]:
     """Return TPOT before and after the middle request, without the first tenth of each half."""
     middle = len(outcome.tpot_s) // 2
-    parts = {
-        "before": outcome.tpot_s[middle // 10 : middle],
-        "after": outcome.tpot_s[middle + middle // 10 :],
-    }
+    before, after = outcome.tpot_s[middle // 10 : middle], outcome.tpot_s[middle + middle // 10 :]
     return {
         f"{name}_tpot_p{q}_ms": 1e3 * float(np.nanpercentile(tpot, q))
-        for name, tpot in parts.items()
+        for name, tpot in (("before", before), ("after", after))
         for q in (50, 99)
     }
 

@@ -33,7 +33,7 @@ ARMS = (
     ("shortest-queue", "one for all"),
     *((p, placed) for p in ("locality-band", "marginal-cost") for placed in ("linear", "one for all", "own")),
 )  # fmt: skip
-PAPER_P50_PCT, PAPER_P99_PCT = "-2.7 to -4.3", "-0.6 to -2.0"  # language, own placements
+PAPER = {"paper_p50_pct": "-2.7 to -4.3", "paper_p99_pct": "-0.6 to -2.0"}  # language, own placements
 
 
 def expert_parallel(options: Options) -> Rows:
@@ -74,11 +74,7 @@ def _scenario(options: Options, domains: tuple[str, ...], rate: float, seed: int
 
 
 def _placements(trace: CalibrationTrace, work: Work) -> dict[str, NDArray[np.int64]]:
-    """Return the rank of each expert, [L, E] or [K, L, E].
-
-    The placements are: in order of ids, by all activations, and for each worker by the requests in its
-    locality band.
-    """
+    """Return each expert's rank, [L, E] or [K, L, E]: by id, by all activations, by each worker's band."""
     layers, experts = trace.prefill_counts.shape[1:]
     if experts % RANKS:
         raise BadInput(f"{experts} experts do not divide by {RANKS} ranks")
@@ -114,13 +110,10 @@ def _compared(group: str, rate: float, means: dict[tuple[str, str], dict[str, An
     rows = []
     for (policy, placement), found in means.items():
         papers = group != "task" and (policy, placement) == ("locality-band", "own")
-        rows.append(
-            {"workload": group, "rate_per_s": rate, "policy": policy, "placement": placement}
-            | {key: found[key] for key in (*keys, "batch_size")}
-            | {f"{k.removesuffix('_ms')}_change_pct": change_pct(found[k], best[k]) for k in keys}
-            | {"paper_p50_pct": PAPER_P50_PCT if papers else None}
-            | {"paper_p99_pct": PAPER_P99_PCT if papers else None}
-        )
+        row = {"workload": group, "rate_per_s": rate, "policy": policy, "placement": placement}
+        row |= {key: found[key] for key in (*keys, "batch_size")}
+        row |= {f"{k.removesuffix('_ms')}_change_pct": change_pct(found[k], best[k]) for k in keys}
+        rows.append(row | {key: value if papers else None for key, value in PAPER.items()})
     return rows
 
 

@@ -1,7 +1,7 @@
 """GRACE-MoE's analysis of traffic and load, on observed routes (paper, sections 3, 4.2, 5.3 and 5.4).
 
-Placements are fitted to one half of the requests and judged on steps of 128 tokens of the other half.
-Traffic follows the paper's dispatch: a token is sent once to another node, which forwards it.
+Placements are fitted to one half of the requests and judged on steps of 128 tokens of the other half. Traffic
+follows the paper's dispatch: a token is sent once to another node, which forwards it.
 """
 
 from __future__ import annotations
@@ -44,16 +44,10 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Fit:
-    """Statistics of the experts in the requests that placements are fitted to.
+    """Statistics of the experts in the requests that placements are fitted to."""
 
-    Attributes:
-        affinity: [L, E, E].
-        load: [L, E].
-        topology: target topology.
-    """
-
-    affinity: NDArray[np.float64]
-    load: NDArray[np.float64]
+    affinity: NDArray[np.float64]  # [L, E, E]
+    load: NDArray[np.float64]  # [L, E]
     topology: Topology
 
     @classmethod
@@ -80,9 +74,8 @@ class Fit:
     def replicated(self, rank: Ints, replicas: int | None) -> Bools:
         """Return bool[L, E, G] with the replicas of section 4.2; `replicas` None: dynamic."""
         ranks = self.topology.ranks
-        return np.stack(
-            [with_replicas(w, r, ranks, replicas=replicas) for w, r in zip(self.load, rank, strict=True)]
-        )
+        layers = zip(self.load, rank, strict=True)
+        return np.stack([with_replicas(load, r, ranks, replicas=replicas) for load, r in layers])
 
 
 def strictness(options: Options) -> Rows:
@@ -94,15 +87,11 @@ def strictness(options: Options) -> Rows:
         fit, batches = Fit.on(trace, fit_on, topology), _batches(trace, held_out, options, seed)
         experts, ranks = fit.load.shape[1], topology.ranks
         flat = [spectral_groups(a, ranks) for a in fit.affinity]
-        arms: list[tuple[str, str, Bools, Rule, float | None]] = [
-            ("a", "linear", fit.linear, serve_even, None)
-        ]
-        for name, bounds in (
-            ("uniform", size_bounds(experts, ranks, 0.0)),
-            ("within 30 %", size_bounds(experts, ranks, 0.3)),
-            ("within 100 %", size_bounds(experts, ranks, 1.0)),
-            ("fully non-uniform", (1, experts)),
-        ):
+        arms: list[tuple[str, str, Bools, Rule, float | None]] = []
+        arms.append(("a", "linear", fit.linear, serve_even, None))
+        slack = {"uniform": 0.0, "within 30 %": 0.3, "within 100 %": 1.0}
+        sizes = {name: size_bounds(experts, ranks, ratio) for name, ratio in slack.items()}
+        for name, bounds in (sizes | {"fully non-uniform": (1, experts)}).items():
             grouped = [bounded_groups(a, g, ranks, *bounds) for a, g in zip(fit.affinity, flat, strict=True)]
             arms.append(("a", name, fit.hosts(np.stack(grouped)), serve_even, None))
         primary = fit.grouped(knee_ratio(fit.affinity, topology))
@@ -141,18 +130,13 @@ def concentration(options: Options) -> Rows:
             skew = load_skew(load, rank, topology.ranks)
             members = np.flatnonzero(rank == by_rank.argmax())
             hot = hot_experts(load, members, num_replicas(skew, topology.ranks))
+            share = 100 * by_rank / by_rank.sum()
             found.append(
-                {
-                    "layer": layer,
-                    "load_skew": skew,
-                    "heaviest_group_pct": 100 * float(by_rank.max() / by_rank.sum()),
-                    "lightest_group_pct": 100 * float(by_rank.min() / by_rank.sum()),
-                    "experts_in_heaviest": float(len(members)),
-                    "replicas": float(num_replicas(skew, topology.ranks)),
-                    "hot_experts": float(len(hot)),
-                    "hot_load_pct": 100 * float(load[hot].sum() / load[members].sum()),
-                }
-            )
+                {"layer": layer, "load_skew": skew, "heaviest_group_pct": float(share.max()),
+                 "lightest_group_pct": float(share.min()), "experts_in_heaviest": float(len(members)),
+                 "replicas": float(num_replicas(skew, topology.ranks)), "hot_experts": float(len(hot)),
+                 "hot_load_pct": 100 * float(load[hot].sum() / load[members].sum())}
+            )  # fmt: skip
         return found
 
     return _averaged(options, rows)
@@ -231,7 +215,10 @@ def generalisation(options: Options) -> Rows:
         fits = {domain: Fit.on(trace, fit_on, topology) for domain, (fit_on, _) in parts.items()}
         together = np.concatenate([fit_on for fit_on, _ in parts.values()])
         fits["mixture"] = Fit.on(trace, together, topology)
-        placed = {name: _replicated(fit) for name, fit in fits.items()}
+        placed = {
+            name: fit.replicated(fit.grouped(knee_ratio(fit.affinity, topology)), None)
+            for name, fit in fits.items()
+        }
         found: Rows = []
         for domain, (_, held_out) in parts.items():
             batches = _batches(trace, held_out, options, seed)
@@ -248,21 +235,13 @@ def generalisation(options: Options) -> Rows:
                      "against_linear_pct": change_pct(mine["copies"], linear)}
                 )  # fmt: skip
         others = [row for row in found if row["fitted_on"] not in ("mixture", row["evaluated_on"])]
-        for name, group in (
-            ("worst of other domains", others),
-            ("worst of mixture", [row for row in found if row["fitted_on"] == "mixture"]),
-        ):
-            worst = {
-                key: max(row[key] for row in group)
-                for key in ("copies", "load_std_pct", "against_own_domain_pct", "against_linear_pct")
-            }
+        mixture = [row for row in found if row["fitted_on"] == "mixture"]
+        for name, group in (("worst of other domains", others), ("worst of mixture", mixture)):
+            worst = {key: max(row[key] for row in group) for key in group[0] if not key.endswith("_on")}
             found.append({"evaluated_on": "all", "fitted_on": name} | worst)
         return found
 
     return _averaged(options, rows)
-
-
-# -- the pieces -----------------------------------------------------------------------------------
 
 
 def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
@@ -271,9 +250,12 @@ def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
     primary = fit.grouped(knee_ratio(fit.affinity, topology))
     fixed, dynamic = fit.replicated(primary, 1), fit.replicated(primary, None)
     slots = experts + 2 * topology.ranks
-    equal = hosts_of(grace_placement(fit.affinity, fit.load, slots, topology)[0], experts, topology.ranks)
-    eplb = hosts_of(
-        eplb_placement(fit.load, slots, groups=1, nodes=1, ranks=topology.ranks), experts, topology.ranks
+    equal, eplb = (
+        hosts_of(placed, experts, topology.ranks)
+        for placed in (
+            grace_placement(fit.affinity, fit.load, slots, topology)[0],
+            eplb_placement(fit.load, slots, groups=1, nodes=1, ranks=topology.ranks),
+        )
     )
     arms = [
         ("linear", fit.linear, serve_even),
@@ -285,11 +267,6 @@ def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
         ("EPLB, as many slots", eplb, serve_even),
     ]
     return [(n, hosts, rule, hosts.sum() / len(hosts) - experts) for n, hosts, rule in arms]
-
-
-def _replicated(fit: Fit) -> Bools:
-    """Return GRACE-MoE's complete placement, with ranks of unequal size."""
-    return fit.replicated(fit.grouped(knee_ratio(fit.affinity, fit.topology)), None)
 
 
 def _local(fit: Fit, hosts: Bools, seed: int) -> Rule:
@@ -330,9 +307,8 @@ def _shown(topology: Topology) -> str:
 
 def _averaged(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -> Rows:
     """Return the rows of each trace, with numbers averaged over the seeds."""
-    if not options.traces:
-        raise BadInput("give --trace: calibration traces with routes, or GPT-OSS-20B records")
-    traces = {path: observed(routes_of(path)) for path in options.traces}
+    paths = options.all_traces("calibration traces with routes, or GPT-OSS-20B records")
+    traces = {path: observed(routes_of(path)) for path in paths}
     rows: Rows = []
     for path, runs in each_seed(options, traces, lambda path, seed: make(traces[path], seed)):
         for same in zip(*runs, strict=True):

@@ -107,13 +107,9 @@ class Halves(list[Source]):
 
 
 def served(routing: str, plan: MetroPlan, tokens: Ints) -> Ints:
-    """Return int[n, L, E, G]: tokens of each expert on each rank.
+    """Return int[n, L, E, G]: tokens of each expert on each rank, from tokens int[n, L, E].
 
-    Args:
-        routing: even: EPLB's; metro; greedy: the paper's Algorithm 1, experts in the order of their ids;
-            optimum.
-        plan: plan of the placement's L layers.
-        tokens: int[n, L, E].
+    The routing is even (EPLB's), metro, greedy (the paper's Algorithm 1, experts by id) or optimum.
     """
     hosts = plan.shares >= 0
     if routing == "greedy":
@@ -143,14 +139,9 @@ def figure_4(options: Options) -> Rows:
     rows: Rows = []
     for routing, paper in (("even", 2), ("metro", 1), ("optimum", 1)):
         work = LayerWork.gathered(served(routing, MetroPlan.of(hosts), tokens))
-        rows.append(
-            {
-                "routing": routing,
-                "most_tokens_of_a_rank": int(work.tokens.max()),
-                "most_activated_of_a_rank": int(work.activated.max()),
-                "paper_most_activated": paper,
-            }
-        )
+        row = {"routing": routing, "most_tokens_of_a_rank": int(work.tokens.max())}
+        activated = int(work.activated.max())
+        rows.append(row | {"most_activated_of_a_rank": activated, "paper_most_activated": paper})
     return rows
 
 
@@ -162,23 +153,15 @@ def figure_5(options: Options) -> Rows:
         first: dict[str, float] = {}
         for ratio in ratios:
             works = _works(options, halves, ratio, size, ("even",))["even"]
-            found = {
-                "activated": _mean(map(worst, works)),
-                "us": _mean(1e6 * _step_s(cost, w) for w in works),
-            }
-            first = first or found
-            rows.append(
-                {
-                    "model": halves[0].name,
-                    "batch_a_rank": size // RANKS,
-                    "replication": ratio,
-                    "most_activated": found["activated"],
-                    "activated_pct": change_pct(found["activated"], first["activated"]),
-                    "paper_activated_pct": 30 if ratio == ratios[-1] else None,
-                    "tpot_pct": change_pct(found["us"], first["us"]),
-                    "paper_tpot_pct": 14 if ratio == ratios[-1] else None,
-                }
-            )
+            found = {"activated": _mean(map(worst, works))}
+            found["tpot"] = _mean(float(cost.layer_s(work).sum(axis=-1).mean()) for work in works)
+            first, last = first or found, ratio == ratios[-1]
+            row = {"model": halves[0].name, "batch_a_rank": size // RANKS, "replication": ratio}
+            row["most_activated"] = found["activated"]
+            for name, paper in (("activated", 30), ("tpot", 14)):
+                row[f"{name}_pct"] = change_pct(found[name], first[name])
+                row[f"paper_{name}_pct"] = paper if last else None
+            rows.append(row)
     return rows
 
 
@@ -189,31 +172,18 @@ def figure_8(options: Options) -> Rows:
         for ratio in halves[0].ratios[1:]:
             works = _works(options, halves, ratio, size, ("even", "greedy", "metro", "optimum"))
             found = {key: _mean(map(worst, works[key])) for key in works}
-            rows.append(
-                {"model": halves[0].name, "batch_size": size, "replication": ratio}
-                | found
-                | {
-                    "metro_above_optimum_pct": change_pct(found["metro"], found["optimum"]),
-                    "greedy_above_optimum_pct": change_pct(found["greedy"], found["optimum"]),
-                    "paper_above_optimum_pct": 10.9,
-                    "even_above_optimum_pct": change_pct(found["even"], found["optimum"]),
-                    "metro_below_even_pct": 100 * (1 - found["metro"] / found["even"]),
-                    "paper_below_even_pct": 42.3,
-                }
-            )
+            row = {"model": halves[0].name, "batch_size": size, "replication": ratio} | found
+            for name in ("metro", "greedy", "even"):
+                row[f"{name}_above_optimum_pct"] = change_pct(found[name], found["optimum"])
+            below = {"metro_below_even_pct": -change_pct(found["metro"], found["even"])}
+            rows.append(row | below | {"paper_above_optimum_pct": 10.9, "paper_below_even_pct": 42.3})
     return rows
-
-
-def _step_s(cost: LayerCost, work: LayerWork) -> float:
-    """Return the time of a decode step, s, mean over batches."""
-    return float(cost.layer_s(work).sum(axis=-1).mean())
 
 
 def _sources(options: Options) -> list[Halves]:
     """Return the sources of each trace."""
-    if not options.traces:
-        raise BadInput("give --trace: one or more calibration traces with routes, or GPT-OSS-20B records")
-    return [Halves(Source.read(path, seed) for seed in options.seeds) for path in options.traces]
+    traces = options.all_traces("one or more calibration traces with routes, or GPT-OSS-20B records")
+    return [Halves(Source.read(path, seed) for seed in options.seeds) for path in traces]
 
 
 def _works(

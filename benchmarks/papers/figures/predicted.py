@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed
+from benchmarks.lib.active_experts import active_experts
+from benchmarks.papers.figures.common import (
+    Figure,
+    Options,
+    Rows,
+    bar_plot,
+    change_pct,
+    each_seed,
+    over_seeds,
+)
 from benchmarks.papers.figures.eldr import BALANCERS, COST
 from benchmarks.papers.figures.predicted_signatures import (
     SIZES,
@@ -52,11 +61,11 @@ WORKERS = (8, 16)
 BATCH = 16  # mean requests a worker that arrivals aim at
 PER_WORKER = 150  # requests
 MEASURED = 500  # prompts that methods are compared on
-LEARNT = 600  # prompts of a stream before, and after, its domains change
+LEARNT = 600  # prompts of a stream before its domains change, and as many after
 
 
 def methods(options: Options) -> Rows:
-    """Every method fitted on 300 prompts, and the served one on fewer and more."""
+    """Compare all methods fitted to 300 prompts, and the served one also to fewer and more."""
     prompts = prompts_of(options)
     known = methods_for(prompts.trace)
     experts = Experts.replayed(prompts.trace)
@@ -77,13 +86,13 @@ def methods(options: Options) -> Rows:
     for (group, name, size), found in each_seed(options, cases, run):
         row: dict[str, Any] = {"workload": group, "method": name, "prompts": size}
         for key in found[0]:
-            row |= _over_seeds(key, [one[key] for one in found])
+            row |= over_seeds(key, [one[key] for one in found])
         rows.append(row)
     return rows
 
 
 def placement(options: Options) -> Rows:
-    """`marginal-cost` told true and predicted signatures, against the best balancer."""
+    """Compare `marginal-cost` with true and with predicted signatures against the best balancer."""
     prompts = prompts_of(options)
     trace = prompts.trace
 
@@ -101,7 +110,7 @@ def placement(options: Options) -> Rows:
 
 
 def held_out(options: Options) -> Rows:
-    """Each domain predicted by a fit on 300 prompts of the workload's other domains."""
+    """Predict each domain by a fit to 300 prompts of the workload's other domains."""
     trace = prompts_of(options).trace
 
     def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, float]]:
@@ -124,7 +133,7 @@ def held_out(options: Options) -> Rows:
 
 
 def shift(options: Options) -> Rows:
-    """Half of the domains give way to the other half, of which the fit saw nothing; with a refit online."""
+    """Replace half of the domains by others that the fit never saw; with and without online learning."""
     trace = prompts_of(options).trace
 
     def run(case: str, seed: int) -> dict[str, dict[str, float]]:
@@ -160,14 +169,14 @@ def shift(options: Options) -> Rows:
 
 
 def gptoss(options: Options) -> Rows:
-    """GPT-OSS-20B: its prompts' text, by another model's tokenizer, foretells its decode; by five folds."""
+    """Predict GPT-OSS-20B's decode from its prompts' text, by another model's tokenizer, in five folds."""
     prompts = gptoss_prompts(options.trace("GPT-OSS-20B records"))
     trace = prompts.trace
     everyone = np.arange(len(trace.ids))
     decode = decode_frequencies(trace)
 
     def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, float]]:
-        predicted, means = np.zeros_like(prompts.frequencies), np.zeros_like(prompts.frequencies)
+        predicted, means = np.zeros((2, *prompts.frequencies.shape))
         for part in np.array_split(np.random.default_rng(seed).permutation(everyone), 5):
             rest = np.setdiff1d(everyone, part)
             predicted[part] = chi_square_ridge(prompts[rest], prompts[part])
@@ -187,7 +196,7 @@ def gptoss(options: Options) -> Rows:
 
 
 def _accuracy(prompts: Prompts, fit: Index, test: Index, predicted: Floats) -> dict[str, float]:
-    """Against the truth of decode, and of prefill; deviations from the means of the prompts fitted on."""
+    """Compare deviations from the fitted prompts' means with those of decode and of prefill."""
     decode = decode_frequencies(prompts.trace)
     mean = prompts.frequencies[fit].mean(axis=0)
     found = agreement(predicted, prompts.frequencies[test], mean)
@@ -200,14 +209,9 @@ def _accuracy(prompts: Prompts, fit: Index, test: Index, predicted: Floats) -> d
 
 
 def _cluster_experts_pct(
-    trace: CalibrationTrace,
-    experts: Experts,
-    fit: Index,
-    test: Index,
-    predicted: Floats,
-    seed: int,
+    trace: CalibrationTrace, experts: Experts, fit: Index, test: Index, predicted: Floats, seed: int
 ) -> float:
-    """Distinct experts of batches of 16 within 8 clusters of signatures, against batches of all, %."""
+    """Return the change of active experts, %, if batches of 16 are drawn within 8 clusters of signatures."""
     idf = inverse_document_frequency(trace.prefill_counts[fit])
     spec = SignatureSpec(idf, np.arange(len(idf)))
     points = spec.encode(predicted.reshape(-1, *idf.shape))
@@ -226,20 +230,14 @@ def _cluster_experts_pct(
 
 def _placed(
     trace: CalibrationTrace,
-    told: dict[str, Counts],
-    members: Index,
-    workers: int,
-    options: Options,
-    seed: int,
-    *,
-    in_order: bool = False,
-    since: int = 0,
-) -> dict[str, dict[str, float]]:
-    """TPOT under each balancer, and of `marginal-cost` by the signatures that it is told.
+    told: dict[str, Counts], members: Index, workers: int, options: Options, seed: int, *,
+    in_order: bool = False, since: int = 0,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Return TPOT under each balancer, and under `marginal-cost` with each of the given signatures.
 
     Args:
-        in_order: the members are the requests; else requests are drawn from them.
-        since: requests before this one are not counted.
+        in_order: the members are the requests; otherwise requests are drawn from them.
+        since: number of first requests that do not count.
     """
     cost: StepCost = options.cost or COST
     rng = np.random.default_rng([seed, workers])
@@ -247,8 +245,7 @@ def _placed(
     kinds = members if in_order else rng.choice(members, number)
     experts = Experts.replayed(trace)
     output = trace.decode_steps[kinds].astype(np.int64)
-    unions = [np.bitwise_or.reduce(experts.bits[experts.offset[rng.choice(kinds, BATCH)]]) for _ in range(64)]
-    active = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
+    active = active_experts(experts, kinds, BATCH, rng)
     stay_s = float(output.mean() * cost.seconds(BATCH, BATCH * float(trace.prompt_tokens.mean()), active))
     arrival_s = np.cumsum(rng.exponential(stay_s / (workers * BATCH), len(kinds)))
     requests = Requests(arrival_s, trace.prompt_tokens[kinds].astype(np.int64), output, kinds)
@@ -258,7 +255,7 @@ def _placed(
         made = make_policy(policy)
         made.update_cost_model(cost)
         times = simulate(requests, made, cluster, experts=signatures, seed=seed).tpot_s[since:]
-        # An answer of one token has none.
+        # An answer of one token has no TPOT.
         return {f"tpot_p{q}_ms": 1e3 * float(np.nanpercentile(times, q)) for q in (50, 99)}
 
     found = {name: tpot(name, experts) for name in BALANCERS}
@@ -266,7 +263,7 @@ def _placed(
 
 
 def _gains(options: Options, cases: Sequence[tuple[Any, ...]], run: Any) -> Rows:
-    """A row a case and signature: changes against each seed's best balancer, and shares of the true gain."""
+    """Return a row per case and signature: changes against each seed's best balancer, and shares of gain."""
     rows: Rows = []
     for case, found in each_seed(options, cases, run):
         for name in found[0]:
@@ -279,7 +276,7 @@ def _gains(options: Options, cases: Sequence[tuple[Any, ...]], run: Any) -> Rows
                     [change_pct(seed[key][f"tpot_p{q}_ms"], _best(seed, q)) for seed in found]
                     for key in (name, "true prefill")
                 )
-                row |= _over_seeds(f"p{q}_change_pct", mine)
+                row |= over_seeds(f"p{q}_change_pct", mine)
                 row |= _share(f"p{q}_share_of_gain_pct", mine, true)
             extra = [key for key in found[0][name] if key.endswith("cosine")]
             rows.append(row | {key: float(np.mean([seed[name][key] for seed in found])) for key in extra})
@@ -287,12 +284,12 @@ def _gains(options: Options, cases: Sequence[tuple[Any, ...]], run: Any) -> Rows
 
 
 def _share(key: str, mine: Sequence[float], true: Sequence[float]) -> dict[str, float | None]:
-    """Of the true signature's mean gain, %, with the interval of seeds drawn together."""
+    """Return the share of the true signature's mean gain, %, with an interval that resamples seeds."""
     if not np.mean(true) < -1:
         return {key: None}
     if len(mine) < 2:
         return {key: 100 * mine[0] / true[0]}
-    # A change of -100 % would be no gain at all.
+    # paired_change_percent is 0 for the whole gain, -100 for none.
     value, low, high = (100 + end for end in paired_change_percent(np.array(mine), np.array(true), np.mean))
     return {key: value, f"{key}_ci_low": low, f"{key}_ci_high": high}
 
@@ -301,15 +298,10 @@ def _best(found: dict[str, dict[str, float]], q: int) -> float:
     return min(found[name][f"tpot_p{q}_ms"] for name in BALANCERS)
 
 
-def _over_seeds(key: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean, lowest and highest."""
-    return {key: float(np.mean(values)), f"{key}_lowest": min(values), f"{key}_highest": max(values)}
-
-
 _NOT_IN_PAPERS = "not in the papers"
 FIGURES = {
     "methods": Figure(
-        "Prompts' experts foretold from their tokens: cosines and distinct experts, by method and prompts",
+        "Prompts' experts predicted from their tokens: cosines and distinct experts, by method and prompts",
         _NOT_IN_PAPERS,
         methods,
         bar_plot("{method}, {prompts}", "decode_cosine"),
@@ -321,19 +313,19 @@ FIGURES = {
         bar_plot("{workers} workers: {signature}", "p50_change_pct"),
     ),
     "held-out": Figure(
-        "The same where no prompt's domain was fitted on",
+        "The same for domains that the fit did not see",
         _NOT_IN_PAPERS,
         held_out,
         bar_plot("{workers} workers: {signature}", "p50_change_pct"),
     ),
     "shift": Figure(
-        "Domains that the fit never saw take over in mid-run, with and without learning online",
+        "Domains change in mid-run to ones that the fit never saw, with and without online learning",
         _NOT_IN_PAPERS,
         shift,
         bar_plot("signature", "later_cosine"),
     ),
     "gptoss": Figure(
-        "GPT-OSS-20B: decode experts foretold from the prompts' text",
+        "GPT-OSS-20B: decode experts predicted from the prompts' text",
         _NOT_IN_PAPERS,
         gptoss,
         bar_plot("{workers} workers: {signature}", "p50_change_pct"),

@@ -1,4 +1,4 @@
-"""Prompts of a capture, and what placement can be told about their experts.
+"""Prompts of a capture, and signatures of them that placement can use.
 
 Shapes: N prompts, L layers, E experts. A capture is a calibration trace with routes and token ids.
 """
@@ -49,14 +49,14 @@ def members_of_group(trace: CalibrationTrace, group: str) -> Index:
 
 
 def fit_and_test(trace: CalibrationTrace, group: str, size: int, seed: int) -> tuple[Index, Index]:
-    """Prompts to fit on, nested by size, and those to measure with, the same for every size."""
+    """Return prompts to fit on, nested by size, and prompts to measure with, the same for every size."""
     order = np.random.default_rng(seed).permutation(members_of_group(trace, group))
     most = min(max(SIZES), len(order) // 2)
     return order[: min(size, most)], order[most:]
 
 
 def members_by_domain(trace: CalibrationTrace, among: Index) -> list[Index]:
-    """The prompts of each domain; those of less than 50 prompts together."""
+    """Return the prompts of each domain; domains with less than 50 prompts are put together."""
     names = np.array(trace.domains)[among]
     parts = [among[names == name] for name in np.unique(names)]
     rare = [part for part in parts if len(part) < 50]
@@ -64,9 +64,9 @@ def members_by_domain(trace: CalibrationTrace, among: Index) -> list[Index]:
 
 
 def gptoss_prompts(path: Path) -> Prompts:
-    """The records whose prompt is given; their first steps stand in for prefill, as in `read_gptoss`.
+    """Read the records that have a prompt; their first steps replace prefill, as in `read_gptoss`.
 
-    Tokens are the demo model's: GPT-OSS's tokenizer is not at hand.
+    The demo model's tokenizer replaces GPT-OSS's, which is not available.
     """
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     text = {str(r["id"]): r["prompt"] for r, _ in read_records(path) if r.get("prompt")}
@@ -83,7 +83,7 @@ def fitted_predictor(trace: CalibrationTrace, fit: Index) -> SignaturePredictor:
 
 
 def predicted_counts(trace: CalibrationTrace, predictor: SignaturePredictor, members: Index) -> Counts:
-    """float32[N, L, E], counts of the members; zeros elsewhere."""
+    """Return float32[N, L, E]: predicted counts of the members, zeros elsewhere."""
     prompts = trace.prompts
     found = np.zeros(trace.prefill_counts.shape, np.float32)
     for member in members:
@@ -103,7 +103,7 @@ def recent_mean_counts(trace: CalibrationTrace, predictor: SignaturePredictor, s
 
 
 def online_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream: Index) -> Counts:
-    """Each prompt is predicted, then its true counts learnt; the recent mean while the predictor is off."""
+    """Predict each prompt, then learn its true counts; use the recent mean while the predictor is off."""
     prompts = trace.prompts
     online = OnlinePredictor(predictor)
     found = recent_mean_counts(trace, predictor, stream)
@@ -116,20 +116,18 @@ def online_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream
 
 
 def as_counts(trace: CalibrationTrace, frequencies: NDArray[Any]) -> Counts:
-    """float32[N, L, E] of frequencies [N, L*E]: as if each prompt token had used the experts so often."""
+    """Return counts float32[N, L, E] of prompts with these frequencies per token [N, L*E]."""
     shape = trace.prefill_counts.shape
     counts: Counts = (frequencies.reshape(shape) * trace.prompt_tokens[:, None, None]).astype(np.float32)
     return counts
 
 
 def decode_frequencies(trace: CalibrationTrace) -> Floats:
-    """float64[N, L*E], what decode used."""
+    """Return float64[N, L*E], the frequencies of decode."""
     return trace.decode_probability.reshape(len(trace.ids), -1).astype(np.float64)
 
 
 def frequencies_of(trace: CalibrationTrace, counts: NDArray[Any], members: Index) -> Floats:
-    """float64[n, L*E], frequencies."""
-    found: NDArray[np.float64] = (
-        counts[members].reshape(len(members), -1) / trace.prompt_tokens[members, None]
-    )
+    """Return float64[n, L*E], the members' counts per token."""
+    found: Floats = counts[members].reshape(len(members), -1) / trace.prompt_tokens[members, None]
     return found

@@ -59,15 +59,10 @@ def cluster_of(ranks: int) -> Topology:
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests that decode together.
+    """Requests that decode together."""
 
-    Attributes:
-        requests: int[n] of the trace; request i lives on rank i mod G.
-        tokens: float32[T, L, G, E], tokens by source rank in each observed step.
-    """
-
-    requests: NDArray[np.int64]
-    tokens: NDArray[np.float32]
+    requests: NDArray[np.int64]  # of the trace; request i lives on rank i mod G
+    tokens: NDArray[np.float32]  # [T, L, G, E], by source rank in each observed step
 
     @property
     def workload(self) -> NDArray[np.float64]:

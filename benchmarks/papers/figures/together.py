@@ -1,9 +1,9 @@
 """Expert locality and KV balance together: all policies on mixed traffic, with and without the step barrier.
 
 16 decode workers; requests use the experts of observed requests of all domains, and have the lengths and
-arrival times of a recorded trace, at a load with free slots and at a load with waiting requests.
-With the barrier (data-parallel attention under expert parallelism) a step of all workers takes as long as
-the slowest worker's.
+arrival times of a recorded trace, at a load with free slots and at a load with waiting requests. With the
+barrier (data-parallel attention under expert parallelism) a step of all workers takes as long as the slowest
+worker's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.active_experts import active_experts
 from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, each_seed, mean
 from benchmarks.papers.figures.eldr import COST
 from benchmarks.papers.figures.traffic import Traffic
@@ -28,14 +29,10 @@ WORKERS = 16
 SLOTS = 32
 LOADS = (0.85, 1.2)  # relative to slot capacity
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("shortest-queue", {}),
-    ("least-tokens", {}),
-    ("locality-band", {}),
-    ("marginal-cost", {}),
-    ("balance-route", {"slots": SLOTS}),
-    ("balance-route-horizon", {"slots": SLOTS}),
+    ("shortest-queue", {}), ("least-tokens", {}), ("locality-band", {}), ("marginal-cost", {}),
+    ("balance-route", {"slots": SLOTS}), ("balance-route-horizon", {"slots": SLOTS}),
     ("balance-band", {"slots": SLOTS}),
-)
+)  # fmt: skip
 BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbalance_tokens": 1}
 
 
@@ -74,27 +71,22 @@ def policies(options: Options) -> Rows:
 
 def _rows(workload: str, means: dict[str, dict[str, Any]]) -> Rows:
     keys = (*BETTER, "ttft_p50_ms", "ttft_p99_ms", "active_experts", "batch_size")
-    return [
-        {"workload": workload, "policy": name}
-        | {key: values[key] for key in keys}
-        | {
-            "dominated_by": ", ".join(
-                other
-                for other, theirs in means.items()
-                if all(sign * theirs[key] < sign * values[key] for key, sign in BETTER.items())
-            )
-            or None
-        }
-        for name, values in means.items()
-    ]
+    rows = []
+    for name, values in means.items():
+        better = [
+            other
+            for other, theirs in means.items()
+            if all(sign * theirs[key] < sign * values[key] for key, sign in BETTER.items())
+        ]
+        row = {"workload": workload, "policy": name} | {key: values[key] for key in keys}
+        rows.append(row | {"dominated_by": ", ".join(better) or None})
+    return rows
 
 
 def _requests(traffic: Traffic, experts: Experts, options: Options, load: float, seed: int) -> Any:
     cost = options.cost or COST
-    rng = np.random.default_rng(0)
-    first = experts.offset[:-1]
-    unions = [np.bitwise_or.reduce(experts.bits[rng.choice(first, SLOTS)]) for _ in range(32)]
-    active = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
+    kinds = np.arange(len(experts.offset) - 1)
+    active = active_experts(experts, kinds, SLOTS, np.random.default_rng(0), draws=32)
     step_s = float(cost.seconds(SLOTS, SLOTS * traffic.running_kv_tokens, active))
     rate = load * WORKERS * SLOTS / (traffic.mean_output_tokens * step_s)
     number = options.requests or 16 * WORKERS * SLOTS

@@ -14,11 +14,7 @@ KEYS = 64  # buckets of prompt length, if a trace has no prompt ids
 
 
 class Traffic:
-    """A request trace, divided into a part that predictors learn from and a part that is replayed.
-
-    Args:
-        path: Azure CSV or Mooncake JSON lines.
-    """
+    """A request trace (Azure CSV or Mooncake JSON lines): a part for predictors, and a replayed part."""
 
     def __init__(self, path: Path) -> None:
         records = read_trace(path)

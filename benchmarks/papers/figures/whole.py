@@ -26,7 +26,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, mean
+from benchmarks.lib.active_experts import active_experts
+from benchmarks.papers.figures.common import (
+    Figure,
+    Options,
+    Rows,
+    bar_plot,
+    change_pct,
+    each_seed,
+    mean,
+    over_seeds,
+)
 from benchmarks.papers.figures.eldr import BALANCERS, COST, PREFILL
 from benchmarks.papers.prefix_policies import LongestPrefix, SessionHash
 from eldr_serve.command_errors import BadInput
@@ -116,30 +126,16 @@ def policies(options: Options) -> Rows:
             row |= mean([one[policy] for one in found])
             for metric in METRICS:
                 best = [min(one[balancer][metric] for balancer in BASELINES) for one in found]
-                row |= _changes(metric, [one[policy][metric] for one in found], best)
+                changes = [change_pct(one[policy][metric], it) for one, it in zip(found, best, strict=True)]
+                row |= over_seeds(metric.replace("_ms", "_change_pct"), changes)
             rows.append(row)
     return rows
 
 
-def _changes(metric: str, values: list[float], best: list[float]) -> dict[str, float]:
-    """Return the changes against each seed's best: mean, lowest and highest."""
-    key = metric.replace("_ms", "_change_pct")
-    changes = [change_pct(*pair) for pair in zip(values, best, strict=True)]
-    found = {key: float(np.mean(changes))}
-    return found | {f"{key}_lowest": min(changes), f"{key}_highest": max(changes)}
-
-
-# -- signatures ------------------------------------------------------------------------------------
-
-
 def _own_experts(
-    trace: CalibrationTrace,
-    experts: Experts,
-    requests: Requests,
-    members: Index,
-    predictor: SignaturePredictor,
-    seed: int,
-) -> Experts:
+    trace: CalibrationTrace, experts: Experts, requests: Requests, members: Index,
+    predictor: SignaturePredictor, seed: int,
+) -> Experts:  # fmt: skip
     """Return each request's experts: counts of its whole prompt, predicted counts, and routes of its kind."""
     domains, rng = np.array(trace.domains), np.random.default_rng(seed)
     before: dict[str, Index] = {}  # session or application -> prompts at the beginning of its prompts
@@ -177,20 +173,12 @@ def _parts(
     return [*parts, (kind, own)]
 
 
-# -- workloads --------------------------------------------------------------------------------------
-
-
 def _poisson(
     kinds: NDArray[np.int64], trace: CalibrationTrace, rng: np.random.Generator, **fields: Any
 ) -> Requests:
     """Return requests with prompts and answers as long as observed."""
-    return Requests(
-        np.cumsum(rng.exponential(1.0, len(kinds))),
-        trace.prompt_tokens[kinds].astype(np.int64),
-        trace.decode_steps[kinds].astype(np.int64),
-        kinds,
-        **fields,
-    )
+    prompt, output = (tokens[kinds].astype(np.int64) for tokens in (trace.prompt_tokens, trace.decode_steps))
+    return Requests(np.cumsum(rng.exponential(1.0, len(kinds))), prompt, output, kinds, **fields)
 
 
 def _many_domains(trace: CalibrationTrace, members: Index, number: int, rng: np.random.Generator) -> Requests:
@@ -198,12 +186,9 @@ def _many_domains(trace: CalibrationTrace, members: Index, number: int, rng: np.
 
 
 def _sessions(
-    trace: CalibrationTrace,
-    members: Index,
-    records: list[TraceRequest],
-    number: int,
+    trace: CalibrationTrace, members: Index, records: list[TraceRequest], number: int,
     rng: np.random.Generator,
-) -> Requests:
+) -> Requests:  # fmt: skip
     """Return a stretch of the trace; the first block, which all share, does not identify a session."""
     if number > len(records):
         raise BadInput(f"the trace has {len(records)} requests, but {number} are needed")
@@ -213,13 +198,10 @@ def _sessions(
     kind = dict(zip(dict.fromkeys(sessions), rng.choice(members, number), strict=False))
     prompt, output = (np.array([getattr(r, f"{n}_tokens") for r in played]) for n in ("prompt", "output"))
     return Requests(
-        np.array([r.due_s - played[0].due_s for r in played]),
-        np.maximum(prompt // SHRINK, 1),
-        np.maximum(output // SHRINK_ANSWERS, 2),
-        np.array([kind[session] for session in sessions]),
-        tuple(r.hash_ids for r in played),
-        tuple(sessions),
-    )
+        np.array([r.due_s - played[0].due_s for r in played]), np.maximum(prompt // SHRINK, 1),
+        np.maximum(output // SHRINK_ANSWERS, 2), np.array([kind[session] for session in sessions]),
+        tuple(r.hash_ids for r in played), tuple(sessions),
+    )  # fmt: skip
 
 
 def _system_prompts(
@@ -245,12 +227,7 @@ WORKLOADS = ("many domains", "sessions", "system prompts")
 
 def _at_load(requests: Requests, experts: Experts, cost: StepCost, workers: int) -> Requests:
     """Rescale the arrivals to LOAD of the workers' capacity with batches of BATCH and empty caches."""
-    rng = np.random.default_rng(0)
-    unions = [
-        np.bitwise_or.reduce(experts.bits[experts.offset[rng.choice(requests.kind, BATCH)]])
-        for _ in range(64)
-    ]
-    active = float(np.mean([np.bitwise_count(union).sum() for union in unions]))
+    active = active_experts(experts, requests.kind, BATCH, np.random.default_rng(0))
     prompt, output = float(requests.prompt_tokens.mean()), float(requests.output_tokens.mean())
     step_s = float(cost.seconds(BATCH, BATCH * (prompt + output / 2), active))
     busy_s = prompt * cost.per_prompt_token_s + output * step_s / BATCH

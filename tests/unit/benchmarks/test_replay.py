@@ -16,7 +16,7 @@ from benchmarks.lib import replay
 from benchmarks.lib.capture import Captured
 from benchmarks.lib.engine_pool import EnginePool, Served
 from benchmarks.lib.engines import device_kwargs
-from benchmarks.lib.replay import Arm, Bench, Case, Load, loads_of
+from benchmarks.lib.replay import FIT_REQUESTS, Arm, Bench, Case, Load, fit_batches, loads_of
 from benchmarks.lib.replay_command import chosen_arms
 from benchmarks.lib.replay_engine import BLOCK, Arrival, Steps, aligned
 from benchmarks.lib.replay_rows import LAYERS
@@ -62,6 +62,15 @@ def test_workloads_are_split_without_overlap() -> None:
         EnginePool(Path("model"), 100_000)
     with pytest.raises(BadInput, match="leave it at 1"):
         EnginePool(Path("model"), 2, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("requests", "batches"),
+    [(FIT_REQUESTS, [2, 10, 24, 40]), (100, [1, 3, 8, 13]), (24, [1, 2, 3]), (12, [1, 2])],
+)
+def test_the_batches_of_a_fit_sum_to_a_quarter_of_its_requests(requests: int, batches: list[int]) -> None:
+    assert fit_batches(requests) == batches
+    assert sum(batches) == requests // 4
 
 
 def test_a_replay_can_be_limited_to_some_arms() -> None:
@@ -117,11 +126,12 @@ def test_a_stopped_run_resumes_and_repeats_no_measurement(
     arms = [Arm("round-robin", "round-robin"), Arm("locality-band", "locality-band")]
     pools: list[_EnginePool] = []
 
-    def compared(runs: int) -> list[Case]:
+    def compared(runs: int, fit_requests: int = FIT_REQUESTS) -> list[Case]:
         pools.append(_EnginePool(runs))
         bench = Bench(
             tmp_path, engine_pool=pools[-1], requests=60, output_tokens=4, intermediate=32, work=tmp_path,
-            seed=0, journal=Journal(tmp_path / "run.jsonl", {"seed": 0}),
+            seed=0, journal=Journal(tmp_path / f"fit_{fit_requests}.jsonl", {"seed": 0}),
+            fit_requests=fit_requests,
         )  # fmt: skip
         return bench.compare([Load("all", 3, 2, 4)], arms, repeats=2)
 
@@ -137,3 +147,5 @@ def test_a_stopped_run_resumes_and_repeats_no_measurement(
     for label in done.steps:
         assert np.array_equal(done.replayed_tpot_s[label], read.replayed_tpot_s[label])
         assert done.steps[label] == read.steps[label]
+    compared(100, fit_requests=24)
+    assert pools[-1].runs == needed - 4

@@ -66,13 +66,12 @@ def test_each_policy_is_live_once_in_each_round_with_the_other_as_shadow(
     out, policies = tmp_path / "out.json", ["random", "shortest-queue"]
     with fake_service() as service:
         service.reports_steps, service.model = True, "eldr-demo"
-        monkeypatch.setattr(module, "KEY", KEY)
         monkeypatch.setattr(module, "_STARTS_S", 0.5)
         monkeypatch.setattr(client, "_STABLE_S", 0.1)  # the fake's steps are counted at once
-        monkeypatch.setattr(module, "serving", lambda arguments, port: nullcontext())
+        served = nullcontext(client.Client(service.url, KEY))
+        monkeypatch.setattr(module, "serving", lambda arguments, port: served)
         load = {"rounds": 1, "trial_seconds": 10, "warm_up_seconds": 1, "in_flight": 4, "output_tokens": 8}
-        port = int(service.url.rpartition(":")[2])
-        shadow(policies=",".join(policies), intermediate="32", port=port, work=tmp_path, out=out, **load)
+        shadow(policies=",".join(policies), intermediate="32", work=tmp_path, out=out, **load)
     assert sorted(service.policies_set) == sorted(service.shadows) == policies
     assert service.policies_set != service.shadows
     found = {row["figure"]: row for row in json.loads(out.read_text())["rows"]}
