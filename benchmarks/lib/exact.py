@@ -106,7 +106,7 @@ def _batch(request: str) -> int:
     return int(request.split("-")[0])
 
 
-def histogram(chosen: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
+def histogram(chosen: NDArray[np.integer[Any]], shape: tuple[int, ...]) -> NDArray[np.int64]:
     """Return int[L,E] counts of choices int[T,L,k]."""
     counts = np.zeros(shape, np.int64)
     np.add.at(counts, (np.arange(shape[0])[None, :, None], chosen), 1)

@@ -77,8 +77,8 @@ def system_prompts(
     popularity = [1 / (number + 1) for number in range(APPLICATIONS)]
     chains = []
     for number in rng.choices(range(APPLICATIONS), popularity, k=count):
-        prompt = f"{tag} {number}: {systems[number]}\n{rng.choice(by_domain[domains[number]])}"
-        chains.append([_body(prompt, rng.choice(answers), key=f"{tag} application {number}")])
+        text = f"{tag} {number}: {systems[number]}\n{rng.choice(by_domain[domains[number]])}"
+        chains.append([_body(text, rng.choice(answers), key=f"{tag} application {number}")])
     return chains
 
 

@@ -299,11 +299,13 @@ async def test_the_router_and_its_restart_know_which_prefixes_workers_have() -> 
 async def test_measured_counts_go_to_the_waiting_call() -> None:
     waiting, cancelled = (asyncio.create_task(MEASURED.counts_of(name)) for name in "ab")
     await asyncio.sleep(0)
-    assert [signatures.is_awaited(name) for name in "abc"] == [True, True, False]
+    assert [MEASURED.awaits_counts(name) for name in "abc"] == [True, True, False]
     cancelled.cancel()
-    await asyncio.to_thread(MEASURED.deliver_counts, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unexpected")})
+    await asyncio.to_thread(
+        MEASURED.deliver_counts, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unexpected")}
+    )
     assert await waiting == (9, "packed")
-    assert not signatures._waiting
+    assert not MEASURED._awaited
 
 
 async def test_an_ingress_loads_the_tokenizer_for_a_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
