@@ -27,14 +27,6 @@ def generate(
     return channel.call("generate", decode_header("completions", name, kv, **header), body)
 
 
-async def read_all(call: Call) -> tuple[bytes, int]:
-    """Return the whole answer to a call and its number of tokens."""
-    payload, tokens = b"", 0
-    while (chunk := await call.read()) is not None:
-        payload, tokens = payload + chunk.payload, tokens + chunk.tokens
-    return payload, tokens
-
-
 @asynccontextmanager
 async def serving(
     kind: Any, *, engine: Any = FakeEngine.start, stall_limit_s: float = 60.0, **arguments: Any

@@ -217,9 +217,9 @@ async def connected(
     client.start()
     try:
         yield client
-        for name in list(client.leases) if release else ():
-            client.release(name)
         if release:
+            for name in list(client.leases):
+                client.release(name)
             await wait_until_idle(client, actor)
     finally:
         await client.stop()

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from engine_server import read_all
+from channel_calls import read_all
 from hypothesis import given
 from hypothesis import strategies as st
 

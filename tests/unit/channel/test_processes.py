@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from engine_server import read_all
+from channel_calls import read_all
 from test_channel import HELLO, SECRET, Engine, connected, lines, until
 
 from eldr_serve.channel import Channel, ChannelLost, Chunk

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from engine_server import generate, read_all, serving
+from channel_calls import read_all
+from engine_server import generate, serving
 from fake_router import wait_until
 
 from eldr_serve.channel import Channel, ChannelLost

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_server import COUNTS, generate, read_all, serving
+from channel_calls import read_all
+from engine_server import COUNTS, generate, serving
 from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 

@@ -12,7 +12,8 @@ from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
-from engine_server import COUNTS, generate, read_all, serving
+from channel_calls import read_all
+from engine_server import COUNTS, generate, serving
 from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 

@@ -212,7 +212,7 @@ async def test_a_table_is_uploaded_from_the_page(tmp_path: Path) -> None:
     async with opened(actor) as (_, page):
         assert "No routing table" in await shown(page)
         await submit(page, "table-form")
-        await until_message(page, "Choose a table file first.")
+        await until(page, "document.getElementById('said').textContent === 'Choose a table file first.'")
         await page.set_input_files("#table-file", bad)
         await submit(page, "table-form")
         await until(page, "document.getElementById('said').className === 'bad'")
