@@ -167,8 +167,7 @@ def chaos(
     port: Annotated[int, typer.Option(help="HTTP port; Serve's proxy gets the next one.")] = 8300,
     seed: Annotated[int, typer.Option(help="Seed of faults, clients and prompts.")] = 0,
     out: Annotated[
-        Path,
-        typer.Option(help="JSON file of the figures; runs append their events to a .jsonl beside it."),
+        Path, typer.Option(help="JSON file of the figures; runs append their events to a .jsonl beside it.")
     ] = Path("out/faults.json"),
 ) -> None:
     """Kill and stop the application's processes in turn; status 1 if a request fails or a text is wrong."""

@@ -105,9 +105,7 @@ def test_each_run_provokes_cases_that_chance_seldom_produces(
     assert any(run_seed(seed).violations for seed in range(seeds))
 
 
-def test_some_runs_abandon_requests_in_the_decode_queue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_some_runs_abandon_requests_in_the_decode_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     finish, enqueue = Placer.finish, Placer._enqueue
     seen = Counter[str]()
 

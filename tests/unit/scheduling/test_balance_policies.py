@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import request
 
-from eldr_serve.scheduling import (
-    Loads,
-    Oracle,
-    PlacementRequest,
-    QueuedPolicy,
-    StepCost,
-    make_policy,
-)
+from eldr_serve.scheduling import Loads, Oracle, PlacementRequest, QueuedPolicy, StepCost, make_policy
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 
 RNG = np.random.default_rng(0)

@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import request
 
-from eldr_serve.scheduling import (
-    BoostedTrees,
-    Loads,
-    Oracle,
-    PromptKeyed,
-    Survival,
-    make_policy,
-)
+from eldr_serve.scheduling import BoostedTrees, Loads, Oracle, PromptKeyed, Survival, make_policy
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 from eldr_serve.scheduling.policies.predictors import PREDICTORS
 

@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from eldr_serve.scheduling import (
-    Loads,
-    MarginalCost,
-    PlacementRequest,
-    StepCost,
-    StepSums,
-    make_policy,
-)
+from eldr_serve.scheduling import Loads, MarginalCost, PlacementRequest, StepCost, StepSums, make_policy
 
 L, E, TOP_K = 3, 16, 2
 RNG = np.random.default_rng(0)
