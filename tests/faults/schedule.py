@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from eldr_serve.router.state import RouterState
 from tests.faults.clients import Plan
 from tests.faults.fake_ray import TENANTS, table
 from tests.faults.virtual_network import End
@@ -78,16 +78,10 @@ def faults(rng: random.Random) -> list[Fault]:
     possible = [(kind, role) for kind in kinds for role in _KINDS[kind][0] if role in roles]
     for _ in range(rng.choice([0, 1, 2, 3, 4, 5, 6, 8])):
         kind, role = rng.choice(possible)
-        made.append(
-            Fault(
-                kind,
-                role,
-                rng.uniform(0.5, DURATION_S),
-                rng.randrange(1, _STEPS) if rng.random() < 0.5 else 0,
-                rng.random(),
-                rng.choice([rng.uniform(0.05, 1.0), rng.uniform(1.0, 4.0)]),
-            )
-        )
+        at_s = rng.uniform(0.5, DURATION_S)
+        steps = rng.randrange(1, _STEPS) if rng.random() < 0.5 else 0
+        choice, seconds = rng.random(), rng.choice([rng.uniform(0.05, 1.0), rng.uniform(1.0, 4.0)])
+        made.append(Fault(kind, role, at_s, steps, choice, seconds))
     return made
 
 
@@ -131,9 +125,8 @@ def _gcs(world: World, process: Process, fault: Fault) -> None:
     world.gcs_until_s = world.loop.time() + 2 * fault.seconds
 
 
-def _state(process: Process) -> RouterState:
-    state: RouterState = process.servable_object._state
-    return state
+def _state(process: Process) -> Any:
+    return process.servable_object._state
 
 
 def _policy(world: World, process: Process, fault: Fault) -> None:

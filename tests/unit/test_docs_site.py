@@ -101,7 +101,7 @@ def test_the_site_builds_strictly_and_fetches_from_no_other_host(tmp_path: Path)
     for name in {*eldr_serve.__all__, *eldr_serve.scheduling.__all__} - {"DEFAULT_POLICY"}:
         assert re.search(rf'id="eldr_serve\.(scheduling\.)?{name}"', python), name
     reference = (tmp_path / "reference/commands.html").read_text()
-    assert not [name for name in get_command(app).commands if f"eldr {name}" not in reference]  # type: ignore[attr-defined]
+    assert not [name for name in get_command(app).commands if f"eldr {name}" not in reference]
     assert not [name for name in (*MODULES, "locust") if name not in reference]
 
 

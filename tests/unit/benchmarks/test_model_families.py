@@ -58,7 +58,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
 
     def made(one: dict[str, Any]) -> dict[str, Any]:
         report = {"records": [one], "groups": [], "step_tokens": CHUNK, "preemptions": 0}
-        return row("Mixtral", "V1", None, report)  # type: ignore[arg-type]
+        return row("Mixtral", "V1", None, report)
 
     return made
 

@@ -98,7 +98,7 @@ def held_up(call: Any, begun: asyncio.Event, go_on: asyncio.Event | None = None)
     """Return `call`, but let the first move wait for `go_on`; None: for ever."""
 
     async def held(method: str, args: tuple[Any, ...]) -> list[Any]:
-        answers: list[Any] = await call(method, args)
+        answers = await call(method, args)
         if args[0] == "move":
             begun.set()
             await (go_on or asyncio.Event()).wait()
@@ -176,8 +176,7 @@ async def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(a
         if args[0] == "begin":
             asked.set()
             await go_on.wait()
-        answers: list[Any] = await call(method, args)
-        return answers
+        return await call(method, args)
 
     async def slow(method: str, args: tuple[Any, ...]) -> list[Any]:
         """Complete the call even if the caller is cancelled, as an engine does."""

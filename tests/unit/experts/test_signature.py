@@ -22,7 +22,7 @@ COUNTS = arrays(np.uint32, (3, 4, 5), elements=st.integers(0, 50_000))
 
 def spec(element: str = "count", seed: int = 0) -> SignatureSpec:
     idf = np.random.default_rng(seed).uniform(0, 2, (4, 5)).astype(np.float32)
-    return SignatureSpec(idf, np.array([0, 2, 3]), element)  # type: ignore[arg-type]
+    return SignatureSpec(idf, np.array([0, 2, 3]), element)
 
 
 @given(COUNTS, st.sampled_from(["count", "sqrt", "binary"]))

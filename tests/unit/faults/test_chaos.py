@@ -158,8 +158,8 @@ async def test_no_fault_is_injected_into_a_recovering_role(operator: Operator) -
         task = asyncio.create_task(asyncio.sleep(3600))
         operator._recovering[task] = operations.affected_roles(fault)
 
-    operator._inject = happen  # type: ignore[method-assign]
-    operator._signature_shape = lambda: (1, 1)  # type: ignore[method-assign]
+    operator._inject = happen
+    operator._signature_shape = lambda: (1, 1)
     faults = ["kill decode", "stop decode", "redeploy", "swap table", "kill ingress"]
     working = asyncio.create_task(operator.work(faults, 0.001, float("inf")))
     async with asyncio.timeout(30):
@@ -233,7 +233,6 @@ def test_a_kill_returns_the_client_ports_of_the_killed_process() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
-        assert server.stdout is not None
         port = int(server.stdout.readline())
         with socket.create_connection(("127.0.0.1", port)) as taken:
             assert server.stdout.readline() == "taken\n"
@@ -304,5 +303,5 @@ async def test_the_router_must_hold_exactly_the_leases_of_its_clients(
     monkeypatch.setattr(chaos, "_ingresses", lambda url: status)
     server = await asyncio.start_server(streams, "127.0.0.1", 0)
     async with server:
-        found = await chaos._union(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
+        found = await chaos._compare_leases(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
     assert bool(found) == wrong_leases

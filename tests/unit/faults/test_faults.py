@@ -240,7 +240,6 @@ def test_one_wrong_token_changes_the_continuation() -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_the_text_of_a_mutation_occurs_once_in_its_module(mutation: Mutation) -> None:
     spec = importlib.util.find_spec(mutation.module)
-    assert spec is not None
     assert Path(spec.origin or "").read_text().count(mutation.old) == 1
     assert mutation.old != mutation.new
 

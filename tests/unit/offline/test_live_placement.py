@@ -95,4 +95,4 @@ def test_replicas_of_two_shapes_are_refused_and_no_replicas_are_accepted() -> No
     service.held["r1"]["slots"] = 10
     with pytest.raises(ValueError, match="2 kinds of slots"):
         update_placement(planner(), service, traffic(0))
-    assert update_placement(planner(), Service(), traffic(0)) is None  # type: ignore[arg-type]
+    assert update_placement(planner(), Service(), traffic(0)) is None

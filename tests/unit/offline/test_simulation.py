@@ -133,7 +133,7 @@ def test_every_request_ends_once_and_all_kv_is_freed(
     made = Hoarding() if policy == "hoarding" else make_policy(policy)
     released: list[str] = []
     tell = made.on_finished
-    made.on_finished = lambda request_id: (released.append(request_id), tell(request_id))[1]  # type: ignore[method-assign, assignment, func-returns-value]
+    made.on_finished = lambda request_id: (released.append(request_id), tell(request_id))[1]
     ended: list[int] = []
     outcome = simulate(requests, made, cluster, experts=experts, seed=seed, on_finished=ended.append)
     done = outcome.finished

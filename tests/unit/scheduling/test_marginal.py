@@ -26,7 +26,6 @@ def request_like(request_id: str, seed: int, tokens: int = 40) -> PlacementReque
 
 
 def probability(h: PlacementRequest) -> np.ndarray:
-    assert h.expert_counts is not None
     return np.minimum(h.expert_counts.reshape(-1) / h.prompt_tokens, 0.98)
 
 
@@ -310,12 +309,10 @@ def test_the_fit_recovers_the_cost_of_the_steps() -> None:
     true = StepCost(3e-3, 2e-4, 1e-7, 4e-5)
     sums = StepSums.of(*records(true, 200)) + StepSums.of(*records(true, 300))
     fitted = sums.fit()
-    assert fitted is not None
     assert fitted.as_dict() == pytest.approx(true.as_dict(), rel=1e-3)
     assert sums.error(fitted) < 1e-3
     noisy = StepSums.of(*records(true, 3000, 0.2))
     again = noisy.fit()
-    assert again is not None
     assert again.per_expert_s == pytest.approx(true.per_expert_s, rel=0.15)
     assert noisy.error(again) == pytest.approx(0.2, abs=0.03)
 
@@ -338,13 +335,11 @@ def test_the_prefill_part_of_steps_is_divided_among_prompt_tokens() -> None:
         for columns in (np.stack([batch, kv_tokens, tokens])[:, part::2] for part in (0, 1))
     ]
     fitted, plain = (decode + halves[0] + halves[1]).fit(), decode.fit()
-    assert fitted is not None
     assert fitted.per_prompt_token_s == pytest.approx(6e-5, rel=1e-3)
     assert replace(fitted, per_prompt_token_s=0.0) == plain  # decode's terms depend on decode steps alone
     assert (decode + halves[0]).error(fitted) == decode.error(fitted)
     cheap = StepSums.of_prompts(batch, kv_tokens, tokens, np.full(90, 1e-6))
     free = (decode + cheap).fit()
-    assert free is not None
     assert free.per_prompt_token_s == 0
 
 
@@ -359,5 +354,4 @@ def test_old_steps_lose_weight() -> None:
     for _ in range(8):
         sums = sums.faded(0.3) + StepSums.of(*records(new, 500))
     fitted = sums.fit()
-    assert fitted is not None
     assert fitted.per_expert_s == pytest.approx(1e-5, rel=0.1)
