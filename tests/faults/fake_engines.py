@@ -265,13 +265,9 @@ class DecodeEngine(BlockEngine):
         return context
 
     async def _generate(
-        self,
-        context: list[int],
-        generated: list[int],
-        request: EngineRequest,
-        fields: dict[str, Any],
+        self, context: list[int], generated: list[int], request: EngineRequest, fields: dict[str, Any],
         send: Send,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Continue after the context, which ends with the tokens generated so far."""
         step_s = float(request.headers.get(TOKEN_HEADER, 0.02))
         prompt, most = context[: len(context) - len(generated)], fields["max_tokens"]

@@ -118,14 +118,9 @@ def test_masks_divide_the_experts_between_ranks(layers: int, num_experts: int, s
     policy=st.sampled_from(["random", "least-tokens", "marginal-cost", "hoarding"]),
 )  # fmt: skip
 def test_every_request_ends_once_and_all_kv_is_freed(
-    seed: int,
-    n: int,
-    decode: Decode,
-    prefill: Prefill | None,
-    handoff_s: float,
-    ttl: float | None,
+    seed: int, n: int, decode: Decode, prefill: Prefill | None, handoff_s: float, ttl: float | None,
     policy: str,
-) -> None:
+) -> None:  # fmt: skip
     requests, experts, _ = some(n, seed, gap_s=0.4)
     if decode.whole is not None:
         prefill = None
