@@ -28,11 +28,7 @@ Line = Callable[..., dict[str, Any]]
 
 
 def histogram(chosen: NDArray[np.int64]) -> Counts:
-    counts = np.zeros((LAYERS, EXPERTS), np.int64)
-    for token in chosen:
-        for layer, experts in enumerate(token):
-            counts[layer, experts] += 1
-    return counts
+    return np.stack([np.bincount(chosen[:, layer].ravel(), minlength=EXPERTS) for layer in range(LAYERS)])
 
 
 def record(
