@@ -22,7 +22,7 @@ from eldr_serve.command_errors import BadInput, run
 from loadgen.progress import progress_bar
 from loadgen.results import environment, print_table, write_result
 from loadgen.workload import read_prompts
-from tests.faults.chaos import run_chaos
+from tests.faults.chaos import Options, run_chaos
 from tests.faults.mutations import MUTATIONS, search
 from tests.faults.operations import FAULTS
 from tests.faults.record import APART, NOTES, Record, rows, wrong
@@ -167,8 +167,7 @@ def chaos(
     port: Annotated[int, typer.Option(help="HTTP port; Serve's proxy gets the next one.")] = 8300,
     seed: Annotated[int, typer.Option(help="Seed of faults, clients and prompts.")] = 0,
     out: Annotated[
-        Path,
-        typer.Option(help="JSON file of the figures; runs append their events to a .jsonl beside it."),
+        Path, typer.Option(help="JSON file of the figures; runs append their events to a .jsonl beside it.")
     ] = Path("out/faults.json"),
 ) -> None:
     """Kill and stop the application's processes in turn; status 1 if a request fails or a text is wrong."""
@@ -177,11 +176,9 @@ def chaos(
         raise BadInput(f"there is no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
     record = Record(out.with_suffix(".jsonl"))
     seed += len(record.of("run"))
+    options = Options(chosen, seconds, every, in_flight, blocks, port, seed)
     try:
-        run_chaos(
-            deployment, read_prompts([prompts]), chosen, record,
-            seconds=seconds, every_s=every, in_flight=in_flight, blocks=blocks, port=port, seed=seed,
-        )  # fmt: skip
+        run_chaos(deployment, read_prompts([prompts]), record, options)
     finally:
         inputs = {"deployment": deployment.name, "every_s": every, "in_flight": in_flight, "blocks": blocks}
         table = rows(record)

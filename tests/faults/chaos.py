@@ -13,6 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,41 +40,51 @@ _RUNNING = ("ray_vllm_num_requests_running", "ray_vllm_num_requests_waiting")
 _STREAMS, _STREAM_TOKENS = 4, 400  # streams that run while leases are compared
 
 
+@dataclass(frozen=True)
+class Options:
+    """Options of a chaos run.
+
+    Attributes:
+        every_s: time between two faults.
+        blocks: KV blocks of each engine.
+    """
+
+    faults: list[str]
+    seconds: float
+    every_s: float
+    in_flight: int
+    blocks: int
+    port: int
+    seed: int
+
+
 async def drive(
-    service: Client,
-    proxy_url: str,
-    arguments: dict[str, Any],
-    asked: list[tuple[str, Any]],
-    record: Record,
-    *,
-    faults: list[str],
-    seconds: float,
-    every_s: float,
-    in_flight: int,
-    seed: int,
-    log: Callable[[str], None],
-) -> None:
+    service: Client, proxy_url: str, arguments: dict[str, Any], asked: list[tuple[str, Any]], record: Record,
+    options: Options, log: Callable[[str], None],
+) -> None:  # fmt: skip
     """Run the load and the faults, then record what the service still holds."""
-    rng, run = random.Random(seed), Run(record)
+    rng, run = random.Random(options.seed), Run(record)
     operator = Operator(service, proxy_url, arguments, run, rng, log)
     await operator.begin()
     log("greedy answers without faults")
     prompts = await references(service.url, asked)
     log("load")
     load = Load((service.url, proxy_url), prompts, run.ended, rng)
-    until_s = time.monotonic() + seconds
-    clients = [asyncio.create_task(load.client(until_s)) for _ in range(in_flight)]
+    until_s = time.monotonic() + options.seconds
+    clients = [asyncio.create_task(load.client(until_s)) for _ in range(options.in_flight)]
     watching = asyncio.create_task(_watch(run.steadiness))
-    await operator.work(faults, every_s, until_s)
+    await operator.work(options.faults, options.every_s, until_s)
     await asyncio.gather(*clients)
     watching.cancel()
     log(f"{run.sent} requests; what is left")
     settled_s, left = await asyncio.to_thread(_settle, service.url)
     left += await asyncio.to_thread(_still_running, service.url)
-    await asyncio.to_thread(_take, run.steadiness)
+    await asyncio.to_thread(_sample, run.steadiness)
     await asyncio.to_thread(run.steadiness.end)
     log("compare the router's leases with those of its clients")
-    left += await _union(service.url, str(arguments["decode_config"]["model_loading_config"]["model_id"]))
+    left += await _compare_leases(
+        service.url, str(arguments["decode_config"]["model_loading_config"]["model_id"])
+    )
     held = run.steadiness.rows(run.stops)
     record.add(
         "end", settled_s=round(settled_s, 1), left_behind=left, counters=dict(run.counters), processes=held,
@@ -86,11 +97,11 @@ async def _watch(steadiness: Steadiness) -> None:
     await asyncio.sleep(_WARM_S)
     await asyncio.to_thread(steadiness.begin)
     while True:
-        await asyncio.to_thread(_take, steadiness)
+        await asyncio.to_thread(_sample, steadiness)
         await asyncio.sleep(_SAMPLE_PERIOD_S)
 
 
-def _take(steadiness: Steadiness) -> None:
+def _sample(steadiness: Steadiness) -> None:
     with contextlib.suppress(httpx.TransportError):
         steadiness.take(_metrics())
 
@@ -121,7 +132,7 @@ def _settle(url: str) -> tuple[float, list[str]]:
         time.sleep(0.5)
 
 
-async def _union(url: str, model: str) -> list[str]:
+async def _compare_leases(url: str, model: str) -> list[str]:
     """Check that the router holds exactly one lease for each stream of the ingresses; return what differs."""
     body = {
         "model": model, "prompt": "Once upon a time", "max_tokens": _STREAM_TOKENS, "stream": True,
@@ -194,24 +205,8 @@ def _metrics() -> str:
     return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
 
 
-def run_chaos(
-    deployment: Path,
-    prompts: list[workload.Prompt],
-    faults: list[str],
-    record: Record,
-    *,
-    seconds: float,
-    every_s: float,
-    in_flight: int,
-    blocks: int,
-    port: int,
-    seed: int,
-) -> None:
-    """Start the application on its own cluster, drive it and stop it.
-
-    Args:
-        record: gets the events of the run.
-        blocks: KV blocks of each engine.
+def run_chaos(deployment: Path, prompts: list[workload.Prompt], record: Record, options: Options) -> None:
+    """Start the application on its own cluster, drive it and stop it; add the events to `record`.
 
     Raises:
         BadInput: the application does not start.
@@ -220,25 +215,25 @@ def run_chaos(
     os.environ |= {"RAY_metrics_report_interval_ms": "1000", "RAY_worker_niceness": "0"}
     arguments = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     for role in ("prefill_config", "decode_config"):
-        arguments[role]["engine_kwargs"] |= {"num_gpu_blocks_override": blocks, "max_model_len": 1024}
+        arguments[role]["engine_kwargs"] |= {"num_gpu_blocks_override": options.blocks, "max_model_len": 1024}
         arguments[role]["deployment_config"] |= {"health_check_period_s": 1}
     arguments["ingress_deployment_config"] |= {"num_replicas": _INGRESSES}
     model = arguments["decode_config"]["model_loading_config"]["model_id"]
-    asked = bodies(prompts, model, _PROMPTS, seed)
+    asked = bodies(prompts, model, _PROMPTS, options.seed)
     console, began_s = Console(stderr=True, highlight=False), time.monotonic()
 
     def log(what: str) -> None:
         console.print(f"{time.monotonic() - began_s:6.1f} s: {what}", markup=False, soft_wrap=True)
 
-    application.check_port(port)
+    application.check_port(options.port)
     try:
-        service, _ = application.start(arguments, port, ADMIN_KEY, dashboard=False, tell=log)
-        record.add("run", seed=seed, seconds=seconds, every_s=every_s, in_flight=in_flight, faults=faults)
-        load = drive(
-            service, f"http://127.0.0.1:{port + 1}", arguments, asked, record,
-            faults=faults, seconds=seconds, every_s=every_s, in_flight=in_flight, seed=seed, log=log,
+        service, _ = application.start(arguments, options.port, ADMIN_KEY, dashboard=False, tell=log)
+        record.add(
+            "run", seed=options.seed, seconds=options.seconds, every_s=options.every_s,
+            in_flight=options.in_flight, faults=options.faults,
         )  # fmt: skip
-        asyncio.run(load)
+        proxy_url = f"http://127.0.0.1:{options.port + 1}"
+        asyncio.run(drive(service, proxy_url, arguments, asked, record, options, log))
     finally:
         for role in processes.ROLES:
             for process in processes.of(role):

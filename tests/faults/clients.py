@@ -109,8 +109,7 @@ class Connection:
     # -- in the ingress's process ------------------------------------------------------------------
 
     def _begin(self) -> None:
-        loop = self.world.loop
-        loop.create_task(self._serve(), name="http")
+        self.world.loop.create_task(self._serve(), name="http")
 
     async def _serve(self) -> None:
         try:
@@ -200,11 +199,8 @@ def scope(method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
 async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:
     """Send the request and read the whole answer."""
     path = "/v1/chat/completions" if plan.chat else "/v1/completions"
-    headers = {
-        "content-type": "application/json",
-        TOKEN_HEADER: str(plan.token_s),
-        "authorization": f"Bearer {plan.tenant}",
-    }
+    headers = {"content-type": "application/json", "authorization": f"Bearer {plan.tenant}"}
+    headers[TOKEN_HEADER] = str(plan.token_s)
     connection = Connection(world, ingress, scope("POST", path, headers), plan.body)
     outcome = Outcome(plan, ingress)
     began = world.loop.time()

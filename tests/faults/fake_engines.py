@@ -187,14 +187,9 @@ class DecodeEngine(BlockEngine):
     """
 
     def __init__(
-        self,
-        process: Process,
-        blocks: int,
-        time_s: Callable[[float], float],
-        *,
+        self, process: Process, blocks: int, time_s: Callable[[float], float], *, lease_s: float,
         peers: dict[str, BlockEngine],
-        lease_s: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(process, blocks, time_s)
         self._peers = peers
         self._heartbeat_s = lease_s / 3
@@ -270,13 +265,9 @@ class DecodeEngine(BlockEngine):
         return context
 
     async def _generate(
-        self,
-        context: list[int],
-        generated: list[int],
-        request: EngineRequest,
-        fields: dict[str, Any],
+        self, context: list[int], generated: list[int], request: EngineRequest, fields: dict[str, Any],
         send: Send,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Continue after the context, which ends with the tokens generated so far."""
         step_s = float(request.headers.get(TOKEN_HEADER, 0.02))
         prompt, most = context[: len(context) - len(generated)], fields["max_tokens"]
@@ -297,9 +288,8 @@ class DecodeEngine(BlockEngine):
             send(writer.end(prompt, generated), 0)
 
 
-def _tokens(ids: bytes) -> list[int]:
-    found: list[int] = np.frombuffer(ids, np.uint32).tolist()
-    return found
+def _tokens(ids: bytes) -> Any:
+    return np.frombuffer(ids, np.uint32).tolist()
 
 
 class Writer:
@@ -310,20 +300,12 @@ class Writer:
         self._fields = fields
         kind = "chat.completion" if self._chat else "text_completion"
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{request.id}"
-        self._head: dict[str, Any] = {
-            "id": name,
-            "object": kind,
-            "created": request.created or 1,
-            "model": MODEL,
-        }
+        self._head = {"id": name, "object": kind, "created": request.created or 1, "model": MODEL}
 
     def event(self, token: int, *, first: bool, last: bool) -> bytes:
         """Return the event of one token; the first event of a chat has its role."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
-        if self._chat:
-            choice["delta"] = {"content": text_of(token)}
-        else:
-            choice["text"] = text_of(token)
+        choice |= {"delta": {"content": text_of(token)}} if self._chat else {"text": text_of(token)}
         if self._fields.get("return_token_ids"):
             choice["token_ids"] = [token]
         events = [{"choices": [choice]}]

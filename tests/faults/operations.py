@@ -78,16 +78,11 @@ class Run:
         self.sent += 1
         before = [happened for happened in self.faults if happened.at_s <= sent.ended_s]
         self.record.add(
-            "sent",
-            fault=before[-1].fault if before else None,
-            kind=explained_by_fault(sent, before) or sent.kind,
-            detail=sent.detail[:300],
-            stream=sent.stream,
-            by_proxy=sent.by_proxy,
-            seconds=round(sent.ended_s - sent.began_s, 3),
-            silence_s=round(sent.silence_s, 3),
-            gap_s=round(sent.gap_s, 3),
-        )
+            "sent", fault=before[-1].fault if before else None,
+            kind=explained_by_fault(sent, before) or sent.kind, detail=sent.detail[:300],
+            stream=sent.stream, by_proxy=sent.by_proxy, seconds=round(sent.ended_s - sent.began_s, 3),
+            silence_s=round(sent.silence_s, 3), gap_s=round(sent.gap_s, 3),
+        )  # fmt: skip
 
     def over(self, happened: InjectedFault) -> None:
         """Record the recovery from a fault, or that it took too long."""
@@ -137,21 +132,13 @@ class Operator:
 
     def __init__(
         self,
-        service: Client,
-        proxy_url: str,
-        arguments: dict[str, Any],
-        run: Run,
-        rng: random.Random,
+        service: Client, proxy_url: str, arguments: dict[str, Any], run: Run, rng: random.Random,
         log: Callable[[str], None],
-    ) -> None:
-        self._log = log
-        self._service = service
-        self._proxy_url = proxy_url
-        self._arguments = arguments
+    ) -> None:  # fmt: skip
+        self._service, self._proxy_url, self._arguments = service, proxy_url, arguments
         self._decodes = arguments["decode_config"]["deployment_config"]["num_replicas"]
         self._model = arguments["decode_config"]["model_loading_config"]["model_id"]
-        self._run = run
-        self._rng = rng
+        self._run, self._rng, self._log = run, rng, log
         self._recovering: dict[asyncio.Task[None], tuple[str, ...]] = {}  # roles of each fault
         self._shape: tuple[int, int] = (1, 1)
         self._epoch, self._seen = "", Counter[str]()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from eldr_serve.router.state import RouterState
 from tests.faults.clients import Plan
 from tests.faults.fake_ray import TENANTS, table
+from tests.faults.virtual_network import End
 from tests.faults.virtual_time import Process
 from tests.faults.world import POLICIES, ROLES, World
 
@@ -77,16 +78,10 @@ def faults(rng: random.Random) -> list[Fault]:
     possible = [(kind, role) for kind in kinds for role in _KINDS[kind][0] if role in roles]
     for _ in range(rng.choice([0, 1, 2, 3, 4, 5, 6, 8])):
         kind, role = rng.choice(possible)
-        made.append(
-            Fault(
-                kind,
-                role,
-                rng.uniform(0.5, DURATION_S),
-                rng.randrange(1, _STEPS) if rng.random() < 0.5 else 0,
-                rng.random(),
-                rng.choice([rng.uniform(0.05, 1.0), rng.uniform(1.0, 4.0)]),
-            )
-        )
+        at_s = rng.uniform(0.5, DURATION_S)
+        steps = rng.randrange(1, _STEPS) if rng.random() < 0.5 else 0
+        choice, seconds = rng.random(), rng.choice([rng.uniform(0.05, 1.0), rng.uniform(1.0, 4.0)])
+        made.append(Fault(kind, role, at_s, steps, choice, seconds))
     return made
 
 
@@ -115,31 +110,23 @@ def arm(world: World, fault: Fault, happened: Callable[[str], None]) -> None:
 # -- kinds ---------------------------------------------------------------------------------------
 
 
-def _stall(world: World, process: Process, fault: Fault) -> None:
-    ends = world.network.of(process)
-    if ends:
-        ends[int(fault.choice * 997) % len(ends)].stall(fault.seconds)
+def _on_connection(act: Callable[[World, End, Fault], None]) -> Callable[[World, Process, Fault], None]:
+    """Return a fault that acts on one of the process's connections, if it has any."""
 
+    def happen(world: World, process: Process, fault: Fault) -> None:
+        ends = world.network.of(process)
+        if ends:
+            act(world, ends[int(fault.choice * 997) % len(ends)], fault)
 
-def _cut(world: World, process: Process, fault: Fault) -> None:
-    ends = world.network.of(process)
-    if ends:
-        world.network.cut(ends[int(fault.choice * 997) % len(ends)], half=False)
-
-
-def _half_cut(world: World, process: Process, fault: Fault) -> None:
-    ends = world.network.of(process)
-    if ends:
-        world.network.cut(ends[int(fault.choice * 997) % len(ends)], half=True)
+    return happen
 
 
 def _gcs(world: World, process: Process, fault: Fault) -> None:
     world.gcs_until_s = world.loop.time() + 2 * fault.seconds
 
 
-def _state(process: Process) -> RouterState:
-    state: RouterState = process.servable_object._state
-    return state
+def _state(process: Process) -> Any:
+    return process.servable_object._state
 
 
 def _policy(world: World, process: Process, fault: Fault) -> None:
@@ -162,9 +149,12 @@ _KINDS: dict[str, tuple[tuple[str, ...], Callable[[World, Process, Fault], None]
     "kill": (ROLES, lambda world, process, fault: world.kill(process)),
     "lose the machine of": (_ENGINES, lambda world, process, fault: world.kill(process, silently=True)),
     "stop": (ROLES, lambda world, process, fault: world.stop(process, fault.seconds)),
-    "stall a connection of": (ROLES, _stall),
-    "cut a connection of": (ROLES, _cut),
-    "cut one side of a connection of": (ROLES, _half_cut),
+    "stall a connection of": (ROLES, _on_connection(lambda world, end, fault: end.stall(fault.seconds))),
+    "cut a connection of": (ROLES, _on_connection(lambda world, end, _: world.network.cut(end, half=False))),
+    "cut one side of a connection of": (
+        ROLES,
+        _on_connection(lambda world, end, _: world.network.cut(end, half=True)),
+    ),
     DRAIN: (_ENGINES, lambda world, process, fault: world.drain(process)),
     "stop GCS for": (("router",), _gcs),
     "another policy in": (("router",), _policy),

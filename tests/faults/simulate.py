@@ -29,15 +29,7 @@ from tests.faults.invariants import (
 from tests.faults.schedule import DRAIN, DURATION_S, Fault, arm, faults, plans
 from tests.faults.virtual_network import Network
 from tests.faults.virtual_time import Livelock, Process, VirtualLoop
-from tests.faults.world import (
-    CALL_S,
-    CLIENT_TIMEOUT_S,
-    LEASE_S,
-    QUEUE_S,
-    WAIT_S,
-    World,
-    virtual,
-)
+from tests.faults.world import CALL_S, CLIENT_TIMEOUT_S, LEASE_S, QUEUE_S, WAIT_S, World, virtual
 
 ALLOWED = ("ok", "left", "http 503", "http 429")  # outcomes that a client may always see
 LOST_AFTER = 2  # faults; with fewer no stream may be lost, since an answer is resumed once

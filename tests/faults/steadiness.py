@@ -76,21 +76,22 @@ class Steadiness:
         warm, last = self._warm.get(role, {}), self._last.get(role, {})
         lived = [(warm[pid], last[pid]) for pid in warm.keys() & last.keys()]
         tasks = [counts for worker, counts in self._tasks.items() if worker[0] == role]
+        growth = [after[0] - before[0] for before, after in lived]
+        shares = [after[0] / before[0] - 1 for before, after in lived]
+        longest_s = [seconds for worker, seconds in self._longest_s.items() if worker[0] == role]
         return {
             "process": role,
             "lived": len(lived),
             "memory_mib": max((held[0] for held in last.values()), default=None),
-            "memory_growth_mib": max((after[0] - before[0] for before, after in lived), default=None),
-            "memory_growth": max((after[0] / before[0] - 1 for before, after in lived), default=None),
+            "memory_growth_mib": max(growth, default=None),
+            "memory_growth": max(shares, default=None),
             "descriptors": max((held[1] for held in last.values()), default=None),
             "descriptors_growth": max((after[1] - before[1] for before, after in lived), default=None),
             "tasks": max((int(now) for _, now in tasks), default=None),
             "tasks_growth": max((int(now - first) for first, now in tasks), default=None),
             "stalls": sum(int(count) for worker, count in self._stalls.items() if worker[0] == role),
             "stops": stops,
-            "longest_stall_s": max(
-                (s for worker, s in self._longest_s.items() if worker[0] == role), default=None
-            ),
+            "longest_stall_s": max(longest_s, default=None),
         }
 
 

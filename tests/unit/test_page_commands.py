@@ -107,7 +107,7 @@ TOKEN = "ray get-auth-token"
 ON_A_SERVICE = ("eldr status", "eldr policy", "eldr table", "curl -X")
 
 
-def shown() -> Iterator[str]:
+def shown_lines() -> Iterator[str]:
     """Yield each command line in code blocks of the pages."""
     for page in PAGES:
         for line in code_lines(page):
@@ -117,14 +117,14 @@ def shown() -> Iterator[str]:
                     yield " ".join(words)
 
 
-def where(line: str) -> str | None:
+def entry_of(line: str) -> str | None:
     """Return the longest entry of the registry that the line begins with."""
     known = (*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE, TOKEN)
     return max((k for k in known if line.startswith(k)), key=len, default=None)
 
 
-def of(*beginnings: str) -> list[str]:
-    return sorted({line for line in shown() if where(line) in beginnings})
+def lines_of(*beginnings: str) -> list[str]:
+    return sorted({line for line in shown_lines() if entry_of(line) in beginnings})
 
 
 def eldr(line: str, *beside: str, **environment: str) -> Any:
@@ -133,12 +133,12 @@ def eldr(line: str, *beside: str, **environment: str) -> Any:
 
 
 def test_the_registry_and_the_commands_of_the_pages_correspond() -> None:
-    lines = set(shown())
+    lines = set(shown_lines())
     assert len(lines) > 60
-    assert not [line for line in lines if where(line) is None]
-    used = {where(line) for line in lines}
+    assert not [line for line in lines if entry_of(line) is None]
+    used = {entry_of(line) for line in lines}
     assert not {*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE, TOKEN} - used
-    assert where("eldr nosuch") is None
+    assert entry_of("eldr nosuch") is None
 
 
 @pytest.mark.parametrize("address", sorted(set(BY_A_TEST.values())))
@@ -174,10 +174,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_commands_of_the_pages_that_need_no_service_run(folder: Path) -> None:
-    lines = of(*HERE)
+    lines = lines_of(*HERE)
     assert len(lines) > 12
-    for line in sorted(lines, key=lambda line: HERE.index(where(line) or "")):
-        if where(line) == "eldr keys":
+    for line in sorted(lines, key=lambda line: HERE.index(entry_of(line) or "")):
+        if entry_of(line) == "eldr keys":
             continue  # below, in the order of their use
         if "--copy" in line:
             (folder / "my_deployment.yaml").unlink()
@@ -185,7 +185,7 @@ def test_commands_of_the_pages_that_need_no_service_run(folder: Path) -> None:
             assert eldr(FIT).exit_code == 0
         done = eldr(line)
         assert done.exit_code == 0, f"{line}: {done.output}"
-    keys = {line.split()[2]: line.replace("/mnt/eldr/", "") for line in of("eldr keys")}
+    keys = {line.split()[2]: line.replace("/mnt/eldr/", "") for line in lines_of("eldr keys")}
     assert keys.keys() == {"add", "list", "revoke"}
     assert eldr(keys["add"]).exit_code == 0
     listed = json.loads(eldr(keys["list"]).stdout)
@@ -195,7 +195,7 @@ def test_commands_of_the_pages_that_need_no_service_run(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_rays_token_is_created_where_the_page_says(tmp_path: Path) -> None:
-    (line,) = of(TOKEN)
+    (line,) = lines_of(TOKEN)
     command = [Path(sys.executable).with_name("ray"), *line.split()[1:]]
     done = subprocess.run(
         command, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120,
@@ -210,7 +210,7 @@ async def test_commands_of_the_pages_that_operate_a_service_run(folder: Path) ->
     actor = busy_actor()
     async with served(actor) as (_, url):
         root = url.removesuffix("/eldr/")
-        for line in of("eldr status", "eldr policy", "eldr table"):
+        for line in lines_of("eldr status", "eldr policy", "eldr table"):
             if "my_package" in line:
                 continue  # a policy of the reader
             done = await asyncio.to_thread(eldr, line, "--url", root, ELDR_ADMIN_KEY=KEY)
@@ -219,7 +219,7 @@ async def test_commands_of_the_pages_that_operate_a_service_run(folder: Path) ->
                 assert not re.search(r"\.\d{8}|\(\)", done.output)  # readable
         assert actor.state.settings.table_version == 1
         assert actor.state.settings.policy in ("shortest-queue", "locality-band")
-        for line in sorted(of("curl -X"), reverse=True):  # PUT, then DELETE
+        for line in sorted(lines_of("curl -X"), reverse=True):  # PUT, then DELETE
             environment = os.environ | {"ELDR_ADMIN_KEY": KEY}
             command = line.replace("localhost:8000", root) + " --fail --silent --show-error"
             curl = await asyncio.create_subprocess_shell(

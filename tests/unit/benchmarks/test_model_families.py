@@ -28,11 +28,7 @@ Line = Callable[..., dict[str, Any]]
 
 
 def histogram(chosen: NDArray[np.int64]) -> Counts:
-    counts = np.zeros((LAYERS, EXPERTS), np.int64)
-    for token in chosen:
-        for layer, experts in enumerate(token):
-            counts[layer, experts] += 1
-    return counts
+    return np.stack([np.bincount(chosen[:, layer].ravel(), minlength=EXPERTS) for layer in range(LAYERS)])
 
 
 def record(
@@ -58,12 +54,12 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
 
     def made(one: dict[str, Any]) -> dict[str, Any]:
         report = {"records": [one], "groups": [], "step_tokens": CHUNK, "preemptions": 0}
-        return row("Mixtral", "V1", None, report)  # type: ignore[arg-type]
+        return row("Mixtral", "V1", None, report)
 
     return made
 
 
-def moved(counts: Counts) -> Counts:
+def with_one_choice_moved(counts: Counts) -> Counts:
     """Return the counts with one token's choice counted for another expert."""
     wrong = counts.copy()
     layer, expert = np.argwhere(wrong > 0)[0]
@@ -80,7 +76,7 @@ def test_right_counts_are_exact(line: Line) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        moved(histogram(CHOSEN[:PROMPT])),
+        with_one_choice_moved(histogram(CHOSEN[:PROMPT])),
         histogram(CHOSEN[CHUNK:PROMPT]),  # a chunk is skipped
         histogram(CHOSEN[:PROMPT]) + histogram(CHOSEN[:BLOCK]),  # a block of a prefix hit counts twice
         histogram(CHOSEN[: PROMPT - 1]),  # the prompt's last token
@@ -97,7 +93,7 @@ def test_a_wrong_prompt_count_is_found(line: Line, wrong: Counts) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"decode": moved(histogram(CHOSEN[PROMPT:]))},
+        {"decode": with_one_choice_moved(histogram(CHOSEN[PROMPT:]))},
         {"routes": np.concatenate([OTHER[:1], CHOSEN[PROMPT + 1 :]])},
         {"routes": CHOSEN[PROMPT:][::-1]},  # right experts at wrong positions
     ],
@@ -114,7 +110,7 @@ def test_a_token_with_two_observed_choices_excuses_only_those(line: Line) -> Non
         one["seen"][0].append(OTHER[0].tolist())
         found = line(one)
         assert (found["prompts_exact"], found["tokens_near_ties"]) == (exact, 1)
-    one = record(prompt=moved(histogram(CHOSEN[:PROMPT])))
+    one = record(prompt=with_one_choice_moved(histogram(CHOSEN[:PROMPT])))
     one["seen"][0].append(OTHER[0].tolist())
     assert line(one)["prompts_exact"] == 0
 

@@ -49,8 +49,6 @@ def test_a_process_that_is_left_in_the_folder_is_found(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
         process.stdout.readline()
         assert [code in command for command in left_behind(tmp_path)] == [True]
         process.stdin.close()

@@ -66,30 +66,20 @@ def ids_of(tokenizer, text: str) -> torch.Tensor:
     return tokenizer(text, return_tensors="pt")["input_ids"]
 
 
-def test_widening_keeps_the_logits(model, tokenizer, tmp_path: Path):
+@pytest.mark.parametrize(("intermediate", "heads"), [(64, None), (32, 4)])
+def test_widening_keeps_the_logits(model, tokenizer, tmp_path: Path, intermediate: int, heads: int | None):
     out = tmp_path / "wide"
-    widen.widen(WEIGHTS, 64, out)
+    widen.widen(WEIGHTS, intermediate, out, heads=heads)
     wide = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-    assert wide.config.moe_intermediate_size == 64
+    assert wide.config.moe_intermediate_size == intermediate
+    assert wide.config.num_attention_heads == (heads or model.config.num_attention_heads)
     shapes = {tuple(p.shape) for n, p in wide.named_parameters() if n.endswith("experts.down_proj")}
-    assert shapes == {(64, model.config.hidden_size, 64)}
+    assert shapes == {(64, model.config.hidden_size, intermediate)}
     ids = ids_of(tokenizer, "A 45-year-old man comes to the physician because of")
     with torch.no_grad():
         torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
     with pytest.raises(BadInput, match="exists already"):
-        widen.widen(WEIGHTS, 64, out)
-
-
-def test_new_heads_keep_the_logits(model, tokenizer, tmp_path: Path):
-    out = tmp_path / "heads"
-    widen.widen(WEIGHTS, 32, out, heads=4)
-    wide = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-    assert wide.config.num_attention_heads == 4
-    ids = ids_of(tokenizer, "A 45-year-old man comes to the physician because of")
-    with torch.no_grad():
-        torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
-    with pytest.raises(BadInput, match="at least 3, not 2"):
-        widen.widen(WEIGHTS, 32, tmp_path / "fewer", heads=2)
+        widen.widen(WEIGHTS, intermediate, out)
 
 
 def test_new_heads_join_the_group_whose_keys_they_share():
@@ -102,6 +92,8 @@ def test_widening_refuses_missing_models_and_unsupported_sizes(tmp_path: Path):
     for intermediate in (0, 31, 33, 100):
         with pytest.raises(BadInput, match="multiple of 32"):
             widen.widen(WEIGHTS, intermediate, tmp_path / "wide")
+    with pytest.raises(BadInput, match="at least 3, not 2"):
+        widen.widen(WEIGHTS, 32, tmp_path / "wide", heads=2)
     with pytest.raises(BadInput, match="not a mixture-of-experts model"):
         widen.widen(tmp_path, 64, tmp_path / "wide")
     assert not list(tmp_path.iterdir())

@@ -14,13 +14,12 @@ from eldr_serve.engine.vllm.connector import EldrConnector
 
 
 def connector(*, drafts: bool, producer: bool) -> EldrConnector:
-    made: Any = object.__new__(EldrConnector)  # without NIXL's agent
+    made = object.__new__(EldrConnector)  # without NIXL's agent
     made.__dict__ |= {
         "_drafts": drafts, "_is_producer_only": producer, "_warned_of_cut": False, "_handshake": {},
         "_requests": {}, "_tracked": {}, "connector_scheduler": WithoutTransfers(),
     }  # fmt: skip
-    ours: EldrConnector = made
-    return ours
+    return made
 
 
 def request(max_tokens: int, **params: Any) -> Any:

@@ -54,14 +54,9 @@ class Stamped(Client):
 
 
 async def answer(
-    method: str,
-    fields: dict[str, Any],
-    *,
-    generated: list[int] | None = None,
-    created: int | None = None,
-    client: Client | None = None,
-    now: int = 100,
-) -> Frames:
+    method: str, fields: dict[str, Any], *, generated: list[int] | None = None, created: int | None = None,
+    client: Client | None = None, now: int = 100,
+) -> Frames:  # fmt: skip
     asked = {"messages": [{"role": "user", "content": "hi"}]} if method == "chat" else {"prompt": "hi"}
     body = json.dumps({"model": "m", "temperature": 0} | asked | fields).encode()
     ids = np.asarray(generated or [], np.uint32).tobytes()

@@ -101,17 +101,14 @@ def _step(draw: random.Random) -> dict[str, Any]:
         "nixl": draw.choice([None, nixl.data]),
         "steps": some(
             lambda: {
-                "requests": count(),
-                "kv_tokens": count(),
-                "active_experts": count(),
-                "active_by_layer": [count(), count()],
-                "seconds": seconds(),
+                "requests": count(), "kv_tokens": count(), "active_experts": count(),
+                "active_by_layer": [count(), count()], "seconds": seconds(),
             }
         ),
         "prompt_steps": [],
         "capture_s": some(seconds),
         "kv_usage": draw.random(),
-    }
+    }  # fmt: skip
     drafts = SpecDecodingStats.new(2)
     drafts.observe_draft(2, draw.randrange(3))
     scheduler = SchedulerStats(
@@ -218,13 +215,8 @@ async def test_awaited_metrics_are_sent_with_their_step(sent: Sent) -> None:
     waiting = asyncio.create_task(MEASURED.counts_of("prompt"))
     await asyncio.sleep(0)
     MEASURED.take_steps()
-    step = {
-        "requests": 2,
-        "kv_tokens": 9,
-        "active_experts": 20.0,
-        "active_by_layer": [20, 20],
-        "seconds": 0.25,
-    }
+    step = {"requests": 2, "kv_tokens": 9, "active_experts": 20.0}
+    step |= {"active_by_layer": [20, 20], "seconds": 0.25}
     data = {"nixl": None, "steps": [step], "prompt_steps": [], "capture_s": []}
     data |= {"kv_usage": 0.375, "prompt_counts": {"prompt": (3, "counts")}}
     late.record(SchedulerStats(kv_connector_stats=data), None)

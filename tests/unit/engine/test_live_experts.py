@@ -46,7 +46,7 @@ def placements(seed: int) -> list[np.ndarray]:
     ]
 
 
-def moved(rank: int, ranks: int) -> int:
+def move_through_placements(rank: int, ranks: int) -> int:
     """Move through several placements, and return the bytes received from other ranks."""
     experts = live(rank, ranks)
     for placement in placements(3):
@@ -73,7 +73,7 @@ def check_weights(experts: LiveExperts, rank: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_move_with_the_map(ranks: int) -> None:
-    received = on_ranks(ranks, moved, ranks)
+    received = on_ranks(ranks, move_through_placements, ranks)
     expert = 2 * 3 * 4 + 3 * 2
     assert all(count % expert == 0 for count in received)
     assert all(count > 0 for count in received) == (ranks > 1)
@@ -97,7 +97,7 @@ def held_up(call: Any, begun: asyncio.Event, go_on: asyncio.Event | None = None)
     """Return `call`, but let the first move wait for `go_on`; None: for ever."""
 
     async def held(method: str, args: tuple[Any, ...]) -> list[Any]:
-        answers: list[Any] = await call(method, args)
+        answers = await call(method, args)
         if args[0] == "move":
             begun.set()
             await (go_on or asyncio.Event()).wait()
@@ -106,37 +106,37 @@ def held_up(call: Any, begun: asyncio.Event, go_on: asyncio.Event | None = None)
     return held
 
 
-def placed(rows: np.ndarray, ranks: int = 1) -> ExpertPlacement:
+def placement_of(rows: np.ndarray, ranks: int = 1) -> ExpertPlacement:
     return ExpertPlacement(rows, ranks, int(rows.max()) + 1, model="tiny", method="by hand")
 
 
 @pytest.fixture
-def alone(tmp_path: Any) -> Any:
+def single_rank(tmp_path: Any) -> Any:
     """Provide a process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-async def test_a_swap_returns_its_cost_to_the_client(alone: None) -> None:
+async def test_a_swap_returns_its_cost_to_the_client(single_rank: None) -> None:
     experts, wanted = live(), placements(5)[0]
-    swapped = await swap_placement(call_on(experts), placed(wanted))
+    swapped = await swap_placement(call_on(experts), placement_of(wanted))
     assert swapped.experts == experts.status()["experts_moved"] > 0
     assert swapped.slices >= swapped.experts / MOST
     assert swapped.received_bytes == 0
     assert np.array_equal(np.sort(experts.placement()), np.sort(wanted))
 
 
-async def test_a_placement_that_does_not_fit_changes_nothing(alone: None) -> None:
+async def test_a_placement_that_does_not_fit_changes_nothing(single_rank: None) -> None:
     experts = live()
     before = experts.status()
     good = placements(5)[0]
     for placement, sentence in (
-        (placed(good[:1]), "1 layers of 8 slots, the model 2 of 8"),
-        (placed(good[:, :6] * 0), "2 layers of 6 slots"),
-        (placed(np.tile(np.arange(SLOTS), (LAYERS, 1))), "outside 0 to 5"),
-        (placed(np.minimum(good, 4)), "expert 5 of layer 0 has no slot"),
-        (placed(good, ranks=2), "for 2 ranks, the engine has 1"),
+        (placement_of(good[:1]), "1 layers of 8 slots, the model 2 of 8"),
+        (placement_of(good[:, :6] * 0), "2 layers of 6 slots"),
+        (placement_of(np.tile(np.arange(SLOTS), (LAYERS, 1))), "outside 0 to 5"),
+        (placement_of(np.minimum(good, 4)), "expert 5 of layer 0 has no slot"),
+        (placement_of(good, ranks=2), "for 2 ranks, the engine has 1"),
     ):
         with pytest.raises(PlacementError, match=sentence):
             await swap_placement(call_on(experts), placement)
@@ -148,25 +148,25 @@ async def test_a_placement_that_does_not_fit_changes_nothing(alone: None) -> Non
     assert experts.status() == before
 
 
-async def test_one_swap_runs_at_a_time_and_a_cancelled_one_stops_where_it_is(alone: None) -> None:
+async def test_one_swap_runs_at_a_time_and_a_cancelled_one_stops_where_it_is(single_rank: None) -> None:
     experts, moved = live(), asyncio.Event()
     call = call_on(experts)
-    first = asyncio.create_task(swap_placement(held_up(call, moved), placed(placements(5)[0])))
+    first = asyncio.create_task(swap_placement(held_up(call, moved), placement_of(placements(5)[0])))
     await moved.wait()
     under_way = experts.status()
     assert under_way["slices_left"]
     with pytest.raises(PlacementError, match=r"under way: \d+ slices to come"):
-        await swap_placement(call, placed(placements(5)[1]))
+        await swap_placement(call, placement_of(placements(5)[1]))
     assert experts.status() == under_way
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
     assert experts.status()["slices_left"] == 0
     check_weights(experts, 0, 1)
-    await swap_placement(call, placed(placements(5)[1]))
+    await swap_placement(call, placement_of(placements(5)[1]))
 
 
-async def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(alone: None) -> None:
+async def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(single_rank: None) -> None:
     experts, asked, go_on = live(), asyncio.Event(), asyncio.Event()
     before, call = experts.placement(), call_on(experts)
     calls: list[asyncio.Future[list[Any]]] = []
@@ -175,15 +175,14 @@ async def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(a
         if args[0] == "begin":
             asked.set()
             await go_on.wait()
-        answers: list[Any] = await call(method, args)
-        return answers
+        return await call(method, args)
 
     async def slow(method: str, args: tuple[Any, ...]) -> list[Any]:
         """Complete the call even if the caller is cancelled, as an engine does."""
         calls.append(asyncio.ensure_future(answered(method, args)))
         return await asyncio.shield(calls[-1])
 
-    swap = asyncio.create_task(swap_placement(slow, placed(placements(5)[0])))
+    swap = asyncio.create_task(swap_placement(slow, placement_of(placements(5)[0])))
     await asked.wait()
     swap.cancel()
     asyncio.get_running_loop().call_soon(go_on.set)
@@ -192,24 +191,24 @@ async def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(a
     await asyncio.gather(*calls)
     assert experts.status()["slices_left"] == 0
     assert np.array_equal(experts.placement(), before)
-    await swap_placement(call, placed(placements(5)[0]))
+    await swap_placement(call, placement_of(placements(5)[0]))
 
 
-async def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(alone: None) -> None:
+async def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(single_rank: None) -> None:
     experts, began, go_on = live(), asyncio.Event(), asyncio.Event()
-    held, wanted = HeldExperts(held_up(call_on(experts), began, go_on)), placed(placements(5)[0])
+    held, wanted = HeldExperts(held_up(call_on(experts), began, go_on)), placement_of(placements(5)[0])
     await held.refresh()
     before = held.status
     assert before["placement"] == placement_id(experts.placement(), 1) != wanted.id
     assert before["replica_bytes"] * EXPERTS == before["weight_bytes"] * (SLOTS - EXPERTS)
     with pytest.raises(Refused, match="for 2 ranks") as refused:
-        await held.place(placed(placements(5)[0], ranks=2))
+        await held.place(placement_of(placements(5)[0], ranks=2))
     assert refused.value.status == 400
     assert held.status == before
     swap = asyncio.create_task(held.place(wanted))
     await began.wait()
     with pytest.raises(Refused, match=r"under way: \d+ slices to come") as refused:
-        await held.place(placed(placements(5)[1]))
+        await held.place(placement_of(placements(5)[1]))
     assert refused.value.status == 409
     go_on.set()
     took = await swap
@@ -218,9 +217,9 @@ async def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(
     assert held.status["experts_moved"] == took["experts"] > 0
 
 
-async def test_an_engine_reports_its_experts_after_a_cancelled_swap(alone: None) -> None:
+async def test_an_engine_reports_its_experts_after_a_cancelled_swap(single_rank: None) -> None:
     experts, moved = live(), asyncio.Event()
-    held, wanted = HeldExperts(held_up(call_on(experts), moved)), placed(placements(5)[0])
+    held, wanted = HeldExperts(held_up(call_on(experts), moved)), placement_of(placements(5)[0])
     await held.refresh()
     before = held.status["placement"]
     swap = asyncio.create_task(held.place(wanted))
@@ -242,7 +241,7 @@ async def test_an_engine_without_our_ranks_refuses_swaps() -> None:
         await HeldExperts(call).refresh()
 
 
-def test_slots_can_be_left_empty(alone: None) -> None:
+def test_slots_can_be_left_empty(single_rank: None) -> None:
     experts = live()
     full, bare = (
         np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1)),
@@ -259,15 +258,15 @@ def test_slots_can_be_left_empty(alone: None) -> None:
         experts.begin(np.where(bare == 5, -1, bare).clip(-1, 4), 1)
 
 
-async def test_a_swap_without_loads_keeps_the_previous_loads(alone: None) -> None:
+async def test_a_swap_without_loads_keeps_the_previous_loads(single_rank: None) -> None:
     experts, load = live(), np.arange(12.0).reshape(LAYERS, EXPERTS)
-    await swap_placement(call_on(experts), placed(placements(5)[0]), load)
-    await swap_placement(call_on(experts), placed(placements(5)[1]))
+    await swap_placement(call_on(experts), placement_of(placements(5)[0]), load)
+    await swap_placement(call_on(experts), placement_of(placements(5)[1]))
     for number, layer in experts._layers.items():
         assert np.array_equal(np.asarray(layer.load), load[number])
 
 
-def test_a_rank_that_cannot_move_exits(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_move_exits(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = live()
     before = experts.placement()
     monkeypatch.setattr(live_module, "transfer", lambda *_: 1 / 0)
@@ -296,9 +295,9 @@ def test_the_tokens_that_a_rank_serves_are_recorded(tokens: int) -> None:
         assert logged[1] == len(set(batch[here]))
 
 
-async def test_batches_are_reported_once_and_the_oldest_are_dropped(alone: None) -> None:
+async def test_batches_are_reported_once_and_the_oldest_are_dropped(single_rank: None) -> None:
     experts = live()
-    await swap_placement(call_on(experts), placed(np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1))))
+    await swap_placement(call_on(experts), placement_of(np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1))))
     for layer in experts._layers.values():
         for tokens in range(1, KEPT + 3):
             layer.local_slots(torch.zeros(min(tokens, 4), 2, dtype=torch.int32))

@@ -25,18 +25,12 @@ outputs = st.lists(
 def serving(kind: Any) -> Any:
     """Return vLLM's serving object without an engine, with the attributes that its stream generator reads."""
     found = object.__new__(kind)
-    found.__dict__ |= {
-        "enable_force_include_usage": False,
-        "enable_prompt_tokens_details": True,
-        "enable_per_request_metrics": False,
-        "enable_log_outputs": False,
-        "parser_cls": None,
-        "response_role": "assistant",
-        "_include_reasoning_tokens_details": False,
-        "request_logger": None,
-        "system_fingerprint": "vllm-test",
-        "log_error_stack": False,
-    }
+    off = ("force_include_usage", "per_request_metrics", "log_outputs")
+    found.__dict__ |= {f"enable_{name}": False for name in off} | {
+        "enable_prompt_tokens_details": True, "_include_reasoning_tokens_details": False,
+        "log_error_stack": False, "parser_cls": None, "request_logger": None,
+        "response_role": "assistant", "system_fingerprint": "vllm-test",
+    }  # fmt: skip
     return found
 
 
@@ -84,13 +78,9 @@ def requested(method: str, **fields: Any) -> tuple[Any, Any]:
     st.booleans(), st.booleans(),
 )  # fmt: skip
 async def test_a_plain_stream_equals_vllms(
-    method: str,
-    made: list[tuple[str, list[int]]],
-    finish: tuple[str, Any],
-    usage: bool,
-    echo: bool,
+    method: str, made: list[tuple[str, list[int]]], finish: tuple[str, Any], usage: bool, echo: bool,
     fails: bool,
-) -> None:
+) -> None:  # fmt: skip
     options = {"stream_options": {"include_usage": True}} if usage else {}
     of, request = requested(method, stream=True, echo=echo, **options)
     assert is_plain(of, request)

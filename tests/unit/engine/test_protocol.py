@@ -46,9 +46,7 @@ def test_a_tracer_counts_prefill_and_decode_separately(routes: bool) -> None:
 # -- broken engines --------------------------------------------------------------------------------------
 
 
-class CountsMore(FakeEngine):
-    """Counts one token more than the prompt has."""
-
+class CountsOneTokenTooMany(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
         found = await super().prefill(request)
         counts = unpack_counts(found.kv[EXPERT_COUNTS])
@@ -56,39 +54,29 @@ class CountsMore(FakeEngine):
         return replace(found, kv=found.kv | {EXPERT_COUNTS: pack_counts(counts)})
 
 
-class HoldsNothing(FakeEngine):
-    """Returns counts but no blocks."""
-
+class ReturnsNoBlocks(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
         found = await super().prefill(request)
         return replace(found, kv={EXPERT_COUNTS: found.kv[EXPERT_COUNTS]})
 
 
-class OtherShape(FakeEngine):
-    """Reports one layer too many."""
-
+class ReportsOneLayerTooMany(FakeEngine):
     async def shape(self) -> tuple[int, int]:
         layers, experts = await super().shape()
         return layers + 1, experts
 
 
-class ReleasesOnce(FakeEngine):
-    """Raises an error for a prompt that it does not hold."""
-
+class RaisesForUnknownPrompts(FakeEngine):
     async def release(self, request_id: str) -> None:
         self.held.remove(request_id)
 
 
-class GoesOn(FakeEngine):
-    """Continues a cancelled call."""
-
+class ContinuesCancelledCalls(FakeEngine):
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         return await asyncio.shield(asyncio.create_task(super().generate(request, send)))
 
 
-class NeverEnds(FakeEngine):
-    """Omits the last event of a stream."""
-
+class OmitsTheLastEvent(FakeEngine):
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         def sent(payload: bytes, tokens: int, ids: bytes = b"") -> None:
             send(payload.replace(b"data: [DONE]\n\n", b""), tokens, ids)
@@ -96,37 +84,27 @@ class NeverEnds(FakeEngine):
         return await super().generate(request, sent)
 
 
-class BeginsAgain(FakeEngine):
-    """Ignores tokens that were generated before."""
-
+class IgnoresGeneratedTokens(FakeEngine):
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         return await super().generate(replace(request, generated=b""), send)
 
 
-class TakesAll(FakeEngine):
-    """Prefills requests that generate refuses."""
-
+class PrefillsRefusedRequests(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
         return await super().prefill(replace(request, body=b"{}"))
 
 
-class SamplesAll(FakeEngine):
-    """Samples every request."""
-
+class SamplesEveryRequest(FakeEngine):
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         return await super().generate(replace(request, sampled=True), send)
 
 
-class CountsTheLastToken(FakeEngine):
-    """Counts one decode step too many."""
-
+class CountsOneStepTooMany(FakeEngine):
     def take_samples(self) -> list[ExpertSample]:
         return [replace(s, decode_steps=s.decode_steps + 1) for s in super().take_samples()]
 
 
-class SamplesTheCancelled(FakeEngine):
-    """Samples cancelled requests as if the answer had ended."""
-
+class SamplesCancelledRequests(FakeEngine):
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         try:
             return await super().generate(request, send)
@@ -138,17 +116,17 @@ class SamplesTheCancelled(FakeEngine):
 @pytest.mark.parametrize(
     ("kind", "found_by"),
     [
-        (CountsMore, "prefill_gives_ids_a_handle_and_counts_of_the_prompt"),
-        (HoldsNothing, "prefill_gives_ids_a_handle_and_counts_of_the_prompt"),
-        (OtherShape, "the_shape_is_that_of_the_counts"),
-        (ReleasesOnce, "a_prompt_may_be_released_twice_and_one_that_was_never_there"),
-        (GoesOn, "a_call_that_is_cancelled_ends_in_the_engine"),
-        (NeverEnds, "an_answer_is_a_stream_that_ends"),
-        (BeginsAgain, "what_an_engine_that_was_lost_has_sent_is_not_sent_again"),
-        (TakesAll, "a_request_is_refused_by_prefill_as_by_generate"),
-        (SamplesAll, "a_sampled_request_gives_a_sample_once"),
-        (CountsTheLastToken, "a_sampled_request_gives_a_sample_once"),
-        (SamplesTheCancelled, "a_sampled_request_that_is_cancelled_gives_no_sample"),
+        (CountsOneTokenTooMany, "prefill_gives_ids_a_handle_and_counts_of_the_prompt"),
+        (ReturnsNoBlocks, "prefill_gives_ids_a_handle_and_counts_of_the_prompt"),
+        (ReportsOneLayerTooMany, "the_shape_is_that_of_the_counts"),
+        (RaisesForUnknownPrompts, "a_prompt_may_be_released_twice_and_one_that_was_never_there"),
+        (ContinuesCancelledCalls, "a_call_that_is_cancelled_ends_in_the_engine"),
+        (OmitsTheLastEvent, "an_answer_is_a_stream_that_ends"),
+        (IgnoresGeneratedTokens, "what_an_engine_that_was_lost_has_sent_is_not_sent_again"),
+        (PrefillsRefusedRequests, "a_request_is_refused_by_prefill_as_by_generate"),
+        (SamplesEveryRequest, "a_sampled_request_gives_a_sample_once"),
+        (CountsOneStepTooMany, "a_sampled_request_gives_a_sample_once"),
+        (SamplesCancelledRequests, "a_sampled_request_that_is_cancelled_gives_no_sample"),
     ],
 )
 async def test_an_engine_that_violates_the_contract_is_found(kind: Any, found_by: str) -> None:

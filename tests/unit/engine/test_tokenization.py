@@ -42,7 +42,7 @@ def plain() -> Iterator[Any]:
     logging.getLogger().setLevel(level)
 
 
-async def both(plain: Any, path: str, fields: dict[str, Any]) -> list[httpx.Response]:
+async def answers(plain: Any, path: str, fields: dict[str, Any]) -> list[httpx.Response]:
     """Return the answers of the ingress with our engine, and of vLLM."""
     engine = VllmEngine(SimpleNamespace(engine=SimpleNamespace(_app_state=plain.state)), MODEL)
 
@@ -64,11 +64,11 @@ async def both(plain: Any, path: str, fields: dict[str, Any]) -> list[httpx.Resp
 
 @pytest.mark.parametrize("fields", TOKENIZED)
 async def test_tokens_of_prompts_and_chats_equal_vllms(plain: Any, fields: dict[str, Any]) -> None:
-    ours, theirs = await both(plain, TOKENIZE, fields)
+    ours, theirs = await answers(plain, TOKENIZE, fields)
     assert theirs.status_code == 200, theirs.text
     assert (ours.status_code, ours.json()) == (200, theirs.json())
     tokens = {"tokens": ours.json()["tokens"]}
-    ours, theirs = await both(plain, DETOKENIZE, tokens)
+    ours, theirs = await answers(plain, DETOKENIZE, tokens)
     assert ours.json() == theirs.json()
     assert ours.json()["prompt"] or not tokens["tokens"]
 
@@ -77,7 +77,7 @@ async def test_tokens_of_prompts_and_chats_equal_vllms(plain: Any, fields: dict[
 async def test_a_refusal_has_vllms_status_and_names_the_field_that_vllm_names(
     plain: Any, path: str, fields: dict[str, Any]
 ) -> None:
-    ours, theirs = await both(plain, path, fields)
+    ours, theirs = await answers(plain, path, fields)
     found = [(answer.status_code, answer.json()["error"]["param"]) for answer in (ours, theirs)]
     assert found[0] == found[1], theirs.text
     assert ours.json()["error"]["message"]

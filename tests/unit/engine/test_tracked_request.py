@@ -28,7 +28,6 @@ def tracked(*, routes: bool = False) -> TrackedRequest:
 
 def take(one: TrackedRequest, first: int, end: int) -> None:
     """Add the routes of steps `first` to `end`, which ran together."""
-    assert one.decode is not None
     one.decode.take(PROMPT + first, ROUTES[first:end], EXPERTS)
 
 

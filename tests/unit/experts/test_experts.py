@@ -123,7 +123,7 @@ def test_layers_are_independent() -> None:
 )
 def test_bad_input_is_refused(call: object, word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        call()  # type: ignore[operator]
+        call()
 
 
 # -- METRO -------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from full_disk import full_disk
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import python
 from safetensors.numpy import save as save_tensors
 from tables import unit_table
 from traces import synthetic_trace
@@ -22,6 +22,7 @@ from traces import synthetic_trace
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import ArtifactError, RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
+from eldr_serve.files import write_whole
 
 TRACE = synthetic_trace(12)
 TABLE = unit_table(3)
@@ -177,21 +178,10 @@ def test_a_subset_of_a_trace_is_a_trace() -> None:
     assert loaded.fingerprint == subset.fingerprint != TRACE.fingerprint
 
 
-FULL_DISK = """
-import pathlib, resource, signal, sys
-from eldr_serve.files import write_whole
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # larger files fail
-try:
-    write_whole(pathlib.Path(sys.argv[1]), b"new" * 1000)
-except OSError as error:
-    print(type(error).__name__)
-"""
-
-
 def test_a_full_disk_leaves_only_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "table.safetensors"
     path.write_bytes(b"old")
-    assert python("-c", FULL_DISK, path).stdout == "OSError\n"
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        write_whole(path, b"new" * 1000)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

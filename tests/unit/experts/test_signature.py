@@ -22,7 +22,7 @@ COUNTS = arrays(np.uint32, (3, 4, 5), elements=st.integers(0, 50_000))
 
 def spec(element: str = "count", seed: int = 0) -> SignatureSpec:
     idf = np.random.default_rng(seed).uniform(0, 2, (4, 5)).astype(np.float32)
-    return SignatureSpec(idf, np.array([0, 2, 3]), element)  # type: ignore[arg-type]
+    return SignatureSpec(idf, np.array([0, 2, 3]), element)
 
 
 @given(COUNTS, st.sampled_from(["count", "sqrt", "binary"]))
@@ -48,14 +48,10 @@ def test_counts_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("idf", "layers"),
     [
-        (np.ones(5), [0]),
-        (np.full((2, 3), np.nan), [0]),
-        (-np.ones((2, 3)), [0]),
-        (np.ones((2, 3)), []),
-        (np.ones((2, 3)), [2]),
-        (np.ones((2, 3)), [-1]),
+        (np.ones(5), [0]), (np.full((2, 3), np.nan), [0]), (-np.ones((2, 3)), [0]),
+        (np.ones((2, 3)), []), (np.ones((2, 3)), [2]), (np.ones((2, 3)), [-1]),
     ],
-)
+)  # fmt: skip
 def test_an_impossible_spec_is_refused(idf: np.ndarray, layers: list[int]) -> None:
     with pytest.raises(ValueError):
         SignatureSpec(idf, np.array(layers, np.int64))

@@ -32,7 +32,7 @@ def predictor(seed: int = 0, scale: float = 1.0) -> SignaturePredictor:
 PREDICTOR = predictor()
 
 
-def by_hand(p: SignaturePredictor, ids: list[int]) -> np.ndarray:
+def expected_counts(p: SignaturePredictor, ids: list[int]) -> np.ndarray:
     """Compute the prediction token by token and cell by cell."""
     found = np.zeros((L, E))
     for layer in range(L):
@@ -52,7 +52,7 @@ def test_a_prediction_is_the_mean_plus_a_term_for_each_token(ids: list[int], see
     p = predictor(seed)
     found = p.predict(ids)
     assert found.dtype == np.float32
-    np.testing.assert_allclose(found, by_hand(p, ids), rtol=2e-4, atol=1e-4)
+    np.testing.assert_allclose(found, expected_counts(p, ids), rtol=2e-4, atol=1e-4)
     np.testing.assert_allclose(found.sum(axis=1), K * len(ids), rtol=1e-4)  # as a prompt's counts do
 
 

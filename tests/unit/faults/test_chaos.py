@@ -1,4 +1,4 @@
-"""What the chaos command makes of answers, of faults and of times."""
+"""The chaos command: classification of answers, injection of faults, and the record of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.faults.operations import InjectedFault, Operator, Run, explained_by_f
 from tests.faults.record import Record, rows, wrong
 from tests.faults.traffic import Answer, Sent, bodies, check_answer
 
-TEXT = Answer(text="one two three", finish="length", usage=(5, 3), done=True)
+ANSWER = Answer(text="one two three", finish="length", usage=(5, 3), done=True)
 DONE = b"data: [DONE]\n\n"
 
 
@@ -32,12 +32,14 @@ def event(**fields: Any) -> bytes:
     return f"data: {json.dumps(fields)}\n\n".encode()
 
 
-def said(text: str, finish: str | None = None, name: str = "a", tokens: list[str] | None = None) -> bytes:
+def text_event(
+    text: str, finish: str | None = None, name: str = "a", tokens: list[str] | None = None
+) -> bytes:
     choice = {"index": 0, "text": text, "finish_reason": finish}
     return event(id=name, choices=[choice | ({"logprobs": {"tokens": tokens}} if tokens else {})])
 
 
-def chat(text: str | None, finish: str | None = None) -> bytes:
+def chat_event(text: str | None, finish: str | None = None) -> bytes:
     return event(id="a", choices=[{"index": 0, "delta": {"content": text}, "finish_reason": finish}])
 
 
@@ -48,27 +50,27 @@ LOST = event(error={"message": "the engine was lost", "code": 503})
 @pytest.mark.parametrize(
     ("kind", "body", "whole"),
     [
-        ("ok", said("one two") + said(" three", "length") + END, True),
-        ("ok", chat(None) + chat("one two three") + chat("", "length") + END, True),
-        ("wrong text", said("one too"), False),
-        ("wrong text", said("one two", "length") + END, True),  # tokens are missing
-        ("wrong text", said("one two three") + said(" three", "length") + END, True),
-        ("wrong text", said("one two three", "stop") + END, True),
-        ("wrong text", said("one two three", "length") + DONE, True),  # without its usage
-        ("wrong text", said("one two") + said(" three", "length", name="b"), False),
-        ("wrong text", said("one", tokens=["one"]), False),  # nobody asked for log-probabilities
-        ("engine lost", said("one") + LOST + DONE, True),
-        ("wrong text", said("two") + LOST + DONE, True),
-        ("cut", said("one two"), True),
-        ("", said("one two"), False),  # what else was known decides
-        ("", said("one two")[:-20], False),
+        ("ok", text_event("one two") + text_event(" three", "length") + END, True),
+        ("ok", chat_event(None) + chat_event("one two three") + chat_event("", "length") + END, True),
+        ("wrong text", text_event("one too"), False),
+        ("wrong text", text_event("one two", "length") + END, True),  # tokens are missing
+        ("wrong text", text_event("one two three") + text_event(" three", "length") + END, True),
+        ("wrong text", text_event("one two three", "stop") + END, True),
+        ("wrong text", text_event("one two three", "length") + DONE, True),  # the usage is missing
+        ("wrong text", text_event("one two") + text_event(" three", "length", name="b"), False),
+        ("wrong text", text_event("one", tokens=["one"]), False),  # log-probabilities were not requested
+        ("engine lost", text_event("one") + LOST + DONE, True),
+        ("wrong text", text_event("two") + LOST + DONE, True),
+        ("cut", text_event("one two"), True),
+        ("", text_event("one two"), False),  # the connection decides
+        ("", text_event("one two")[:-20], False),
     ],
 )
 def test_a_stream_must_equal_the_answer_up_to_its_end_or_an_error(
     kind: str, body: bytes, whole: bool
 ) -> None:
     sent = Sent(0.0, stream=True, by_proxy=False)
-    check_answer(sent, 200, body, TEXT, whole=whole)
+    check_answer(sent, 200, body, ANSWER, whole=whole)
     assert sent.kind == kind, sent.detail
 
 
@@ -76,12 +78,12 @@ def test_a_stream_must_equal_the_answer_up_to_its_end_or_an_error(
 def test_tokens_of_log_probabilities_are_compared(kind: str, tokens: list[str]) -> None:
     answer = Answer(text="one two", tokens=["one", " two"], finish="stop", usage=(5, 3))
     sent = Sent(0.0, stream=True, by_proxy=False)
-    check_answer(sent, 200, said("one two", "stop", tokens=tokens) + END, answer)
+    check_answer(sent, 200, text_event("one two", "stop", tokens=tokens) + END, answer)
     assert sent.kind == kind
 
 
 WHOLE = {
-    "id": "a", "choices": [{"text": TEXT.text, "finish_reason": "length"}],
+    "id": "a", "choices": [{"text": ANSWER.text, "finish_reason": "length"}],
     "usage": {"prompt_tokens": 5, "completion_tokens": 3},
 }  # fmt: skip
 
@@ -97,7 +99,7 @@ WHOLE = {
 )
 def test_a_whole_answer_must_equal_the_answer_or_be_an_error(kind: str, status: int, body: str) -> None:
     sent = Sent(0.0, stream=False, by_proxy=False)
-    check_answer(sent, status, body.encode(), TEXT)
+    check_answer(sent, status, body.encode(), ANSWER)
     assert sent.kind == kind, sent.detail
 
 
@@ -109,8 +111,8 @@ def test_the_load_has_requests_of_every_kind() -> None:
     assert sum("stop" in body for _, body in asked) == 2
 
 
-class _Away:
-    """An ingress that does not reach the router."""
+class UnreachableRouter:
+    """A client of an ingress that does not reach the router."""
 
     url = ""
 
@@ -124,31 +126,31 @@ class _Away:
         raise ServiceError("the router does not answer")
 
 
-ARGUMENTS = {
-    "decode_config": {
+@pytest.fixture
+def operator() -> Operator:
+    config = {
         "deployment_config": {"num_replicas": 2},
         "model_loading_config": {"model_id": "m", "model_source": "/nowhere"},
     }
-}
+    service: Any = UnreachableRouter()
+    return Operator(
+        service, "", {"decode_config": config}, Run(Record()), random.Random(0), lambda what: None
+    )
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router", "ingress", "proxy", "controller"])
 async def test_a_role_without_a_process_does_not_end_the_run(
-    role: str, monkeypatch: pytest.MonkeyPatch
+    role: str, operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "of", lambda role: [])
-    run = Run(Record())
-    operator = Operator(_Away(), "", ARGUMENTS, run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
     await operator._inject(f"kill {role}")
-    assert run.counters == {f"no process to kill {role}": 1}
-    assert not run.faults
+    assert operator._run.counters == {f"no process to kill {role}": 1}
+    assert not operator._run.faults
     assert not operator._recovering
 
 
-async def test_no_fault_is_injected_into_a_recovering_role() -> None:
-    """A redeploy replaces all that may be killed, so nothing of it is, and it waits for what was."""
-    run = Run(Record())
-    operator = Operator(_Away(), "", ARGUMENTS, run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
+async def test_no_fault_is_injected_into_a_recovering_role(operator: Operator) -> None:
+    """A redeploy replaces all roles that can be killed, so it waits for their recovery, and they for its."""
     happened: list[str] = []
 
     async def happen(fault: str) -> None:
@@ -156,8 +158,8 @@ async def test_no_fault_is_injected_into_a_recovering_role() -> None:
         task = asyncio.create_task(asyncio.sleep(3600))
         operator._recovering[task] = operations.affected_roles(fault)
 
-    operator._inject = happen  # type: ignore[method-assign]
-    operator._signature_shape = lambda: (1, 1)  # type: ignore[method-assign]
+    operator._inject = happen
+    operator._signature_shape = lambda: (1, 1)
     faults = ["kill decode", "stop decode", "redeploy", "swap table", "kill ingress"]
     working = asyncio.create_task(operator.work(faults, 0.001, float("inf")))
     async with asyncio.timeout(30):
@@ -175,16 +177,15 @@ async def test_no_fault_is_injected_into_a_recovering_role() -> None:
 
 @pytest.mark.parametrize("fault", ["swap table", "change policy", "redeploy"])
 async def test_an_operation_that_fails_while_the_router_is_away_is_counted(
-    fault: str, monkeypatch: pytest.MonkeyPatch
+    fault: str, operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def deploy(arguments: dict[str, Any]) -> None:
         raise RayServeException("the controller is away")
 
     monkeypatch.setattr(application, "deploy", deploy)
-    run = Run(Record())
-    operator = Operator(_Away(), "", dict(ARGUMENTS), run, random.Random(0), lambda what: None)  # type: ignore[arg-type]
     await operator._try_operation(operations._OPERATIONS[fault])
-    assert sum(count for what, count in run.counters.items() if what.startswith("refused")) == 1
+    (counted,) = operator._run.counters.items()
+    assert (counted[0].startswith("refused"), counted[1]) == (True, 1)
 
 
 KILLED = [
@@ -194,42 +195,36 @@ KILLED = [
 
 
 @pytest.mark.parametrize(
-    ("apart", "fields"),
+    ("apart", "kind", "fields"),
     [
-        ("own_connection", {"began_s": 9, "ended_s": 10.1, "kind": "connection lost", "port": 77}),
-        ("own_connection", {"began_s": 9, "ended_s": 10.1, "kind": "cut", "port": 77}),
-        (None, {"began_s": 9, "ended_s": 10.1, "kind": "connection lost", "port": 78}),  # the other one's
-        (
-            "own_connection",
-            {"began_s": 10.1, "connected_s": 10.1, "ended_s": 10.3, "kind": "connection lost"},
-        ),
-        (
-            "own_connection",
-            {"began_s": 9.9, "connected_s": 10.25, "ended_s": 10.3, "kind": "connection lost"},
-        ),
-        (None, {"began_s": 10.3, "connected_s": 10.3, "ended_s": 10.4, "kind": "connection lost"}),
-        (None, {"began_s": 9, "ended_s": 10.1, "kind": "engine lost", "port": 77}),
-        (None, {"began_s": 9, "ended_s": 10.1, "kind": "wrong text", "port": 77}),
-        (None, {"began_s": 12, "ended_s": 13, "kind": "connection lost", "port": 77}),  # a later one's port
-        (None, {"began_s": 12, "ended_s": 13, "kind": "not connected"}),  # there is another ingress
-        ("behind_proxy", {"began_s": 9, "ended_s": 10.1, "kind": "http 500", "by_proxy": True}),
-        (None, {"began_s": 9, "ended_s": 19, "kind": "http 500", "by_proxy": True}),
-        (None, {"began_s": 9, "ended_s": 10.1, "kind": "http 503", "by_proxy": True}),
-        ("own_connection", {"began_s": 19, "ended_s": 20.1, "kind": "cut", "port": 88, "by_proxy": True}),
-        ("nobody_listened", {"began_s": 21, "ended_s": 21, "kind": "not connected", "by_proxy": True}),
-        (None, {"began_s": 25, "ended_s": 25, "kind": "not connected", "by_proxy": True}),  # it is back
+        ("own_connection", "connection lost", {"began_s": 9, "ended_s": 10.1, "port": 77}),
+        ("own_connection", "cut", {"began_s": 9, "ended_s": 10.1, "port": 77}),
+        (None, "connection lost", {"began_s": 9, "ended_s": 10.1, "port": 78}),  # another ingress's
+        ("own_connection", "connection lost", {"began_s": 10.1, "connected_s": 10.1, "ended_s": 10.3}),
+        ("own_connection", "connection lost", {"began_s": 9.9, "connected_s": 10.25, "ended_s": 10.3}),
+        (None, "connection lost", {"began_s": 10.3, "connected_s": 10.3, "ended_s": 10.4}),
+        (None, "engine lost", {"began_s": 9, "ended_s": 10.1, "port": 77}),
+        (None, "wrong text", {"began_s": 9, "ended_s": 10.1, "port": 77}),
+        (None, "connection lost", {"began_s": 12, "ended_s": 13, "port": 77}),  # a later connection
+        (None, "not connected", {"began_s": 12, "ended_s": 13}),  # there is another ingress
+        ("behind_proxy", "http 500", {"began_s": 9, "ended_s": 10.1, "by_proxy": True}),
+        (None, "http 500", {"began_s": 9, "ended_s": 19, "by_proxy": True}),
+        (None, "http 503", {"began_s": 9, "ended_s": 10.1, "by_proxy": True}),
+        ("own_connection", "cut", {"began_s": 19, "ended_s": 20.1, "port": 88, "by_proxy": True}),
+        ("nobody_listened", "not connected", {"began_s": 21, "ended_s": 21, "by_proxy": True}),
+        (None, "not connected", {"began_s": 25, "ended_s": 25, "by_proxy": True}),  # the proxy is back
     ],
 )
 def test_a_kill_explains_only_failures_of_its_own_connections(
-    apart: str | None, fields: dict[str, Any]
+    apart: str | None, kind: str, fields: dict[str, Any]
 ) -> None:
-    sent = Sent(**{"stream": True, "by_proxy": False} | fields)
+    sent = Sent(**{"stream": True, "by_proxy": False, "kind": kind} | fields)
     faults = [happened for happened in KILLED if happened.at_s <= sent.ended_s]
     assert explained_by_fault(sent, faults) == apart
 
 
 def test_a_kill_returns_the_client_ports_of_the_killed_process() -> None:
-    """One that it has taken, and one that waits for it."""
+    """One connection is accepted, the other one waits."""
     code = (
         "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); "
         "print(s.getsockname()[1], flush=True); c, _ = s.accept(); print('taken', flush=True); "
@@ -238,7 +233,6 @@ def test_a_kill_returns_the_client_ports_of_the_killed_process() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
-        assert server.stdout is not None
         port = int(server.stdout.readline())
         with socket.create_connection(("127.0.0.1", port)) as taken:
             assert server.stdout.readline() == "taken\n"
@@ -292,21 +286,11 @@ def test_an_interrupted_run_keeps_its_record_and_is_reported() -> None:
     assert wrong(record) == ["1 runs did not finish"]
 
 
-class _Union:
-    """Two ingresses of one router, and what each says of leases."""
-
-    def __init__(self, router: int, *own: int) -> None:
-        self.told = [{"leases": router, "ingress": {"leases": mine}} for mine in own]
-
-    def __call__(self, url: str) -> list[dict[str, Any]]:
-        return self.told
-
-
 @pytest.mark.parametrize(
-    ("told", "wrong_leases"), [(_Union(4, 1, 3), False), (_Union(5, 1, 3), True), (_Union(3, 1, 2), True)]
+    ("router", "own", "wrong_leases"), [(4, (1, 3), False), (5, (1, 3), True), (3, (1, 2), True)]
 )
 async def test_the_router_must_hold_exactly_the_leases_of_its_clients(
-    told: _Union, wrong_leases: bool, monkeypatch: pytest.MonkeyPatch
+    router: int, own: tuple[int, int], wrong_leases: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def streams(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -315,8 +299,9 @@ async def test_the_router_must_hold_exactly_the_leases_of_its_clients(
         writer.write(b"0\r\n\r\n")
         writer.close()
 
-    monkeypatch.setattr(chaos, "_ingresses", told)
+    status = [{"leases": router, "ingress": {"leases": leases}} for leases in own]
+    monkeypatch.setattr(chaos, "_ingresses", lambda url: status)
     server = await asyncio.start_server(streams, "127.0.0.1", 0)
     async with server:
-        found = await chaos._union(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
+        found = await chaos._compare_leases(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
     assert bool(found) == wrong_leases

@@ -1,4 +1,4 @@
-"""The hostile corpus and its judge."""
+"""The hostile requests, and the classification of their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OK = b"HTTP/1.1 200 OK\r\n\r\n{}"
 
 @asynccontextmanager
 async def server(answer: bytes | None) -> AsyncIterator[int]:
-    """Sends the same answer to everybody; None: none, and the connection stays open."""
+    """Serve the same answer to every client; None: send nothing and keep the connection open."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100_000)
@@ -89,21 +89,21 @@ def test_a_missing_service_is_reported_in_one_sentence(url: str) -> None:
 
 
 async def test_connections_are_held_open_and_then_closed() -> None:
-    said: list[bytes] = []
-    gone = asyncio.Semaphore(0)
+    received: list[bytes] = []
+    closed = asyncio.Semaphore(0)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        said.append(await reader.read())  # to its end
+        received.append(await reader.read())  # until the client closes
         writer.close()
-        gone.release()
+        closed.release()
 
     running = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = running.sockets[0].getsockname()[1]
     request = slow_request("m", 10)
     async with running, occupied("127.0.0.1", port, idle=60, slow=2, request=request):
         await asyncio.sleep(0.05)
-        assert not said
+        assert not received
     async with asyncio.timeout(10):
         for _ in range(62):
-            await gone.acquire()
-    assert (said.count(b""), said.count(request)) == (30, 2)
+            await closed.acquire()
+    assert (received.count(b""), received.count(request)) == (30, 2)

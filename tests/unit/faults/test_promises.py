@@ -1,7 +1,7 @@
-"""How soon what a client or an ingress has left is free again: the serving code on virtual time.
+"""Times until resources of a lost client or ingress are free: the serving code on virtual time.
 
-The network takes 1 ms a message, and engines a few ms for what they do. The same on processes, where the
-machine's load decides: tests/unit/replicas/test_real_processes.py.
+A message takes 1 ms, and work of engines a few ms. tests/unit/replicas/test_real_processes.py measures real
+processes, whose times depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.faults.world import World, virtual
 PROMPT = "1 2 3 4 5 6 7 8 9"
 LEFT_S, DEAD_S = 0.2, 2.0
 WARM_S = 8.0  # until all pairs are warm
-SEEDS = (0, 1, 2)  # they decide the policy, and whether engines are whole
+SEEDS = (0, 1, 2)  # they select the policy, and whether decode engines prefill
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def in_world(seed: int, main: Callable[[World], Coroutine[Any, Any, None]]) -> N
 
 
 def held(world: World) -> list[str]:
-    """What somebody has: slots, leases, requests and prompts in engines."""
+    """Return all slots, leases, requests, blocks and prompts that are held."""
     found = [f"{len(p.servable_object._state.placer.running)} leases" for p in world.live["router"]]
     found += [f"{p.servable_object.gate.in_flight} slots" for p in world.live["ingress"]]
     found += [f"{p.servable_object._client.lease_count} own leases" for p in world.live["ingress"]]
@@ -64,12 +64,11 @@ def held(world: World) -> list[str]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_resources_are_free_a_fifth_of_a_second_after_a_client_disconnects(seed: int) -> None:
-    """From prefill to the midst of its answer."""
+    """Disconnect at several times between prefill and the middle of the answer."""
 
     async def main(world: World) -> None:
-        for leaves_s, stream in itertools.product(
-            (0.005, 0.012, 0.018, 0.022, 0.03, 0.1, 0.5), (True, False)
-        ):
+        times_s = (0.005, 0.012, 0.018, 0.022, 0.03, 0.1, 0.5)
+        for leaves_s, stream in itertools.product(times_s, (True, False)):
             plan = Plan(0.0, "completions", PROMPT, 80, stream, leaves_s=leaves_s)
             outcome = await ask(world, plan, world.live["ingress"][0])
             assert outcome.kind == "left"

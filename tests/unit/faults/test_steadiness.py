@@ -1,4 +1,4 @@
-"""What the chaos command makes of memory, descriptors, tasks and event loops."""
+"""Measurements of memory, descriptors, tasks and event loops by the chaos command."""
 
 from __future__ import annotations
 
@@ -9,23 +9,16 @@ import pytest
 from tests.faults.steadiness import Steadiness, wrong
 
 
-def loop(metric: str, role: str, worker: str, value: float) -> str:
+def loop_metric(metric: str, role: str, worker: str, value: float) -> str:
     return f'ray_eldr_loop_{metric}{{SessionName="s",WorkerId="{worker}",role="{role}"}} {value}\n'
 
 
-class Held:
-    """(pid, MiB, descriptors) of processes, by role."""
-
-    def __init__(self, **roles: list[tuple[int, float, int]]) -> None:
-        self.roles = roles
-
-    def __call__(self, role: str) -> list[tuple[int, float, int]]:
-        return self.roles.get(role, [])
+Held = dict[str, list[tuple[int, float, int]]]  # (pid, MiB, descriptors) of processes, by role
 
 
-def seen(before: Held, after: Held, *metrics: str, **stops: int) -> dict[str, dict[str, Any]]:
+def measured_rows(before: Held, after: Held, *metrics: str, **stops: int) -> dict[str, dict[str, Any]]:
     held = [before, after]
-    steadiness = Steadiness(lambda role: held[0](role))
+    steadiness = Steadiness(lambda role: held[0].get(role, []))
     steadiness.begin()
     for text in metrics:
         steadiness.take(text)
@@ -35,9 +28,9 @@ def seen(before: Held, after: Held, *metrics: str, **stops: int) -> dict[str, di
 
 
 def test_growth_is_measured_on_processes_that_survive_the_run() -> None:
-    before = Held(ingress=[(1, 100.0, 20), (2, 100.0, 20)], decode=[(3, 900.0, 50)])
-    after = Held(ingress=[(1, 110.0, 25), (9, 500.0, 300)], decode=[(4, 1500.0, 90)])
-    rows = seen(before, after)
+    before = dict(ingress=[(1, 100.0, 20), (2, 100.0, 20)], decode=[(3, 900.0, 50)])
+    after = dict(ingress=[(1, 110.0, 25), (9, 500.0, 300)], decode=[(4, 1500.0, 90)])
+    rows = measured_rows(before, after)
     assert (rows["ingress"]["lived"], rows["decode"]["lived"]) == (1, 0)
     assert rows["ingress"]["memory_growth_mib"] == 10.0
     assert rows["ingress"]["descriptors_growth"] == 5
@@ -50,30 +43,31 @@ def test_growth_is_measured_on_processes_that_survive_the_run() -> None:
     ("after", "said"), [((1, 400.0, 20), "MiB of memory"), ((1, 100.0, 200), "180 descriptors")]
 )
 def test_a_growing_process_is_reported(after: tuple[int, float, int], said: str) -> None:
-    (what,) = wrong(list(seen(Held(router=[(1, 100.0, 20)]), Held(router=[after])).values()))
+    (what,) = wrong(list(measured_rows(dict(router=[(1, 100.0, 20)]), dict(router=[after])).values()))
     assert what.startswith("router: ")
     assert said in what
 
 
 def test_task_growth_starts_at_the_first_sample() -> None:
-    metrics = [loop("tasks", "ingress", "a", 20) + loop("tasks", "ingress", "b", 150)]
-    metrics += [loop("tasks", "ingress", "a", 90) + loop("tasks", "ingress", "b", 150)]
-    rows = seen(Held(), Held(), *metrics)
+    metrics = [loop_metric("tasks", "ingress", "a", 20) + loop_metric("tasks", "ingress", "b", 150)]
+    metrics += [loop_metric("tasks", "ingress", "a", 90) + loop_metric("tasks", "ingress", "b", 150)]
+    rows = measured_rows({}, {}, *metrics)
     assert (rows["ingress"]["tasks"], rows["ingress"]["tasks_growth"]) == (150, 70)
     assert wrong(list(rows.values())) == ["ingress: 70 tasks more than after warm-up"]
 
 
 def test_an_event_loop_may_block_only_while_its_process_is_stopped() -> None:
     metrics = [
-        loop("stalls_total", "ingress", "a", 2.2250738585072014e-308)
-        + loop("stalls_total", "decode", "d", 3)
-        + loop("longest_stall_seconds", "ingress", "a", 0.02),
-        loop("stalls_total", "ingress", "a", 1) + loop("longest_stall_seconds", "ingress", "a", 5.01),
-        loop("stalls_total", "ingress", "b", 1),  # in place of the first
+        loop_metric("stalls_total", "ingress", "a", 2.2250738585072014e-308)
+        + loop_metric("stalls_total", "decode", "d", 3)
+        + loop_metric("longest_stall_seconds", "ingress", "a", 0.02),
+        loop_metric("stalls_total", "ingress", "a", 1)
+        + loop_metric("longest_stall_seconds", "ingress", "a", 5.01),
+        loop_metric("stalls_total", "ingress", "b", 1),  # in place of the first
     ]
-    stopped_twice = seen(Held(), Held(), *metrics, ingress=2)
+    stopped_twice = measured_rows({}, {}, *metrics, ingress=2)
     row = stopped_twice["ingress"]
     assert (row["stalls"], row["stops"], row["longest_stall_s"]) == (2, 2, 5.01)
     assert not wrong(list(stopped_twice.values()))
-    (what,) = wrong(list(seen(Held(), Held(), *metrics, ingress=1).values()))
+    (what,) = wrong(list(measured_rows({}, {}, *metrics, ingress=1).values()))
     assert what == "ingress: its event loop was blocked 2 times, stopped 1 times"

@@ -170,7 +170,6 @@ def test_the_readmes_command_needs_no_load_and_no_model(service: FakeService, tm
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "domain": "d", "prompt": "Hello"}\n')
     words = re.search(r"^eldr compare (.*?)(?:\s+#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert words is not None
     asked = words[1].replace("my_prompts/", str(prompts)).replace("marginal-cost", "random").split()
     asked[asked.index("--out") + 1] = str(tmp_path / "out")
     beside = ["--host", service.url, "--rounds", "1", "--trial-seconds", "1", "--warm-up-seconds", "0"]

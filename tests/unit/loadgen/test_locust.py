@@ -181,8 +181,7 @@ def test_locusts_web_page_can_start_several_loads(service: FakeService, tmp_path
     )  # fmt: skip
 
     def stats() -> dict[str, Any]:
-        found: dict[str, Any] = requests.get(f"{page}/stats/requests", timeout=10).json()
-        return found
+        return requests.get(f"{page}/stats/requests", timeout=10).json()
 
     try:
         _wait(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from full_disk import full_disk
 from in_process import command, python, sentence
 from shipped import ROOT
 from traces import synthetic_trace
@@ -62,17 +60,6 @@ def test_bad_input_gets_status_2_one_sentence_and_no_file(words: str, trace: Pat
     assert sentence(command(*words.format(trace=trace, out=out).split()))
     assert not out.exists()
     assert {p.name for p in trace.parent.iterdir()} == {"trace.safetensors"}
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Limit the files of this process to 1 KiB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("which", ["fit", "fit_predictor"])

@@ -48,4 +48,4 @@ def test_measures_equal_values_computed_by_hand() -> None:
 )
 def test_bad_input_is_refused(call: object, word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        call()  # type: ignore[operator]
+        call()

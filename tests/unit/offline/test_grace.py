@@ -100,7 +100,7 @@ def test_group_sizes_and_replicas_equal_the_papers() -> None:
         ((16, 4, 0.0), (4, 4)), ((17, 4, 0.0), (4, 5)), ((16, 4, 0.5), (2, 6)), ((16, 4, 0.01), (3, 5)),
         ((16, 4, 1.0), (1, 8)), ((16, 4, 1.0, 5), (1, 5)),
     ):  # fmt: skip
-        assert size_bounds(*arguments) == bounds  # type: ignore[arg-type]
+        assert size_bounds(*arguments) == bounds
     # Equation 2: load skew, ranks, replicas.
     for skew, ranks, replicas in ((1.0, 4, 1), (1.9, 4, 1), (2.0, 4, 2), (3.7, 8, 3), (3.7, 3, 2), (9, 8, 7)):
         assert num_replicas(skew, ranks) == replicas

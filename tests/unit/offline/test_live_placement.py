@@ -48,7 +48,7 @@ def planner(min_gain: float = 0.05) -> Planner:
     return Planner(COST, 2, 32, min_gain, 0)
 
 
-def apart(placed: ExpertPlacement, *experts: int) -> bool:
+def on_different_ranks(placed: ExpertPlacement, *experts: int) -> bool:
     """Return whether no two of the experts share a rank in any layer."""
     hosts = hosts_of(placed.physical_to_logical, EXPERTS, RANKS)
     return bool((hosts[:, list(experts)].sum(axis=1) <= 1).all())
@@ -59,15 +59,15 @@ def test_experts_follow_the_newest_prompts_unless_nothing_is_saved() -> None:
     plans = planner()
     assert update_placement(plans, service, []) is None
     assert "experts moved" in str(update_placement(plans, service, traffic(0, 1)))
-    assert apart(service.put[-1], 0, 1)
+    assert on_different_ranks(service.put[-1], 0, 1)
     assert update_placement(plans, service, traffic(0, 1)) is None
     together = service.put[-1].physical_to_logical.reshape(LAYERS, RANKS, -1)[0, 0]
     pair = [int(expert) for expert in together if expert > 1][:2]
-    assert not apart(service.put[-1], *pair)
+    assert not on_different_ranks(service.put[-1], *pair)
     said = update_placement(plans, service, [*traffic(0, 1), *traffic(*pair)])  # only the newest 32 count
     assert said is not None
     assert f"placement {service.put[-1].id}" in said
-    assert apart(service.put[-1], *pair)
+    assert on_different_ranks(service.put[-1], *pair)
     assert len(service.put) == 2
     assert service.put[-1].report["gain"] >= 0.05
 
@@ -95,4 +95,4 @@ def test_replicas_of_two_shapes_are_refused_and_no_replicas_are_accepted() -> No
     service.held["r1"]["slots"] = 10
     with pytest.raises(ValueError, match="2 kinds of slots"):
         update_placement(planner(), service, traffic(0))
-    assert update_placement(planner(), Service(), traffic(0)) is None  # type: ignore[arg-type]
+    assert update_placement(planner(), Service(), traffic(0)) is None

@@ -39,7 +39,7 @@ class Hoarding(QueuedPolicy):
         return [(len(waiting) - 1, Decision(least, 1, None, "third"))] if len(waiting) >= 3 else []
 
 
-def some(n: int, seed: int = 0, gap_s: float = 2.0) -> tuple[Requests, Experts, list[np.ndarray]]:
+def random_requests(n: int, seed: int = 0, gap_s: float = 2.0) -> tuple[Requests, Experts, list[np.ndarray]]:
     """Return n requests, each with its own routes."""
     rng = np.random.default_rng(seed)
     routes = random_routes(rng, n, (1, 9), layers=L, experts=E, top_k=TOP_K)
@@ -52,7 +52,7 @@ def some(n: int, seed: int = 0, gap_s: float = 2.0) -> tuple[Requests, Experts, 
 
 
 def test_one_worker_step_by_step() -> None:
-    requests, experts, routes = some(6)
+    requests, experts, routes = random_requests(6)
     cluster = Cluster(decode=Decode(workers=1, max_batch=2, cost=COST))
     outcome = simulate(requests, make_policy("shortest-queue"), cluster, experts=experts)
     now, running, waiting, done = 0.0, [], list(range(6)), [0] * 6
@@ -76,7 +76,7 @@ def test_one_worker_step_by_step() -> None:
 
 
 def test_a_step_under_expert_parallelism_costs_what_its_fullest_rank_costs() -> None:
-    requests, experts, routes = some(12, gap_s=0.5)
+    requests, experts, routes = random_requests(12, gap_s=0.5)
     ranks = np.random.default_rng(3).integers(0, 4, (L, E))
     cluster = Cluster(decode=Decode(workers=1, cost=COST))
     outcome = simulate(requests, make_policy("random"), cluster, experts=experts, ranks=ranks)
@@ -118,22 +118,17 @@ def test_masks_divide_the_experts_between_ranks(layers: int, num_experts: int, s
     policy=st.sampled_from(["random", "least-tokens", "marginal-cost", "hoarding"]),
 )  # fmt: skip
 def test_every_request_ends_once_and_all_kv_is_freed(
-    seed: int,
-    n: int,
-    decode: Decode,
-    prefill: Prefill | None,
-    handoff_s: float,
-    ttl: float | None,
+    seed: int, n: int, decode: Decode, prefill: Prefill | None, handoff_s: float, ttl: float | None,
     policy: str,
-) -> None:
-    requests, experts, _ = some(n, seed, gap_s=0.4)
+) -> None:  # fmt: skip
+    requests, experts, _ = random_requests(n, seed, gap_s=0.4)
     if decode.whole is not None:
         prefill = None
     cluster = Cluster(decode=decode, prefill=prefill, handoff_fixed_s=handoff_s, queue_ttl_s=ttl)
     made = Hoarding() if policy == "hoarding" else make_policy(policy)
     released: list[str] = []
     tell = made.on_finished
-    made.on_finished = lambda request_id: (released.append(request_id), tell(request_id))[1]  # type: ignore[method-assign, assignment, func-returns-value]
+    made.on_finished = lambda request_id: (released.append(request_id), tell(request_id))[1]
     ended: list[int] = []
     outcome = simulate(requests, made, cluster, experts=experts, seed=seed, on_finished=ended.append)
     done = outcome.finished
@@ -200,7 +195,7 @@ def test_prefixes_are_cached_on_the_workers_of_their_prompts() -> None:
     seed=st.integers(0, 10_000), n=st.integers(1, 12), step_tokens=st.integers(4, 30), room=st.integers(0, 8)
 )
 def test_a_whole_worker_step_by_step(seed: int, n: int, step_tokens: int, room: int) -> None:
-    requests, experts, routes = some(n, seed, gap_s=0.6)
+    requests, experts, routes = random_requests(n, seed, gap_s=0.6)
     rng, size = np.random.default_rng(seed), 4
     chains = [tuple(100 * int(first) + place for place in range(9)) for first in rng.integers(3, size=n)]
     requests = replace(requests, blocks=tuple(chains))
@@ -260,7 +255,7 @@ def test_impossible_whole_workers_are_refused(fields: dict[str, object]) -> None
 
 
 def test_a_removed_worker_gets_no_more_requests() -> None:
-    requests, experts, _ = some(60, gap_s=0.3)
+    requests, experts, _ = random_requests(60, gap_s=0.3)
     cluster = Cluster(decode=Decode(workers=3, cost=COST))
     changes = [Change(float(requests.arrival_s[30]), workers=1)]
     outcome = simulate(requests, make_policy("random"), cluster, experts=experts, changes=changes)
@@ -269,7 +264,7 @@ def test_a_removed_worker_gets_no_more_requests() -> None:
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
-    requests, experts, _ = some(80, seed=1, gap_s=0.3)
+    requests, experts, _ = random_requests(80, seed=1, gap_s=0.3)
     cluster = Cluster(decode=Decode(workers=3, cost=COST))
     runs = [simulate(requests, make_policy("random"), cluster, experts=experts, seed=s) for s in (5, 5, 6)]
     assert np.array_equal(runs[0].last_s, runs[1].last_s)

@@ -58,7 +58,7 @@ def hidden(tokens: int, seed: int) -> Tensor:
     return torch.randn(tokens, 160, generator=torch.Generator().manual_seed(seed))
 
 
-def alone(x: Tensor) -> Tensor:
+def reference_output(x: Tensor) -> Tensor:
     """Compute the layer by its definition: each token through each of its experts."""
     weights, experts = GATE(x)
     w13, w2 = (w.float() for w in read_experts(WEIGHTS, LAYER, range(E)))
@@ -83,7 +83,7 @@ def products(placed: tuple[int, ...]) -> Products:
     return torch_products(w13.float(), w2.float())
 
 
-def computed(rank: int, cases: list[Case]) -> list[np.ndarray]:
+def outputs_of_rank(rank: int, cases: list[Case]) -> list[np.ndarray]:
     """Return this rank's outputs of each case."""
     outputs = []
     for seed, case in enumerate(cases):
@@ -105,10 +105,10 @@ def test_ranks_together_compute_the_result_of_one_process(ranks: int) -> None:
     sizes = [tuple(some[:ranks]) for some in SIZES]
     every = itertools.product(PLACEMENTS, ROUTINGS, sizes, ("gathered", "exchanged"))
     cases = list(itertools.starmap(Case, every))
-    results = zip(*on_ranks(ranks, computed, cases), strict=True)
+    results = zip(*on_ranks(ranks, outputs_of_rank, cases), strict=True)
     for seed, (case, parts) in enumerate(zip(cases, results, strict=True)):
         assert [len(part) for part in parts] == list(case.sizes)
-        expected = alone(hidden(sum(case.sizes), seed)).numpy()
+        expected = reference_output(hidden(sum(case.sizes), seed)).numpy()
         np.testing.assert_allclose(np.concatenate(parts), expected, rtol=1e-5, atol=1e-4, err_msg=str(case))
 
 

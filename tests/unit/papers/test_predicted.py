@@ -74,8 +74,6 @@ def test_predicted_signatures_improve_placement(small: Options) -> None:
 
 def test_an_answer_of_one_token_is_not_in_the_tpot(small: Options) -> None:
     trace = predicted_signatures.prompts_of(small).trace
-    assert trace.routes is not None
-    assert trace.route_offsets is not None
     gone = int(trace.route_offsets[1]) - 1
     steps, offsets = trace.decode_steps.copy(), trace.route_offsets.copy()
     steps[0] = 1

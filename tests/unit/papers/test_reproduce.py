@@ -42,7 +42,7 @@ def arrivals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def of(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+def row_of(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
     (row,) = [row for row in rows if all(row[k] == v for k, v in wanted.items())]
     return row
 
@@ -68,7 +68,7 @@ def test_balance_routes_reduce_imbalance(
     # The tail has 100 requests, so single policies may swap their order.
     assert np.mean([r["tpot_p95_ms"] for r in ours]) < np.mean([r["tpot_p95_ms"] for r in baselines])
     assert min(r["output_tokens_per_s"] for r in ours) > max(r["output_tokens_per_s"] for r in baselines)
-    assert of(rows, method="shortest-queue")["imbalance_below_jsq"] == 1
+    assert row_of(rows, method="shortest-queue")["imbalance_below_jsq"] == 1
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_a_workers_own_placement_relieves_its_slowest_rank(
     rows = [r for r in eldr_parallel.expert_parallel(options) if r["policy"] == "locality-band"]
     for workload in ("task", "language"):
         own, common, linear = (
-            of(rows, workload=workload, placement=placement)["active_experts"]
+            row_of(rows, workload=workload, placement=placement)["active_experts"]
             for placement in ("own", "one for all", "linear")
         )
         assert own < common < linear
@@ -102,7 +102,7 @@ def test_a_workers_own_placement_relieves_its_slowest_rank(
 def test_locality_saves_experts_at_every_rate(observed: Path) -> None:
     rows = eldr._swept(Options((observed,), requests=400), [8], (60,), ("round-robin", "marginal-cost"))
     for workload in ("task", "language"):
-        row = of(rows, workload=workload, policy="marginal-cost")
+        row = row_of(rows, workload=workload, policy="marginal-cost")
         assert row["active_experts_change_pct"] < -10
         assert row["tpot_p50_change_pct"] < 0
 
@@ -110,13 +110,13 @@ def test_locality_saves_experts_at_every_rate(observed: Path) -> None:
 def test_a_stale_table_costs_time_after_a_drift_until_a_refit(observed: Path) -> None:
     rows = eldr.drift(Options((observed,), requests=800))
     cases = ("locality-band, no refit", "locality-band, refit", "marginal-cost")
-    stale, refit, online = (of(rows, case=case)["after_tpot_p50_ms"] for case in cases)
+    stale, refit, online = (row_of(rows, case=case)["after_tpot_p50_ms"] for case in cases)
     assert max(refit, online) < stale
 
 
 def test_prefix_caches_shorten_ttft_and_keep_the_gain_of_locality(observed: Path) -> None:
     rows = eldr.prefix_cache(Options((observed,), requests=600))
-    on, off = (of(rows, prefix_cache=cached, policy="marginal-cost") for cached in (True, False))
+    on, off = (row_of(rows, prefix_cache=cached, policy="marginal-cost") for cached in (True, False))
     assert on["prefix_hit_tokens"] > 0 == off["prefix_hit_tokens"]
     assert on["ttft_p50_ms"] < off["ttft_p50_ms"]
     assert on["tpot_p50_change_pct"] < 0
@@ -124,7 +124,7 @@ def test_prefix_caches_shorten_ttft_and_keep_the_gain_of_locality(observed: Path
 
 def test_added_workers_are_used(observed: Path) -> None:
     rows = eldr.scaling(Options((observed,), requests=600))
-    more, fewer = (of(rows, workload=f"16 to {n} workers", case="marginal-cost") for n in (24, 8))
+    more, fewer = (row_of(rows, workload=f"16 to {n} workers", case="marginal-cost") for n in (24, 8))
     assert more["after_tpot_p50_ms"] <= more["before_tpot_p50_ms"] * 1.05
     assert fewer["after_tpot_p50_ms"] > more["after_tpot_p50_ms"]
 
@@ -160,27 +160,28 @@ def test_components_change_traffic_and_load_as_in_the_paper(four_domains: Path) 
     rows = grace.components(Options((four_domains,), requests=8, seeds=(0, 1)))
     arms = ("linear", "HG", "HG+DR, WRR", "HG+DR, TAR")
     for ranks in ("2 x 2", "2 x 4"):
-        linear, grouped, replicated, local = (of(rows, ranks=ranks, arm=arm) for arm in arms)
+        linear, grouped, replicated, local = (row_of(rows, ranks=ranks, arm=arm) for arm in arms)
         assert grouped["copies"] < linear["copies"]
         assert replicated["load_std_pct"] < grouped["load_std_pct"]
         assert local["copies"] < replicated["copies"]
         assert local["against"] == "HG+DR, WRR"
-    ours, eplb = (of(rows, ranks="2 x 2", arm=arm) for arm in ("equal slots, TAR", "EPLB, as many slots"))
+    ours, eplb = (row_of(rows, ranks="2 x 2", arm=arm) for arm in ("equal slots, TAR", "EPLB, as many slots"))
     assert ours["copies"] < eplb["copies"]
 
 
 def test_the_other_figures_have_their_rows(four_domains: Path) -> None:
     options = Options((four_domains,), requests=4)
     strict = grace.strictness(options)
-    assert of(strict, part="a", placement="uniform")["copies"] < of(strict, placement="linear")["copies"]
-    spread = [of(strict, placement=f"{n} most active")["load_std_pct"] for n in (16, 0)]
+    uniform, linear = row_of(strict, part="a", placement="uniform"), row_of(strict, placement="linear")
+    assert uniform["copies"] < linear["copies"]
+    spread = [row_of(strict, placement=f"{n} most active")["load_std_pct"] for n in (16, 0)]
     assert spread[0] < spread[1]
     assert [row["layer"] for row in grace.concentration(options)] == [0, 1]
     curve = [row for row in grace.ratios(options) if row["ranks"] == "2 x 2"]
     assert [row["ratio"] for row in curve] == list(grace.RATIOS)
     assert curve[0]["affinity_within_pct"] <= curve[-1]["affinity_within_pct"] <= 100
     domains = grace.generalisation(options)
-    worst = of(domains, fitted_on="worst of other domains")["against_own_domain_pct"]
+    worst = row_of(domains, fitted_on="worst of other domains")["against_own_domain_pct"]
     assert worst == max(row["against_own_domain_pct"] for row in domains if row["fitted_on"] in grace.DOMAINS)
 
 

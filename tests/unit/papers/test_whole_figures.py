@@ -91,7 +91,6 @@ def test_a_long_prompt_begins_like_its_session_and_all_its_tokens_predict(observ
     own = whole._own_experts(trace, Experts.replayed(trace), requests, members, predictor, 0)
     np.testing.assert_allclose(own.counts.sum(axis=(1, 2)), 2 * 3 * lengths)
     np.testing.assert_array_equal(own.counts[0], trace.prefill_counts[3])
-    assert own.predicted is not None
     np.testing.assert_array_equal(own.predicted[0], predictor.predict(trace.prompts[3]))
     assert own.predicted[1].sum() == pytest.approx(2 * 3 * 47, rel=1e-3)
     assert own.domains == ["code", "code", "math"]

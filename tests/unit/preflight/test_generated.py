@@ -54,8 +54,7 @@ class Wrong:
 
 def args_of(file: str) -> dict[str, Any]:
     document = yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text())
-    args: dict[str, Any] = json.loads(json.dumps(document["applications"][0]["args"]))
-    return args
+    return json.loads(json.dumps(document["applications"][0]["args"]))
 
 
 # -- by hand ---------------------------------------------------------------------------------------------

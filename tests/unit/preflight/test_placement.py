@@ -34,7 +34,7 @@ def replicas(draw: st.DrawFn, name: str = "x") -> Replicas:
     return Replicas(name, draw(st.integers(1, 4)), [bundle] * draw(sizes), draw(st.sampled_from(STRATEGIES)))
 
 
-def most(pools: list[Pool], wanted: Replicas) -> int:
+def max_placeable(pools: list[Pool], wanted: Replicas) -> int:
     """Return how many replicas can be placed, by trying every node for every bundle."""
     nodes = tuple(
         tuple(int(pool.resources.get(name, 0)) for name in ("GPU", "extra"))
@@ -86,7 +86,7 @@ def test_placed_replicas_never_exceed_the_optimum_and_one_is_placed_if_possible(
     pools: list[Pool], wanted: Replicas
 ) -> None:
     found = wanted.count - place(pools, [wanted]).missing.get(wanted.name, 0)
-    can = most(pools, wanted)
+    can = max_placeable(pools, wanted)
     assert found <= can
     assert (found > 0) == (can > 0)
 

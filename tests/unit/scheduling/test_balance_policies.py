@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import request
 
-from eldr_serve.scheduling import (
-    Loads,
-    Oracle,
-    PlacementRequest,
-    QueuedPolicy,
-    StepCost,
-    make_policy,
-)
+from eldr_serve.scheduling import Loads, Oracle, PlacementRequest, QueuedPolicy, StepCost, make_policy
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 
 RNG = np.random.default_rng(0)
@@ -33,7 +26,7 @@ def dispatched(policy: Any, requests: list[PlacementRequest], state: Loads) -> d
     return {index: decision.worker for index, decision in policy.dispatch(requests, state, RNG)}
 
 
-def one_by_one(policy: Any, queue: list[PlacementRequest], state: Loads) -> list[str]:
+def dispatch_order(policy: Any, queue: list[PlacementRequest], state: Loads) -> list[str]:
     """Return the requests that five dispatches of one slot each place, in order."""
     order = []
     for _ in range(5):
@@ -122,7 +115,7 @@ def test_a_request_that_ends_soon_may_overflow_a_margin() -> None:
 def test_a_request_is_overtaken_a_limited_number_of_times() -> None:
     policy: Any = make_policy("balance-route", slots=2, threshold=99, max_overtakes=3)
     state = Loads.of([2, 1], [1000, 900])
-    assert one_by_one(policy, [request("large", 5000), *waiting(*[100] * 9)], state).index("large") == 3
+    assert dispatch_order(policy, [request("large", 5000), *waiting(*[100] * 9)], state).index("large") == 3
 
 
 @pytest.mark.parametrize("name", QUEUED)
@@ -143,18 +136,18 @@ def test_requests_are_placed_at_once_up_to_a_few_beyond_the_slots() -> None:
     assert policy.select(request("r", 50), full, RNG).worker == 0
 
 
-def using(name: str, experts: list[int], tokens: int = 100) -> PlacementRequest:
+def request_using(name: str, experts: list[int], tokens: int = 100) -> PlacementRequest:
     """Return a request whose tokens all use these of 8 experts."""
     counts = np.zeros((1, 8), np.uint32)
     counts[0, experts] = tokens
     return PlacementRequest(name, counts, tokens, 100)
 
 
-def banded(band_tokens: float, **more: Any) -> Any:
+def balance_band(band_tokens: float, **more: Any) -> Any:
     """Return balance-band where worker 0 runs a user of experts 0 and 1, and worker 1 one of 2 and 3."""
     policy: Any = make_policy("balance-band", slots=2, band_tokens=band_tokens, **more)
-    policy.on_assigned(using("a", [0, 1]), 0)
-    policy.on_assigned(using("b", [2, 3]), 1)
+    policy.on_assigned(request_using("a", [0, 1]), 0)
+    policy.on_assigned(request_using("b", [2, 3]), 1)
     return policy
 
 
@@ -163,12 +156,12 @@ def test_balance_band_equals_marginal_cost_while_slots_are_free() -> None:
     marginal: Any = make_policy("marginal-cost", affinity=0.0)
     cost = StepCost(1e-3, 1e-5, 1e-9, 1e-3)
     for experts in ([0, 1], [2, 3], [5, 6]):
-        policy = banded(0)
+        policy = balance_band(0)
         for chooser in (policy, marginal):
             chooser.update_cost_model(cost)
-            chooser.on_assigned(using("a", [0, 1]), 0)
-            chooser.on_assigned(using("b", [2, 3]), 2)
-        newcomer = using("new", experts)
+            chooser.on_assigned(request_using("a", [0, 1]), 0)
+            chooser.on_assigned(request_using("b", [2, 3]), 2)
+        newcomer = request_using("new", experts)
         expected = marginal.select(newcomer, state, RNG).worker
         assert dispatched(policy, [newcomer], state) == {0: expected}
         policy.on_finished("b")
@@ -176,31 +169,31 @@ def test_balance_band_equals_marginal_cost_while_slots_are_free() -> None:
 
 def test_a_request_within_the_balance_band_goes_to_its_experts() -> None:
     state = Loads.of([1, 1, 2], [700, 700, 1000])
-    queue = [using("x", [2, 3]), using("y", [0, 1])]
-    assert dispatched(banded(50), queue, state) == {0: 1, 1: 0}
-    assert dispatched(banded(50), queue[::-1], state) == {0: 0, 1: 1}
+    queue = [request_using("x", [2, 3]), request_using("y", [0, 1])]
+    assert dispatched(balance_band(50), queue, state) == {0: 1, 1: 0}
+    assert dispatched(balance_band(50), queue[::-1], state) == {0: 0, 1: 1}
 
 
 def test_the_waiting_request_that_adds_fewest_experts_is_chosen_if_it_balances_as_well() -> None:
     """Worker 0 has one slot and lacks 300 tokens: `stranger` fills the margin, `friend` does not."""
     state = Loads.of([1, 2, 2], [700, 900, 1000])
-    queue = [using("stranger", [2, 3], 300), using("friend", [0, 1], 220)]
-    assert dispatched(banded(100), queue, state) == {1: 0}
-    assert dispatched(banded(10), queue, state) == {0: 0}
+    queue = [request_using("stranger", [2, 3], 300), request_using("friend", [0, 1], 220)]
+    assert dispatched(balance_band(100), queue, state) == {1: 0}
+    assert dispatched(balance_band(10), queue, state) == {0: 0}
 
 
 def test_experts_that_a_request_would_add_on_any_worker_do_not_count() -> None:
     """`wide` adds two experts to worker 0 and three to worker 1; `narrow` one and none."""
     state = Loads.of([1, 2, 2], [700, 700, 1000])
-    queue = [using("narrow", [2]), using("wide", [0, 5, 6])]
-    assert dispatched(banded(50), queue, state) == {1: 0}
+    queue = [request_using("narrow", [2]), request_using("wide", [0, 5, 6])]
+    assert dispatched(balance_band(50), queue, state) == {1: 0}
 
 
 def test_overdue_requests_go_first_within_the_balance_band() -> None:
-    policy = banded(1e6, max_overtakes=2, lookahead=3)
+    policy = balance_band(1e6, max_overtakes=2, lookahead=3)
     state = Loads.of([1, 2], [700, 900])
-    queue = [using("stranger", [2, 3]), *(using(f"friend{n}", [0, 1]) for n in range(6))]
-    assert one_by_one(policy, queue, state).index("stranger") == 2
+    queue = [request_using("stranger", [2, 3]), *(request_using(f"friend{n}", [0, 1]) for n in range(6))]
+    assert dispatch_order(policy, queue, state).index("stranger") == 2
 
 
 def test_balance_band_without_counts_uses_balance_alone() -> None:

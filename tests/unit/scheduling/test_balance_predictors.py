@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import request
 
-from eldr_serve.scheduling import (
-    BoostedTrees,
-    Loads,
-    Oracle,
-    PromptKeyed,
-    Survival,
-    make_policy,
-)
+from eldr_serve.scheduling import BoostedTrees, Loads, Oracle, PromptKeyed, Survival, make_policy
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 from eldr_serve.scheduling.policies.predictors import PREDICTORS
 
@@ -26,7 +19,7 @@ H = 10
 RNG = np.random.default_rng(0)
 
 
-def ask(predictor: Any, ages: list[int], keys: list[str | None] | None = None) -> tuple[list, list]:
+def predict(predictor: Any, ages: list[int], keys: list[str | None] | None = None) -> tuple[list, list]:
     n = len(ages)
     p, mu = predictor.predict(np.array(ages), keys or [None] * n, np.full(n, 100))
     return p.tolist(), mu.tolist()
@@ -46,7 +39,7 @@ def test_survival_is_the_empirical_distribution_of_the_newest_lengths(
     for length in lengths:
         survival.learn(None, 5, length)
     expected = [empirical(lengths[-24:], age) for age in ages]
-    p, mu = ask(survival, ages)
+    p, mu = predict(survival, ages)
     assert p == pytest.approx([e[0] for e in expected])
     assert mu == pytest.approx([e[1] for e in expected])
 
@@ -62,10 +55,10 @@ def test_equal_prompts_predict_better_than_all_prompts(
     for key, length in learnt:
         keyed.learn(key, 5, length)
         overall.learn(key, 5, length)
-    p, mu = ask(keyed, [age for _, age in asked], [key for key, _ in asked])
+    p, mu = predict(keyed, [age for _, age in asked], [key for key, _ in asked])
     for n, (key, age) in enumerate(asked):
         own = [length for k, length in learnt if key is not None and k == key][-5:]
-        all_p, all_mu = ask(overall, [age])
+        all_p, all_mu = predict(overall, [age])
         if max(own, default=0) > age:
             assert p[n] == pytest.approx(empirical(own, age)[0])
             if p[n]:
@@ -78,8 +71,8 @@ def test_the_least_recently_seen_prompt_is_forgotten() -> None:
     keyed = PromptKeyed(H, capacity=2)
     for key, length in (("a", 3), ("b", 50), ("a", 3), ("c", 50)):
         keyed.learn(key, 5, length)
-    assert ask(keyed, [0, 0], ["a", "c"])[0] == [1.0, 0.0]
-    assert ask(keyed, [0], ["b"])[0] == [0.5]  # like an unknown one
+    assert predict(keyed, [0, 0], ["a", "c"])[0] == [1.0, 0.0]
+    assert predict(keyed, [0], ["b"])[0] == [0.5]  # like an unknown one
 
 
 def test_boosted_trees_learn_from_prompts() -> None:
@@ -93,16 +86,15 @@ def test_boosted_trees_learn_from_prompts() -> None:
     alone = BoostedTrees(H, refit_every=4, background=False)
     for _ in range(8):
         alone.learn(None, 5, 3)  # all end soon, so no feature separates them
-    assert ask(alone, [0]) == ([1.0], [3.0])
+    assert predict(alone, [0]) == ([1.0], [3.0])
 
 
 def test_boosted_trees_are_fitted_in_the_background() -> None:
     trees = BoostedTrees(H, refit_every=64)
     for n in range(64):
         trees.learn(None, n, 5 if n % 2 else 50)
-    assert trees._fitting is not None
     assert trees._fitting.result(60) is not None
-    p, mu = ask(trees, [0, 3, 44])
+    p, mu = predict(trees, [0, 3, 44])
     assert trees._trees is not None
     assert np.all((np.array(p) >= 0) & (np.array(p) <= 1))
     assert np.all((np.array(mu) >= 1) & (np.array(mu) <= H))
@@ -114,7 +106,7 @@ def remaining(forecast: Forecast, age: int) -> int:
     return np.count_nonzero(forecast.project(Loads.of([1], [50 + age]))[0]) - 1
 
 
-def following(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Forecast:
+def forecast_with(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Forecast:
     forecast = Forecast(H, "survival", 4, gate)
     forecast.predictor = predictor
     forecast.on_assigned(request("r", 50, limit), 0)
@@ -157,7 +149,7 @@ class Constant:
 def test_the_remaining_steps_of_a_request(
     predictor: Any, calls: int, expected: list[int], ages: Any, options: dict[str, Any]
 ) -> None:
-    forecast = following(predictor, **options)
+    forecast = forecast_with(predictor, **options)
     assert [remaining(forecast, age) for age in ages] == expected
     assert getattr(predictor, "calls", 0) == calls
 
@@ -190,7 +182,7 @@ def test_invalid_predictions_do_not_stop_routing(answer: Any) -> None:
 
 
 def test_the_oracle_knows_only_its_own_requests() -> None:
-    assert ask(Oracle({"r": 3}), [1], ["nobody"])[0] == [0.0]
+    assert predict(Oracle({"r": 3}), [1], ["nobody"])[0] == [0.0]
 
 
 @pytest.mark.parametrize("name", sorted(PREDICTORS))

@@ -18,7 +18,7 @@ tenants = st.lists(st.sampled_from("abc"), max_size=12)
 holdings = st.dictionaries(st.sampled_from("abc"), st.integers(0, 6))
 
 
-def by_hand(waiting: Sequence[str], held: Mapping[str, int]) -> list[int]:
+def expected_order(waiting: Sequence[str], held: Mapping[str, int]) -> list[int]:
     """Return the order in which the tenant with the smallest share by priority is always next."""
     has, left, order = Counter(held), list(range(len(waiting))), []
     while left:
@@ -31,7 +31,8 @@ def by_hand(waiting: Sequence[str], held: Mapping[str, int]) -> list[int]:
 
 @given(tenants, holdings)
 def test_the_smallest_share_is_always_next(waiting: list[str], held: dict[str, int]) -> None:
-    assert fair_order([(tenant, PRIORITIES[tenant]) for tenant in waiting], held) == by_hand(waiting, held)
+    found = fair_order([(tenant, PRIORITIES[tenant]) for tenant in waiting], held)
+    assert found == expected_order(waiting, held)
 
 
 @given(tenants)
@@ -52,7 +53,7 @@ def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: lis
         ended = str(rng.choice(list(placer.running)))
         placer.finish(ended)
         held = Counter(p.request.tenant for p in placer.running.values())
-        following = queue[by_hand([p.request.tenant for p in queue], held)[0]]
+        following = queue[expected_order([p.request.tenant for p in queue], held)[0]]
         assert [p.request_id for p in placer.dispatch()] == [following.request_id]
 
 

@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from eldr_serve.scheduling import (
-    Loads,
-    MarginalCost,
-    PlacementRequest,
-    StepCost,
-    StepSums,
-    make_policy,
-)
+from eldr_serve.scheduling import Loads, MarginalCost, PlacementRequest, StepCost, StepSums, make_policy
 
 L, E, TOP_K = 3, 16, 2
 RNG = np.random.default_rng(0)
@@ -33,7 +26,6 @@ def request_like(request_id: str, seed: int, tokens: int = 40) -> PlacementReque
 
 
 def probability(h: PlacementRequest) -> np.ndarray:
-    assert h.expert_counts is not None
     return np.minimum(h.expert_counts.reshape(-1) / h.prompt_tokens, 0.98)
 
 
@@ -53,13 +45,13 @@ def loads(placement: list[list[PlacementRequest]]) -> Loads:
     return Loads.of([len(p) for p in placement], [sum(h.prompt_tokens for h in p) for p in placement])
 
 
-def placed(policy: Any, requests: list[PlacementRequest], workers: list[int]) -> None:
+def assign(policy: Any, requests: list[PlacementRequest], workers: list[int]) -> None:
     for request, worker in zip(requests, workers, strict=True):
         policy.on_assigned(request, worker)
 
 
-def on_each(requests: list[PlacementRequest], workers: list[int], many: int) -> list[list[PlacementRequest]]:
-    return [[r for r, w in zip(requests, workers, strict=True) if w == n] for n in range(many)]
+def by_worker(requests: list[PlacementRequest], workers: list[int], n: int) -> list[list[PlacementRequest]]:
+    return [[r for r, w in zip(requests, workers, strict=True) if w == worker] for worker in range(n)]
 
 
 @settings(max_examples=40)
@@ -69,8 +61,8 @@ def test_the_choice_minimises_the_sum_over_all_requests(seed: int, requests: int
     rng = np.random.default_rng(seed)
     there = [request_like(f"r{i}", seed + i) for i in range(requests)]
     where = rng.integers(workers, size=requests).tolist()
-    placed(policy, there, where)
-    placement, newcomer = on_each(there, where, workers), request_like("new", seed + 999)
+    assign(policy, there, where)
+    placement, newcomer = by_worker(there, where, workers), request_like("new", seed + 999)
     added = policy.added_cost(newcomer, loads(placement))
     expected = [total_seconds(COST, [*p, newcomer]) - total_seconds(COST, p) for p in placement]
     assert added == pytest.approx(expected, rel=0.01)  # probabilities are kept in 8 bits
@@ -97,8 +89,8 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
     rng = np.random.default_rng(seed)
     there = [request_like(f"r{i}", seed + i) for i in range(requests)]
     where = rng.integers(workers, size=requests).tolist()
-    placed(policy, there, where)
-    placement = on_each(there, where, workers)
+    assign(policy, there, where)
+    placement = by_worker(there, where, workers)
     newcomer = replace(request_like("new", seed + 999), max_new_tokens=most)
     cached = rng.integers(0, newcomer.prompt_tokens + 1, workers)
     lacking = [rng.integers(0, 40, rng.integers(len(p) + 1)) for p in placement]  # of requests in prefill
@@ -108,7 +100,7 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
     usual = float(np.mean(answers)) if answers else 128.0
     steps = min(usual, most or usual)
 
-    def in_all(worker: int, newcomers: list[PlacementRequest]) -> float:
+    def seconds_of_all(worker: int, newcomers: list[PlacementRequest]) -> float:
         """Return the seconds of all requests on the worker while the newcomer stays.
 
         Prompts are computed in turn, and every request waits until the last one is computed.
@@ -117,7 +109,7 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
         held = [*placement[worker], *newcomers]
         return steps * total_seconds(cost, held) + len(held) * float(sum(prompts)) * cost.per_prompt_token_s
 
-    expected = [(in_all(w, [newcomer]) - in_all(w, [])) / steps for w in range(workers)]
+    expected = [(seconds_of_all(w, [newcomer]) - seconds_of_all(w, [])) / steps for w in range(workers)]
     added = policy.added_cost(newcomer, seen)
     assert added == pytest.approx(expected, rel=0.01)
     assert added[policy.select(newcomer, seen, rng).worker] <= added.min() * (1 + 1e-6)
@@ -127,7 +119,7 @@ def test_a_cached_prefix_counts_by_the_time_that_it_saves() -> None:
     chosen = []
     for per_token in (0.0, 1e-5, 1e-2):
         policy = make_policy("marginal-cost", affinity=0.0, cost={"per_prompt_token_s": per_token})
-        placed(policy, [request_like("a", 1), request_like("b", 2)], [1, 1])
+        assign(policy, [request_like("a", 1), request_like("b", 2)], [1, 1])
         seen = replace(Loads.of([0, 2], [0, 80]), cached_tokens=np.array([0, 32]))
         chosen.append(policy.select(request_like("new", 3), seen, RNG).worker)
     assert chosen == [0, 0, 1]
@@ -193,8 +185,8 @@ def test_a_worker_costs_more_where_other_profiles_fit_better(
     rng = np.random.default_rng(seed)
     there = [request_like(f"r{i}", seed + i) for i in range(requests)]
     where = rng.integers(workers - 1, size=requests).tolist()
-    placed(policy, there, where)
-    newcomer, load = request_like("new", seed + 999), loads(on_each(there, where, workers))
+    assign(policy, there, where)
+    newcomer, load = request_like("new", seed + 999), loads(by_worker(there, where, workers))
     deviation = deviations([*there, newcomer])[-1]
     profile = profiles(there, where, workers)
     length = np.linalg.norm(profile, axis=1)
@@ -209,7 +201,7 @@ def test_a_worker_costs_more_where_other_profiles_fit_better(
 def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None:
     policy: Any = make_policy("marginal-cost")
     there, where = [request_like(f"r{i}", i % 7) for i in range(90)], [i % 3 for i in range(90)]
-    placed(policy, there, where)
+    assign(policy, there, where)
     learnt = policy.profiles.profile.copy()
     assert learnt == pytest.approx(profiles(there, where, 3), abs=0.01)
     policy.on_assigned(there[-1], 2)  # a repetition, as after a change of workers
@@ -272,8 +264,8 @@ def test_the_choice_among_very_many_workers_is_nearly_the_best() -> None:
     policy: Any = make_policy("marginal-cost")
     there = [request(str(n), int(rng.integers(6))) for n in range(4000)]
     where = rng.integers(700, size=4000).tolist()
-    placed(policy, there, where)
-    load = loads(on_each(there, where, 700))
+    assign(policy, there, where)
+    load = loads(by_worker(there, where, 700))
     regret = []
     for n in range(20):
         newcomer = request(f"new{n}", n % 6)
@@ -317,12 +309,10 @@ def test_the_fit_recovers_the_cost_of_the_steps() -> None:
     true = StepCost(3e-3, 2e-4, 1e-7, 4e-5)
     sums = StepSums.of(*records(true, 200)) + StepSums.of(*records(true, 300))
     fitted = sums.fit()
-    assert fitted is not None
     assert fitted.as_dict() == pytest.approx(true.as_dict(), rel=1e-3)
     assert sums.error(fitted) < 1e-3
     noisy = StepSums.of(*records(true, 3000, 0.2))
     again = noisy.fit()
-    assert again is not None
     assert again.per_expert_s == pytest.approx(true.per_expert_s, rel=0.15)
     assert noisy.error(again) == pytest.approx(0.2, abs=0.03)
 
@@ -345,13 +335,11 @@ def test_the_prefill_part_of_steps_is_divided_among_prompt_tokens() -> None:
         for columns in (np.stack([batch, kv_tokens, tokens])[:, part::2] for part in (0, 1))
     ]
     fitted, plain = (decode + halves[0] + halves[1]).fit(), decode.fit()
-    assert fitted is not None
     assert fitted.per_prompt_token_s == pytest.approx(6e-5, rel=1e-3)
     assert replace(fitted, per_prompt_token_s=0.0) == plain  # decode's terms depend on decode steps alone
     assert (decode + halves[0]).error(fitted) == decode.error(fitted)
     cheap = StepSums.of_prompts(batch, kv_tokens, tokens, np.full(90, 1e-6))
     free = (decode + cheap).fit()
-    assert free is not None
     assert free.per_prompt_token_s == 0
 
 
@@ -366,5 +354,4 @@ def test_old_steps_lose_weight() -> None:
     for _ in range(8):
         sums = sums.faded(0.3) + StepSums.of(*records(new, 500))
     fitted = sums.fit()
-    assert fitted is not None
     assert fitted.per_expert_s == pytest.approx(1e-5, rel=0.1)

@@ -34,7 +34,7 @@ from eldr_serve.scheduling import (
 from eldr_serve.scheduling.policies.registry import policy_class
 
 PAGE = ROOT / "docs" / "placement.md"
-STRANGER = """
+OUTSIDE_MODULE = """
 import numpy as np
 from pydantic import Field
 from eldr_serve.scheduling import Decision, NoWorkerError, Policy, Survival
@@ -62,23 +62,23 @@ class Fails(Policy):
 
 
 @pytest.fixture
-def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def outside_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Provide a module outside the repository."""
-    (tmp_path / "their_rules.py").write_text(STRANGER)
+    (tmp_path / "their_rules.py").write_text(OUTSIDE_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     yield "their_rules"
     sys.modules.pop("their_rules", None)
 
 
-def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(stranger: str) -> None:
-    name = f"{stranger}:Nearest"
+def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_module: str) -> None:
+    name = f"{outside_module}:Nearest"
     policy = make_policy(name, start=2)
     assert (policy.name, reads_counts(name), check_policy(type(policy), start=1)) == (name, True, [])
     state = router_state(policy=name, parameters={"start": 1})
     lease = place_one(state, "x")
     assert (lease.replica, lease.reason, lease.policy) == ("r1", "nearest", name)
     assert RouterSettings(policy=name, parameters={"start": 3}).policy == name
-    predicts: Any = make_policy("balance-route-horizon", predictor=f"{stranger}:Late")
+    predicts: Any = make_policy("balance-route-horizon", predictor=f"{outside_module}:Late")
     assert isinstance(predicts.predictor, Survival)
 
 
@@ -100,7 +100,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(stranger: 
     ],
 )  # fmt: skip
 def test_an_invalid_policy_is_refused_in_one_sentence(
-    stranger: str, name: str, parameters: dict[str, Any], sentence: str
+    outside_module: str, name: str, parameters: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(PolicyError, match=rf"\A.*{re.escape(sentence)}.*\Z"):  # one line
         make_policy(name, **parameters)
@@ -147,26 +147,26 @@ def test_our_policies_pass_the_checks(name: str) -> None:
     assert check_policy(policy_class(name)) == []
 
 
-class _First(Policy):
+class _IgnoresAvailability(Policy):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(0, 1, None, "first")
 
 
-class _Greedy(_First):
+class _ChangesLoads(_IgnoresAvailability):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         worker = int(np.flatnonzero(loads.available)[0])
         loads.in_flight[worker] += 1
         return Decision(worker, 1, None, "greedy")
 
 
-class _Moody(Policy):
+class _UsesOwnRandomness(Policy):
     _rng = np.random.default_rng()
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(self._rng.choice(loads.workers)), 1, None, "moody")
 
 
-class _Fixed(MarginalCost):
+class _FailsForUnknownRequests(MarginalCost):
     """Fails for requests without counts and for unknown requests."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
@@ -177,7 +177,7 @@ class _Fixed(MarginalCost):
         del self.active.held[request_id]
 
 
-class _Hoards(QueuedPolicy):
+class _NeverDispatches(QueuedPolicy):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(loads.workers[0]), 1, None, "now")
 
@@ -185,12 +185,12 @@ class _Hoards(QueuedPolicy):
         return []
 
 
-class _Twice(_Hoards):
+class _DispatchesTwice(_NeverDispatches):
     def dispatch(self, waiting: Any, loads: Loads, rng: np.random.Generator) -> list[tuple[int, Decision]]:
         return [(0, self.select(waiting[0], loads, rng))] * 2 if waiting else []
 
 
-class _Secret(_Hoards):
+class _HasUnserialisableParameter(_NeverDispatches):
     class Parameters(QueuedPolicy.Parameters):
         start: Any = Field(default_factory=object)
 
@@ -198,15 +198,15 @@ class _Secret(_Hoards):
 @pytest.mark.parametrize(
     ("broken", "sentence"),
     [
-        (_First, "it chose a worker that is not available"),
-        (_First, "select must raise NoWorkerError if no worker is available"),
-        (_Greedy, "select changed the loads, which belong to the caller"),
-        (_Moody, "two runs with the same seed chose different workers: use only `rng`"),
-        (_Fixed, "requests without a usable signature: it raised AssertionError"),
-        (_Fixed, "notifications: it raised KeyError('nobody')"),
-        (_Hoards, "dispatch left requests waiting though no request runs"),
-        (_Twice, "dispatch must give each index into `waiting` at most once, and no other"),
-        (_Secret, "parameters: it raised PydanticSerializationError"),
+        (_IgnoresAvailability, "it chose a worker that is not available"),
+        (_IgnoresAvailability, "select must raise NoWorkerError if no worker is available"),
+        (_ChangesLoads, "select changed the loads, which belong to the caller"),
+        (_UsesOwnRandomness, "two runs with the same seed chose different workers: use only `rng`"),
+        (_FailsForUnknownRequests, "requests without a usable signature: it raised AssertionError"),
+        (_FailsForUnknownRequests, "notifications: it raised KeyError('nobody')"),
+        (_NeverDispatches, "dispatch left requests waiting though no request runs"),
+        (_DispatchesTwice, "dispatch must give each index into `waiting` at most once, and no other"),
+        (_HasUnserialisableParameter, "parameters: it raised PydanticSerializationError"),
     ],
 )
 def test_the_violations_of_a_policy_are_reported(broken: type[Policy], sentence: str) -> None:

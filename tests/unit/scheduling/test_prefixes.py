@@ -133,7 +133,6 @@ class Longest(Policy):
     """Chooses the worker that caches most of the prompt."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        assert loads.cached_tokens is not None
         return Decision(int(loads.cached_tokens.argmax()), len(loads), None, "longest")
 
 
@@ -192,9 +191,7 @@ def test_pending_prefill_is_in_a_workers_load_until_the_first_token_or_counts() 
     prompt = blocks(*range(17))
 
     def lacks() -> int:
-        found = state.placer.loads().prefill_tokens
-        assert found is not None
-        return int(found[0])
+        return int(state.placer.loads().prefill_tokens[0])
 
     place(state, *(request(name, 17, blocks=prompt) for name in "abcd"), request("split", 17))
     assert lacks() == 17 + 3 * 1
@@ -217,9 +214,7 @@ def test_the_whole_prompt_is_computed_where_prefixes_are_not_shared() -> None:
     for name in "ab":
         (lease,) = place(state, request(name, 99, blocks=none))
         assert lease.cached_tokens == 0
-    found = state.placer.loads().prefill_tokens
-    assert found is not None
-    assert found.tolist() == [198]
+    assert state.placer.loads().prefill_tokens.tolist() == [198]
 
 
 @pytest.mark.parametrize("fields", [{}, {"blocks": blocks()}])

@@ -56,7 +56,6 @@ def step_seconds(held: list[PlacementRequest], generated: dict[str, int]) -> flo
     """Return the step time of a worker that holds these requests, from their counts alone."""
     idle = np.ones((L, E))
     for request in held:
-        assert request.expert_counts is not None
         idle *= 1 - probability(levels_of(request.expert_counts / request.prompt_tokens)).astype(float)
     tokens = sum(r.prompt_tokens + generated[r.request_id] for r in held)
     return float(COST.seconds(len(held), tokens, (1 - idle).sum()))
@@ -123,12 +122,10 @@ def test_a_policy_saves_nothing_against_itself(name: str) -> None:
             placer.finish(next(iter(placer.running)))
     shadow.catch_up()
     before = shadow.saving()
-    assert before is not None
     assert before.measured_ms is None
     shadow.observe_steps(StepSums.of([2, 4], [9, 9], [3, 5], [0.01, 0.03]))
     shadow.catch_up()
     found = shadow.saving()
-    assert found is not None
     assert found.measured_ms == pytest.approx(1e3 * (2 * 0.01 + 4 * 0.03) / 6)
     assert found.change_pct == pytest.approx(0, abs=1e-3)
     assert found.live_ms == pytest.approx(found.shadow_ms) != 0
@@ -155,12 +152,9 @@ def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval
         shadow.catch_up()
         now[0] += 11
         found = shadow.saving()
-        assert found is not None
         assert (found.low_pct is None) == (number < 2)
     assert found.tokens == 30
     assert found.change_pct < 0  # two workers step faster than one with all requests
-    assert found.low_pct is not None
-    assert found.high_pct is not None
     assert found.low_pct < found.change_pct < found.high_pct
 
 
