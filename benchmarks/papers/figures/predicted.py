@@ -16,13 +16,13 @@ import numpy as np
 
 from benchmarks.lib.active_experts import active_experts
 from benchmarks.papers.figures.common import (
-    Figure,
     Options,
     Rows,
     bar_plot,
     change_pct,
     each_seed,
     over_seeds,
+    own_figure,
 )
 from benchmarks.papers.figures.eldr import BALANCERS, COST
 from benchmarks.papers.figures.predicted_signatures import (
@@ -298,36 +298,19 @@ def _best(found: dict[str, dict[str, float]], q: int) -> float:
     return min(found[name][f"tpot_p{q}_ms"] for name in BALANCERS)
 
 
-_NOT_IN_PAPERS = "not in the papers"
+_PLOT = bar_plot("{workers} workers: {signature}", "p50_change_pct")
 FIGURES = {
-    "methods": Figure(
+    "methods": own_figure(
         "Prompts' experts predicted from their tokens: cosines and distinct experts, by method and prompts",
-        _NOT_IN_PAPERS,
-        methods,
-        bar_plot("{method}, {prompts}", "decode_cosine"),
+        methods, bar_plot("{method}, {prompts}", "decode_cosine"),
     ),
-    "placement": Figure(
-        "TPOT of marginal-cost by true and by predicted signatures, by calibration prompts",
-        _NOT_IN_PAPERS,
-        placement,
-        bar_plot("{workers} workers: {signature}", "p50_change_pct"),
+    "placement": own_figure(
+        "TPOT of marginal-cost by true and by predicted signatures, by calibration prompts", placement, _PLOT
     ),
-    "held-out": Figure(
-        "The same for domains that the fit did not see",
-        _NOT_IN_PAPERS,
-        held_out,
-        bar_plot("{workers} workers: {signature}", "p50_change_pct"),
-    ),
-    "shift": Figure(
+    "held-out": own_figure("The same for domains that the fit did not see", held_out, _PLOT),
+    "shift": own_figure(
         "Domains change in mid-run to ones that the fit never saw, with and without online learning",
-        _NOT_IN_PAPERS,
-        shift,
-        bar_plot("signature", "later_cosine"),
+        shift, bar_plot("signature", "later_cosine"),
     ),
-    "gptoss": Figure(
-        "GPT-OSS-20B: decode experts predicted from the prompts' text",
-        _NOT_IN_PAPERS,
-        gptoss,
-        bar_plot("{workers} workers: {signature}", "p50_change_pct"),
-    ),
-}
+    "gptoss": own_figure("GPT-OSS-20B: decode experts predicted from the prompts' text", gptoss, _PLOT),
+}  # fmt: skip
