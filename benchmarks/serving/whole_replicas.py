@@ -233,16 +233,25 @@ class _Rounds:
             for side, (chosen, _) in opened.items():
                 self._burn_in(chosen("round-robin" if side == "eldr" else self.names[side][0]), order)
             bar = up.enter_context(progress_bar())
-            sizes = {"in_flight": self.in_flight, "warm_up": self.warm_up, "requests": self.requests}
             for load, system in bar.track(cases, description=f"round {number + 1}"):
                 # Requests depend on round and workload; only the text at their beginning is the trial's own.
                 tag, text = f"{order.getrandbits(32):08x}", f"{self.seed}/{number}/{load}"
-                chains = _chains(load, self.prompts, self.records, self.answers, text, tag, sizes)
+                chains = self._chains(load, random.Random(text), tag)
                 side, _, name = system.partition("/")
                 chosen, totals = opened[side]
                 send, before = chosen(name), totals()
-                found = asyncio.run(_trial(send, chains, **sizes)) | means(before, totals())
-                keep(f"{number}/{load}/{system}", found)
+                trial = _trial(
+                    send, chains, in_flight=self.in_flight, warm_up=self.warm_up, requests=self.requests
+                )
+                keep(f"{number}/{load}/{system}", asyncio.run(trial) | means(before, totals()))
+
+    def _chains(self, load: str, rng: random.Random, tag: str) -> Chains:
+        """Return as many chains of a workload as a trial can need."""
+        most = self.warm_up + self.requests + 4 * self.in_flight
+        if load == "sessions":
+            return sessions(self.records, self.prompts, self.answers, rng, tag=tag, count=most)
+        make = many_domains if load == "many domains" else system_prompts
+        return make(self.prompts, self.answers, rng, tag=tag, count=most)
 
     def _burn_in(self, send: Send, order: random.Random) -> None:
         """Send load that does not count."""
@@ -298,18 +307,6 @@ def _publish(
         notes="closed loop, greedy; two sets of four whole engines, of which one has requests at a time, "
         "share the cores with client and serving layer; cpu_ms includes the idle cost of both sets",
     )  # fmt: skip
-
-
-def _chains(
-    load: str, prompts: list[Prompt], records: list[Any], answers: range, seed: str, tag: str,
-    sizes: dict[str, int],
-) -> Chains:  # fmt: skip
-    """Return as many chains of a workload as a trial can need."""
-    rng, most = random.Random(seed), sizes["warm_up"] + sizes["requests"] + 4 * sizes["in_flight"]
-    if load == "sessions":
-        return sessions(records, prompts, answers, rng, tag=tag, count=most)
-    make = many_domains if load == "many domains" else system_prompts
-    return make(prompts, answers, rng, tag=tag, count=most)
 
 
 if __name__ == "__main__":
