@@ -178,10 +178,8 @@ def whole_replicas(
     records = read_trace(trace) if trace else []
     if not all(found.hash_ids for found in records):
         raise BadInput(f"{trace} names no prefix blocks; give Mooncake's conversation trace")
-    if calibration is None:
-        observed = captured(prompts, work, requests=2400, seed=seed).trace
-    else:
-        observed = CalibrationTrace.load(calibration)
+    observed = CalibrationTrace.load(calibration) if calibration else None
+    observed = observed or captured(prompts, work, requests=2400, seed=seed).trace
     predictor, fitted_on = _predictor(observed, seed)
     asked = [p for p in read_prompts([prompts]) if p.id not in fitted_on]
     asked = no_longer_than(balanced_sample(asked, 2000, seed), max_prompt_tokens, chat=False)
@@ -296,8 +294,8 @@ def _publish(
     even = at_mean_speed(trials, clock)
     table = [
         {"clock": name, **row}
-        for name, told in (("wall", trials), ("even", even))
-        for row in rows(told, systems, workloads)
+        for name, by_clock in (("wall", trials), ("even", even))
+        for row in rows(by_clock, systems, workloads)
     ]
     slow = {key: {name: found[name] for name in ("slow", "slow_cpu")} for key, found in even.items()}
     publish(
