@@ -62,8 +62,7 @@ class Batch:
     @property
     def workload(self) -> NDArray[np.float64]:
         """Return [L, G, E] tokens of a step, on average."""
-        mean: NDArray[np.float64] = self.tokens.mean(axis=0, dtype=np.float64)
-        return mean
+        return np.asarray(self.tokens.mean(axis=0, dtype=np.float64))
 
 
 Forecast = Callable[[Batch], NDArray[np.float64]]
@@ -178,8 +177,7 @@ class Cluster:
         """Return float[L], s: the mean rank's computation in each layer, while no all-to-all runs."""
         work = self._work(tokens, placement)
         idle = replace(work, near_bytes=0 * work.near_bytes, far_bytes=0 * work.far_bytes)
-        mean: NDArray[np.float64] = self.cost.rank_s(idle).mean(axis=-1)
-        return mean
+        return np.asarray(self.cost.rank_s(idle).mean(axis=-1))
 
     def _work(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> LayerWork:
         hosts = hosts_of(placement, tokens.shape[-1], self.topology.ranks)
