@@ -136,12 +136,8 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
     scale = float((fit.frequencies - mean).std())
     x, new = (torch.tensor(p.shares.toarray(), dtype=torch.float32) for p in (fit, test))
     y = torch.tensor((fit.frequencies - mean) / scale, dtype=torch.float32)
-    network = nn.Sequential(
-        nn.Linear(x.shape[1], 64),
-        nn.Tanh(),
-        nn.Dropout(0.2),
-        nn.Linear(64, y.shape[1]),
-    )
+    layers = nn.Linear(x.shape[1], 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, y.shape[1])
+    network = nn.Sequential(*layers)
     optimiser = torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.01)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     held, used = order[: len(x) // 5], order[len(x) // 5 :]

@@ -272,10 +272,8 @@ FIGURES = {
         "locality-band against round-robin: median about -13 %, p99 -5 %, with the cache and without",
         prefix_cache,
     ),
-    "drift": own_figure(
-        "The mix of domains changes in mid-run, with and without a refit", drift, _CHANGES,
-    ),
+    "drift": own_figure("The mix of domains changes in mid-run, with and without a refit", drift, _CHANGES),
     "scaling": own_figure(
-        "Decode workers come and go in mid-run, with and without a refit", scaling, _CHANGES,
+        "Decode workers come and go in mid-run, with and without a refit", scaling, _CHANGES
     ),
 }  # fmt: skip

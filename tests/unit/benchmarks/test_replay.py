@@ -117,7 +117,7 @@ class _EnginePool:
         return answer
 
 
-def test_a_run_that_was_stopped_goes_on_and_measures_nothing_twice(
+def test_a_stopped_run_resumes_and_measures_nothing_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trace = synthetic_trace(num_layers=LAYERS)
