@@ -156,19 +156,15 @@ def _end(process: subprocess.Popen[bytes], others: set[int]) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_S)
     for _ in range(10):  # orphans of a killed process become children of this one
-        left = [child for child in psutil.Process().children(recursive=True) if _of_step(child, others)]
+        left = []
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if not {child.pid, *(parent.pid for parent in child.parents())} & others:
+                    left.append(child)
+                    child.kill()
         if not left:
             break
-        for child in left:
-            with suppress(psutil.Error):
-                child.kill()
         psutil.wait_procs(left, timeout=1)
-
-
-def _of_step(child: psutil.Process, others: set[int]) -> bool:
-    with suppress(psutil.Error):
-        return not {child.pid, *(parent.pid for parent in child.parents())} & others
-    return False
 
 
 def _last_line(log: Path) -> str:

@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import GROUPS, Captured, captured
-from benchmarks.lib.ep_engine import Decoded, EpEngine
+from benchmarks.lib.ep_engine import EpEngine
 from benchmarks.lib.ep_rows import BASE, EVEN, choice_rows, shift_rows
 from benchmarks.lib.ep_turns import (
     HEADS,
     PROMPT,
-    SKIPPED,
     Minutes,
     Ranks,
     Rounds,
@@ -113,7 +112,7 @@ def ep_choice(
     experts = load.shape[1]
     sizes = {ratio: round(experts * ratio / ranks) * ranks for ratio in map(float, replication.split(","))}
     most = max(sizes.values())
-    arms = _all_arms(data, fit, sizes, ranks, seed)
+    arms = _arms(data, fit, sizes, ranks, seed)
     taken = {size: disjoint(rest, size, rounds, np.random.default_rng([seed, size])) for size in batches}
     rng = np.random.default_rng([seed, 1])
     rounds_and_sizes = product(range(rounds), batches)
@@ -211,39 +210,38 @@ def _followed(
         plan_s = perf_counter() - began
         target, expected = planned or (None, None)
         decoded = engine.decode(prompts, tokens, name=f"{turn}/{window}", migrate_to=target, load=expected)
-        found.append(summary(decoded) | _moved(decoded, plan_s))
+        row, moved_ms = summary(decoded), 1e3 * decoded.move_s
+        row |= {"plan_ms": 1e3 * plan_s, "migration_ms": moved_ms}
+        row["with_moves_ms"] = row["step_ms"] + moved_ms / len(decoded.seconds)
+        row |= {key: getattr(decoded, key) for key in ("experts_moved", "slices", "slices_left")}
+        found.append(row)
         held, seen = decoded.placement, decoded.routed
     return found
 
 
-def _all_arms(
+def _arms(
     data: Captured, fit: Ints, sizes: dict[float, int], ranks: int, seed: int
 ) -> dict[tuple[float, str], Arm]:
     """Return the arms by replication and name; `sizes` has the slots of each replication."""
-    most = max(sizes.values())
-    return {
-        (ratio, name): arm
-        for ratio, slots in sizes.items()
-        for name, arm in _arms(data, fit, slots, most, ranks, seed)
-    }
-
-
-def _arms(
-    data: Captured, fit: Ints, slots: int, most: int, ranks: int, seed: int
-) -> Iterator[tuple[str, Arm]]:
-    """Yield (name, arm) at one replication, in `most` slots."""
     load = data.trace.decode_counts[fit].sum(axis=0)
     layers, experts = load.shape
     affinity = co_activation(np.concatenate([data.routes(int(n)) for n in fit]), experts)
-    grace = grace_placement(affinity, load, slots, Topology(ranks=ranks), seed=seed)[0]
-    eplb = eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
-    if slots == experts:
-        rows = {BASE: np.tile(np.arange(experts), (layers, 1)), "eplb, none": eplb, "grace, none": grace}
-    else:
-        rows = {EVEN: eplb, "eplb, metro": eplb, "grace, metro": grace}
-        rows |= {"grace, local": grace, "grace, weighted": grace}
-    for name, placed in rows.items():
-        yield name, Arm(spread(placed, most, ranks), name.split(", ")[1])
+    arms = {}
+    for ratio, slots in sizes.items():
+        grace = grace_placement(affinity, load, slots, Topology(ranks=ranks), seed=seed)[0]
+        eplb = eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
+        if slots == experts:
+            placed = {
+                BASE: np.tile(np.arange(experts), (layers, 1)),
+                "eplb, none": eplb,
+                "grace, none": grace,
+            }
+        else:
+            placed = {EVEN: eplb, "eplb, metro": eplb}
+            placed |= dict.fromkeys(("grace, metro", "grace, local", "grace, weighted"), grace)
+        for name, rows in placed.items():
+            arms[ratio, name] = Arm(spread(rows, max(sizes.values()), ranks), name.split(", ")[1])
+    return arms
 
 
 def spread(placement: Ints, slots: int, ranks: int) -> Ints:
@@ -291,18 +289,6 @@ def _shifting(
                 f"{number} windows of {batch} need as many held-out {group!r} requests, not {len(there)}"
             )
         yield from disjoint(there, batch, number, rng)
-
-
-def _moved(decoded: Decoded, plan_s: float) -> dict[str, float]:
-    moved_ms = 1e3 * decoded.move_s
-    return {
-        "plan_ms": 1e3 * plan_s,
-        "migration_ms": moved_ms,
-        "with_moves_ms": 1e3 * float(np.median(decoded.seconds[SKIPPED:])) + moved_ms / len(decoded.seconds),
-        "experts_moved": decoded.experts_moved,
-        "slices": decoded.slices,
-        "slices_left": decoded.slices_left,
-    }
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class Result:
 
 
 def _command(measure: Callable[[Captured, int], list[Result]]) -> Callable[..., None]:
-    name = measure.__name__.removeprefix("_")
+    """Make a command that publishes and draws the results of a measurement."""
 
     def command(
         prompts: options.Prompts = options.PROMPTS,
@@ -75,16 +75,16 @@ def _command(measure: Callable[[Captured, int], list[Result]]) -> Callable[..., 
         for result in measure(data, seed):
             inputs = {"captured": requests} | result.inputs
             file = out.with_stem(f"{out.stem}_{result.name}") if out and result.name else out
-            path = publish(
-                result.name or name, result.rows, inputs=inputs, seed=seed, notes=result.notes, out=file
-            )
+            name = result.name or measure.__name__
+            path = publish(name, result.rows, inputs=inputs, seed=seed, notes=result.notes, out=file)
             result.draw(path.with_suffix(".png"))
 
-    command.__name__, command.__doc__ = name, measure.__doc__
+    command.__name__, command.__doc__ = measure.__name__, measure.__doc__
     return command
 
 
-def _activation_by_domain(data: Captured, seed: int) -> list[Result]:
+@_command
+def activation_by_domain(data: Captured, seed: int) -> list[Result]:
     """Measure decode activation of experts by domain."""
     trace = data.trace
     domains = np.array(trace.domains)
@@ -117,7 +117,8 @@ def _activation(counts: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(share.mean(axis=0))
 
 
-def _prefill_decode(data: Captured, seed: int) -> list[Result]:
+@_command
+def prefill_decode(data: Captured, seed: int) -> list[Result]:
     """Correlate prefill with decode activation of experts."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     rows: Rows = []
@@ -139,7 +140,8 @@ def _prefill_decode(data: Captured, seed: int) -> list[Result]:
     return [Result(rows, partial(save, figure), "each point one expert of one layer, mean over domains")]
 
 
-def _same_domain(data: Captured, seed: int) -> list[Result]:
+@_command
+def same_domain(data: Captured, seed: int) -> list[Result]:
     """Count active experts of same-domain and mixed batches."""
     num_layers, num_experts = data.trace.prefill_counts.shape[1:]
     rng = np.random.default_rng(seed)
@@ -178,7 +180,8 @@ def _same_domain(data: Captured, seed: int) -> list[Result]:
     return [Result(rows, draw, notes, {"draws": DRAWS})]
 
 
-def _signature_quality(data: Captured, seed: int) -> list[Result]:
+@_command
+def signature_quality(data: Captured, seed: int) -> list[Result]:
     """Measure rho by transform and by number of layers."""
     rows: Rows = []
     curve: Rows = []
@@ -199,7 +202,8 @@ def _signature_quality(data: Captured, seed: int) -> list[Result]:
     ]
 
 
-def _signature_space(data: Captured, seed: int) -> list[Result]:
+@_command
+def signature_space(data: Captured, seed: int) -> list[Result]:
     """Cluster the signatures of both workloads and plot them."""
     rows: Rows = []
     figures = {}
@@ -221,12 +225,6 @@ def _signature_space(data: Captured, seed: int) -> list[Result]:
     notes = "balanced K-means over count-idf signatures with the greedy layer mask"
     return [Result(rows, draw, notes, {"clusters": CLUSTERS})]
 
-
-activation_by_domain = _command(_activation_by_domain)
-prefill_decode = _command(_prefill_decode)
-same_domain = _command(_same_domain)
-signature_quality = _command(_signature_quality)
-signature_space = _command(_signature_space)
 
 if __name__ == "__main__":
     run(activation_by_domain, prefill_decode, same_domain, signature_quality, signature_space)

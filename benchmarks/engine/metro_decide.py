@@ -49,9 +49,9 @@ def metro_decide(
             hosts = hosts_of(eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks), experts, ranks)
             batches = [(rng.uniform(size=(LAYERS, experts)) < 0.6).astype(np.int32) for _ in range(16)]
             for form, layers, timed in _forms(hosts, batches):
-                found = p50_p99_us(timed(calls))
-                row = {"form": form, "experts": experts, "ranks": ranks, "replication": slots / experts}
-                rows.append(row | {"layers": layers, **found, "p50_us_per_layer": found["p50_us"] / layers})
+                row: dict[str, Any] = {"form": form, "experts": experts, "ranks": ranks}
+                row |= {"replication": slots / experts, "layers": layers} | p50_p99_us(timed(calls))
+                rows.append(row | {"p50_us_per_layer": row["p50_us"] / layers})
     cuda = "" if torch.cuda.is_available() else "; no CUDA device here, so the kernel is not in the table"
     publish(
         "metro_decide", rows, seed=seed, out=out, inputs={"calls": calls},

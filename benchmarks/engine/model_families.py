@@ -147,8 +147,7 @@ def _first(record: dict[str, Any]) -> NDArray[np.int64]:
 
 def _others(mine: NDArray[np.int64], theirs: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return bool[T,L,k]: choices that are not among `theirs`, [T,L,k], of the same token and layer."""
-    other: NDArray[np.bool_] = (mine[..., None] != theirs[..., None, :]).all(-1)
-    return other
+    return np.asarray((mine[..., None] != theirs[..., None, :]).all(-1))
 
 
 def _replayed(records: list[dict[str, Any]], reference: Reference) -> dict[str, Any]:

@@ -88,11 +88,11 @@ def against_report(report: dict[str, Any], other: dict[str, Any]) -> list[Cells]
     found = [Cells() for _ in report["batches"]]
     theirs = {record["request"]: record for record in other["records"]}
     for mine in report["records"]:
-        his, cells = theirs[mine["request"]], found[_batch(mine["request"])]
-        cells.add("token", mine["output"], his["output"])
-        cells.add("signature", *(unpack_counts(r["eldr_prefill"]) for r in (mine, his)))
-        cells.add("decode", *(unpack_counts(r["eldr_decode"]) for r in (mine, his)))
-        cells.add("route", *(np.sort(unpack_routes(r["eldr_routes"])) for r in (mine, his)))
+        pair, cells = (mine, theirs[mine["request"]]), found[_batch(mine["request"])]
+        cells.add("token", *(record["output"] for record in pair))
+        cells.add("signature", *(unpack_counts(record["eldr_prefill"]) for record in pair))
+        cells.add("decode", *(unpack_counts(record["eldr_decode"]) for record in pair))
+        cells.add("route", *(np.sort(unpack_routes(record["eldr_routes"])) for record in pair))
     for step, as_step in zip(report["steps"], other["steps"], strict=False):
         found[_batch(step["fed"][0][0])].add("step", _integers(step), _integers(as_step))
     return found

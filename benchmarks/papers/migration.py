@@ -191,5 +191,4 @@ class _Timetable:
 
 
 def _steps(idle_s: Floats, windows_s: Floats) -> Ints:
-    steps: Ints = np.ceil(idle_s / windows_s.sum() - 1e-9).astype(np.int64)
-    return steps
+    return np.asarray(np.ceil(idle_s / windows_s.sum() - 1e-9).astype(np.int64))

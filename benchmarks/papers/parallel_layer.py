@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from torch.nn.functional import silu
 
 from benchmarks.papers.replica_choice import route_even
 
@@ -160,11 +159,6 @@ def all_replicas(hosts: NDArray[np.bool_]) -> Routing:
     return route
 
 
-def by_home(ranks: Ints) -> Routing:
-    """Return a static choice: tokens of home rank g use expert e on rank ranks[g, e], int[G, E]."""
-    return lambda experts, home: ranks[home[:, None], experts]
-
-
 def top_k_gate(weight: Tensor, top_k: int) -> Gate:
     """Return a gate: softmax over experts, the k largest, weights normalised to 1; weight [E, H]."""
 
@@ -173,20 +167,6 @@ def top_k_gate(weight: Tensor, top_k: int) -> Gate:
         return scores / scores.sum(-1, keepdim=True), experts
 
     return gate
-
-
-def torch_products(w13: Tensor, w2: Tensor) -> Products:
-    """Compute experts one after the other with plain torch; w13 [S, 2I, H] (gate over up), w2 [S, H, I]."""
-
-    def products(rows: Tensor, slot: Tensor) -> Tensor:
-        out = torch.empty_like(rows)
-        for number in np.unique(slot.cpu().numpy()).tolist():
-            mine = slot == number
-            gate, up = (rows[mine] @ w13[number].T).chunk(2, -1)
-            out[mine] = (silu(gate) * up) @ w2[number].T
-        return out
-
-    return products
 
 
 def vllm_products(w13: Tensor, w2: Tensor) -> Products:

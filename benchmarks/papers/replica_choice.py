@@ -66,5 +66,4 @@ def _within(held: NDArray[np.bool_], bound: int) -> Ints | None:
     result = maximum_flow(network, source, sink)
     if result.flow_value < n:
         return None
-    assigned: Ints = result.flow.toarray()[:n, n : n + ranks].argmax(axis=1)
-    return assigned
+    return np.asarray(result.flow.toarray()[:n, n : n + ranks].argmax(axis=1))

@@ -78,11 +78,9 @@ def shadow_simulated(
 ) -> None:
     """Simulate two policies, each with the other as its shadow, in a closed and in an open loop."""
     names = options.two_policies(policies)
-    experts = Experts.replayed(
-        CalibrationTrace.load(trace)
-        if trace
-        else captured(prompts, work, requests=captured_prompts, seed=seed).trace
-    )
+    observed = CalibrationTrace.load(trace) if trace else None
+    observed = observed or captured(prompts, work, requests=captured_prompts, seed=seed).trace
+    experts = Experts.replayed(observed)
     rows = []
     for count, per_expert in product(map(int, workers.split(",")), map(float, per_expert_us.split(","))):
         cost = StepCost(per_expert_s=1e-6 * per_expert)

@@ -50,8 +50,7 @@ def served(rank: int = 64) -> Method:
     def predicted(fit: Prompts, test: Prompts) -> Floats:
         predictor, _ = fit_signature_predictor(fit.trace, rank=rank)
         counts = np.array([predictor.predict(prompt) for prompt in test.trace.prompts], np.float64)
-        found: Floats = counts.reshape(len(counts), -1) / test.trace.prompt_tokens[:, None]
-        return found
+        return np.asarray(counts.reshape(len(counts), -1) / test.trace.prompt_tokens[:, None])
 
     return predicted
 
@@ -63,8 +62,7 @@ def ridge(fit: Prompts, test: Prompts, features: Callable[[csr_array], Any]) -> 
     mean = fit.frequencies.mean(axis=0)
     penalty = choose_penalty(kernel, fit.frequencies, 0)["penalty"]
     (dual,) = dual_ridge(kernel, fit.frequencies - mean, [penalty])
-    predicted: Floats = mean + across @ dual
-    return predicted
+    return np.asarray(mean + across @ dual)
 
 
 def histogram_ridge(fit: Prompts, test: Prompts) -> Floats:
@@ -82,8 +80,7 @@ def decode_ridge(fit: Prompts, test: Prompts) -> Floats:
     """Predict likewise, fitted to the experts of decode; deviations from the mean prefill."""
     decode = fit.trace.decode_probability.reshape(fit.frequencies.shape).astype(np.float64)
     predicted = chi_square_ridge(replace(fit, frequencies=decode), test)
-    found: Floats = predicted - decode.mean(axis=0) + fit.frequencies.mean(axis=0)
-    return found
+    return np.asarray(predicted - decode.mean(axis=0) + fit.frequencies.mean(axis=0))
 
 
 def presence_ridge(fit: Prompts, test: Prompts) -> Floats:
@@ -139,12 +136,8 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
     scale = float((fit.frequencies - mean).std())
     x, new = (torch.tensor(p.shares.toarray(), dtype=torch.float32) for p in (fit, test))
     y = torch.tensor((fit.frequencies - mean) / scale, dtype=torch.float32)
-    network = nn.Sequential(
-        nn.Linear(x.shape[1], 64),
-        nn.Tanh(),
-        nn.Dropout(0.2),
-        nn.Linear(64, y.shape[1]),
-    )
+    layers = nn.Linear(x.shape[1], 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, y.shape[1])
+    network = nn.Sequential(*layers)
     optimiser = torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.01)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     held, used = order[: len(x) // 5], order[len(x) // 5 :]
@@ -161,8 +154,7 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
             stale += 1
             if loss < best:
                 best, stale, predicted = loss, 0, network(new)
-    found: Floats = mean + scale * predicted.double().numpy()
-    return found
+    return np.asarray(mean + scale * predicted.double().numpy())
 
 
 def head(parts: int) -> Method:

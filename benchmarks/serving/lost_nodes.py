@@ -91,14 +91,6 @@ class _Nodes:
         while len(self.engines) < _NODES:
             self.engines.append(self._engine_node())
 
-    def lose_gcs(self) -> None:
-        """Kill GCS with SIGKILL."""
-        self.cluster.head_node.kill_gcs_server()
-
-    def gcs_back(self) -> None:
-        """Restart GCS at the same port."""
-        self.cluster.head_node.start_gcs_server()
-
 
 def _whole(url: str) -> bool:
     """Return whether all replicas run and all pairs of engines are warm."""
@@ -135,10 +127,11 @@ async def _drive(
                     await asyncio.sleep(0.5)
 
     clients = [asyncio.create_task(client(number)) for number in range(in_flight)]
-    lost = []
+    lost: list[dict[str, Any]] = []
+    head = nodes.cluster.head_node
     for what, lose, away_s, back in (
         ("one node of engines", lambda: nodes.lose(1), _AWAY_S, nodes.bring_back),
-        ("GCS", nodes.lose_gcs, _GCS_S, nodes.gcs_back),
+        ("GCS", head.kill_gcs_server, _GCS_S, head.start_gcs_server),
         ("all nodes of engines", lambda: nodes.lose(_NODES), _AWAY_S, nodes.bring_back),
     ):
         await asyncio.sleep(6.0)

@@ -48,18 +48,7 @@ import aiohttp
 import numpy as np
 import typer
 
-from benchmarks.lib import options
-from benchmarks.lib.client import (
-    Answer,
-    Send,
-    allow_open_files,
-    closed_loop,
-    complete,
-    errors,
-    sender,
-    session,
-    summary,
-)
+from benchmarks.lib import client, options
 from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
 from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.engines import ray_pd_arguments, vllm_router, vllm_servers
@@ -70,7 +59,7 @@ from eldr_serve.command_errors import BadInput, run
 from eldr_serve.ray_settings import QUIET
 from loadgen.journal import Journal
 from loadgen.results import publish
-from loadgen.statistics import Interval, median_ci
+from loadgen.statistics import median_ci
 
 RAY_SYSTEMS = ("eldr", "eldr-proxy", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
@@ -79,11 +68,14 @@ _NIXL = (
     "plain NIXL spins one core per engine, which the others share; -polled: the same servers with our "
     "connector module, which polls"
 )
+_MEDIANS = (
+    "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "latency_p50_ms", "requests_per_s",
+)  # fmt: skip
 _TIMEOUT_S = 60.0  # slower requests count as failed
 
 
 @contextmanager
-def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[dict[str, Send]]:
+def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[dict[str, client.Send]]:
     with local_ray(http_port=port, environment=QUIET if system == "eldr" else {}):
         from ray import serve
         from ray.serve.llm import build_pd_openai_app
@@ -98,19 +90,19 @@ def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[dict[s
         url = f"http://127.0.0.1:{port + 1 if system == 'eldr' else port}"
         if ours:
             wait_ready(url, 240)
-        yield {system: sender(url)}
+        yield {system: client.sender(url)}
 
 
 @contextmanager
 def _servers(
     systems: list[str], arguments: dict[str, Any], port: int, venv: Path | None
-) -> Iterator[dict[str, Send]]:
+) -> Iterator[dict[str, client.Send]]:
     """Run the systems that share the same plain vLLM servers."""
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         polled = "-polled" in systems[0]
         urls = stack.enter_context(vllm_servers(arguments, port=port + 1, logs=logs, our_connector=polled))
-        found: dict[str, Send] = {}
+        found: dict[str, client.Send] = {}
         for number, system in enumerate(systems):
             if system.startswith("no-router"):
                 found[system] = lambda http, body: _by_hand(http, urls, body)
@@ -121,30 +113,28 @@ def _servers(
             router = vllm_router(
                 venv, policy, number, ["--vllm-pd-disaggregation", *servers], port=port, logs=logs
             )
-            found[system] = sender(stack.enter_context(router))
+            found[system] = client.sender(stack.enter_context(router))
         yield found
 
 
-async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) -> client.Answer:
     """Send the prefill and the decode call directly to the engines."""
     start = time.perf_counter()
-    first = body | {
-        "max_tokens": 1,
-        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
-    }
+    remote = {"do_remote_decode": True, "do_remote_prefill": False}
+    first = body | {"max_tokens": 1, "kv_transfer_params": remote}
     headers = {"X-Request-Id": uuid.uuid4().hex}
     try:
         async with http.post(f"{urls['prefill'][0]}/v1/completions", json=first, headers=headers) as response:
             if response.status != 200:
-                return Answer(start, time.perf_counter(), error=f"prefill: HTTP {response.status}")
+                return client.Answer(start, time.perf_counter(), error=f"prefill: HTTP {response.status}")
             params = (await response.json())["kv_transfer_params"]
     except (aiohttp.ClientError, OSError) as error:
-        return Answer(start, time.perf_counter(), error=f"prefill: {type(error).__name__}")
-    return await complete(http, urls["decode"][0], body | {"kv_transfer_params": params}, start)
+        return client.Answer(start, time.perf_counter(), error=f"prefill: {type(error).__name__}")
+    return await client.complete(http, urls["decode"][0], body | {"kv_transfer_params": params}, start)
 
 
 async def _trial(
-    send: Send, loads: list[int], per_load: int, work: list[dict[str, Any]], warm_up: int
+    send: client.Send, loads: list[int], per_load: int, work: list[dict[str, Any]], warm_up: int
 ) -> dict[str, Any]:
     """Return a row for each load, from answers that end after `warm_up` others while the loop continues.
 
@@ -153,27 +143,26 @@ async def _trial(
     found = {}
     spent: list[Counter[str]]  # when the first that counts begins, and when the last ends
 
-    async def sent(number: int, last: int) -> Answer:
+    async def sent(number: int, last: int) -> client.Answer:
         answer = await send(http, work[number % len(work)])
         ended.append(number)
         if len(ended) in (warm_up, last):
             spent.append(cpu_s())
         return answer
 
-    async with session(_TIMEOUT_S) as http:
+    async with client.session(_TIMEOUT_S) as http:
         for in_flight in loads:
             requests = per_load * min(in_flight, 4)
             spent, ended = [], list[int]()
-            answers = await closed_loop(
-                partial(sent, last=warm_up + requests),
-                requests=warm_up + requests + in_flight,
-                in_flight=in_flight,
+            last = warm_up + requests
+            answers = await client.closed_loop(
+                partial(sent, last=last), requests=last + in_flight, in_flight=in_flight
             )
             answers.sort(key=lambda answer: answer.end)
-            counted = answers[warm_up : warm_up + requests]
-            row = summary(counted, answers[warm_up - 1].end)
+            counted = answers[warm_up:last]
+            row = client.summary(counted, answers[warm_up - 1].end)
             cpu = {part: 1000 * (s - spent[0][part]) / requests for part, s in spent[1].items()}
-            found[str(in_flight)] = row | {"errors": errors(counted), "cpu_ms": cpu}
+            found[str(in_flight)] = row | {"errors": client.errors(counted), "cpu_ms": cpu}
     return found
 
 
@@ -186,10 +175,7 @@ def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"system": system, "in_flight": int(in_flight), "blocks": len(measured)}
             for name in ("requests", "failures"):
                 row[name] = sum(m[name] for m in measured)
-            for name in (
-                "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "latency_p50_ms",
-                "requests_per_s",
-            ):  # fmt: skip
+            for name in _MEDIANS:
                 row[name] = float(np.median([m[name] for m in measured]))
             for part in sorted({part for m in measured for part in m["cpu_ms"]}):
                 row[f"{part}_cpu_ms"] = float(np.median([m["cpu_ms"].get(part, 0.0) for m in measured]))
@@ -206,23 +192,20 @@ def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, f
         loads = [trial["loads"] for trial in trials if trial["system"] == name]
         return [found[load][column] for found in loads if load in found]
 
-    found: dict[str, Interval] = {}
-    for other in dict.fromkeys(trial["system"] for trial in trials):
-        if other == system:
-            continue
+    def compare(key: str, column: str, change: Callable[[float, float], float]) -> dict[str, float]:
+        pairs = zip(of(system, column), of(other, column), strict=False)
+        interval = median_ci([change(*pair) for pair in pairs])
+        return dict(zip((key, f"{key}_low", f"{key}_high"), interval, strict=True))
+
+    found: dict[str, float] = {}
+    for other in dict.fromkeys(trial["system"] for trial in trials if trial["system"] != system):
         name = re.sub(r"\W", "_", other)
         if other.startswith("vllm-router"):
             for column, short in (("requests_per_s", "requests_per_s"), ("tpot_p50_ms", "tpot")):
-                pairs = list(zip(of(system, column), of(other, column), strict=False))
-                found[f"{short}_over_{name}_pct"] = median_ci([100 * (a / b - 1) for a, b in pairs])
+                found |= compare(f"{short}_over_{name}_pct", column, lambda a, b: 100 * (a / b - 1))
         elif other.startswith("no-router"):
-            pairs = list(zip(of(system, "ttft_p50_ms"), of(other, "ttft_p50_ms"), strict=False))
-            found[f"ttft_beyond_{name}_ms"] = median_ci([a - b for a, b in pairs])
-    return {
-        f"{name}{suffix}": value
-        for name, interval in found.items()
-        for suffix, value in zip(("", "_low", "_high"), interval, strict=True)
-    }
+            found |= compare(f"ttft_beyond_{name}_ms", "ttft_p50_ms", lambda a, b: a - b)
+    return found
 
 
 Turns = Annotated[
@@ -263,7 +246,7 @@ def peers(
 ) -> None:
     """Compare TTFT, TPOT and throughput of this package with peers on equal engines."""
     unwind_on_sigterm()
-    allow_open_files(8192)
+    client.allow_open_files(8192)
     chosen = _chosen(systems, vllm_router_venv, router_policies)
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval, decode_replicas)
     asked = bodies(
@@ -301,8 +284,8 @@ def peers(
 
 def _measure_round(
     groups: list[list[str]], turns: int, order: random.Random,
-    start: Callable[[list[list[str]]], AbstractContextManager[dict[str, Send]]],
-    trial: Callable[[Send], Coroutine[Any, Any, dict[str, Any]]],
+    start: Callable[[list[list[str]]], AbstractContextManager[dict[str, client.Send]]],
+    trial: Callable[[client.Send], Coroutine[Any, Any, dict[str, Any]]],
     keep: Callable[[str, dict[str, Any]], None],
 ) -> None:  # fmt: skip
     """Start each group alone, or all of them together if their systems take turns; keep each trial."""
@@ -330,10 +313,10 @@ def _groups(systems: list[str], turns: int) -> list[list[str]]:
 @contextmanager
 def _up(
     groups: list[list[str]], arguments: dict[str, Any], port: int, venv: Path | None
-) -> Iterator[dict[str, Send]]:
-    """Run the groups of systems; yield each system's sender."""
+) -> Iterator[dict[str, client.Send]]:
+    """Run the groups of systems; yield each system's client.sender."""
     with ExitStack() as stack:
-        sends: dict[str, Send] = {}
+        sends: dict[str, client.Send] = {}
         for group in groups:
             if group[0] in RAY_SYSTEMS:
                 sends |= stack.enter_context(_serve(group[0], arguments, port))

@@ -21,6 +21,7 @@ import psutil
 import typer
 import yaml
 
+from benchmarks.lib import options
 from benchmarks.lib.cluster import ROOT, unwind_on_sigterm, wait_ready
 from eldr_serve.command_errors import BadInput, run
 from loadgen.results import publish
@@ -82,7 +83,7 @@ def ray_up(
     requests: Annotated[int, typer.Option(min=4, help="Prompts of the calibration job.")] = 60,
     run_time_s: Annotated[int, typer.Option(min=5, help="Load by locust, s.")] = 30,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run nothing.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Result, JSON. Default: benchmarks/results.")] = None,
+    out: options.Out = None,
 ) -> None:
     """Start a cluster on this machine, deploy, calibrate, refit, load, and stop it without residue."""
     between = steps(requests, run_time_s)

@@ -136,19 +136,17 @@ def _measure(
             places.append(ray.get(caller.place.remote(calls, in_flight)))
             added.append(float(np.median(places[-1]) - np.median(bares[-1])))
         middle, low, high = median_ci(added)
-        all_bare, all_places = np.concatenate(bares), np.concatenate(places)
-        rows.append(
-            {
-                "workers": workers, "in_flight": in_flight, "bare_p50_ms": 1000 * float(np.median(all_bare)),
-                "bare_p99_ms": 1000 * float(np.quantile(all_bare, 0.99)),
-                "place_p50_ms": 1000 * float(np.median(all_places)),
-                "place_p99_ms": 1000 * float(np.quantile(all_places, 0.99)), "added_p50_ms": 1000 * middle,
-                "added_p50_low_ms": 1000 * low, "added_p50_high_ms": 1000 * high,
-                "of_it_scoring_p50_ms": 1000 * float(np.median(score)),
-                "placements_per_s": float(np.median(rates)),
-                "placed_by_own_load": ray.get(caller.own_load.remote()),
-            }
-        )  # fmt: skip
+        row: dict[str, Any] = {"workers": workers, "in_flight": in_flight}
+        for name, taken in (("bare", np.concatenate(bares)), ("place", np.concatenate(places))):
+            row |= {f"{name}_p{q}_ms": 1000 * float(np.percentile(taken, q)) for q in (50, 99)}
+        row |= {
+            "added_p50_ms": 1000 * middle,
+            "added_p50_low_ms": 1000 * low,
+            "added_p50_high_ms": 1000 * high,
+        }
+        row |= {"of_it_scoring_p50_ms": 1000 * float(np.median(score))}
+        row |= {"placements_per_s": float(np.median(rates))}
+        rows.append(row | {"placed_by_own_load": ray.get(caller.own_load.remote())})
     for actor in (caller, bare, ray.get_actor(name, namespace="eldr")):
         ray.kill(actor)
     return rows

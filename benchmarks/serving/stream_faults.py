@@ -116,6 +116,7 @@ def _measure(
         ended = time.perf_counter()
         held: dict[str, Any] = {}
         while time.perf_counter() - ended < _SETTLE_S:
+            held = {}
             with suppress(httpx.TransportError, ValueError):
                 held = httpx.get(f"{url}/eldr/status", timeout=30).json().get("ingress", {})
             back = all(len(_processes(role)) >= number for role, number in there.items())

@@ -77,12 +77,10 @@ def _measure(
             }
             offered_s = ramp_s + prefill_s + (tokens - 1) * gap_ms / 1000
             status = httpx.get(f"{url}/eldr/status", timeout=30).json()
-            row = {"way": way, "streams": count, "tokens": tokens, "gap_ms": gap_ms}
+            row: dict[str, Any] = {"way": way, "streams": count, "tokens": tokens, "gap_ms": gap_ms}
             row |= {"most_open": most_open(answers), **summary(answers)}
-            row |= {
-                "offered_tokens_per_s": count * tokens / offered_s,
-                "server_us_per_token": sum(us.values()),
-            }
+            row["offered_tokens_per_s"] = count * tokens / offered_s
+            row["server_us_per_token"] = sum(us.values())
             row |= {f"{name}_us_per_token": us.get(name, 0.0) for name in _PARTS}
             row |= {"idle_pct": 100 * sum(idle.values()), "leases_left": status["ingress"]["leases"]}
             rows.append(row | {"errors": errors(answers)})

@@ -178,10 +178,8 @@ def whole_replicas(
     records = read_trace(trace) if trace else []
     if not all(found.hash_ids for found in records):
         raise BadInput(f"{trace} names no prefix blocks; give Mooncake's conversation trace")
-    if calibration is None:
-        observed = captured(prompts, work, requests=2400, seed=seed).trace
-    else:
-        observed = CalibrationTrace.load(calibration)
+    observed = CalibrationTrace.load(calibration) if calibration else None
+    observed = observed or captured(prompts, work, requests=2400, seed=seed).trace
     predictor, fitted_on = _predictor(observed, seed)
     asked = [p for p in read_prompts([prompts]) if p.id not in fitted_on]
     asked = no_longer_than(balanced_sample(asked, 2000, seed), max_prompt_tokens, chat=False)
@@ -233,16 +231,25 @@ class _Rounds:
             for side, (chosen, _) in opened.items():
                 self._burn_in(chosen("round-robin" if side == "eldr" else self.names[side][0]), order)
             bar = up.enter_context(progress_bar())
-            sizes = {"in_flight": self.in_flight, "warm_up": self.warm_up, "requests": self.requests}
             for load, system in bar.track(cases, description=f"round {number + 1}"):
                 # Requests depend on round and workload; only the text at their beginning is the trial's own.
                 tag, text = f"{order.getrandbits(32):08x}", f"{self.seed}/{number}/{load}"
-                chains = _chains(load, self.prompts, self.records, self.answers, text, tag, sizes)
+                chains = self._chains(load, random.Random(text), tag)
                 side, _, name = system.partition("/")
                 chosen, totals = opened[side]
                 send, before = chosen(name), totals()
-                found = asyncio.run(_trial(send, chains, **sizes)) | means(before, totals())
-                keep(f"{number}/{load}/{system}", found)
+                trial = _trial(
+                    send, chains, in_flight=self.in_flight, warm_up=self.warm_up, requests=self.requests
+                )
+                keep(f"{number}/{load}/{system}", asyncio.run(trial) | means(before, totals()))
+
+    def _chains(self, load: str, rng: random.Random, tag: str) -> Chains:
+        """Return as many chains of a workload as a trial can need."""
+        most = self.warm_up + self.requests + 4 * self.in_flight
+        if load == "sessions":
+            return sessions(self.records, self.prompts, self.answers, rng, tag=tag, count=most)
+        make = many_domains if load == "many domains" else system_prompts
+        return make(self.prompts, self.answers, rng, tag=tag, count=most)
 
     def _burn_in(self, send: Send, order: random.Random) -> None:
         """Send load that does not count."""
@@ -287,8 +294,8 @@ def _publish(
     even = at_mean_speed(trials, clock)
     table = [
         {"clock": name, **row}
-        for name, told in (("wall", trials), ("even", even))
-        for row in rows(told, systems, workloads)
+        for name, by_clock in (("wall", trials), ("even", even))
+        for row in rows(by_clock, systems, workloads)
     ]
     slow = {key: {name: found[name] for name in ("slow", "slow_cpu")} for key, found in even.items()}
     publish(
@@ -298,18 +305,6 @@ def _publish(
         notes="closed loop, greedy; two sets of four whole engines, of which one has requests at a time, "
         "share the cores with client and serving layer; cpu_ms includes the idle cost of both sets",
     )  # fmt: skip
-
-
-def _chains(
-    load: str, prompts: list[Prompt], records: list[Any], answers: range, seed: str, tag: str,
-    sizes: dict[str, int],
-) -> Chains:  # fmt: skip
-    """Return as many chains of a workload as a trial can need."""
-    rng, most = random.Random(seed), sizes["warm_up"] + sizes["requests"] + 4 * sizes["in_flight"]
-    if load == "sessions":
-        return sessions(records, prompts, answers, rng, tag=tag, count=most)
-    make = many_domains if load == "many domains" else system_prompts
-    return make(prompts, answers, rng, tag=tag, count=most)
 
 
 if __name__ == "__main__":

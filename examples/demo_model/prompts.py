@@ -1,6 +1,6 @@
 """Write held-out questions of the corpus as a workload: the default load of the demo and the tests.
 
-python -m demo_model.prompts --corpus out/corpus --out demo_model/prompts
+python -m examples.demo_model.prompts --corpus out/corpus --out examples/demo_model/prompts
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _QUESTION = re.compile(r"<\|user\|>(.*?)\s*<\|assistant\|>", re.DOTALL)
 
 
 def prompts(
-    corpus: Annotated[Path, typer.Option(help="Folder written by demo_model.corpus.")],
-    out: Annotated[Path, typer.Option(help="Folder for one JSONL file a domain.")],
-    limit: Annotated[int, typer.Option(min=1, help="Maximum questions a domain.")] = 80,
+    corpus: Annotated[Path, typer.Option(help="Folder written by examples.demo_model.corpus.")],
+    out: Annotated[Path, typer.Option(help="Folder for one JSONL file per domain.")],
+    limit: Annotated[int, typer.Option(min=1, help="Maximum questions per domain.")] = 80,
     longest: Annotated[int, typer.Option(min=20, help="Maximum characters of a question.")] = 700,
 ) -> None:
     """Write questions of another seed than training used; some are equal by chance (model card)."""
     from transformers import AutoTokenizer
 
     if not (corpus / "tokenizer").is_dir():
-        raise BadInput(f"{corpus} has no corpus; make it with demo_model.corpus")
+        raise BadInput(f"{corpus} has no corpus; make it with examples.demo_model.corpus")
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     out.mkdir(parents=True, exist_ok=True)
     for domain in DOMAINS:

@@ -60,6 +60,11 @@ class Figure:
     plot: Plot | None = None
 
 
+def own_figure(title: str, run: Callable[[Options], Rows], plot: Plot) -> Figure:
+    """Return a figure that is not in the papers."""
+    return Figure(title, "not in the papers", run, plot)
+
+
 def steps(cases: Iterable[Case]) -> Iterator[Case]:
     """Yield the cases under a progress bar that shows the current one."""
     known = list(cases)

@@ -24,6 +24,7 @@ from benchmarks.papers.figures.common import (
     each_seed,
     line_plot,
     mean,
+    own_figure,
 )
 from eldr_serve.command_errors import BadInput
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -250,6 +251,7 @@ def _against(rows: Rows, key: str, reference: str, columns: Sequence[str]) -> Ro
     return rows
 
 
+_CHANGES = bar_plot("case", "after_tpot_p50_change_pct")
 FIGURES = {
     "rates": Figure(
         "TPOT and TTFT against rate at 8P16D (Figures 11, 12, 13)",
@@ -270,16 +272,8 @@ FIGURES = {
         "locality-band against round-robin: median about -13 %, p99 -5 %, with the cache and without",
         prefix_cache,
     ),
-    "drift": Figure(
-        "The mix of domains changes in mid-run, with and without a refit",
-        "not in the paper",
-        drift,
-        bar_plot("case", "after_tpot_p50_change_pct"),
+    "drift": own_figure("The mix of domains changes in mid-run, with and without a refit", drift, _CHANGES),
+    "scaling": own_figure(
+        "Decode workers come and go in mid-run, with and without a refit", scaling, _CHANGES
     ),
-    "scaling": Figure(
-        "Decode workers come and go in mid-run, with and without a refit",
-        "not in the paper",
-        scaling,
-        bar_plot("case", "after_tpot_p50_change_pct"),
-    ),
-}
+}  # fmt: skip

@@ -68,8 +68,7 @@ class Fit:
 
     def hosts(self, rank: Ints) -> Bools:
         """Return bool[L, E, G] with one rank per expert."""
-        hosts: Bools = rank[..., None] == np.arange(self.topology.ranks)
-        return hosts
+        return np.asarray(rank[..., None] == np.arange(self.topology.ranks))
 
     def replicated(self, rank: Ints, replicas: int | None) -> Bools:
         """Return bool[L, E, G] with the replicas of section 4.2; `replicas` None: dynamic."""

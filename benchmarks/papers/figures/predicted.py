@@ -16,13 +16,13 @@ import numpy as np
 
 from benchmarks.lib.active_experts import active_experts
 from benchmarks.papers.figures.common import (
-    Figure,
     Options,
     Rows,
     bar_plot,
     change_pct,
     each_seed,
     over_seeds,
+    own_figure,
 )
 from benchmarks.papers.figures.eldr import BALANCERS, COST
 from benchmarks.papers.figures.predicted_signatures import (
@@ -99,12 +99,14 @@ def placement(options: Options) -> Rows:
     def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, float]]:
         group, workers = case
         _, test = fit_and_test(trace, group, max(SIZES), seed)
-        told = {"true prefill": trace.prefill_counts.astype(np.float32)}
-        told["true decode"] = as_counts(trace, trace.decode_probability)
+        variants = {"true prefill": trace.prefill_counts.astype(np.float32)}
+        variants["true decode"] = as_counts(trace, trace.decode_probability)
         for size in SIZES:
             fit, _ = fit_and_test(trace, group, size, seed)
-            told[f"predicted, {size} prompts"] = predicted_counts(trace, fitted_predictor(trace, fit), test)
-        return _placed(trace, told, test, workers, options, seed)
+            variants[f"predicted, {size} prompts"] = predicted_counts(
+                trace, fitted_predictor(trace, fit), test
+            )
+        return _placed(trace, variants, test, workers, options, seed)
 
     return _gains(options, [(group, k) for group in GROUPS for k in WORKERS], run)
 
@@ -122,12 +124,12 @@ def held_out(options: Options) -> Rows:
             rest = np.random.default_rng(seed).permutation(np.setdiff1d(among, part))[:USUAL]
             mine = np.intersect1d(part, test)
             strange[mine] = predicted_counts(trace, fitted_predictor(trace, rest), mine)[mine]
-        told = {
+        variants = {
             "true prefill": trace.prefill_counts.astype(np.float32),
             "predicted, own domain seen": predicted_counts(trace, fitted_predictor(trace, fit), test),
             "predicted, own domain not seen": strange,
         }
-        return _placed(trace, told, test, workers, options, seed)
+        return _placed(trace, variants, test, workers, options, seed)
 
     return _gains(options, list(product(("language", "task"), WORKERS)), run)
 
@@ -144,13 +146,13 @@ def shift(options: Options) -> Rows:
         before, after = (rng.permutation(np.concatenate([parts[n] for n in half])) for half in halves)
         fit, stream = before[:USUAL], np.concatenate([before[USUAL:][:LEARNT], after[:LEARNT]])
         predictor = fitted_predictor(trace, fit)
-        told = {"true prefill": trace.prefill_counts.astype(np.float32)}
-        told["frozen"] = predicted_counts(trace, predictor, stream)
-        told["online"] = online_counts(trace, predictor, stream)
-        told["mean of recent prompts"] = recent_mean_counts(trace, predictor, stream)
+        variants = {"true prefill": trace.prefill_counts.astype(np.float32)}
+        variants["frozen"] = predicted_counts(trace, predictor, stream)
+        variants["online"] = online_counts(trace, predictor, stream)
+        variants["mean of recent prompts"] = recent_mean_counts(trace, predictor, stream)
         changed = len(before[USUAL:][:LEARNT])
-        found = _placed(trace, told, stream, 8, options, seed, in_order=True, since=changed)
-        for name, counts in told.items():
+        found = _placed(trace, variants, stream, 8, options, seed, in_order=True, since=changed)
+        for name, counts in variants.items():
             for part, (start, end) in {
                 "before": (0, changed), "first_100": (changed, changed + 100),
                 "later": (changed + LEARNT // 2, len(stream)),
@@ -158,7 +160,7 @@ def shift(options: Options) -> Rows:
                 there = stream[start:end]
                 frequency, truth, mean = (
                     frequencies_of(trace, c, there)
-                    for c in (counts, trace.prefill_counts, told["mean of recent prompts"])
+                    for c in (counts, trace.prefill_counts, variants["mean of recent prompts"])
                 )
                 found[name][f"{part}_cosine"] = agreement(frequency, truth, mean)["cosine"]
         return found
@@ -181,14 +183,14 @@ def gptoss(options: Options) -> Rows:
             rest = np.setdiff1d(everyone, part)
             predicted[part] = chi_square_ridge(prompts[rest], prompts[part])
             means[part] = decode[rest].mean(axis=0)
-        told: dict[str, Floats] = {
+        variants: dict[str, Floats] = {
             "true prefill": prompts.frequencies,
             "true decode": decode,
             "predicted, four fifths": np.maximum(predicted, 0),
         }
-        counts = {name: as_counts(trace, frequency) for name, frequency in told.items()}
+        counts = {name: as_counts(trace, frequency) for name, frequency in variants.items()}
         found = _placed(trace, counts, everyone, case[1], options, seed)
-        for name, frequency in told.items():
+        for name, frequency in variants.items():
             found[name]["cosine"] = agreement(frequency, decode, means)["cosine"]
         return found
 
@@ -230,7 +232,7 @@ def _cluster_experts_pct(
 
 def _placed(
     trace: CalibrationTrace,
-    told: dict[str, Counts], members: Index, workers: int, options: Options, seed: int, *,
+    variants: dict[str, Counts], members: Index, workers: int, options: Options, seed: int, *,
     in_order: bool = False, since: int = 0,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Return TPOT under each balancer, and under `marginal-cost` with each of the given signatures.
@@ -259,7 +261,7 @@ def _placed(
         return {f"tpot_p{q}_ms": 1e3 * float(np.nanpercentile(times, q)) for q in (50, 99)}
 
     found = {name: tpot(name, experts) for name in BALANCERS}
-    return found | {name: tpot("marginal-cost", replace(experts, counts=c)) for name, c in told.items()}
+    return found | {name: tpot("marginal-cost", replace(experts, counts=c)) for name, c in variants.items()}
 
 
 def _gains(options: Options, cases: Sequence[tuple[Any, ...]], run: Any) -> Rows:
@@ -298,36 +300,19 @@ def _best(found: dict[str, dict[str, float]], q: int) -> float:
     return min(found[name][f"tpot_p{q}_ms"] for name in BALANCERS)
 
 
-_NOT_IN_PAPERS = "not in the papers"
+_PLOT = bar_plot("{workers} workers: {signature}", "p50_change_pct")
 FIGURES = {
-    "methods": Figure(
+    "methods": own_figure(
         "Prompts' experts predicted from their tokens: cosines and distinct experts, by method and prompts",
-        _NOT_IN_PAPERS,
-        methods,
-        bar_plot("{method}, {prompts}", "decode_cosine"),
+        methods, bar_plot("{method}, {prompts}", "decode_cosine"),
     ),
-    "placement": Figure(
-        "TPOT of marginal-cost by true and by predicted signatures, by calibration prompts",
-        _NOT_IN_PAPERS,
-        placement,
-        bar_plot("{workers} workers: {signature}", "p50_change_pct"),
+    "placement": own_figure(
+        "TPOT of marginal-cost by true and by predicted signatures, by calibration prompts", placement, _PLOT
     ),
-    "held-out": Figure(
-        "The same for domains that the fit did not see",
-        _NOT_IN_PAPERS,
-        held_out,
-        bar_plot("{workers} workers: {signature}", "p50_change_pct"),
-    ),
-    "shift": Figure(
+    "held-out": own_figure("The same for domains that the fit did not see", held_out, _PLOT),
+    "shift": own_figure(
         "Domains change in mid-run to ones that the fit never saw, with and without online learning",
-        _NOT_IN_PAPERS,
-        shift,
-        bar_plot("signature", "later_cosine"),
+        shift, bar_plot("signature", "later_cosine"),
     ),
-    "gptoss": Figure(
-        "GPT-OSS-20B: decode experts predicted from the prompts' text",
-        _NOT_IN_PAPERS,
-        gptoss,
-        bar_plot("{workers} workers: {signature}", "p50_change_pct"),
-    ),
-}
+    "gptoss": own_figure("GPT-OSS-20B: decode experts predicted from the prompts' text", gptoss, _PLOT),
+}  # fmt: skip

@@ -118,8 +118,7 @@ def online_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream
 def as_counts(trace: CalibrationTrace, frequencies: NDArray[Any]) -> Counts:
     """Return counts float32[N, L, E] of prompts with these frequencies per token [N, L*E]."""
     shape = trace.prefill_counts.shape
-    counts: Counts = (frequencies.reshape(shape) * trace.prompt_tokens[:, None, None]).astype(np.float32)
-    return counts
+    return np.asarray((frequencies.reshape(shape) * trace.prompt_tokens[:, None, None]).astype(np.float32))
 
 
 def decode_frequencies(trace: CalibrationTrace) -> Floats:
@@ -129,5 +128,4 @@ def decode_frequencies(trace: CalibrationTrace) -> Floats:
 
 def frequencies_of(trace: CalibrationTrace, counts: NDArray[Any], members: Index) -> Floats:
     """Return float64[n, L*E], the members' counts per token."""
-    found: Floats = counts[members].reshape(len(members), -1) / trace.prompt_tokens[members, None]
-    return found
+    return np.asarray(counts[members].reshape(len(members), -1) / trace.prompt_tokens[members, None])

@@ -20,7 +20,7 @@ from eldr_serve.command_errors import BadInput
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.placement import Topology, hosts_of
 from offline.placement.alignment import aligned
-from offline.placement.cost import LayerCost
+from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.director import director_placement, placed_work
 from offline.placement.forecast import decode_correction, expected_workload
 from offline.scenario import observed, routes_of
@@ -52,11 +52,6 @@ CLUSTERS = {
 }
 
 
-def cluster_of(ranks: int) -> Topology:
-    """Return a topology with 8 GPUs per node, as in the paper."""
-    return Topology(ranks=ranks, nodes=max(1, ranks // 8))
-
-
 @dataclass(frozen=True)
 class Batch:
     """Requests that decode together."""
@@ -67,8 +62,7 @@ class Batch:
     @property
     def workload(self) -> NDArray[np.float64]:
         """Return [L, G, E] tokens of a step, on average."""
-        mean: NDArray[np.float64] = self.tokens.mean(axis=0, dtype=np.float64)
-        return mean
+        return np.asarray(self.tokens.mean(axis=0, dtype=np.float64))
 
 
 Forecast = Callable[[Batch], NDArray[np.float64]]
@@ -135,13 +129,8 @@ def counted_forecast(counts: NDArray[np.generic], tokens: NDArray[np.generic]) -
 
     def forecast(batch: Batch) -> NDArray[np.float64]:
         ranks = batch.tokens.shape[2]
-        return np.stack(
-            [
-                expected_workload(counts[mine], tokens[mine], 1)
-                for mine in (batch.requests[rank::ranks] for rank in range(ranks))
-            ],
-            axis=1,
-        )
+        by_rank = [batch.requests[rank::ranks] for rank in range(ranks)]
+        return np.stack([expected_workload(counts[own], tokens[own], 1) for own in by_rank], axis=1)
 
     return forecast
 
@@ -158,7 +147,8 @@ class Cluster:
     @classmethod
     def of(cls, name: str, ranks: int, experts: int) -> Cluster:
         """Return one of CLUSTERS with one spare slot per rank."""
-        return cls(cluster_of(ranks), *CLUSTERS[name], -(-experts // ranks) + 1)
+        topology = Topology(ranks=ranks, nodes=max(1, ranks // 8))
+        return cls(topology, *CLUSTERS[name], -(-experts // ranks) + 1)
 
     def place(
         self, workload: NDArray[np.float64], start: NDArray[np.int64] | None = None
@@ -181,17 +171,17 @@ class Cluster:
 
     def step_s(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return float[..., L], s, for tokens[..., L, G, E]."""
-        hosts = hosts_of(placement, tokens.shape[-1], self.topology.ranks)
-        work = placed_work(tokens, hosts, topology=self.topology, token_bytes=TOKEN_BYTES)
-        return self.cost.layer_s(work)
+        return self.cost.layer_s(self._work(tokens, placement))
 
     def windows_s(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return float[L], s: the mean rank's computation in each layer, while no all-to-all runs."""
-        hosts = hosts_of(placement, tokens.shape[-1], self.topology.ranks)
-        work = placed_work(tokens, hosts, topology=self.topology, token_bytes=TOKEN_BYTES)
+        work = self._work(tokens, placement)
         idle = replace(work, near_bytes=0 * work.near_bytes, far_bytes=0 * work.far_bytes)
-        mean: NDArray[np.float64] = self.cost.rank_s(idle).mean(axis=-1)
-        return mean
+        return np.asarray(self.cost.rank_s(idle).mean(axis=-1))
+
+    def _work(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> LayerWork:
+        hosts = hosts_of(placement, tokens.shape[-1], self.topology.ranks)
+        return placed_work(tokens, hosts, topology=self.topology, token_bytes=TOKEN_BYTES)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.active_experts import active_experts
-from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, each_seed, mean
+from benchmarks.papers.figures.common import Options, Rows, bar_plot, each_seed, mean, own_figure
 from benchmarks.papers.figures.eldr import COST
 from benchmarks.papers.figures.traffic import Traffic
 from eldr_serve.experts.fitting.table import fit_table
@@ -94,10 +94,8 @@ def _requests(traffic: Traffic, experts: Experts, options: Options, load: float,
 
 
 FIGURES = {
-    "policies": Figure(
+    "policies": own_figure(
         "TPOT, throughput and imbalance of every policy, by load, with and without the step barrier",
-        "not in the papers",
-        policies,
-        bar_plot("policy", "tpot_p50_ms"),
+        policies, bar_plot("policy", "tpot_p50_ms"),
     )
-}
+}  # fmt: skip

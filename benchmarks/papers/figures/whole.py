@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from benchmarks.lib.active_experts import active_experts
 from benchmarks.papers.figures.common import (
-    Figure,
     Options,
     Rows,
     bar_plot,
@@ -36,6 +35,7 @@ from benchmarks.papers.figures.common import (
     each_seed,
     mean,
     over_seeds,
+    own_figure,
 )
 from benchmarks.papers.figures.eldr import BALANCERS, COST, PREFILL
 from benchmarks.papers.prefix_policies import LongestPrefix, SessionHash
@@ -236,10 +236,8 @@ def _at_load(requests: Requests, experts: Experts, cost: StepCost, workers: int)
 
 
 FIGURES = {
-    "policies": Figure(
+    "policies": own_figure(
         "Whole replicas: TPOT and TTFT by load, prefix and experts, for domains, sessions and system prompts",
-        "not in the papers",
-        policies,
-        bar_plot("{workers} workers: {policy}", "tpot_p50_change_pct"),
+        policies, bar_plot("{workers} workers: {policy}", "tpot_p50_change_pct"),
     )
-}
+}  # fmt: skip

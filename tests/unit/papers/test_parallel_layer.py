@@ -17,10 +17,8 @@ from benchmarks.papers.parallel_layer import (
     Products,
     Routing,
     all_replicas,
-    by_home,
     one_replica,
     top_k_gate,
-    torch_products,
     vllm_products,
 )
 from benchmarks.papers.replica_choice import route_even, route_optimal
@@ -49,7 +47,8 @@ def routing(name: str, hosts: np.ndarray) -> Routing:
         return all_replicas(hosts)
     if name == "home":  # the own rank if it holds the expert, else the first rank that does
         ranks = np.arange(hosts.shape[1])
-        return by_home(np.where(hosts.T, ranks[:, None], hosts.argmax(axis=1)))
+        nearest = np.where(hosts.T, ranks[:, None], hosts.argmax(axis=1))  # [home, expert]
+        return lambda experts, home: nearest[home[:, None], experts]
     choose = {"metro": MetroPlan.of(hosts).route, "optimal": lambda tokens: route_optimal(tokens, hosts)}
     return one_replica(choose[name], len(hosts))
 
@@ -68,6 +67,20 @@ def reference_output(x: Tensor) -> Tensor:
         gate, up = (w13[expert] @ x[token]).chunk(2)
         out[token] += weights[token, choice] * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
     return out
+
+
+def torch_products(w13: Tensor, w2: Tensor) -> Products:
+    """Compute experts one after the other with plain torch; w13 [S, 2I, H] (gate over up), w2 [S, H, I]."""
+
+    def products(rows: Tensor, slot: Tensor) -> Tensor:
+        out = torch.empty_like(rows)
+        for number in np.unique(slot.cpu().numpy()).tolist():
+            mine = slot == number
+            gate, up = (rows[mine] @ w13[number].T).chunk(2, -1)
+            out[mine] = (torch.nn.functional.silu(gate) * up) @ w2[number].T
+        return out
+
+    return products
 
 
 class Case(NamedTuple):
