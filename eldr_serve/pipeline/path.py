@@ -22,7 +22,7 @@ from eldr_serve.errors import Overloaded, Refused
 from eldr_serve.pipeline.decode_failure import DecodeFailed, record_failure
 from eldr_serve.pipeline.engines import Engines, HeldPrompt
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.prefill_step import Health, PrefillFailed, PrefillStep
+from eldr_serve.pipeline.prefill_step import PrefillFailed, PrefillStep
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.retry_turns import RetryTurns
@@ -31,6 +31,7 @@ from eldr_serve.pipeline.stages import Stages
 from eldr_serve.queues.prefill_queue import Ticket
 from eldr_serve.replicas.decode_turns import DecodeTurns
 from eldr_serve.replicas.measured_counts import METHOD, MeasuredCounts
+from eldr_serve.replicas.outliers import ReplicaHealth
 from eldr_serve.request import Request, max_new_tokens, needs_whole_engine, prompt_key
 from eldr_serve.router.client import RouterClient
 from eldr_serve.scheduling import Lease, PlacementRequest, PromptBlocks, prompt_blocks
@@ -62,7 +63,7 @@ class RequestPath:
         self._options = options
         self._tokens = tokens
         self._retries = RetryTurns(options)
-        self._health = Health(engines.decode, client)
+        self._health = ReplicaHealth(engines.decode, client.count)
         self._decode_turns = DecodeTurns(engines.decode)
         self._background: set[asyncio.Task[Any]] = set()
         self.stages = Stages()
@@ -71,7 +72,7 @@ class RequestPath:
             options=options,
             client=client,
             stages=self.stages,
-            health=self._health if engines.whole else Health(engines.prefill, client),
+            health=self._health if engines.whole else ReplicaHealth(engines.prefill, client.count),
             release=self._release_kv,
         )
 

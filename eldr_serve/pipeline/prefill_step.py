@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +18,10 @@ from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.stages import Stages
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 from eldr_serve.queues.rate import Rate
-from eldr_serve.replicas.fleet import Fleet
-from eldr_serve.replicas.outliers import Outliers
+from eldr_serve.replicas.outliers import ReplicaHealth
 from eldr_serve.request import needs_whole_engine, prompt_head
 from eldr_serve.router.client import RouterClient
 from eldr_serve.scheduling.prefill import choose_prefill
-
-logger = logging.getLogger(__name__)
 
 _ROOM_CHECK_S = 0.05
 _MEASURE_S = 1.0  # maximum wait for the first measurement before a request is refused
@@ -43,28 +39,6 @@ class PrefillFailed(Exception):  # noqa: N818
     """A prefill call has failed through no fault of the request."""
 
 
-class Health:
-    """Outlier ejection for the replicas of one fleet: replicas that fail repeatedly are set aside."""
-
-    def __init__(self, fleet: Fleet, client: RouterClient) -> None:
-        self._fleet = fleet
-        self._client = client
-        self._outliers = Outliers()
-        self.succeeded = self._outliers.succeeded
-
-    @property
-    def usable(self) -> list[str]:
-        """Return the live replicas that are not set aside."""
-        return self._outliers.usable(self._fleet.live)
-
-    def failed(self, replica: str, error: Exception) -> None:
-        """Count a failed call, unless the replica was merely full."""
-        full = isinstance(error, CallFailed) and error.status == 503
-        if not full and self._outliers.failed(replica):
-            logger.warning("replica %s fails repeatedly and is set aside for a while", replica)
-            self._client.count("set_aside")
-
-
 class PrefillStep:
     """Prefills prompts on the prefill deployment, or admits them if decode engines prefill themselves.
 
@@ -79,7 +53,7 @@ class PrefillStep:
         options: PathOptions,
         client: RouterClient,
         stages: Stages,
-        health: Health,
+        health: ReplicaHealth,
         release: Callable[[str, str], None],
     ) -> None:
         self._engines = engines
