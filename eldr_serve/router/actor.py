@@ -24,6 +24,7 @@ from eldr_serve.router.process_metrics import PERIOD_S, RouterMetrics
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import live_status, router_status
 from eldr_serve.scheduling import StepSums
 from eldr_serve.signatures.coordinator import RouterView
 
@@ -156,11 +157,11 @@ class DecodeRouter:
 
     async def status(self) -> dict[str, Any]:
         """Return the router's part of `GET /eldr/status`."""
-        return self._state.status() | self._pool.status() | self._loops()
+        return router_status(self._state) | self._pool.status() | self._loops()
 
     async def live(self) -> dict[str, Any]:
         """Return the router's part of `GET /eldr/live`."""
-        return self._state.live() | self._pool.status() | self._loops()
+        return live_status(self._state) | self._pool.status() | self._loops()
 
     def _loops(self) -> dict[str, Any]:
         return {"loops": {self._watch.role: self._watch.status()}}

@@ -21,7 +21,6 @@ from eldr_serve.router.comparison import Comparison
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.messages import OWN_LOAD, NamedPolicy, Report, Restore, Settings
 from eldr_serve.router.settings_check import SettingsCheck
-from eldr_serve.router.status import RouterStatus
 from eldr_serve.router.step_costs import StepCosts
 from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, StepSums
 
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 _RECENT = 1024
 
 
-class RouterState(RouterStatus):
+class RouterState:
     """Placement of prefilled requests on decode replicas, for several clients.
 
     Each decode replica has a position, and position i serves centroid i. The position of a lost replica
@@ -50,6 +49,12 @@ class RouterState(RouterStatus):
         on_leases: callback for new leases, of new and of queued requests.
         on_settings: callback for new settings; it precedes the leases that follow from them.
         recent: expert counts of recently placed prompts, for a refit.
+        settings: the live settings.
+        table: the live table.
+        clients: ids of the clients, also of lost ones until they are dropped.
+        positions: the replica in each position.
+        predictions: quality of each client's predictions, see OnlinePredictor.status.
+        earlier_failures: number of unusable predictions under earlier policies.
     """
 
     def __init__(
@@ -205,6 +210,16 @@ class RouterState(RouterStatus):
             self.placer.update_cost_model(self.costs.cost)
 
     # -- workers and clients ---------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of live decode replicas."""
+        return sum(replica is not None for replica in self.positions)
+
+    @property
+    def queue_size(self) -> int:
+        """Return the number of requests that wait for a worker."""
+        return len(self.placer.queue)
 
     def update_workers(self, replicas: Iterable[str]) -> None:
         """Set the live decode replicas. Leases of lost replicas stay until their clients release them."""

@@ -21,6 +21,7 @@ from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.messages import Counted, Place, Restore, decoder, encode
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Decision, Lease, Loads, PlacementRequest, QueuedPolicy, State
 
 
@@ -67,7 +68,7 @@ def client_lease(name: str, replica: str, client: str = "c", **fields: Any) -> L
 
 def loads(state: RouterState) -> dict[str, tuple[int, int]]:
     """Return the requests and KV tokens of each worker."""
-    return {w["replica"]: (w["in_flight"], w["kv_tokens"]) for w in state.status()["workers"]}
+    return {w["replica"]: (w["in_flight"], w["kv_tokens"]) for w in router_status(state)["workers"]}
 
 
 class _End(asyncio.Transport):

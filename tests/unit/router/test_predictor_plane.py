@@ -32,6 +32,7 @@ from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.router import settings_check
 from eldr_serve.router.messages import Report
 from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import MarginalCost, prompt_blocks
 from eldr_serve.scheduling.activation import levels_of
 
@@ -92,7 +93,7 @@ def levels(prompt_counts: np.ndarray, tokens: int) -> Any:
 def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays() -> None:
     state = router_state(table=None, policy="marginal-cost")
     state.expect_counts(L, E)
-    assert state.status()["predictor"] is None
+    assert router_status(state)["predictor"] is None
     live = state.swap_predictor(FILE, "t")
     assert (live.predictor, live.predictor_version) == (FILE, 1)
     for bad, tokenizer, message in (
@@ -140,11 +141,11 @@ def test_the_status_has_the_prediction_quality_of_connected_clients() -> None:
         prediction = {"on": on, "prompts": prompts, "cosine": gain, "gain": gain}
         state.report(client, Report(prediction=prediction))
     expected = {"version": 1, "clients": 2, "prompts": 40, "on": 1, "cosine": 0.25, "gain": 0.25}
-    assert state.status()["predictor"] == expected
+    assert router_status(state)["predictor"] == expected
     state.drop("b")
-    assert state.status()["predictor"]["clients"] == 1
+    assert router_status(state)["predictor"]["clients"] == 1
     state.swap_predictor(FILE, "t")
-    assert state.status()["predictor"] == {
+    assert router_status(state)["predictor"] == {
         "version": 2, "clients": 0, "prompts": 0, "on": 0, "cosine": 0.0, "gain": 0.0,
     }  # fmt: skip
 
@@ -223,7 +224,7 @@ async def test_measured_counts_reach_the_router_and_its_restart() -> None:
         assert actor.running["a"].request.prompt_tokens == 40
         assert client.scorer.predictor is not None
         assert client.scorer.predictor.prompts == 2
-        await wait_until(lambda: (actor.state.prediction or {})["prompts"] == 2)
+        await wait_until(lambda: (router_status(actor.state)["predictor"] or {})["prompts"] == 2)
         actor.alive = False
         client.release("first")
         await wait_until(lambda: client.router_away)
@@ -262,7 +263,7 @@ async def test_a_predictor_worse_than_the_mean_is_switched_off(caplog: pytest.Lo
         sent = actor.requests[-1]
         assert sent.signature_missing
         assert not sent.predicted
-        await wait_until(lambda: (actor.state.prediction or {})["on"] == 0)
+        await wait_until(lambda: (router_status(actor.state)["predictor"] or {})["on"] == 0)
 
 
 async def test_a_predictor_that_does_not_fit_is_dropped(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from tables import counts_for, request, unit_table
 from eldr_serve.errors import Overloaded, SwapRefused
 from eldr_serve.router.client import RouterClient
 from eldr_serve.router.messages import Answered
+from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Lease, State
 
 
@@ -61,7 +62,7 @@ async def test_concurrent_requests_are_placed_together(monkeypatch: pytest.Monke
     async with connected(actor, "r0", "r1", timeout_s=5.0) as client:
         await asyncio.gather(*(client.place(request(str(n)), counts_for(n % 2)) for n in range(100)))
         assert [number for number in batches if number] == [100]
-        assert actor.state.status()["leases"] == 100
+        assert router_status(actor.state)["leases"] == 100
         for n in range(100):
             client.progress(str(n), n)
             client.release(str(n))
