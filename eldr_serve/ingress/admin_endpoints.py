@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from eldr_serve.channel.actors import AWAY
 from eldr_serve.errors import BadRequest, Overloaded, SwapRefused, sentence
-from eldr_serve.ingress.admission import Gate, parse_json
+from eldr_serve.ingress.admission import Gate
+from eldr_serve.ingress.body import parse_json
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.prompt_tokens import PromptTokens

@@ -18,8 +18,9 @@ from eldr_serve.channel import CallFailed, ChannelLost
 from eldr_serve.dashboard import SELF_CONTAINED, live_page
 from eldr_serve.errors import Refused, sentence
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
-from eldr_serve.ingress.admission import Admission, refusal, refused_response
+from eldr_serve.ingress.admission import Admission
 from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
+from eldr_serve.ingress.responses import refusal, refused_response
 
 _GROUPS: dict[str, type] = {"openai": OpenAIEndpoints, "admin": AdminEndpoints}
 

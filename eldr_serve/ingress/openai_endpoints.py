@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from eldr_serve.engine.keys import STEERING_HEADERS
 from eldr_serve.errors import BadRequest, Overloaded, Refused, sentence
-from eldr_serve.ingress.admission import parse_json
+from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.limits.tenants import TokenReservation
 from eldr_serve.pipeline.path import RequestPath

@@ -22,7 +22,9 @@ from starlette.responses import Response
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import parse_request
 from eldr_serve.errors import Overloaded
-from eldr_serve.ingress.admission import Admission, Gate, IngressOptions, parse_json
+from eldr_serve.ingress.admission import Admission, Gate
+from eldr_serve.ingress.body import parse_json
+from eldr_serve.ingress.options import IngressOptions
 
 
 def chat(content: Any) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from ingress_app import COMPLETIONS, HELLO, KEY, TOKEN, running_app, stream_answ
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.errors import Overloaded
-from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.ingress.http_server import HttpServer
+from eldr_serve.ingress.options import IngressOptions
 
 HUGE_SLOTS = {"name": "balance-route", "parameters": {"slots": 2**62}}
 
