@@ -17,7 +17,7 @@ from eldr_serve.ingress.body import MIB, read_body
 from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.ingress.responses import refused_response
 from eldr_serve.limits.concurrency import ConcurrencyLimiter
-from eldr_serve.limits.keys import digest
+from eldr_serve.limits.keys import bearer_key, digest
 from eldr_serve.limits.tenants import Tenants, TokenReservation
 
 _MAX_ARTIFACT_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
@@ -59,8 +59,8 @@ class Gate:
 
     def is_operator(self, headers: Headers) -> bool:
         """Return whether the headers carry the admin key."""
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(digest(given), self._admin_key_sha256 or "")
+        given = bearer_key(headers.get("authorization", ""))
+        return given is not None and hmac.compare_digest(digest(given), self._admin_key_sha256 or "")
 
 
 class Admission:

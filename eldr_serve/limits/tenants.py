@@ -11,7 +11,7 @@ from pathlib import Path
 
 from eldr_serve.channel.actors import AWAY
 from eldr_serve.errors import RateLimited, Refused
-from eldr_serve.limits.keys import Keys, KeysError, Limits, digest, read_keys
+from eldr_serve.limits.keys import Keys, KeysError, Limits, bearer_key, digest, read_keys
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +158,8 @@ class Tenants:
         """Return the tenant for an Authorization header; raise Refused (401) if the key is unknown."""
         if self._path is None:
             return self._anyone
-        scheme, _, key = authorization.partition(" ")
-        owner = self._owners.get(digest(key)) if scheme.lower() == "bearer" else None
+        key = bearer_key(authorization)
+        owner = None if key is None else self._owners.get(digest(key))
         if owner is None:
             raise Refused("the key is missing or wrong: send Authorization: Bearer KEY", status=401)
         return self._tenants[owner]

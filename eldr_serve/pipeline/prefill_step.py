@@ -113,7 +113,7 @@ class PrefillStep:
             max_load_ratio=self._engines.max_load_ratio,
             attempt=context.passed_over,
         )
-        ticket = self.queues.enter(replica, tokens, context.key)
+        ticket = self.queues.enter(replica, tokens, context.retry_key)
         try:
             return await self._call(context, replica, ticket)
         finally:
@@ -168,11 +168,11 @@ class PrefillStep:
         """
         fields = context.request.fields
         if not fields.stream and needs_whole_engine(context.request.method, fields) is not None:
-            return self.queues.enter(None, 0.0, context.key)
+            return self.queues.enter(None, 0.0, context.retry_key)
         tokens = self._tokens(context)
         if (live := list(self._fleet.live)) and not context.is_retry:
             await self._join(context, tokens, lambda: live)
-        return self.queues.enter(None, tokens, context.key)
+        return self.queues.enter(None, tokens, context.retry_key)
 
     def computed(self, ticket: Ticket, tokens: int) -> None:
         """Record that the prefill of a prompt has ended."""
@@ -213,7 +213,7 @@ class PrefillStep:
             Overloaded: there are replicas, but none of their queues is short enough.
         """
         names = replicas()
-        found = self.queues.with_room(names, context.key)
+        found = self.queues.with_room(names, context.retry_key)
         if names and not found and not self.queues.is_measured(names):
             try:
                 async with asyncio.timeout(_MEASURE_S):
@@ -221,15 +221,15 @@ class PrefillStep:
             except TimeoutError:
                 pass
             names = replicas()
-            found = self.queues.with_room(names, context.key)
+            found = self.queues.with_room(names, context.retry_key)
         if names and not found:
             self._client.count("refused_prefill_backlog")
             wait_s, bound_s = min(map(self.queues.wait_s, names)), self._options.prefill_queue_s
             why = f"a prompt would wait {wait_s:.0f} s for its prefill; {bound_s:g} s are allowed"
-            raise self._overloaded(why, names, tokens, context.key)
+            raise self._overloaded(why, names, tokens, context.retry_key)
         return found
 
-    def _overloaded(self, why: str, replicas: list[str], tokens: float, key: int) -> Overloaded:
+    def _overloaded(self, why: str, replicas: list[str], tokens: float, key: bytes) -> Overloaded:
         return Overloaded(why, retry_after_s=self.queues.retry_s(replicas, tokens, key))
 
     async def _room(self, context: RequestContext, tokens: float) -> bool:
@@ -253,7 +253,7 @@ class PrefillStep:
                     if not reached:
                         raise Overloaded("no prefill replica can be reached")
                     why = "the KV caches of all prefill replicas are full"
-                    raise self._overloaded(why, list(self._fleet.live), tokens, context.key)
+                    raise self._overloaded(why, list(self._fleet.live), tokens, context.retry_key)
                 await asyncio.sleep(_ROOM_CHECK_S)
             return True
         finally:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -117,10 +119,12 @@ class RequestContext:
         """Return whether another engine can continue after the last token."""
         return 0 < 4 * self.tokens == len(self.ids)
 
-    @property
-    def key(self) -> int:
-        """Return a number by which a client's retry of the request is recognised."""
-        return hash(self.request.body)
+    @cached_property
+    def retry_key(self) -> bytes:
+        """Return a digest of tenant and body, by which a tenant's retry of the request is recognised."""
+        found = hashlib.blake2b(f"{self.request.tenant}\0".encode(), digest_size=16)
+        found.update(self.request.body)
+        return found.digest()
 
     @property
     def is_retry(self) -> bool:

@@ -7,7 +7,7 @@ throughput in tokens/s and reports it to the ingresses, with the number of token
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -263,7 +263,7 @@ class PrefillQueues:
 
     # -- admission ---------------------------------------------------------------------------------
 
-    def with_room(self, replicas: Sequence[str], key: int) -> list[str]:
+    def with_room(self, replicas: Sequence[str], key: Hashable) -> list[str]:
         """Return those of `replicas` whose predicted wait is within the bound.
 
         Args:
@@ -274,7 +274,7 @@ class PrefillQueues:
         bound_s = self._bound_s * (_OVERDRAFT if returns else 1.0)
         return [name for name in replicas if self._queue(name).takes(held / len(replicas), bound_s)]
 
-    def retry_s(self, replicas: Iterable[str], tokens: float, key: int) -> int:
+    def retry_s(self, replicas: Iterable[str], tokens: float, key: Hashable) -> int:
         """Reserve room for a request that is refused now; return after how many seconds it may retry.
 
         The prompts that other ingresses have accepted since the last report are unknown, so each is assumed
@@ -293,7 +293,7 @@ class PrefillQueues:
         most_s = min(MOST_S, _TRUST_S + _TRUST_FACTOR * measured_s)
         return max(1, math.ceil(self._retries.reserve(key, tokens, after_s, most_s)))
 
-    def enter(self, replica: str | None, tokens: float, key: int) -> Ticket:
+    def enter(self, replica: str | None, tokens: float, key: Hashable) -> Ticket:
         """Count an accepted prompt. The replica may be None until `assign` is called."""
         self._retries.claim(key)
         ticket = Ticket(tokens)

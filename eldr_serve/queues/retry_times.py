@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -18,7 +18,7 @@ _MOST = 10_000  # maximum number of reservations; further clients get the time o
 class _Reservation:
     due_s: float
     tokens: float
-    key: int
+    key: Hashable
 
 
 class RetryTimes:
@@ -45,7 +45,7 @@ class RetryTimes:
         self._expire()
         return sum(found.tokens for found in self._queue[: self._due()])
 
-    def reserve(self, key: int, tokens: float, after_s: float, most_s: float = MOST_S) -> float:
+    def reserve(self, key: Hashable, tokens: float, after_s: float, most_s: float = MOST_S) -> float:
         """Reserve room for `tokens` after `after_s`; return the Retry-After for the client, s.
 
         Args:
@@ -65,12 +65,12 @@ class RetryTimes:
         self._tokens += tokens
         return after_s
 
-    def is_due(self, key: int) -> bool:
+    def is_due(self, key: Hashable) -> bool:
         """Return whether this is a refused request that retries at its reserved time."""
         self._expire()
         return any(found.key == key for found in self._queue[: self._due()])
 
-    def claim(self, key: int) -> None:
+    def claim(self, key: Hashable) -> None:
         """Remove the reservation of an accepted request, if it is due."""
         for index, found in enumerate(self._queue[: self._due()]):
             if found.key == key:

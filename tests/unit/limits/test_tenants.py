@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from eldr_serve.cli import app
 from eldr_serve.errors import RateLimited, Refused
-from eldr_serve.limits.keys import Keys, KeysError, Limits, add_key, digest, read_keys, write_keys
+from eldr_serve.limits.keys import Keys, KeysError, Limits, add_key, bearer_key, digest, read_keys, write_keys
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Bucket, Tenant, Tenants, TokenReservation
 
@@ -112,6 +112,15 @@ def run_keys(*words: str, **options: Any) -> str:
     done = CliRunner().invoke(app, ["keys", *words, *given])
     assert done.exit_code == 0, done.output
     return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("authorization", "key"),
+    [("Bearer k", "k"), ("bearer k", "k"), ("BEARER a b", "a b"), ("Bearer ", ""), ("Bearer", "")]
+    + [(other, None) for other in ("", "k", "Basic k", "Bearerk")],
+)
+def test_a_key_needs_the_scheme_bearer_in_any_case(authorization: str, key: str | None) -> None:
+    assert bearer_key(authorization) == key
 
 
 def test_keys_are_reloaded_from_a_valid_file_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
