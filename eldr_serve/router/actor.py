@@ -97,7 +97,7 @@ class DecodeRouter:
         return self._state.settings
 
     async def expect_counts(self, num_layers: int, num_experts: int) -> None:
-        """Set the signature shape that engines report."""
+        """Set the shape [L, E] of the expert counts that engines report."""
         self._state.expect_counts(num_layers, num_experts)
 
     async def observe_steps(

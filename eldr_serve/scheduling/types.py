@@ -26,7 +26,7 @@ class PlacementRequest:
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
             caller has scored the counts, which it may then omit.
         prompt_key: equal for equal prompts.
-        signature_missing: there is neither usable counts nor a prediction.
+        counts_missing: there is neither usable counts nor a prediction.
         predicted: the counts are a prediction from the prompt's tokens.
         blocks: blocks of the prompt if the worker prefills it too; else None.
         exclude: workers that have just failed this request.
@@ -43,7 +43,7 @@ class PlacementRequest:
     similarity: NDArray[np.float32] | None = None
     prompt_key: str | None = None
     table_version: int = 0
-    signature_missing: bool = False
+    counts_missing: bool = False
     predicted: bool = False
     blocks: PromptBlocks | None = None
     exclude: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ class Decision:
         worker: index into the loads.
         band: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
-        reason: rule that decided; "no-signature", "no-table" or "bad-signature" if load decided instead.
+        reason: rule that decided; "no-counts", "no-table" or "bad-counts" if load decided instead.
         learnt: private data of the policy for its `on_assigned`.
     """
 

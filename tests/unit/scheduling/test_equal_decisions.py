@@ -84,7 +84,7 @@ class Traffic:
             expert_counts=counts.astype(np.uint16) if similarity is not None else None,
             domain=[None, "domain1", "domain2", "elsewhere"][rng.integers(4)],
             similarity=similarity, table_version=live.table_version,
-            signature_missing=similarity is None,
+            counts_missing=similarity is None,
             exclude=(self.replicas[0],) if rng.random() < 0.05 else (),
             prompt_key=f"k{rng.integers(20)}", may_wait=bool(rng.random() < 0.8),
         )  # fmt: skip
