@@ -126,7 +126,7 @@ ROUTER = _by_name(
         only="once a request was placed",
     ),
     Metric(
-        "eldr_band_size", HISTOGRAM, "workers", "number of candidates of the policy", ("policy",),
+        "eldr_candidates", HISTOGRAM, "workers", "number of candidates of the policy", ("policy",),
         (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), only="once a request was placed",
     ),
     Metric(

@@ -87,7 +87,7 @@ class Lease:
         client: client that sent the request.
         replica: name of the leased worker.
         position: the worker's position in the router; -1 if the router did not place the request.
-        band: number of candidate workers.
+        num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         best: the worker is the one most similar to the signature.
         since_s: in the router, time of entry into the decode queue, by its clock; in the client, end of the
@@ -101,7 +101,7 @@ class Lease:
     client: str = ""
     replica: str = ""
     position: int = -1
-    band: int = 0
+    num_candidates: int = 0
     similarity: float | None = None
     best: bool = False
     reason: str = ""
@@ -164,14 +164,14 @@ class Decision:
 
     Attributes:
         worker: index into the loads.
-        band: number of candidate workers.
+        num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         reason: rule that decided; "no-counts", "no-table" or "bad-counts" if load decided instead.
         learnt: private data of the policy for its `on_assigned`.
     """
 
     worker: int
-    band: int
+    num_candidates: int
     similarity: float | None
     reason: str
     learnt: Any = field(default=None, compare=False, repr=False)

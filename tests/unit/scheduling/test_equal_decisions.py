@@ -116,7 +116,9 @@ class Traffic:
         lease = replace(placed, request=request, since_s=0.0)
         self.waiting[client].pop(lease.request_id, None)
         self.held[client][lease.request_id] = lease
-        self.placed.append([lease.request_id, lease.replica, lease.band, lease.reason, bool(lease.best)])
+        self.placed.append(
+            [lease.request_id, lease.replica, lease.num_candidates, lease.reason, bool(lease.best)]
+        )
 
     def run(self, steps: int) -> list[list[Any]]:
         for step in range(steps):

@@ -76,7 +76,7 @@ def test_the_choice_minimises_the_sum_over_all_requests(seed: int, requests: int
     assert added == pytest.approx(expected, rel=0.01)  # probabilities are kept in 8 bits
     chosen = policy.select(newcomer, loads(placement), rng)
     assert added[chosen.worker] <= added.min() * (1 + 1e-6)
-    assert (chosen.band, chosen.reason) == (workers, "marginal-cost")
+    assert (chosen.num_candidates, chosen.reason) == (workers, "marginal-cost")
 
 
 @settings(max_examples=60)
