@@ -18,7 +18,7 @@ from eldr_serve.engine.vllm.block_counts import BlockExpertCounts, active_expert
 from eldr_serve.engine.vllm.host_copy import HostCopies, HostCopy, to_device
 
 
-class Router(Protocol):
+class MoeRouter(Protocol):
     """The part of vLLM's BaseRouter that is used here."""
 
     top_k: int
@@ -109,7 +109,7 @@ class ExpertCapture:
 
     def __init__(
         self,
-        routers: Sequence[Router],
+        routers: Sequence[MoeRouter],
         *,
         max_tokens: int,
         device: torch.device | str,
