@@ -135,11 +135,11 @@ class DecodeRouter:
         """Return the expert counts, Unsigned[L,E], of recently placed prompts, the newest last."""
         return list(self._state.recent)
 
-    async def pool_looks(self, status: dict[str, Any]) -> RouterView:
+    async def report_pool(self, status: dict[str, Any]) -> RouterView:
         """Store the signature pool's status; return the router's state for the pool."""
-        return self._pool.look(self._state, status)
+        return self._pool.report(self._state, status)
 
-    async def take_table(self, table: bytes, epoch: str, version: int, refit: bool) -> int | None:
+    async def swap_fitted_table(self, table: bytes, epoch: str, version: int, refit: bool) -> int | None:
         """Swap in a table of the pool if this version is still live; return the new version.
 
         Return None if another table has become live in the meantime; that table is kept.
