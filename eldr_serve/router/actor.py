@@ -16,7 +16,7 @@ from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, open_channel
 from eldr_serve.errors import SwapRefused, sentence
 from eldr_serve.limits.shared_limits import SharedLimits
-from eldr_serve.limits.tenants import Taken
+from eldr_serve.limits.tenants import Usage
 from eldr_serve.router.loop_watch import LoopWatch
 from eldr_serve.router.messages import NamedPolicy, Settings, decoder, encode
 from eldr_serve.router.pool_link import PoolLink
@@ -127,9 +127,9 @@ class DecodeRouter:
         """Swap the predictor; raise SwapRefused, with one sentence and without effect, if it does not fit."""
         return self._state.swap_predictor(predictor, tokenizer)
 
-    async def share_limits(self, ingress: str, taken: Taken) -> dict[str, Taken]:
-        """Record what tenants have used of their limits at an ingress; return the use at each other one."""
-        return self._limits.exchange(ingress, taken)
+    async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
+        """Record the usage of tenants at an ingress; return their usage at each other one."""
+        return self._limits.exchange(ingress, usage)
 
     async def recent_counts(self) -> list[NDArray[Any]]:
         """Return the expert counts, Unsigned[L,E], of recently placed prompts, the newest last."""

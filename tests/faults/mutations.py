@@ -239,14 +239,14 @@ MUTATIONS = (
         "next(iter(self._waiting))",
     ),
     Mutation(
-        "what tenants take at other ingresses does not count",
+        "what tenants use at other ingresses does not count",
         "eldr_serve.limits.tenants",
-        "tenant.requests.use(taken[0] - known[0])",
+        "tenant.requests.add_remote_usage(charged[0] - known[0])",
     ),
     Mutation(
-        "ingresses are not told what tenants take elsewhere",
+        "ingresses are not told what tenants use elsewhere",
         "eldr_serve.limits.shared_limits",
-        "return {name: item[1] for name, item in self._taken.items() if name != ingress}",
+        "return {name: item[1] for name, item in self._usage.items() if name != ingress}",
         "return {}",
     ),
     Mutation("a place is not given back", "eldr_serve.limits.concurrency", "self.in_flight -= 1"),
