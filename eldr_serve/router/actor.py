@@ -55,7 +55,7 @@ class DecodeRouter:
         return (await self._channel)[0]
 
     async def _open(self) -> tuple[Address, ChannelServer]:
-        return await open_channel(self._answer, describe=_describe, held=self._sessions.held)
+        return await open_channel(self._answer, describe=_describe, open_methods=self._sessions.open_methods)
 
     async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         if method not in _ARGUMENTS:

@@ -214,10 +214,10 @@ MUTATIONS = (
     Mutation(
         "a router does not hear that a call is closed",
         "eldr_serve.channel.server",
-        "self._held.pop(call).closed(tokens)",
-        "self._held.pop(call)",
+        "self._open_calls.pop(call).on_close(tokens)",
+        "self._open_calls.pop(call)",
     ),
-    Mutation("a router does not hear that a channel is lost", "eldr_serve.channel.server", "one.lost()"),
+    Mutation("a router does not hear that a channel is lost", "eldr_serve.channel.server", "handler.on_lost()"),
     Mutation(
         "calls of a dead ingress run on",
         "eldr_serve.channel.server",
