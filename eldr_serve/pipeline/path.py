@@ -128,7 +128,7 @@ class RequestPath:
             async with self._retries.turn(context):
                 await self._wait_for_decode()
                 self._check_slots(context)
-                prefilled = await self.prefill.prefilled(context) if self._splits(context.request) else None
+                prefilled = await self.prefill.try_prefill(context) if self._splits(context.request) else None
                 if context.token_ids is None and self._tokens is not None:
                     context.local_token_ids = await self._tokens.of(context.request.fields)
                 if self._engines.whole:

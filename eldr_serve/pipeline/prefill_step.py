@@ -105,7 +105,7 @@ class PrefillStep:
 
     # -- prefill engines ---------------------------------------------------------------------------
 
-    async def prefilled(self, context: RequestContext) -> HeldPrompt | None:
+    async def try_prefill(self, context: RequestContext) -> HeldPrompt | None:
         """Prefill the prompt; return None also if prefill fails for an answer that has already begun.
 
         Such an answer continues on a decode engine that also prefills.

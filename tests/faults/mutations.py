@@ -36,9 +36,9 @@ MUTATIONS = (
     Mutation(
         "a retry decodes from blocks that were read before",
         "eldr_serve.pipeline.path",
-        "prefilled = await self.prefill.prefilled(context) if self._splits(context.request) else None",
+        "prefilled = await self.prefill.try_prefill(context) if self._splits(context.request) else None",
         "prefilled = context.__dict__.get('kept') or "
-        "(await self.prefill.prefilled(context) if self._splits(context.request) else None)\n"
+        "(await self.prefill.try_prefill(context) if self._splits(context.request) else None)\n"
         "                context.__dict__['kept'] = prefilled",
     ),
     Mutation(
@@ -217,7 +217,9 @@ MUTATIONS = (
         "self._open_calls.pop(call).on_close(tokens)",
         "self._open_calls.pop(call)",
     ),
-    Mutation("a router does not hear that a channel is lost", "eldr_serve.channel.server", "handler.on_lost()"),
+    Mutation(
+        "a router does not hear that a channel is lost", "eldr_serve.channel.server", "handler.on_lost()"
+    ),
     Mutation(
         "calls of a dead ingress run on",
         "eldr_serve.channel.server",
