@@ -27,7 +27,7 @@ from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.retry_turns import RetryTurns
 from eldr_serve.pipeline.stage import DecodeStages, Stage
-from eldr_serve.pipeline.stages import Stages
+from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.prefill_queue import Ticket
 from eldr_serve.replicas.decode_turns import DecodeTurns
 from eldr_serve.replicas.measured_counts import METHOD, MeasuredCounts
@@ -65,12 +65,12 @@ class RequestPath:
         self._health = Health(engines.decode, client)
         self._decode_turns = DecodeTurns(engines.decode)
         self._background: set[asyncio.Task[Any]] = set()
-        self.stages = Stages()
+        self.stage_latencies = StageLatencies()
         self.prefill = PrefillStep(
             engines=engines,
             options=options,
             client=client,
-            stages=self.stages,
+            stage_latencies=self.stage_latencies,
             health=self._health if engines.whole else Health(engines.prefill, client),
             release=self._release_kv,
         )
@@ -192,7 +192,7 @@ class RequestPath:
             context.status = 200
         if prefilled is not None:
             context.handover_s = now - prefilled.done_at
-            self.stages.record(
+            self.stage_latencies.record(
                 place=placing.seconds,
                 first_token=now - decoding.begun_s,
                 handover=context.handover_s,

@@ -16,7 +16,7 @@ from eldr_serve.errors import Overloaded
 from eldr_serve.pipeline.engines import Engines, HeldPrompt
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.stages import Stages
+from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 from eldr_serve.queues.rate import Rate
 from eldr_serve.replicas.fleet import Fleet
@@ -78,7 +78,7 @@ class PrefillStep:
         engines: Engines,
         options: PathOptions,
         client: RouterClient,
-        stages: Stages,
+        stage_latencies: StageLatencies,
         health: Health,
         release: Callable[[str, str], None],
     ) -> None:
@@ -86,7 +86,7 @@ class PrefillStep:
         self._fleet = engines.decode if engines.whole else engines.prefill
         self._options = options
         self._client = client
-        self._stages = stages
+        self._stage_latencies = stage_latencies
         self._health = health
         self._release = release
         self._without_prefill = Rate(options.whole_per_s)
@@ -181,7 +181,7 @@ class PrefillStep:
         context.prompt = found["token_ids"]
         self.computed(ticket, len(context.prompt) // 4)
         self._client.count("prefills")
-        self._stages.record(prefill=stage.seconds)
+        self._stage_latencies.record(prefill=stage.seconds)
         return HeldPrompt(request_id, replica, found["kv"], stage.ended_s)
 
     # -- whole engines -----------------------------------------------------------------------------
