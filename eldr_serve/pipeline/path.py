@@ -82,9 +82,9 @@ class RequestPath:
             Overloaded: no engine could take the request; nothing was generated.
             CallFailed: an engine refuses the request itself; its status is below 500.
         """
-        failures = context.failures
+        failures = context.failure_messages
         with context:
-            while len(context.failed) < self._options.decode_tries:
+            while len(context.failed_replicas) < self._options.decode_tries:
                 try:
                     async with aclosing(self._try(context)) as answer:
                         async for payload in answer:
@@ -99,7 +99,7 @@ class RequestPath:
                     self._client.count("prefill_retries")
                 except DecodeFailed as failure:
                     failures.append(f"decode replica {failure.replica} failed: {failure}")
-                    context.failed.append(failure.replica)
+                    context.failed_replicas.append(failure.replica)
                     # If the replica is alive, the blocks may be at fault: use another prefill engine.
                     context.passed_over += failure.alive
                     context.stream_failures += context.sent and failure.begun
@@ -113,7 +113,7 @@ class RequestPath:
                     failures.append(f"the answer could not continue on another engine: {error}")
                     break
             if not context.sent:
-                prefills, decodes = context.failed_prefills, len(context.failed)
+                prefills, decodes = context.failed_prefills, len(context.failed_replicas)
                 raise Overloaded(
                     f"{prefills} prefill attempts failed and {decodes} decode calls of this request"
                 )
@@ -162,10 +162,10 @@ class RequestPath:
         placing: Stage,
     ) -> AsyncGenerator[bytes, None]:
         """Yield the answer of the leased engine, then release the lease."""
-        resumed = context.tokens > 0
+        resumed = context.num_generated > 0
         context.lease = lease
         if resumed:
-            self._client.progress(context.request_id, context.tokens)
+            self._client.progress(context.request_id, context.num_generated)
         first = True
         decoding = context.decode_stages(lease.replica)
         chunks = self._decode(context, lease, prefilled, decoding, ticket)
@@ -219,13 +219,13 @@ class RequestPath:
             max_new_tokens=max_new_tokens(context.request.fields),
             domain=context.request.domain,
             blocks=self._blocks(context),
-            exclude=(*context.failed, *(name for name in fleet.live if name not in usable)),
+            exclude=(*context.failed_replicas, *(name for name in fleet.live if name not in usable)),
             prompt_key=prompt_key(context.request.fields),
             tenant=context.request.tenant,
             priority=context.request.priority,
         )
         counts = expert_counts_of(prefilled.params) if prefilled else None
-        wait_s = 0.0 if context.failed else self._options.queue_ttl_s  # retries are not queued
+        wait_s = 0.0 if context.failed_replicas else self._options.queue_ttl_s  # retries are not queued
         try:
             return await self._client.place(request, counts, token_ids=context.token_ids, wait_s=wait_s)
         except BaseException:
@@ -279,7 +279,7 @@ class RequestPath:
                     self._decode_turns.leave(turn, answered=True)
                     self._record_prefill(context, ticket)
                 context.append_chunk(chunk)
-                self._client.progress(lease.request_id, context.tokens)
+                self._client.progress(lease.request_id, context.num_generated)
                 yield chunk.payload
             ended = True
             if prefilled is not None:
@@ -310,10 +310,10 @@ class RequestPath:
             request.method,
             context.request_id,
             prefilled.params if prefilled else None,
-            context.prompt,
+            context.prompt_ids,
             request.headers,
             request.cache_salt,
-            generated=bytes(context.ids),
+            generated=bytes(context.generated_ids),
             created=context.created,
             domain=request.domain,
         )
@@ -331,7 +331,7 @@ class RequestPath:
     def _measured_counts(self, lease: Lease, context: RequestContext) -> MeasuredCounts | None:
         """Report the prompt's expert counts to the router once a whole engine has prefilled it."""
         token_ids = context.token_ids
-        if not self._engines.whole or token_ids is None or context.tokens:
+        if not self._engines.whole or token_ids is None or context.num_generated:
             return None
         return MeasuredCounts(
             self._engines.decode.call(lease.replica, METHOD, {"id": lease.request_id}),

@@ -113,8 +113,8 @@ class PrefillStep:
         try:
             return await self.prefill(context)
         except (Overloaded, CallFailed, PrefillFailed) as error:
-            if context.tokens:
-                context.failures.append(f"continues on a decode engine without prefill: {error}")
+            if context.num_generated:
+                context.failure_messages.append(f"continues on a decode engine without prefill: {error}")
                 self._client.count("whole_without_prefill")
                 return None
             raise
@@ -153,7 +153,11 @@ class PrefillStep:
         call: Call | None = None
         try:
             header = prefill_header(
-                request.method, request_id, request.headers, request.cache_salt, generated=bytes(context.ids)
+                request.method,
+                request_id,
+                request.headers,
+                request.cache_salt,
+                generated=bytes(context.generated_ids),
             )
             header["prompt_tokens"] = ticket.tokens
             with context.stage("prefill", replica) as stage:
@@ -178,8 +182,8 @@ class PrefillStep:
             self._health.failed(replica, error)
             raise PrefillFailed(f"prefill replica {replica} took too long") from error
         self._health.succeeded(replica)
-        context.prompt = found["token_ids"]
-        self.computed(ticket, len(context.prompt) // 4)
+        context.prompt_ids = found["token_ids"]
+        self.computed(ticket, context.num_prompt_ids)
         self._client.count("prefills")
         self._stage_latencies.record(prefill=stage.seconds)
         return HeldPrompt(request_id, replica, found["kv"], stage.ended_s)
@@ -216,7 +220,7 @@ class PrefillStep:
             prompt = self.queues.sizes.estimate(
                 context.request.fields.prompt, context.request.fields.messages
             )
-        return prompt + len(context.ids) // 4
+        return prompt + context.num_generated_ids
 
     async def _replicas(self, context: RequestContext, tokens: float) -> list[str]:
         """Return the prefill replicas that may take the prompt; empty if it continues without prefill."""
@@ -274,7 +278,7 @@ class PrefillStep:
                     turn_s = None  # the reservation is used
                     return False
                 if now_s >= until_s:
-                    if not context.tokens:  # otherwise it continues on a decode engine
+                    if not context.num_generated:  # otherwise it continues on a decode engine
                         self._client.count("refused_prefill_full")
                     if not reached:
                         raise Overloaded("no prefill replica can be reached")

@@ -74,20 +74,20 @@ MUTATIONS = (
     Mutation(
         "what was generated is not prefilled again",
         "eldr_serve.pipeline.prefill_step",
-        "request.cache_salt, generated=bytes(context.ids)",
-        "request.cache_salt",
+        "request.cache_salt,\n                generated=bytes(context.generated_ids),",
+        "request.cache_salt,",
     ),
     Mutation(
         "an answer that goes on elsewhere begins anew",
         "eldr_serve.pipeline.path",
-        "            generated=bytes(context.ids),\n            created",
+        "            generated=bytes(context.generated_ids),\n            created",
         "            created",
     ),
     Mutation(
         "the ids of one token are lost",
         "eldr_serve.pipeline.request_context",
-        "self.tokens += chunk.tokens",
-        "self.tokens += max(chunk.tokens - 1, 0)",
+        "self.num_generated += chunk.tokens",
+        "self.num_generated += max(chunk.tokens - 1, 0)",
     ),
     Mutation(
         "a turn of the retries is not given back", "eldr_serve.pipeline.retry_turns", "self._turns.release()"
@@ -95,8 +95,8 @@ MUTATIONS = (
     Mutation(
         "an answer that prefill does not take again is lost",
         "eldr_serve.pipeline.prefill_step",
-        "if context.tokens:\n                context.failures",
-        "if False:\n                context.failures",
+        "if context.num_generated:\n                context.failure_messages",
+        "if False:\n                context.failure_messages",
     ),
     Mutation(
         "a prompt that fails stays in the queue for prefill",
