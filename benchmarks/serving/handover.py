@@ -39,7 +39,7 @@ from benchmarks.lib.prompts import MODEL, bodies
 from benchmarks.lib.rounds import medians
 from eldr_serve.client import Client
 from eldr_serve.command_errors import BadInput, run
-from eldr_serve.pipeline.stages import WINDOW
+from eldr_serve.pipeline.stage_latencies import WINDOW
 from eldr_serve.ray_settings import QUIET
 from loadgen.journal import Journal
 from loadgen.results import publish

@@ -125,7 +125,7 @@ class AdminEndpoints:
             "ready": self._warmup.ready,
             "prefill_in_flight": self._engines.prefill.in_flight,
             "prefill_oldest_s": self._engines.prefill.oldest_s,
-            "stages": self._path.stages.summary(),
+            "stages": self._path.stage_latencies.summary(),
             "prefill_wait_s": self._path.prefill.waits_s,
             "prefill_kv_usage": self._engines.prefill.directory.budget.usage,
             "decode_kv_usage": self._engines.decode.directory.budget.usage,

@@ -161,7 +161,7 @@ class EldrIngress:
             self._export(),
             self._watch.run(),
             tenants.watch(),
-            tenants.share(lambda taken: self._client.call("share_limits", name, taken)),
+            tenants.share_usage(lambda usage: self._client.call("share_limits", name, usage)),
         )
 
     def _start_tokenizer(self) -> None:

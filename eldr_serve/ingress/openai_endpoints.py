@@ -169,7 +169,7 @@ def _placement_headers(lease: Lease) -> dict[str, str]:
     """Return response headers that name the decode worker, and how it was chosen."""
     return {
         "x-eldr-decode-worker": lease.replica,
-        "x-eldr-band": str(lease.band),
+        "x-eldr-candidates": str(lease.num_candidates),
         "x-eldr-policy": lease.policy,
     }
 

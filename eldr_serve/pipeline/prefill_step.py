@@ -15,7 +15,7 @@ from eldr_serve.errors import Overloaded
 from eldr_serve.pipeline.engines import Engines, HeldPrompt
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.stages import Stages
+from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 from eldr_serve.queues.rate import Rate
 from eldr_serve.replicas.outliers import ReplicaHealth
@@ -52,7 +52,7 @@ class PrefillStep:
         engines: Engines,
         options: PathOptions,
         client: RouterClient,
-        stages: Stages,
+        stage_latencies: StageLatencies,
         health: ReplicaHealth,
         release: Callable[[str, str], None],
     ) -> None:
@@ -60,7 +60,7 @@ class PrefillStep:
         self._fleet = engines.decode if engines.whole else engines.prefill
         self._options = options
         self._client = client
-        self._stages = stages
+        self._stage_latencies = stage_latencies
         self._health = health
         self._release = release
         self._without_prefill = Rate(options.whole_per_s)
@@ -79,7 +79,7 @@ class PrefillStep:
 
     # -- prefill engines ---------------------------------------------------------------------------
 
-    async def prefilled(self, context: RequestContext) -> HeldPrompt | None:
+    async def try_prefill(self, context: RequestContext) -> HeldPrompt | None:
         """Prefill the prompt; return None also if prefill fails for an answer that has already begun.
 
         Such an answer continues on a decode engine that also prefills.
@@ -87,8 +87,8 @@ class PrefillStep:
         try:
             return await self.prefill(context)
         except (Overloaded, CallFailed, PrefillFailed) as error:
-            if context.tokens:
-                context.failures.append(f"continues on a decode engine without prefill: {error}")
+            if context.num_generated:
+                context.failure_messages.append(f"continues on a decode engine without prefill: {error}")
                 self._client.count("whole_without_prefill")
                 return None
             raise
@@ -127,7 +127,11 @@ class PrefillStep:
         call: Call | None = None
         try:
             header = prefill_header(
-                request.method, request_id, request.headers, request.cache_salt, generated=bytes(context.ids)
+                request.method,
+                request_id,
+                request.headers,
+                request.cache_salt,
+                generated=bytes(context.generated_ids),
             )
             header["prompt_tokens"] = ticket.tokens
             with context.stage("prefill", replica) as stage:
@@ -152,10 +156,10 @@ class PrefillStep:
             self._health.failed(replica, error)
             raise PrefillFailed(f"prefill replica {replica} took too long") from error
         self._health.succeeded(replica)
-        context.prompt = found["token_ids"]
-        self.computed(ticket, len(context.prompt) // 4)
+        context.prompt_ids = found["token_ids"]
+        self.computed(ticket, context.num_prompt_ids)
         self._client.count("prefills")
-        self._stages.record(prefill=stage.seconds)
+        self._stage_latencies.record(prefill=stage.seconds)
         return HeldPrompt(request_id, replica, found["kv"], stage.ended_s)
 
     # -- whole engines -----------------------------------------------------------------------------
@@ -190,7 +194,7 @@ class PrefillStep:
             prompt = self.queues.sizes.estimate(
                 context.request.fields.prompt, context.request.fields.messages
             )
-        return prompt + len(context.ids) // 4
+        return prompt + context.num_generated_ids
 
     async def _replicas(self, context: RequestContext, tokens: float) -> list[str]:
         """Return the prefill replicas that may take the prompt; empty if it continues without prefill."""
@@ -248,7 +252,7 @@ class PrefillStep:
                     turn_s = None  # the reservation is used
                     return False
                 if now_s >= until_s:
-                    if not context.tokens:  # otherwise it continues on a decode engine
+                    if not context.num_generated:  # otherwise it continues on a decode engine
                         self._client.count("refused_prefill_full")
                     if not reached:
                         raise Overloaded("no prefill replica can be reached")

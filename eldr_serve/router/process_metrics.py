@@ -50,7 +50,7 @@ class RouterMetrics:
         """Record new leases."""
         tags = {"policy": state.settings.policy}
         for lease in leases:
-            self._ray_metrics["eldr_band_size"].observe(lease.band, tags)
+            self._ray_metrics["eldr_candidates"].observe(lease.num_candidates, tags)
 
     def waited(self, state: RouterState, lease: Lease) -> None:
         """Record the wait of a lease from the decode queue."""

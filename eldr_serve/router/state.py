@@ -295,7 +295,7 @@ class RouterState:
     def counted(self, request: PlacementRequest) -> None:
         """Take a leased request's measured counts and length."""
         self.placer.counted(request)
-        self.counters["signatures_returned"] += 1
+        self.counters["counts_measured"] += 1
         self._remember(request)
 
     def hold(self, lease: Lease) -> None:
@@ -343,8 +343,8 @@ class RouterState:
             self.counters["placed"] += 1
             self.counters[f"reason:{lease.reason}"] += 1
             self.counters["best_worker"] += lease.best
-            self.counters["signature_missing"] += lease.request.signature_missing
-            self.counters["signature_predicted"] += lease.request.predicted
+            self.counters["counts_missing"] += lease.request.counts_missing
+            self.counters["counts_predicted"] += lease.request.predicted
             self.counters["rerouted"] += bool(lease.request.exclude)
             if lease.request.blocks is not None:
                 self.counters["prefill_tokens"] += lease.request.prompt_tokens

@@ -44,7 +44,7 @@ def _predictor_failures(state: RouterState) -> int:
 
 
 def _prediction(state: RouterState) -> dict[str, Any] | None:
-    """Return the quality of the clients' predictions against true signatures; None without a predictor.
+    """Return the quality of the clients' predictions against measured counts; None without a predictor.
 
     `cosine` and `gain` (see OnlinePredictor) are means over the prompts that clients have observed.
     `on` is the number of `clients` whose predictor is better than the mean prompt.

@@ -236,7 +236,7 @@ class Placer:
         self._stop(lease.request_id)  # a request that is placed again leaves its first worker
         lease.become(State.LEASED)
         lease.replica, lease.position = worker, decision.worker
-        lease.band, lease.similarity = decision.band, decision.similarity
+        lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
         lease.best = _is_best(decision.worker, lease.request, loads)
         lease.reason, lease.policy = decision.reason, self._policy.name
         self._start(lease, decision)

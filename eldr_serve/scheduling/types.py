@@ -26,7 +26,7 @@ class PlacementRequest:
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
             caller has scored the counts, which it may then omit.
         prompt_key: equal for equal prompts.
-        signature_missing: there is neither usable counts nor a prediction.
+        counts_missing: there is neither usable counts nor a prediction.
         predicted: the counts are a prediction from the prompt's tokens.
         blocks: blocks of the prompt if the worker prefills it too; else None.
         exclude: workers that have just failed this request.
@@ -43,7 +43,7 @@ class PlacementRequest:
     similarity: NDArray[np.float32] | None = None
     prompt_key: str | None = None
     table_version: int = 0
-    signature_missing: bool = False
+    counts_missing: bool = False
     predicted: bool = False
     blocks: PromptBlocks | None = None
     exclude: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Lease:
         client: client that sent the request.
         replica: name of the leased worker.
         position: the worker's position in the router; -1 if the router did not place the request.
-        band: number of candidate workers.
+        num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         best: the worker is the one most similar to the signature.
         since_s: in the router, time of entry into the decode queue, by its clock; in the client, end of the
@@ -101,7 +101,7 @@ class Lease:
     client: str = ""
     replica: str = ""
     position: int = -1
-    band: int = 0
+    num_candidates: int = 0
     similarity: float | None = None
     best: bool = False
     reason: str = ""
@@ -164,14 +164,14 @@ class Decision:
 
     Attributes:
         worker: index into the loads.
-        band: number of candidate workers.
+        num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
-        reason: rule that decided; "no-signature", "no-table" or "bad-signature" if load decided instead.
+        reason: rule that decided; "no-counts", "no-table" or "bad-counts" if load decided instead.
         learnt: private data of the policy for its `on_assigned`.
     """
 
     worker: int
-    band: int
+    num_candidates: int
     similarity: float | None
     reason: str
     learnt: Any = field(default=None, compare=False, repr=False)

@@ -127,7 +127,7 @@ class FakeActor(RouterCalls):
         self.sessions = Sessions(self.state, Mock(), grace_s)
         self.server = ChannelServer(
             "secret", self._answer, describe=_describe, limit=10**6, full=RuntimeError,
-            held={"subscribe": self._subscribe, "place": self._place},
+            open_methods={"subscribe": self._subscribe, "place": self._place},
         )  # fmt: skip
         self._alive = True
         self.delay_s = 0.0
@@ -166,20 +166,20 @@ class FakeActor(RouterCalls):
         self.alive = True
 
     def _subscribe(self, body: bytes, answer: Answer) -> Any:
-        held = self.sessions.held["subscribe"](body, answer)
-        return self._recorded(held, decoder(Any))
+        handler = self.sessions.open_methods["subscribe"](body, answer)
+        return self._recorded(handler, decoder(Any))
 
     def _place(self, body: bytes, answer: Answer) -> Any:
-        held = self.sessions.held["place"](body, answer)
+        handler = self.sessions.open_methods["place"](body, answer)
         self.messages.append(decoder(Place)(body))
-        return self._recorded(held, decoder(Place | Counted))
+        return self._recorded(handler, decoder(Place | Counted))
 
-    def _recorded(self, held: Any, decode: Callable[[bytes], Any]) -> Any:
-        def noted(payload: bytes, tokens: int) -> None:
+    def _recorded(self, handler: Any, decode: Callable[[bytes], Any]) -> Any:
+        def on_note(payload: bytes, tokens: int) -> None:
             self.messages.append(decode(payload) if payload else tokens)
-            held.noted(payload, tokens)
+            handler.on_note(payload, tokens)
 
-        return Mock(noted=noted, closed=held.closed, lost=held.lost)
+        return Mock(on_note=on_note, on_close=handler.on_close, on_lost=handler.on_lost)
 
     async def _answer(self, method: str, header: Any, body: bytes, answer: Answer) -> None:
         member = getattr(self.state, method)

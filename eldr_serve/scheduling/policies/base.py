@@ -1,7 +1,7 @@
 """The policy interface and the simple policies, which choose the decode worker of a prefilled request.
 
-Each policy is one class, and the simulator and the server call the same objects. A request without a usable
-signature is placed by load; that is never an error.
+Each policy is one class, and the simulator and the server call the same objects. A request without usable
+expert counts is placed by load; that is never an error.
 """
 
 from __future__ import annotations
@@ -297,12 +297,12 @@ class LocalityBand(Policy):
         similarity = request.similarity
         if similarity is None:
             if request.expert_counts is None:
-                return None, "no-signature"
+                return None, "no-counts"
             try:
                 similarity = self.table.similarity(request.expert_counts)
             except ValueError:
-                return None, "bad-signature"
+                return None, "bad-counts"
         if len(similarity) != len(self.table.centroids) or not np.isfinite(similarity).all():
-            return None, "bad-signature"
+            return None, "bad-counts"
         # A signature of zeros (only common experts, or no counts) is equally far from all centroids.
-        return (similarity, "") if np.any(similarity) else (None, "no-signature")
+        return (similarity, "") if np.any(similarity) else (None, "no-counts")

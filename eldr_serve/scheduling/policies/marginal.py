@@ -87,7 +87,7 @@ class MarginalCost(Policy):
         workers = available(loads)
         estimate = self._estimate(request)
         if estimate is None:
-            return shortest(workers, loads, "no-signature")
+            return shortest(workers, loads, "no-counts")
         self.active.grow(len(loads))
         self.profiles.grow(len(loads), len(estimate.p))
         candidates = workers

@@ -91,7 +91,7 @@ class Wrong:
 @pytest.mark.parametrize(
     ("owner", "method", "wrong", "seeds"),
     [
-        (PrefillStep, "prefilled", Wrong.prefill_is_asked_again, 5),
+        (PrefillStep, "try_prefill", Wrong.prefill_is_asked_again, 5),
         (RouterState, "hold", Wrong.own_leases_are_ignored, 5),
         (Placer, "finish", Wrong.the_queue_keeps_it, 40),
         (RouterClient, "hold", Wrong.nothing_is_told_anew, 20),

@@ -86,7 +86,7 @@ async def test_headers_name_the_policy_and_a_streams_handover_time(streamed: boo
         assert answer.status_code == 200
         assert answer.headers["x-eldr-decode-worker"] in ("r0", "r1")
         assert answer.headers["x-eldr-policy"] == "locality-band"
-        assert int(answer.headers["x-eldr-band"]) >= 1
+        assert int(answer.headers["x-eldr-candidates"]) >= 1
         assert ("x-eldr-handover-ms" in answer.headers) == streamed
 
 

@@ -27,10 +27,10 @@ async def test_a_client_scores_a_signature_and_the_router_places_it() -> None:
         actor.state.swap_table(unit_table(2, band=0.0).to_bytes())
         lease = await client.place(request("c"), counts_for(1))
         assert (lease.replica, lease.reason) == ("r1", "locality-band")
-        assert not actor.state.counters["signature_missing"]
+        assert not actor.state.counters["counts_missing"]
         lease = await client.place(request("d"), counts_for(1, num_layers=5))
-        assert lease.reason == "no-signature"
-        assert actor.state.counters["signature_missing"] == 1
+        assert lease.reason == "no-counts"
+        assert actor.state.counters["counts_missing"] == 1
 
 
 async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restored() -> None:

@@ -21,7 +21,7 @@ from eldr_serve.scheduling import State, StepCost, StepSums
 def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> None:
     state = router_state()
     lease = place_one(state, "a", 1)
-    assert (lease.replica, lease.position, lease.band, lease.best) == ("r1", 1, 1, True)
+    assert (lease.replica, lease.position, lease.num_candidates, lease.best) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
     state.progress({"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)

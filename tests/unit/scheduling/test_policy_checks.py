@@ -202,7 +202,7 @@ class _Secret(_Hoards):
         (_First, "select must raise NoWorkerError if no worker is available"),
         (_Greedy, "select changed the loads, which belong to the caller"),
         (_Moody, "two runs with the same seed chose different workers: use only `rng`"),
-        (_Fixed, "requests without a usable signature: it raised AssertionError"),
+        (_Fixed, "requests without usable counts: it raised AssertionError"),
         (_Fixed, "notifications: it raised KeyError('nobody')"),
         (_Hoards, "dispatch left requests waiting though no request runs"),
         (_Twice, "dispatch must give each index into `waiting` at most once, and no other"),
