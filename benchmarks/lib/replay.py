@@ -150,7 +150,7 @@ class _Placed(Policy):
         self._worker = worker
 
     def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(self._worker[int(handoff.request_id)]), 1, None, "placed")
+        return Decision(int(self._worker[int(handoff.request_id)]), reason="placed")
 
 
 class Bench:

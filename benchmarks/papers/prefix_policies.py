@@ -33,7 +33,7 @@ class SessionHash(_Limited):
         in_flight = {str(worker): int(loads.in_flight[worker]) for worker in workers}
         ratio = self.parameters.max_load_ratio
         chosen = choose_prefill(request.prompt_key.encode(), in_flight, max_load_ratio=ratio)
-        return Decision(int(chosen), len(workers), None, self.name)
+        return Decision(int(chosen), num_candidates=len(workers), reason=self.name)
 
 
 class LongestPrefix(_Limited):

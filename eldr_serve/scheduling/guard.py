@@ -101,5 +101,5 @@ def _by_load(requests: int, loads: Loads) -> list[Decision]:
     for _ in range(requests):
         worker = int(workers[in_flight[workers].argmin()])
         in_flight[worker] += 1
-        decisions.append(Decision(worker, len(workers), None, "policy-error"))
+        decisions.append(Decision(worker, num_candidates=len(workers), reason="policy-error"))
     return decisions

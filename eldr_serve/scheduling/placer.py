@@ -238,7 +238,7 @@ class Placer:
         lease.replica, lease.position = worker, decision.worker
         lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
         lease.best = _is_best(decision.worker, lease.request, loads)
-        lease.reason, lease.policy = decision.reason, self._policy.name
+        lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._start(lease, decision)
         self._record_prefix(lease)
         if lease.request.blocks is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -166,14 +166,16 @@ class Decision:
         worker: index into the loads.
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
-        reason: rule that decided; "no-counts", "no-table" or "bad-counts" if load decided instead.
+        reason: rule that decided, by default the policy's name; "no-counts", "no-table" or "bad-counts" if
+            load decided instead.
         learnt: private data of the policy for its `on_assigned`.
     """
 
     worker: int
-    num_candidates: int
-    similarity: float | None
-    reason: str
+    _: KW_ONLY
+    num_candidates: int = 1
+    similarity: float | None = None
+    reason: str = ""
     learnt: Any = field(default=None, compare=False, repr=False)
 
 

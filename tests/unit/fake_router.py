@@ -286,7 +286,7 @@ class SlotPolicy(QueuedPolicy):
         return self.parameters.queue
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(loads.workers[0]), 1, None, "at-once")
+        return Decision(int(loads.workers[0]), reason="at-once")
 
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
@@ -294,7 +294,10 @@ class SlotPolicy(QueuedPolicy):
         self.waiting = list(waiting)
         slots = np.maximum(self.parameters.slots - loads.in_flight[loads.workers], 0)
         free = np.repeat(loads.workers, slots).tolist()
-        return [(i, Decision(w, len(loads), None, "slot")) for i, w in enumerate(free[: len(waiting)])]
+        return [
+            (i, Decision(w, num_candidates=len(loads), reason="slot"))
+            for i, w in enumerate(free[: len(waiting)])
+        ]
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
         self.running[request.request_id] = worker

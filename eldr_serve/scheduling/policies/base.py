@@ -157,4 +157,4 @@ def available(loads: Loads) -> NDArray[np.int64]:
 def shortest(candidates: NDArray[np.int64], loads: Loads, reason: str) -> Decision:
     """Choose the candidate with the fewest requests; the first in case of a tie."""
     worker = int(candidates[loads.in_flight[candidates].argmin()])
-    return Decision(worker, len(candidates), None, reason)
+    return Decision(worker, num_candidates=len(candidates), reason=reason)

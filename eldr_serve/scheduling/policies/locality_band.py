@@ -54,7 +54,9 @@ class LocalityBand(Policy):
         in_flight = loads.in_flight[band]
         lightest = band[in_flight == in_flight.min()]
         worker = int(lightest[similarity[lightest].argmax()])
-        return Decision(worker, len(band), float(similarity[worker]), self.name)
+        return Decision(
+            worker, num_candidates=len(band), similarity=float(similarity[worker]), reason=self.name
+        )
 
     def _score(self, request: PlacementRequest) -> tuple[NDArray[np.float32] | None, str]:
         assert self.table is not None

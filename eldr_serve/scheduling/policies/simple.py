@@ -18,7 +18,9 @@ class Random(Policy):
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
-        return Decision(int(workers[rng.integers(len(workers))]), len(workers), None, self.name)
+        return Decision(
+            int(workers[rng.integers(len(workers))]), num_candidates=len(workers), reason=self.name
+        )
 
 
 class RoundRobin(Policy):
@@ -34,7 +36,7 @@ class RoundRobin(Policy):
         workers = available(loads)
         later = workers[workers > self._last]
         self._last = int(later[0] if len(later) else workers[0])
-        return Decision(self._last, len(workers), None, self.name)
+        return Decision(self._last, num_candidates=len(workers), reason=self.name)
 
 
 class ShortestQueue(Policy):
@@ -66,7 +68,7 @@ class LeastTokens(Policy):
         workers = available(loads)
         tokens = loads.kv_tokens[workers]
         worker = shortest(workers[tokens == tokens.min()], loads, self.name).worker
-        return Decision(worker, len(workers), None, self.name)
+        return Decision(worker, num_candidates=len(workers), reason=self.name)
 
 
 class Domain(Policy):
@@ -86,7 +88,7 @@ class Domain(Policy):
         if own:
             return shortest(np.array(own), loads, self.name)
         worker = int(workers[zlib.crc32(request.domain.encode()) % len(workers)])
-        return Decision(worker, 1, None, "domain-hash")
+        return Decision(worker, reason="domain-hash")
 
 
 def _served(domains: Sequence[str], worker: int, num_workers: int) -> Sequence[str]:

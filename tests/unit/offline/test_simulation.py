@@ -27,16 +27,16 @@ class Hoarding(QueuedPolicy):
     """Lets requests wait until there are three or a worker is idle."""
 
     def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(0, 1, None, "now")
+        return Decision(0, reason="now")
 
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         idle = np.flatnonzero(loads.available & (loads.in_flight == 0)).tolist()
         if idle:
-            return [(n, Decision(w, 1, None, "idle")) for n, w in enumerate(idle[: len(waiting)])]
+            return [(n, Decision(w, reason="idle")) for n, w in enumerate(idle[: len(waiting)])]
         least = int(loads.in_flight.argmin())
-        return [(len(waiting) - 1, Decision(least, 1, None, "third"))] if len(waiting) >= 3 else []
+        return [(len(waiting) - 1, Decision(least, reason="third"))] if len(waiting) >= 3 else []
 
 
 def some(n: int, seed: int = 0, gap_s: float = 2.0) -> tuple[Requests, Experts, list[np.ndarray]]:

@@ -62,7 +62,7 @@ class Unavailable(Policy):
     """A policy that chooses a worker that is not available."""
 
     def select(self, *_: Any) -> Decision:
-        return Decision(1, 3, None, "unavailable")
+        return Decision(1, num_candidates=3, reason="unavailable")
 
 
 def guarded(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
@@ -73,7 +73,7 @@ def guarded(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
 @pytest.mark.parametrize("policy", [Broken(), Unavailable()])
 def test_load_decides_if_the_policy_fails(policy: Policy) -> None:
     guard, failures = guarded(policy)
-    assert guard.select(request(), LOADS, RNG) == Decision(2, 2, None, "policy-error")
+    assert guard.select(request(), LOADS, RNG) == Decision(2, num_candidates=2, reason="policy-error")
     assert len(failures) == 1
 
 

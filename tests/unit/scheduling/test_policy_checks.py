@@ -49,7 +49,7 @@ class Nearest(Policy):
         workers = loads.workers
         if not len(workers):
             raise NoWorkerError("none")
-        return Decision(int(workers[self.parameters.start % len(workers)]), 1, None, "nearest")
+        return Decision(int(workers[self.parameters.start % len(workers)]), reason="nearest")
 
 class Late(Survival):
     pass
@@ -149,21 +149,21 @@ def test_our_policies_pass_the_checks(name: str) -> None:
 
 class _First(Policy):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(0, 1, None, "first")
+        return Decision(0, reason="first")
 
 
 class _Greedy(_First):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         worker = int(np.flatnonzero(loads.available)[0])
         loads.in_flight[worker] += 1
-        return Decision(worker, 1, None, "greedy")
+        return Decision(worker, reason="greedy")
 
 
 class _Moody(Policy):
     _rng = np.random.default_rng()
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(self._rng.choice(loads.workers)), 1, None, "moody")
+        return Decision(int(self._rng.choice(loads.workers)), reason="moody")
 
 
 class _Fixed(MarginalCost):
@@ -179,7 +179,7 @@ class _Fixed(MarginalCost):
 
 class _Hoards(QueuedPolicy):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(loads.workers[0]), 1, None, "now")
+        return Decision(int(loads.workers[0]), reason="now")
 
     def dispatch(self, waiting: Any, loads: Loads, rng: np.random.Generator) -> list[tuple[int, Decision]]:
         return []

@@ -134,7 +134,7 @@ class Longest(Policy):
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         assert loads.cached_tokens is not None
-        return Decision(int(loads.cached_tokens.argmax()), len(loads), None, "longest")
+        return Decision(int(loads.cached_tokens.argmax()), num_candidates=len(loads), reason="longest")
 
 
 def fail(error: Exception) -> None:

@@ -87,7 +87,9 @@ def test_the_least_loaded_worker_within_the_band_is_chosen(
     values = np.float32(similarity).tolist()
     inside = [w for w in range(k) if values[w] >= max(values) - (0.5 if width is None else width)]
     worker = min(inside, key=lambda w: (in_flight[w], -values[w], w))
-    assert decision == Decision(worker, len(inside), pytest.approx(values[worker]), "locality-band")
+    assert decision == Decision(
+        worker, num_candidates=len(inside), similarity=pytest.approx(values[worker]), reason="locality-band"
+    )
 
 
 @pytest.mark.parametrize(
