@@ -87,6 +87,16 @@ def test_no_request_waits_for_a_queued_policy_that_fails() -> None:
     assert len(failures) == 4
 
 
+@pytest.mark.parametrize(("slots", "workers"), [(1, []), (2, [2]), (3, [2, 0, 2]), (9, [2, 0, 2, 0, 2])])
+def test_load_fills_only_free_slots_if_a_policy_with_slots_fails(slots: int, workers: list[int]) -> None:
+    class BrokenBalance(BalanceRoute):
+        dispatch = Broken.dispatch  # type: ignore[assignment]
+
+    guard, _ = guarded(BrokenBalance(slots=slots))
+    placed = guard.dispatch([request(str(n)) for n in range(5)], LOADS, RNG)
+    assert [(index, decision.worker) for index, decision in placed] == list(enumerate(workers))
+
+
 def test_the_guard_passes_on_that_no_worker_is_available() -> None:
     guard, failures = guarded(make_policy("shortest-queue"))
     with pytest.raises(NoWorkerError):
