@@ -49,7 +49,7 @@ class Nearest(Policy):
         workers = loads.workers
         if not len(workers):
             raise NoWorkerError("none")
-        return Decision(int(workers[self.parameters.start % len(workers)]), reason="nearest")
+        return Decision(int(workers[self.parameters.start % len(workers)]))
 
 class Late(Survival):
     pass
@@ -76,7 +76,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(stranger: 
     assert (policy.name, reads_counts(name), check_policy(type(policy), start=1)) == (name, True, [])
     state = router_state(policy=name, parameters={"start": 1})
     lease = place_one(state, "x")
-    assert (lease.replica, lease.reason, lease.policy) == ("r1", "nearest", name)
+    assert (lease.replica, lease.reason, lease.policy) == ("r1", name, name)
     assert RouterSettings(policy=name, parameters={"start": 3}).policy == name
     predicts: Any = make_policy("balance-route-horizon", predictor=f"{stranger}:Late")
     assert isinstance(predicts.predictor, Survival)
