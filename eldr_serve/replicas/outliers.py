@@ -65,7 +65,7 @@ class ReplicaHealth:
 
     def __init__(self, fleet: Fleet, count: Callable[[str], None]) -> None:
         self._fleet = fleet
-        self._count = count
+        self.count = count
         self._outliers = Outliers()
         self.succeeded = self._outliers.succeeded
 
@@ -79,4 +79,4 @@ class ReplicaHealth:
         full = isinstance(error, CallFailed) and error.status == 503
         if not full and self._outliers.failed(replica):
             logger.warning("replica %s fails repeatedly and is set aside for a while", replica)
-            self._count("set_aside")
+            self.count("set_aside")

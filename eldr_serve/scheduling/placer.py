@@ -202,7 +202,7 @@ class Placer:
     def _enqueue(self, lease: Lease) -> None:
         self._stop(lease.request_id)
         before = self.queue.get(lease.request_id)
-        lease.since_s = self._clock() if before is None else before.since_s
+        lease.queued_at_s = self._clock() if before is None else before.queued_at_s
         lease.become(State.QUEUED)
         self.queue[lease.request_id] = lease
 
@@ -232,7 +232,7 @@ class Placer:
         worker = self._workers[decision.worker]
         assert worker is not None, "a policy chose a vacant position"
         if self.queue.pop(lease.request_id, None) is lease:
-            lease.waited_s = self._clock() - lease.since_s
+            lease.waited_s = self._clock() - lease.queued_at_s
         self._stop(lease.request_id)  # a request that is placed again leaves its first worker
         lease.become(State.LEASED)
         lease.replica, lease.position = worker, decision.worker

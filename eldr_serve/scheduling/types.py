@@ -61,7 +61,7 @@ class PlacementRequest:
 class State(Enum):
     """State of a lease."""
 
-    SCORED = "scored"  # the client sends it once there is a channel
+    UNSENT = "unsent"  # the client sends it once there is a channel
     SENT = "sent"  # the router owes an answer
     QUEUED = "queued"  # it waits in the decode queue
     LEASED = "leased"  # it holds a worker
@@ -69,9 +69,9 @@ class State(Enum):
 
 
 _NEXT = {
-    State.SCORED: {State.SENT, State.LEASED, State.DONE},
-    State.SENT: {State.SCORED, State.QUEUED, State.LEASED, State.DONE},
-    State.QUEUED: {State.SCORED, State.LEASED, State.DONE},
+    State.UNSENT: {State.SENT, State.LEASED, State.DONE},
+    State.SENT: {State.UNSENT, State.QUEUED, State.LEASED, State.DONE},
+    State.QUEUED: {State.UNSENT, State.LEASED, State.DONE},
     State.LEASED: {State.DONE},
     State.DONE: {State.DONE},
 }
@@ -79,7 +79,7 @@ _NEXT = {
 
 @dataclass(slots=True)
 class Lease:
-    """A request's lease of a decode worker, from its scoring to its end.
+    """A request's lease of a decode worker, from the request for it to its end.
 
     The router and its client each keep a copy.
 
@@ -90,14 +90,14 @@ class Lease:
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         best: the worker is the one most similar to the signature.
-        since_s: in the router, time of entry into the decode queue, by its clock; in the client, end of the
-            wait, by the clock of its event loop.
+        queued_at_s: in the router, time of entry into the decode queue, by its clock.
+        deadline_s: in the client, latest end of the wait, by the clock of its event loop.
         waited_s: wait in the decode queue, s.
         cached_tokens: prompt tokens that are expected in the worker's prefix cache.
     """
 
     request: PlacementRequest
-    state: State = State.SCORED
+    state: State = State.UNSENT
     client: str = ""
     replica: str = ""
     position: int = -1
@@ -106,7 +106,8 @@ class Lease:
     best: bool = False
     reason: str = ""
     policy: str = ""
-    since_s: float = 0.0
+    queued_at_s: float = 0.0
+    deadline_s: float = 0.0
     waited_s: float = 0.0
     generated_tokens: int = 0
     cached_tokens: int = 0

@@ -218,7 +218,7 @@ class _Simulation:
     def _expire(self, now: float) -> None:
         """Remove requests from the decode queue that have waited too long."""
         ttl = self._cluster.queue_ttl_s or 0.0
-        while (first := next(iter(self._placer.queue.values()), None)) and now - first.since_s > ttl:
+        while (first := next(iter(self._placer.queue.values()), None)) and now - first.queued_at_s > ttl:
             self._placer.finish(first.request_id)
             self._count_end()
 

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from fake_router import place, request, router_state
@@ -157,8 +158,8 @@ def test_the_router_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None
     status["comparison"]["now"] |= {
         "change_pct": -10.0, "low_pct": -12.0, "high_pct": -8.0, "live_ms": 9.0, "measured_ms": 10.0,
     }  # fmt: skip
-    state.status = lambda: status  # type: ignore[method-assign]
-    metrics.export(state, {"samples": 9, "share": 0.5})
+    with patch("eldr_serve.router.process_metrics.router_status", lambda state: status):
+        metrics.export(state, {"samples": 9, "share": 0.5})
     assert {name for name, metric in made.items() if metric.samples} == set(ROUTER)
     assert made["eldr_tpot_seconds"].samples == {(("policy", "shortest-queue"),): [0.1]}
     shadow = (("policy", "shortest-queue"), ("shadow", "random"))

@@ -113,7 +113,7 @@ class Traffic:
 
     def take(self, client: str, placed: Lease) -> None:
         request = replace(placed.request, expert_counts=None, similarity=None, blocks=None)
-        lease = replace(placed, request=request, since_s=0.0)
+        lease = replace(placed, request=request, queued_at_s=0.0)
         self.waiting[client].pop(lease.request_id, None)
         self.held[client][lease.request_id] = lease
         self.placed.append(
