@@ -101,9 +101,10 @@ class RequestPath:
                 except DecodeFailed as failure:
                     failures.append(f"decode replica {failure.replica} failed: {failure}")
                     context.failed_replicas.append(failure.replica)
-                    # If the replica is alive, the blocks may be at fault: use another prefill engine.
-                    context.passed_over += failure.alive
-                    context.stream_failures += context.sent and failure.begun
+                    if failure.alive:  # the blocks may be at fault: use another prefill engine
+                        context.passed_over += 1
+                    if context.sent and failure.begun:
+                        context.stream_failures += 1
                     if context.sent and (context.stream_failures > 1 or not context.can_continue):
                         break
                     if not context.can_continue:
