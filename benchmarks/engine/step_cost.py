@@ -202,7 +202,8 @@ def step_cost(
     if impossible := [b for b, possible in points.items() if not possible]:
         max_experts = min(E, impossible[0] * TOP_K)
         raise BadInput(
-            f"a batch of {impossible[0]} activates {TOP_K} to {max_experts} experts per layer; change --active"
+            f"a batch of {impossible[0]} activates {TOP_K} to {max_experts} experts per layer; "
+            "give such an --active"
         )
     rng = np.random.default_rng(seed)
     prompts = [aligned(rng.integers(1, 1024, context).tolist()) for _ in range(sizes[-1])]

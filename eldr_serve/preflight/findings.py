@@ -231,8 +231,8 @@ def settings(engines: EngineDeployment) -> Iterator[Finding]:
     if engines.max_replicas > 1 and "HF_HOME" not in engines.spec.environment and from_hub(engines):
         yield Finding(
             "warning",
-            f"{engines.max_replicas} {engines.role} replicas would download {source(engines)} to as many nodes: "
-            "set HF_HOME in runtime_env's env_vars to a folder that all nodes share",
+            f"{engines.max_replicas} {engines.role} replicas would download {source(engines)} to as many "
+            "nodes: set HF_HOME in runtime_env's env_vars to a folder that all nodes share",
         )
 
 
