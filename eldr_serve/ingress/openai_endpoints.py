@@ -124,7 +124,7 @@ class OpenAIEndpoints:
         whole = b"".join([first, *[chunk async for chunk in run]])
         return Response(whole, 200, headers, "application/json")
 
-    async def other(self, method: str, request: HTTPRequest) -> Response:
+    async def forward(self, method: str, request: HTTPRequest) -> Response:
         """Return the least loaded decode engine's answer to a request that generates nothing."""
         body = await request.body()
         salt = tenant_salt(request.state.reservation.tenant.name, self._parse(body))

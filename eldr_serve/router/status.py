@@ -105,7 +105,7 @@ class RouterStatus:
     @property
     def oldest_wait_s(self) -> float:
         """Return the longest current wait for a worker, s; 0 without waiting requests."""
-        since_s = min((p.since_s for p in self.placer.queue.values()), default=None)
+        since_s = min((lease.since_s for lease in self.placer.queue.values()), default=None)
         return 0.0 if since_s is None else self.clock() - since_s
 
     @property

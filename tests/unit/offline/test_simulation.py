@@ -26,7 +26,7 @@ L, E, TOP_K = 2, 70, 3
 class Hoarding(QueuedPolicy):
     """Lets requests wait until there are three or a worker is idle."""
 
-    def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(0, 1, None, "now")
 
     def dispatch(
