@@ -226,7 +226,7 @@ class _Simulation:
         self._record.placed_s[j] = now
         self._record.worker[j] = w
         cluster = self._cluster
-        delay = cluster.handoff_fixed_s + cluster.handoff_per_token_s * self._prompt[j]
+        delay = cluster.handover_fixed_s + cluster.handover_per_token_s * self._prompt[j]
         if delay:
             self._at(now + delay, _READY, j)
         else:
