@@ -97,9 +97,9 @@ def compare(
     """Compare policies under the same load; the same settings resume a stopped run."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
     service = Client(host, os.environ.get(admin_key_env, ""))
-    per_s, most = _loop(rate, in_flight, users, service)
+    per_s, users = _loop(rate, in_flight, users, service)
     load = LoadSpec(
-        str(prompts), model or service.model(), per_s, trial_seconds, warm_up_seconds, most, max_tokens,
+        str(prompts), model or service.model(), per_s, trial_seconds, warm_up_seconds, users, max_tokens,
         temperature, min_tokens,
     )  # fmt: skip
     settings = _settings(names, load, rounds, burn_in_seconds, seed, host, prompts)
@@ -110,7 +110,7 @@ def compare(
     console = Console(soft_wrap=True)
     if left := [one for one in scheduled if one.key not in journal.known]:
         if rate is None and in_flight is None:
-            console.print(f"closed loop of {most} requests in flight; change it with --in-flight or --rate")
+            console.print(f"closed loop of {users} requests in flight; change it with --in-flight or --rate")
         try:
             with _policy_restored(service, journal, names):
                 if burn_in_seconds:
@@ -147,7 +147,7 @@ def _settings(
     names: list[str], load: LoadSpec, rounds: int, burn_in_s: int, seed: int, host: str, prompts: Path
 ) -> dict[str, Any]:
     """Return everything that the figures depend on; raise BadInput for an unusable value."""
-    for option, value, least in (
+    for option, value, minimum in (
         ("--trial-seconds", load.seconds, 1),
         ("--warm-up-seconds", load.warm_up_s, 0),
         ("--burn-in-seconds", burn_in_s, 0),
@@ -157,8 +157,8 @@ def _settings(
         ("--min-tokens", load.min_tokens, 0),
         ("--seed", seed, 0),
     ):
-        if value < least:
-            raise BadInput(f"{option} is {value}, it must be at least {least}")
+        if value < minimum:
+            raise BadInput(f"{option} is {value}, it must be at least {minimum}")
     if not names or len(set(names)) < len(names):
         raise BadInput(f"--policies are {', '.join(names) or 'none'}: name each once")
     for name in names:
