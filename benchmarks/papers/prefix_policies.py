@@ -44,8 +44,8 @@ class LongestPrefix(_Limited):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         in_flight = loads.in_flight[workers]
-        most = max(1.0, self.parameters.max_load_ratio * (in_flight.sum() + 1) / len(workers))
-        workers = workers[(in_flight + 1 <= most) | (in_flight == in_flight.min())]
+        max_in_flight = max(1.0, self.parameters.max_load_ratio * (in_flight.sum() + 1) / len(workers))
+        workers = workers[(in_flight + 1 <= max_in_flight) | (in_flight == in_flight.min())]
         if loads.cached_tokens is not None:
             cached = loads.cached_tokens[workers]
             workers = workers[cached == cached.max()]

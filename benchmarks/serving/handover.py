@@ -116,7 +116,7 @@ def handover(
     loads = [int(count) for count in in_flight.split(",")]
     work = bodies(
         prompts, count=_WARM_UP + len(loads) * requests, max_tokens=max_tokens,
-        most_prompt_tokens=max_prompt_tokens, seed=seed,
+        max_prompt_tokens=max_prompt_tokens, seed=seed,
     )  # fmt: skip
     arguments = our_arguments(deployment, model, decode_replicas=1)
     inputs = {

@@ -45,10 +45,10 @@ def application() -> Starlette:
     posted = {
         "/v1/chat/completions": endpoint("openai", "generate", "chat"),
         "/v1/completions": endpoint("openai", "generate", "completions"),
-        "/v1/embeddings": endpoint("openai", "other", "embeddings"),
-        "/v1/score": endpoint("openai", "other", "score"),
-        "/tokenize": endpoint("openai", "other", "tokenize"),
-        "/detokenize": endpoint("openai", "other", "detokenize"),
+        "/v1/embeddings": endpoint("openai", "forward", "embeddings"),
+        "/v1/score": endpoint("openai", "forward", "score"),
+        "/tokenize": endpoint("openai", "forward", "tokenize"),
+        "/detokenize": endpoint("openai", "forward", "detokenize"),
     }
     return Starlette(
         routes=[

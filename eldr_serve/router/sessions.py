@@ -74,7 +74,7 @@ class Sessions:
     def _act(self) -> None:
         self._due = False
         tokens, self.tokens = self.tokens, {}
-        asked, self.asked = [p for p in self.asked if p.state is State.SENT], []
+        asked, self.asked = [lease for lease in self.asked if lease.state is State.SENT], []
         began = time.perf_counter()
         try:
             self.state.progress(tokens)

@@ -324,9 +324,11 @@ class RouterState:
         for lease in asked:
             lease.request = self.check.without_misfit(lease.request)
             self._remember(lease.request)
-        queued = {p.request_id for p in asked if p.request_id in self.placer.queue}
-        leased = self.placer.submit(p for p in asked if not self.is_stale(p.request))
-        self.counters["queued"] += sum(p.state is State.QUEUED and p.request_id not in queued for p in asked)
+        queued = {lease.request_id for lease in asked if lease.request_id in self.placer.queue}
+        leased = self.placer.submit(lease for lease in asked if not self.is_stale(lease.request))
+        self.counters["queued"] += sum(
+            lease.state is State.QUEUED and lease.request_id not in queued for lease in asked
+        )
         self._lease(leased)
 
     def dispatch(self) -> None:

@@ -62,7 +62,7 @@ def _prediction(state: RouterState) -> dict[str, Any] | None:
 
 def _oldest_wait_s(state: RouterState) -> float:
     """Return the longest current wait for a worker, s; 0 without waiting requests."""
-    queued_at_s = min((p.queued_at_s for p in state.placer.queue.values()), default=None)
+    queued_at_s = min((lease.queued_at_s for lease in state.placer.queue.values()), default=None)
     return 0.0 if queued_at_s is None else state.clock() - queued_at_s
 
 

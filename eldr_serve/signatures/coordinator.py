@@ -151,11 +151,11 @@ class Coordinator:
             raise SwapRefused(
                 f"{view.workers} decode replica(s) serve: a table needs 2 or more, so start another one"
             )
-        least = MIN_REQUESTS_PER_WORKER * view.workers
-        if self.samples < least:
+        required = MIN_REQUESTS_PER_WORKER * view.workers
+        if self.samples < required:
             raise SwapRefused(
                 f"the signature pool holds {self.samples} samples and a table of {view.workers} decode "
-                f"replicas needs {least}: send more requests"
+                f"replicas needs {required}: send more requests"
             )
         await self._make(view, requested=True)
         assert self._table is not None

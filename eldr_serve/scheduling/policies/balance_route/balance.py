@@ -96,8 +96,8 @@ class BalanceRoute(QueuedPolicy):
         workers = available(loads)
         candidates = workers
         if not self.parameters.queue:
-            most = self.parameters.slots + self.parameters.overcommit
-            below = workers[loads.in_flight[workers] < most]
+            max_in_flight = self.parameters.slots + self.parameters.overcommit
+            below = workers[loads.in_flight[workers] < max_in_flight]
             candidates = below if len(below) else workers
         worker = _best_worker(candidates, request, loads, self._score(len(workers)), self._project(loads))
         return Decision(worker, num_candidates=len(candidates), reason=self.name)
