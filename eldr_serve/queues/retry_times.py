@@ -45,7 +45,9 @@ class RetryTimes:
         self._expire()
         return sum(found.tokens for found in self._queue[: self._due()])
 
-    def reserve(self, key: Hashable, tokens: float, after_s: float, max_s: float = MAX_RETRY_AFTER_S) -> float:
+    def reserve(
+        self, key: Hashable, tokens: float, after_s: float, max_s: float = MAX_RETRY_AFTER_S
+    ) -> float:
         """Reserve room for `tokens` after `after_s`; return the Retry-After for the client, s.
 
         Args:
