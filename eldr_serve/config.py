@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from eldr_serve.deployment_options import check_options
 from eldr_serve.engine.chosen import ENGINES
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.signatures.settings import SignatureOptions

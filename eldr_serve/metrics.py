@@ -73,10 +73,10 @@ _COUNTED = {
     "refused_decode_backlog": ("requests", "refused (503) because too many waited for a slot of an engine"),
     "refused_overload": ("requests", "refused (429) by the concurrency limit"),
     "refused_limits": ("requests", "refused (429) because a tenant had used up a limit"),
-    # signatures and predictions
-    "signature_missing": ("requests", "placed without a signature"),
-    "signature_predicted": ("requests", "placed with a predicted signature"),
-    "signatures_returned": ("requests", "true signature received after the placement"),
+    # expert counts and predictions
+    "counts_missing": ("requests", "placed without expert counts, measured or predicted"),
+    "counts_predicted": ("requests", "placed with predicted expert counts"),
+    "counts_measured": ("requests", "expert counts measured after the placement by a prediction"),
     "predictor_failures": ("predictions", "unusable predictions of a policy's predictor"),
     # the router itself
     "policy_errors": ("requests", "placed by load because the policy raised an error"),
@@ -126,7 +126,7 @@ ROUTER = _by_name(
         only="once a request was placed",
     ),
     Metric(
-        "eldr_band_size", HISTOGRAM, "workers", "number of candidates of the policy", ("policy",),
+        "eldr_candidates", HISTOGRAM, "workers", "number of candidates of the policy", ("policy",),
         (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), only="once a request was placed",
     ),
     Metric(

@@ -111,5 +111,5 @@ def prompt_head(fields: RequestFields, prefix_tokens: int = 64) -> bytes:
 
 def max_new_tokens(request: Any) -> int:
     """Return the maximum number of tokens in the answer; 0 if the request has no limit."""
-    fields = getattr(request, "max_completion_tokens", None) or getattr(request, "max_tokens", None)
-    return fields if isinstance(fields, int) else 0
+    limit = getattr(request, "max_completion_tokens", None) or getattr(request, "max_tokens", None)
+    return limit if isinstance(limit, int) else 0

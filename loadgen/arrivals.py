@@ -40,18 +40,20 @@ def poisson(rate: float, seed: int = 0) -> Iterator[float]:
     return _poisson(rate, random.Random(f"{seed}/arrivals"))
 
 
-def output_lengths(most: int, *, least: int | None = None, seed: int = 0) -> Iterator[int]:
-    """Return endless output lengths, tokens, uniform from `least` to `most`; `least` None: all `most`.
+def output_lengths(max_tokens: int, *, min_tokens: int | None = None, seed: int = 0) -> Iterator[int]:
+    """Return endless output lengths, tokens, uniform from `min_tokens` (None: `max_tokens`) to `max_tokens`.
 
     Raises:
-        BadInput: `least` is below 1 or above `most`.
+        BadInput: `min_tokens` is below 1 or above `max_tokens`.
     """
-    if least is None:
-        return itertools.repeat(most)
-    if not 1 <= least <= most:
-        raise BadInput(f"the least output is {least} tokens, it must be from 1 to the most, {most}")
+    if min_tokens is None:
+        return itertools.repeat(max_tokens)
+    if not 1 <= min_tokens <= max_tokens:
+        raise BadInput(
+            f"the least output is {min_tokens} tokens, it must be from 1 to the most, {max_tokens}"
+        )
     rng = random.Random(f"{seed}/lengths")
-    return (rng.randint(least, most) for _ in itertools.count())
+    return (rng.randint(min_tokens, max_tokens) for _ in itertools.count())
 
 
 def open_loop(
@@ -98,7 +100,7 @@ def _prompts_and_lengths(
     prompts: list[Prompt], max_tokens: int, min_tokens: int | None, seed: int, workers: int
 ) -> Iterator[tuple[Prompt, int]]:
     """Return pairs of prompt and output tokens."""
-    lengths = output_lengths(max_tokens, least=min_tokens, seed=seed)
+    lengths = output_lengths(max_tokens, min_tokens=min_tokens, seed=seed)
     return (
         (prompt, tokens if prompt.max_tokens is None else min(tokens, prompt.max_tokens))
         for prompt, tokens in zip(_cycle(prompts, seed, workers), lengths, strict=False)

@@ -40,7 +40,7 @@ from loadgen.load import LATE_S, verdict
 from loadgen.report import figures_table, html_report
 from loadgen.results import environment, print_table, write_result
 from loadgen.statistics import Slo
-from loadgen.trial import JOURNAL, RESTORE, Shape, Step, Trial, drive, order, parse_policy
+from loadgen.trial import JOURNAL, RESTORE, LoadSpec, ScheduledTrial, Trial, drive, order, parse_policy
 from loadgen.workload import read_prompts
 
 _SCHEMA = "eldr-compare/7"  # version of the journal's format
@@ -97,33 +97,33 @@ def compare(
     """Compare policies under the same load; the same settings resume a stopped run."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
     service = Client(host, os.environ.get(admin_key_env, ""))
-    per_s, most = _loop(rate, in_flight, users, service)
-    shape = Shape(
-        str(prompts), model or service.model(), per_s, trial_seconds, warm_up_seconds, most, max_tokens,
+    per_s, users = _loop(rate, in_flight, users, service)
+    load = LoadSpec(
+        str(prompts), model or service.model(), per_s, trial_seconds, warm_up_seconds, users, max_tokens,
         temperature, min_tokens,
     )  # fmt: skip
-    settings = _settings(names, shape, rounds, burn_in_seconds, seed, host, prompts)
+    settings = _settings(names, load, rounds, burn_in_seconds, seed, host, prompts)
     if out.exists() and any(out.iterdir()) and not (out / JOURNAL).exists():
         raise BadInput(f"{out} is not empty and has no comparison of this version: give another --out")
     journal = Journal(out / JOURNAL, settings)
-    steps = order(names, rounds, seed)
+    scheduled = order(names, rounds, seed)
     console = Console(soft_wrap=True)
-    if left := [step for step in steps if step.key not in journal.known]:
+    if left := [one for one in scheduled if one.key not in journal.known]:
         if rate is None and in_flight is None:
-            console.print(f"closed loop of {most} requests in flight; change it with --in-flight or --rate")
+            console.print(f"closed loop of {users} requests in flight; change it with --in-flight or --rate")
         try:
             with _policy_restored(service, journal, names):
                 if burn_in_seconds:
                     console.print(f"burn-in: {burn_in_seconds} s of load that is not measured")
                     first = Trial(left[0].policy, left[0].round)
-                    drive(service, first, replace(shape, seconds=burn_in_seconds), seed=seed, scratch=out)
-                _measure(service, journal, left, shape, console, scratch=out)
+                    drive(service, first, replace(load, seconds=burn_in_seconds), seed=seed, scratch=out)
+                _measure(service, journal, left, load, console, scratch=out)
         except KeyboardInterrupt:
             console.print(f"stopped; the same command resumes from the trials in {out}")
             raise typer.Exit(130) from None
     slo = Slo(slo_ttft_ms, slo_tpot_ms)
-    trials = [Trial(**journal.get(step.key)) for step in steps]
-    good = _publish(console, out, names, trials, shape, slo, settings, seed)
+    trials = [Trial(**journal.get(one.key)) for one in scheduled]
+    good = _publish(console, out, names, trials, load, slo, settings, seed)
     if not good:
         raise typer.Exit(1)
 
@@ -144,27 +144,27 @@ def _loop(rate: float | None, in_flight: int | None, users: int, service: Client
 
 
 def _settings(
-    names: list[str], shape: Shape, rounds: int, burn_in_s: int, seed: int, host: str, prompts: Path
+    names: list[str], load: LoadSpec, rounds: int, burn_in_s: int, seed: int, host: str, prompts: Path
 ) -> dict[str, Any]:
     """Return everything that the figures depend on; raise BadInput for an unusable value."""
-    for option, value, least in (
-        ("--trial-seconds", shape.seconds, 1),
-        ("--warm-up-seconds", shape.warm_up_s, 0),
+    for option, value, minimum in (
+        ("--trial-seconds", load.seconds, 1),
+        ("--warm-up-seconds", load.warm_up_s, 0),
         ("--burn-in-seconds", burn_in_s, 0),
         ("--rounds", rounds, 1),
-        ("--users", shape.users, 1),
-        ("--max-tokens", shape.max_tokens, max(1, shape.min_tokens)),
-        ("--min-tokens", shape.min_tokens, 0),
+        ("--users", load.users, 1),
+        ("--max-tokens", load.max_tokens, max(1, load.min_tokens)),
+        ("--min-tokens", load.min_tokens, 0),
         ("--seed", seed, 0),
     ):
-        if value < least:
-            raise BadInput(f"{option} is {value}, it must be at least {least}")
+        if value < minimum:
+            raise BadInput(f"{option} is {value}, it must be at least {minimum}")
     if not names or len(set(names)) < len(names):
         raise BadInput(f"--policies are {', '.join(names) or 'none'}: name each once")
     for name in names:
         parse_policy(name)
     texts = "\0".join(repr(astuple(prompt)) for prompt in read_prompts([prompts]))
-    return asdict(shape) | {
+    return asdict(load) | {
         "schema": _SCHEMA,
         "policies": names,
         "rounds": rounds,
@@ -198,27 +198,32 @@ def _policy_restored(service: Client, journal: Journal, names: list[str]) -> Ite
 
 
 def _measure(
-    service: Client, journal: Journal, steps: list[Step], shape: Shape, console: Console, scratch: Path
+    service: Client,
+    journal: Journal,
+    scheduled: list[ScheduledTrial],
+    load: LoadSpec,
+    console: Console,
+    scratch: Path,
 ) -> None:
-    load_s = shape.warm_up_s + shape.seconds
+    load_s = load.warm_up_s + load.seconds
     start = time.perf_counter()
-    console.print(f"{len(steps)} trials to measure, at least {len(steps) * load_s / 60:.1f} min")
+    console.print(f"{len(scheduled)} trials to measure, at least {len(scheduled) * load_s / 60:.1f} min")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=len(steps) * load_s)
-        for number, step in enumerate(steps):
-            progress.update(bar, description=f"{step.policy}, round {step.round + 1}")
-            trial = Trial(step.policy, step.round)
+        bar = progress.add_task("", total=len(scheduled) * load_s)
+        for number, one in enumerate(scheduled):
+            progress.update(bar, description=f"{one.policy}, round {one.round + 1}")
+            trial = Trial(one.policy, one.round)
 
             def tick(elapsed_s: float, first_s: float = number * load_s) -> None:
                 progress.update(bar, completed=first_s + min(elapsed_s, load_s))
 
-            drive(service, trial, shape, seed=step.seed, scratch=scratch, tick=tick)
-            journal.put(step.key, asdict(trial))
-            left_s = (time.perf_counter() - start) / (number + 1) * (len(steps) - number - 1)
+            drive(service, trial, load, seed=one.seed, scratch=scratch, tick=tick)
+            journal.put(one.key, asdict(trial))
+            left_s = (time.perf_counter() - start) / (number + 1) * (len(scheduled) - number - 1)
             failed = sum("error" in record for record in trial.requests)
             progress.console.print(
-                f"round {step.round + 1}, {step.policy}: {len(trial.requests)} requests, {failed} failed; "
+                f"round {one.round + 1}, {one.policy}: {len(trial.requests)} requests, {failed} failed; "
                 f"about {left_s / 60:.1f} min left"
             )
 
@@ -228,13 +233,13 @@ def _publish(
     out: Path,
     names: list[str],
     trials: list[Trial],
-    shape: Shape,
+    load: LoadSpec,
     slo: Slo,
     settings: dict[str, Any],
     seed: int,
 ) -> bool:
     """Print and write the figures; return False if requests failed."""
-    rows = policy_rows(names, trials, warm_up_s=shape.warm_up_s, seconds=shape.seconds, slo=slo, seed=seed)
+    rows = policy_rows(names, trials, warm_up_s=load.warm_up_s, seconds=load.seconds, slo=slo, seed=seed)
     failures = sum(row["failures"] for row in rows)
     answered, remarks = step_answers(rows), client_answers(rows, settings["rounds"])
     line, bad = _verdict(trials, failures)
@@ -262,8 +267,8 @@ def _publish(
         bad=bad,
         notes=notes,
         settings=inputs | environment(),
-        warm_up_s=shape.warm_up_s,
-        seconds=shape.seconds,
+        warm_up_s=load.warm_up_s,
+        seconds=load.seconds,
     )
     write_whole(out / "report.html", report)
     console.print(f"report: {out / 'report.html'}; figures: {out / 'compare.json'}")

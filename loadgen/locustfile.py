@@ -309,7 +309,7 @@ def _from_headers(headers: Any) -> dict[str, Any]:
     handover_ms = headers.get("x-eldr-handover-ms")
     return {
         "worker": headers.get("x-eldr-decode-worker"),
-        "band": headers.get("x-eldr-band"),
+        "num_candidates": headers.get("x-eldr-candidates"),
         "policy": headers.get("x-eldr-policy"),
         "handover_s": None if handover_ms is None else float(handover_ms) / 1000,
     }

@@ -114,8 +114,8 @@ def changes(panels: Sequence[tuple[str, str, Sequence[Change]]]) -> Figure:
     Args:
         panels: title, axis label and changes of each panel.
     """
-    most = max((len(found) for _, _, found in panels), default=1)
-    figure = Figure(figsize=(11, 1.4 + 0.6 * most), layout="constrained")
+    max_rows = max((len(found) for _, _, found in panels), default=1)
+    figure = Figure(figsize=(11, 1.4 + 0.6 * max_rows), layout="constrained")
     for axes, (title, label, found) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
     ):

@@ -27,7 +27,7 @@ RESTORE = "restore"  # key of the server's own policy; None after it was restore
 
 
 @dataclass(frozen=True)
-class Shape:
+class LoadSpec:
     """The load of every trial."""
 
     prompts: str
@@ -81,7 +81,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduledTrial:
     """One trial to run."""
 
     number: int
@@ -95,14 +95,14 @@ class Step:
         return f"trial {self.number:04d}, {self.policy}"
 
 
-def order(policies: list[str], rounds: int, seed: int) -> list[Step]:
+def order(policies: list[str], rounds: int, seed: int) -> list[ScheduledTrial]:
     """Return randomised trials: each round has every policy once, in its own order."""
     rng = random.Random(f"{seed}/order")
-    steps: list[Step] = []
+    scheduled: list[ScheduledTrial] = []
     for number in range(rounds):
         for policy in rng.sample(policies, len(policies)):
-            steps.append(Step(len(steps), number, policy, 1000 * seed + number))
-    return steps
+            scheduled.append(ScheduledTrial(len(scheduled), number, policy, 1000 * seed + number))
+    return scheduled
 
 
 def read_trials(folder: Path) -> list[Trial]:
@@ -118,7 +118,7 @@ def read_trials(folder: Path) -> list[Trial]:
 def drive(
     service: Client,
     trial: Trial,
-    shape: Shape,
+    load: LoadSpec,
     *,
     seed: int,
     scratch: Path,
@@ -140,7 +140,7 @@ def drive(
     counters = service.status().get("counters", {})
     record, log = scratch.resolve() / "running.jsonl", scratch.resolve() / "locust.log"
     with _watched(service) as seen:
-        _run_locust(_command(service.url, shape, seed, record), log, tick)
+        _run_locust(_command(service.url, load, seed, record), log, tick)
     service.wait_idle()
     now = service.status().get("counters", {})
     trial.requests = [json.loads(line) for line in record.read_text().splitlines()]
@@ -148,12 +148,12 @@ def drive(
     trial.placed, trial.best = (now.get(k, 0) - counters.get(k, 0) for k in ("placed", "best_worker"))
     began_s = min((r["sent_unix_s"] - r["sent_s"] for r in trial.requests), default=math.inf)
     trial.load = [(s.unix_s - began_s, s.in_flight) for s in seen if s.unix_s >= began_s]
-    from_s = began_s + shape.warm_up_s
-    trial.engines = increase(seen, from_s, from_s + shape.seconds)
+    from_s = began_s + load.warm_up_s
+    trial.engines = increase(seen, from_s, from_s + load.seconds)
 
 
 @dataclass(frozen=True)
-class Sample:
+class StatusSample:
     """Values from the service's status at one time."""
 
     unix_s: float
@@ -161,7 +161,7 @@ class Sample:
     totals: dict[str, float] | None  # Client.decode_totals
 
 
-def increase(seen: list[Sample], from_s: float, until_s: float) -> dict[str, float] | None:
+def increase(seen: list[StatusSample], from_s: float, until_s: float) -> dict[str, float] | None:
     """Return the increase of the totals between the first and the last sample of a period.
 
     If the status was so slow that only one sample lies in the period, in its second half, the last sample
@@ -178,24 +178,24 @@ def increase(seen: list[Sample], from_s: float, until_s: float) -> dict[str, flo
     return {key: inside[-1][key] - inside[0][key] for key in inside[0]}
 
 
-def _command(url: str, shape: Shape, seed: int, record: Path) -> list[str]:
+def _command(url: str, load: LoadSpec, seed: int, record: Path) -> list[str]:
     options = {
         "--host": url,
-        "--prompts": Path(shape.prompts).resolve(),
-        "--model": shape.model,
-        "--rate": shape.rate,
-        "--users": shape.users,
-        "--spawn-rate": shape.users if shape.rate else 2 * shape.users / max(1, shape.warm_up_s),
-        "--run-time": f"{shape.warm_up_s + shape.seconds}s",
-        "--max-tokens": shape.max_tokens,
-        "--min-tokens": shape.min_tokens,
-        "--temperature": shape.temperature,
+        "--prompts": Path(load.prompts).resolve(),
+        "--model": load.model,
+        "--rate": load.rate,
+        "--users": load.users,
+        "--spawn-rate": load.users if load.rate else 2 * load.users / max(1, load.warm_up_s),
+        "--run-time": f"{load.warm_up_s + load.seconds}s",
+        "--max-tokens": load.max_tokens,
+        "--min-tokens": load.min_tokens,
+        "--temperature": load.temperature,
         "--record": record,
         # Other trials sent the same prompts: a shared prefix cache would put the first one at a disadvantage.
         "--cache-salt": uuid.uuid4().hex,
         "--seed": seed,
     }
-    flags = ["--headless", "--ignore-eos", "--only-summary", *["--abandon"] * shape.abandon]
+    flags = ["--headless", "--ignore-eos", "--only-summary", *["--abandon"] * load.abandon]
     pairs = [str(part) for option in options.items() for part in option]
     return [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), *flags, *pairs]
 
@@ -223,9 +223,9 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
 
 
 @contextmanager
-def _watched(service: Client) -> Iterator[list[Sample]]:
+def _watched(service: Client) -> Iterator[list[StatusSample]]:
     """Sample the status twice a second until the end of the block."""
-    seen: list[Sample] = []
+    seen: list[StatusSample] = []
     stop = threading.Event()
 
     def watch() -> None:
@@ -235,7 +235,7 @@ def _watched(service: Client) -> Iterator[list[Sample]]:
             except ServiceError:
                 continue  # leaves a gap in a plot
             in_flight = [worker["in_flight"] for worker in status.get("workers", [])]
-            seen.append(Sample(time.time(), in_flight, service.decode_totals(status)))
+            seen.append(StatusSample(time.time(), in_flight, service.decode_totals(status)))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -107,16 +107,16 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
     name, domain = record.get("custom_id") or record.get("id", place), str(record.get("domain", ""))
     body = record.get("body", record)
     asked = body.get("max_completion_tokens") or body.get("max_tokens")
-    most = None if asked is None else max(1, int(asked))
+    max_tokens = None if asked is None else max(1, int(asked))
     if "messages" not in body:
         if not isinstance(body["prompt"], str):
             raise ValueError("`prompt` must be one text")
-        return Prompt(str(name), domain, body["prompt"], max_tokens=most)
+        return Prompt(str(name), domain, body["prompt"], max_tokens=max_tokens)
     messages = tuple(body["messages"])
     if not messages:
         raise ValueError("`messages` is empty")
     texts = [text for message in messages for text in _texts(message["role"], message.get("content"))]
-    return Prompt(str(name), domain, "\n\n".join(texts), messages, most)
+    return Prompt(str(name), domain, "\n\n".join(texts), messages, max_tokens)
 
 
 def _texts(role: str, content: Any) -> list[str]:

@@ -41,7 +41,7 @@ from loadgen.plots import signature_space
 from loadgen.report import distributions, figures_table, load_over_time, page, placement_effects
 from loadgen.results import environment, print_table, write_result
 from loadgen.statistics import Slo
-from loadgen.trial import Shape, Trial, drive, order
+from loadgen.trial import LoadSpec, Trial, drive, order
 from loadgen.workload import balanced_sample, read_prompts
 from offline.demo_arguments import demo_arguments
 
@@ -63,7 +63,7 @@ class _Plan:
     """The settings of a run."""
 
     arguments: dict[str, Any]  # arguments of the deployment's application
-    shape: Shape
+    load: LoadSpec
     rounds: int
     greedy: int
     out: Path
@@ -166,15 +166,15 @@ def _widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], None]]:
     return wide, _begin("offline.widen", *arguments, log=out / "widen.log")
 
 
-def _load(service: Client, plan: _Plan, trial: Trial, shape: Shape, *, seed: int, what: str) -> None:
+def _load(service: Client, plan: _Plan, trial: Trial, load: LoadSpec, *, seed: int, what: str) -> None:
     with _step(what) as tell:
-        whole_s = shape.warm_up_s + shape.seconds
+        whole_s = load.warm_up_s + load.seconds
 
         def tick(elapsed_s: float) -> None:
             sent = f"{elapsed_s:.0f} of {whole_s} s of requests"
             tell(sent if elapsed_s < whole_s else "waiting for the last answers")
 
-        drive(service, trial, shape, seed=seed, scratch=plan.out, tick=tick)
+        drive(service, trial, load, seed=seed, scratch=plan.out, tick=tick)
 
 
 def _wait_for_table(service: Client, tell: Callable[[str], None]) -> tuple[bool, str]:
@@ -196,16 +196,16 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
     Returns:
         The files of the calibration trace and of the table.
     """
-    shape = replace(
-        plan.shape,
+    load = replace(
+        plan.load,
         seconds=plan.table_load_s,
         warm_up_s=0,
-        max_tokens=max(1, plan.shape.max_tokens // 2),  # with shorter answers more requests end
-        min_tokens=max(1, plan.shape.min_tokens // 2),
+        max_tokens=max(1, plan.load.max_tokens // 2),  # with shorter answers more requests end
+        min_tokens=max(1, plan.load.min_tokens // 2),
     )
     what = "load, of which the service makes its routing table"
     for number in range(_STRETCHES):
-        _load(service, plan, Trial(POLICIES[0], 0), shape, seed=number, what=what)
+        _load(service, plan, Trial(POLICIES[0], 0), load, seed=number, what=what)
         with _step("waiting for the routing table") as tell:
             live, note = _wait_for_table(service, tell)
         if live:
@@ -224,7 +224,7 @@ def _rounds(service: Client, plan: _Plan) -> list[Trial]:
     for step in order(POLICIES, plan.rounds, plan.seed):
         trial = Trial(step.policy, step.round)
         what = f"round {step.round + 1} of {plan.rounds}: {step.policy}"
-        _load(service, plan, trial, plan.shape, seed=1 + step.seed, what=what)
+        _load(service, plan, trial, plan.load, seed=1 + step.seed, what=what)
         trials.append(trial)
         if e := trial.engines:
             batch, cost = e["batch"] / e["steps"], 1000 * e["seconds"] / e["batch"]
@@ -238,8 +238,8 @@ def _rounds(service: Client, plan: _Plan) -> list[Trial]:
 
 def _compare_greedy(service: Client, plan: _Plan) -> str:
     with _step("greedy answers under every policy"):
-        prompts = balanced_sample(read_prompts([Path(plan.shape.prompts)]), plan.greedy, plan.seed)
-        differing = differing_answers(service, plan.shape.model, POLICIES, prompts)
+        prompts = balanced_sample(read_prompts([Path(plan.load.prompts)]), plan.greedy, plan.seed)
+        differing = differing_answers(service, plan.load.model, POLICIES, prompts)
     told = greedy_sentence(differing, len(prompts))
     if any(differing.values()):
         raise BadInput(told)
@@ -248,9 +248,9 @@ def _compare_greedy(service: Client, plan: _Plan) -> str:
 
 def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted: Path) -> None:
     """Print the figures, and write demo.json and report.html; raise BadInput if requests failed."""
-    shape = plan.shape
+    load = plan.load
     rows = policy_rows(
-        POLICIES, trials, warm_up_s=shape.warm_up_s, seconds=shape.seconds, slo=Slo(1000, 100), seed=plan.seed
+        POLICIES, trials, warm_up_s=load.warm_up_s, seconds=load.seconds, slo=Slo(1000, 100), seed=plan.seed
     )
     answered = step_answers(rows, clock=plan.clock)
     prefill, decode = plan.engines
@@ -266,9 +266,9 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
     print_table("the same stream of prompts under three policies", table, lines=True)
     notes = f"closed loop; all engines share this machine's {plan.hardware}; {method(plan.rounds)}; {greedy}"
     inputs = {
-        "prompts": Path(shape.prompts).name, "in_flight": shape.users, "seconds": shape.seconds,
-        "warm_up_s": shape.warm_up_s, "rounds": plan.rounds, "max_tokens": shape.max_tokens,
-        "min_tokens": shape.min_tokens, "decode_engines": decode, "model": plan.model,
+        "prompts": Path(load.prompts).name, "in_flight": load.users, "seconds": load.seconds,
+        "warm_up_s": load.warm_up_s, "rounds": plan.rounds, "max_tokens": load.max_tokens,
+        "min_tokens": load.min_tokens, "decode_engines": decode, "model": plan.model,
     }  # fmt: skip
     write_result(plan.out / "demo.json", "demo", rows, inputs=inputs, seed=plan.seed, notes=notes)
     report = plan.out / "report.html"
@@ -280,7 +280,7 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
             ("Signature space", signature_space(CalibrationTrace.load(trace), RoutingTable.load(fitted))),
             (
                 "Time per output token and to the first",
-                distributions(POLICIES, trials, shape.warm_up_s, shape.seconds),
+                distributions(POLICIES, trials, load.warm_up_s, load.seconds),
             ),
             ("Load", load_over_time(POLICIES, trials)),
         ],
@@ -342,12 +342,12 @@ def demo(
     """Serve the demo model and compare shortest-queue, marginal-cost and locality-band on it."""
     out.mkdir(parents=True, exist_ok=True)
     model, model_ready = _widening(intermediate, out)
-    shape = Shape(
+    load = LoadSpec(
         str(prompts), "eldr-demo", 0.0, seconds, warm_up_seconds, in_flight, max_tokens, temperature=0.8,
         min_tokens=max(1, max_tokens // 2), abandon=True,
     )  # fmt: skip
     arguments = demo_arguments(deployment, model, decode_engines, first_table, gpu=gpu)
-    plan = _Plan(arguments, shape, rounds, greedy, out, seed, table_seconds)
+    plan = _Plan(arguments, load, rounds, greedy, out, seed, table_seconds)
     with _application(plan, port, keep, model_ready) as service:
         trace, fitted = _make_table(service, plan)
         equal = _compare_greedy(service, plan)

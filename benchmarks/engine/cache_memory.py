@@ -1,8 +1,8 @@
-"""Compare the memory of the signature cache with that of the KV cache, for each deployment.
+"""Compare the memory of the expert-count cache with that of the KV cache, for each deployment.
 
     python -m benchmarks.engine.cache_memory
 
-A row of the signature cache takes one byte per MoE layer and expert (two for blocks of more than 255 tokens),
+A row of the expert-count cache takes one byte per MoE layer and expert (two if blocks exceed 255 tokens),
 while a KV block grows with its size, so the share falls as 1 / block_size. Read share_of_kv_pct: the goal is
 below 0.5. Under tensor parallelism a rank holds its part of the KV heads, but a whole row. A model with
 sliding windows has several groups of layers; a block belongs to one group at a time and has the size of the
@@ -68,7 +68,7 @@ def shape_of(source: str) -> Shape:
 
 
 def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_gib: float) -> dict[str, Any]:
-    """Return a row on both caches of a rank with `kv_gib` GiB of KV cache; the signature cache is real."""
+    """Return a row on both caches of a rank with `kv_gib` GiB of KV cache; the expert-count cache is real."""
     block_bytes = shape.kv_elements(ranks) * dtype_bytes * block_size
     num_blocks = max(1, int(kv_gib * 2**30 / block_bytes))
     cache = BlockExpertCounts(num_blocks, block_size, shape.moe_layers, shape.experts)

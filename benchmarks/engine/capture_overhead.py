@@ -196,7 +196,7 @@ def capture_overhead(
     calls: Annotated[int, typer.Option(min=3, help="Calls timed for each part.")] = 200,
     ttft_ms: Annotated[float, typer.Option(min=0.1, help="TTFT to compare parts with, ms.")] = PAPER_TTFT_MS,
     device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="Device of the parts' signature cache and of the engines.")
+        Literal["cpu", "cuda"], typer.Option(help="Device of the parts' count cache and of the engines.")
     ] = "cpu",
     requests: Annotated[int, typer.Option(min=0, help="Pairs of prompts on an engine; 0: no engine.")] = 1800,
     engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,

@@ -126,7 +126,7 @@ def ep_choice(
         return summary(engine.decode(chosen, tokens, name=f"{turn}/{size}"))
 
     started = partial(
-        EpEngine, model, ranks=ranks, redundant=most - experts, moves_a_slice=64, max_batch=max(batches)
+        EpEngine, model, ranks=ranks, redundant=most - experts, moves_per_slice=64, max_batch=max(batches)
     )
     found = in_turns(journal, keys, started, measure, minutes)
     rows: list[dict[str, Any]] = []
@@ -148,7 +148,7 @@ def ep_shift(
     ranks: Ranks = 2,
     tokens: Tokens = 48,
     rounds: Rounds = 4,
-    moves_a_slice: Annotated[int, typer.Option(min=1, help="Experts that move between two steps.")] = 8,
+    moves_per_slice: Annotated[int, typer.Option(min=1, help="Experts that move between two steps.")] = 8,
     cost: Annotated[Path, typer.Option(help="LayerCost (JSON) for DIRECTOR's plans.")] = (
         RESULTS / "layer_cost_cpu.json"
     ),
@@ -166,7 +166,7 @@ def ep_shift(
     settings = {
         "prompts": prompts.name, "batch": batch, "windows": windows, "groups": groups,
         "replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens,
-        "moves_a_slice": moves_a_slice, "cost": cost.name, "intermediate": intermediate,
+        "moves_per_slice": moves_per_slice, "cost": cost.name, "intermediate": intermediate,
         "requests": requests, "seed": seed,
     }  # fmt: skip
     journal = Journal(work / "ep_shift.jsonl", settings)
@@ -188,7 +188,12 @@ def ep_shift(
         return _followed(engine, plans[name], traffic[turn], windows, start, tokens, turn)
 
     started = partial(
-        EpEngine, model, ranks=ranks, redundant=slots - experts, moves_a_slice=moves_a_slice, max_batch=batch
+        EpEngine,
+        model,
+        ranks=ranks,
+        redundant=slots - experts,
+        moves_per_slice=moves_per_slice,
+        max_batch=batch,
     )
     found = in_turns(journal, keys, started, measure, minutes)
     rows = list(shift_rows({name: [found[turn, name] for turn in range(rounds)] for name in plans}, seed))

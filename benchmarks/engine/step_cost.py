@@ -200,9 +200,10 @@ def step_cost(
     sizes, wanted = (sorted(set(options.numbers(*option))) for option in given)
     points = {b: [a for a in wanted if TOP_K <= a <= min(E, b * TOP_K)] for b in sizes}
     if impossible := [b for b, possible in points.items() if not possible]:
-        most = min(E, impossible[0] * TOP_K)
+        max_experts = min(E, impossible[0] * TOP_K)
         raise BadInput(
-            f"a batch of {impossible[0]} activates {TOP_K} to {most} experts per layer; give such an --active"
+            f"a batch of {impossible[0]} activates {TOP_K} to {max_experts} experts per layer; "
+            "give such an --active"
         )
     rng = np.random.default_rng(seed)
     prompts = [aligned(rng.integers(1, 1024, context).tolist()) for _ in range(sizes[-1])]

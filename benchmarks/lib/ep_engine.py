@@ -44,13 +44,13 @@ class EpEngine(EngineProcesses):
         model: directory; the ranks must divide the number of heads.
         ranks: number of ranks of tensor and expert parallelism, G.
         redundant: slots of a layer beyond one per expert.
-        moves_a_slice: maximum number of experts that move between two steps.
+        moves_per_slice: maximum number of experts that move between two steps.
     """
 
     def __init__(
-        self, model: Path, *, ranks: int, redundant: int, moves_a_slice: int, max_batch: int
+        self, model: Path, *, ranks: int, redundant: int, moves_per_slice: int, max_batch: int
     ) -> None:
-        super().__init__(1, _start, str(model), ranks, redundant, moves_a_slice, max_batch)
+        super().__init__(1, _start, str(model), ranks, redundant, moves_per_slice, max_batch)
 
     def place(self, placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
         """Apply the placement int[L, P] (-1: an empty slot) and the rule; `load` [L, E]: expected tokens."""
@@ -81,7 +81,7 @@ _sent = 0
 _known: set[str] = set()  # names of prompts in the prefix cache
 
 
-def _start(model: str, ranks: int, redundant: int, moves_a_slice: int, max_batch: int) -> None:
+def _start(model: str, ranks: int, redundant: int, moves_per_slice: int, max_batch: int) -> None:
     global _engine, _ranks
     from eldr_serve.engine.vllm.ep.plugin import SWITCH, register
 
@@ -98,7 +98,7 @@ def _start(model: str, ranks: int, redundant: int, moves_a_slice: int, max_batch
             tensor_parallel_size=ranks, enable_expert_parallel=True,
             worker_extension_cls="eldr_serve.engine.vllm.worker.EldrWorkerExtension",
             additional_config={
-                "eldr_experts": {"redundant_experts": redundant, "moves_a_slice": moves_a_slice}
+                "eldr_experts": {"redundant_experts": redundant, "moves_per_slice": moves_per_slice}
             },
         )
     )  # fmt: skip

@@ -14,9 +14,9 @@ from ray.serve.deployment import Application
 from benchmarks.lib.fake_service import APPLICATION, MODEL
 from benchmarks.lib.synthetic import prompt_counts, random_spec, table_near
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
-from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.ingress.deployment import EldrIngress, decode_directory, prefill_directory
 from eldr_serve.ingress.http_application import application as http_application
+from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.replicas.servers import DecodeServer, EngineServer, PrefillServer
 from eldr_serve.router.actor import actor_name

@@ -58,10 +58,10 @@ def wide_arguments(
     return arguments
 
 
-def fitting(prompts: Path, ids: Iterable[str], most_tokens: int) -> list[Prompt]:
+def fitting(prompts: Path, ids: Iterable[str], max_tokens: int) -> list[Prompt]:
     """Return the prompts with these ids, except those that are too long."""
     wanted = set(ids)
-    return no_longer_than((p for p in read_prompts([prompts]) if p.id in wanted), most_tokens, chat=True)
+    return no_longer_than((p for p in read_prompts([prompts]) if p.id in wanted), max_tokens, chat=True)
 
 
 @contextmanager

@@ -24,16 +24,16 @@ def no_longer_than(prompts: Iterable[Prompt], tokens: int, *, chat: bool) -> lis
 
 def bodies(
     folder: Path, *, count: int, max_tokens: int, seed: int, min_tokens: int | None = None,
-    most_prompt_tokens: int | None = None,
+    max_prompt_tokens: int | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return `count` greedy completion requests; prompts repeat if there are too few.
 
-    Prompts longer than `most_prompt_tokens` are left out. Answers have exactly `max_tokens` tokens, or a
+    Prompts longer than `max_prompt_tokens` are left out. Answers have exactly `max_tokens` tokens, or a
     random number from `min_tokens` to that.
     """
     prompts = read_prompts([folder])
-    if most_prompt_tokens is not None:
-        prompts = no_longer_than(prompts, most_prompt_tokens, chat=False)
+    if max_prompt_tokens is not None:
+        prompts = no_longer_than(prompts, max_prompt_tokens, chat=False)
     rng = random.Random(seed)
     rng.shuffle(prompts)
     greedy = {"model": MODEL, "ignore_eos": True, "temperature": 0.0}

@@ -149,8 +149,8 @@ class _Placed(Policy):
         super().__init__()
         self._worker = worker
 
-    def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(self._worker[int(handoff.request_id)]), 1, None, "placed")
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return Decision(int(self._worker[int(request.request_id)]), reason="placed")
 
 
 class Bench:
@@ -230,14 +230,14 @@ class Bench:
                     judge.on_finished(gone)
                     ledger.release(gone)
                 i = int(case.requests[j])
-                handoff = PlacementRequest(
+                request = PlacementRequest(
                     str(j), trace.decode_counts[i], int(trace.decode_steps[i]), self._output_tokens
                 )
-                added = judge.added_cost(handoff, ledger.loads(workers))
+                added = judge.added_cost(request, ledger.loads(workers))
                 worker = int(outcome.worker[j])
                 regret[j] = added[worker] - added.min()
-                judge.on_assigned(handoff, worker)
-                ledger.add(str(j), worker, handoff.prompt_tokens)
+                judge.on_assigned(request, worker)
+                ledger.add(str(j), worker, request.prompt_tokens)
                 heapq.heappush(ends, (float(outcome.last_s[j]), int(j)))
             found[label] = regret
         return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from eldr_serve.channel import Answer
 from eldr_serve.engine.vllm.compat.serve_llm import engine_client
-from eldr_serve.pipeline.stages import Stages
+from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.replicas.llm_servers import LLMDecodeServer
 
 _called_at: ContextVar[float] = ContextVar("called_at")
@@ -24,7 +24,7 @@ class TimedDecodeServer(LLMDecodeServer):
     """
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        self._stages = Stages()
+        self._stages = StageLatencies()
         await super().__init__(*args, **kwargs)
         engine: Any = self._engine
         client = engine_client(engine.server.engine)
@@ -40,7 +40,7 @@ class TimedDecodeServer(LLMDecodeServer):
         await super().answer(method, header, body, timed)
 
     async def stages(self) -> dict[str, dict[str, float]]:
-        """Return Stages.summary."""
+        """Return StageLatencies.summary."""
         return self._stages.summary()
 
     def _recorded(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ class TimedDecodeServer(LLMDecodeServer):
 class _Timed:
     """An Answer that records when its first part is sent."""
 
-    def __init__(self, answer: Answer, stages: Stages) -> None:
+    def __init__(self, answer: Answer, stages: StageLatencies) -> None:
         self._answer = answer
         self._stages = stages
         self._waiting = True

@@ -82,7 +82,7 @@ def ep_policies(
         return found
 
     def started() -> EpEngine:
-        return EpEngine(model, ranks=ranks, redundant=0, moves_a_slice=64, max_batch=workers * batch)
+        return EpEngine(model, ranks=ranks, redundant=0, moves_per_slice=64, max_batch=workers * batch)
 
     found = in_turns(journal, keys, started, measure, minutes)
     rows = [

@@ -33,7 +33,7 @@ class SessionHash(_Limited):
         in_flight = {str(worker): int(loads.in_flight[worker]) for worker in workers}
         ratio = self.parameters.max_load_ratio
         chosen = choose_prefill(request.prompt_key.encode(), in_flight, max_load_ratio=ratio)
-        return Decision(int(chosen), len(workers), None, self.name)
+        return Decision(int(chosen), num_candidates=len(workers), reason=self.name)
 
 
 class LongestPrefix(_Limited):
@@ -44,8 +44,8 @@ class LongestPrefix(_Limited):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available(loads)
         in_flight = loads.in_flight[workers]
-        most = max(1.0, self.parameters.max_load_ratio * (in_flight.sum() + 1) / len(workers))
-        workers = workers[(in_flight + 1 <= most) | (in_flight == in_flight.min())]
+        max_in_flight = max(1.0, self.parameters.max_load_ratio * (in_flight.sum() + 1) / len(workers))
+        workers = workers[(in_flight + 1 <= max_in_flight) | (in_flight == in_flight.min())]
         if loads.cached_tokens is not None:
             cached = loads.cached_tokens[workers]
             workers = workers[cached == cached.max()]

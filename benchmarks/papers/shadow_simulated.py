@@ -32,7 +32,7 @@ from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
 
-_HANDOFF_S = 0.02
+_HANDOVER_S = 0.02
 
 
 def step_ms(outcome: Outcome) -> float:
@@ -84,7 +84,7 @@ def shadow_simulated(
     rows = []
     for count, per_expert in product(map(int, workers.split(",")), map(float, per_expert_us.split(","))):
         cost = StepCost(per_expert_s=1e-6 * per_expert)
-        cluster = Cluster(decode=Decode(workers=count, cost=cost), handoff_fixed_s=_HANDOFF_S)
+        cluster = Cluster(decode=Decode(workers=count, cost=cost), handover_fixed_s=_HANDOVER_S)
         found: dict[str, list[dict[str, Any]]] = {"closed": [], "open": []}
         for number in range(seed, seed + seeds):
             sent = _requests(experts, count * per_worker, output_tokens, number)

@@ -39,7 +39,7 @@ from benchmarks.lib.prompts import MODEL, bodies
 from benchmarks.lib.rounds import medians
 from eldr_serve.client import Client
 from eldr_serve.command_errors import BadInput, run
-from eldr_serve.pipeline.stages import WINDOW
+from eldr_serve.pipeline.stage_latencies import WINDOW
 from eldr_serve.ray_settings import QUIET
 from loadgen.journal import Journal
 from loadgen.results import publish
@@ -116,7 +116,7 @@ def handover(
     loads = [int(count) for count in in_flight.split(",")]
     work = bodies(
         prompts, count=_WARM_UP + len(loads) * requests, max_tokens=max_tokens,
-        most_prompt_tokens=max_prompt_tokens, seed=seed,
+        max_prompt_tokens=max_prompt_tokens, seed=seed,
     )  # fmt: skip
     arguments = our_arguments(deployment, model, decode_replicas=1)
     inputs = {

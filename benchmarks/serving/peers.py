@@ -251,7 +251,7 @@ def peers(
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval, decode_replicas)
     asked = bodies(
         prompts, count=512, max_tokens=max_tokens, min_tokens=min_tokens,
-        most_prompt_tokens=max_prompt_tokens, seed=seed,
+        max_prompt_tokens=max_prompt_tokens, seed=seed,
     )  # fmt: skip
     loads = [int(load) for load in in_flight.split(",")]
     inputs: dict[str, Any] = {

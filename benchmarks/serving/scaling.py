@@ -136,7 +136,7 @@ def scaling(
             "min_replicas": 1, "max_replicas": engines, "target_ongoing_requests": target,
         } | _DELAYS  # fmt: skip
     work = bodies(
-        prompts, count=_PROMPTS, max_tokens=max_tokens, most_prompt_tokens=max_prompt_tokens, seed=seed
+        prompts, count=_PROMPTS, max_tokens=max_tokens, max_prompt_tokens=max_prompt_tokens, seed=seed
     )
     try:
         client, _ = application.start(

@@ -39,7 +39,7 @@ from eldr_serve.command_errors import BadInput, run
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import interval, resampled_counts
-from loadgen.trial import Shape, Step, Trial, drive, order, parse_policy
+from loadgen.trial import LoadSpec, ScheduledTrial, Trial, drive, order, parse_policy
 from loadgen.workload import read_prompts, write_prompts
 
 _SUMS = ("tokens", "live", "shadow", "steps", "requests", "active", "seconds", "waited")
@@ -107,10 +107,10 @@ def _change(
     return float(100 * (mine.mean() / its.mean() - 1)), 100 * ((counts @ mine) / (counts @ its) - 1)
 
 
-def _measure(service: Client, step: Step, shadow: str, shape: Shape, scratch: Path) -> Part:
+def _measure(service: Client, step: ScheduledTrial, shadow: str, load: LoadSpec, scratch: Path) -> Part:
     service.set_shadow(*parse_policy(shadow))
     ends: list[NDArray[np.float64]] = []
-    wanted = (shape.warm_up_s + _STARTS_S, shape.warm_up_s + shape.seconds)
+    wanted = (load.warm_up_s + _STARTS_S, load.warm_up_s + load.seconds)
     costs: dict[str, float] = {}
 
     def tick(elapsed_s: float) -> None:
@@ -120,10 +120,10 @@ def _measure(service: Client, step: Step, shadow: str, shape: Shape, scratch: Pa
             costs.update(status["step_cost"])
 
     trial = Trial(step.policy, step.round)
-    drive(service, trial, shape, seed=step.seed, scratch=scratch, tick=tick)
+    drive(service, trial, load, seed=step.seed, scratch=scratch, tick=tick)
     if failed := sum("error" in record for record in trial.requests):
         raise BadInput(f"{failed} requests of {step.key} failed")
-    tpot = [record["tpot_s"] for record in trial.measured(shape.warm_up_s, shape.seconds)]
+    tpot = [record["tpot_s"] for record in trial.measured(load.warm_up_s, load.seconds)]
     known = [value for value in tpot if value is not None]
     if len(ends) < len(wanted) or not known or (ends[1] - ends[0])[[0, 4]].min() <= 0:
         raise BadInput(f"{step.key} measured nothing: make trials longer")
@@ -163,7 +163,7 @@ def shadow(
     sent, drawn = work / "shadow_prompts.jsonl", lengths(output_tokens)
     work.mkdir(parents=True, exist_ok=True)
     write_prompts(sent, no_longer_than(read_prompts([prompts]), max_prompt_tokens, chat=True))
-    shape = Shape(
+    load = LoadSpec(
         str(sent), MODEL, 0.0, trial_seconds, warm_up_seconds, in_flight, drawn["max-tokens"], 0.8,
         drawn["min-tokens"],
     )  # fmt: skip
@@ -176,7 +176,7 @@ def shadow(
                 for step in left:
                     (other,) = {*names} - {step.policy}
                     typer.echo(f"experts of {width}: {step.policy}, round {step.round + 1}", err=True)
-                    journal.put(key(step.key), asdict(_measure(service, step, other, shape, work)))
+                    journal.put(key(step.key), asdict(_measure(service, step, other, load, work)))
         parts = {
             name: [Part(**journal.get(key(step.key))) for step in steps if step.policy == name]
             for name in names

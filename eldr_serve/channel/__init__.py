@@ -10,7 +10,7 @@ from eldr_serve.channel.client import (
     OpenCall,
     SlowReader,
 )
-from eldr_serve.channel.server import Answer, ChannelServer, HeldCall
+from eldr_serve.channel.server import Answer, ChannelServer, OpenCallHandler
 
 __all__ = [
     "Answer",
@@ -21,7 +21,7 @@ __all__ = [
     "ChannelLost",
     "ChannelServer",
     "Chunk",
-    "HeldCall",
     "OpenCall",
+    "OpenCallHandler",
     "SlowReader",
 ]

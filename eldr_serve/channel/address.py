@@ -12,7 +12,7 @@ import ray
 
 from eldr_serve.channel import Channel, ChannelLost, ChannelServer
 from eldr_serve.channel.frames import VERSION
-from eldr_serve.channel.server import Describe, Handler, Hold
+from eldr_serve.channel.server import Describe, Handler, OpenMethod
 from eldr_serve.errors import Overloaded
 
 MAX_CALLS = 1_000_000  # Ray Serve LLM's value for its engines, which queue requests inside
@@ -39,7 +39,7 @@ async def open_channel(
     *,
     describe: Describe,
     limit: int = MAX_CALLS,
-    held: Mapping[str, Hold] = MappingProxyType({}),
+    open_methods: Mapping[str, OpenMethod] = MappingProxyType({}),
     report: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[Address, ChannelServer]:
     """Start a channel server with its own secret on this node; see ChannelServer."""
@@ -49,7 +49,7 @@ async def open_channel(
         return Overloaded(f"{limit} requests are in flight on this engine, the maximum")
 
     server = ChannelServer(
-        secret, handler, describe=describe, limit=limit, full=full, held=held, report=report
+        secret, handler, describe=describe, limit=limit, full=full, open_methods=open_methods, report=report
     )
     host = ray.util.get_node_ip_address()
     return Address(host, await server.start(host), secret), server

@@ -174,24 +174,24 @@ class OpenCall:
     """A call that stays open until it is closed or its channel is lost; messages go both ways meanwhile.
 
     Args:
-        received: callback for each message, within the turn of the event loop that reads it.
-        failed: callback with CallFailed or ChannelLost, if the call ends and this side has not closed it.
+        on_message: callback for each message, within the turn of the event loop that reads it.
+        on_failed: callback with CallFailed or ChannelLost, if the call ends and this side has not closed it.
 
     Attributes:
         begun_at: start time on the event loop's clock, s.
     """
 
-    __slots__ = ("_channel", "_failed", "_number", "_received", "begun_at")
+    __slots__ = ("_channel", "_number", "_on_failed", "_on_message", "begun_at")
 
     def __init__(
         self,
         channel: Channel,
         number: int,
-        received: Callable[[bytes], None],
-        failed: Callable[[Exception], None],
+        on_message: Callable[[bytes], None],
+        on_failed: Callable[[Exception], None],
     ) -> None:
         self._channel, self._number = channel, number
-        self._received, self._failed = received, failed
+        self._on_message, self._on_failed = on_message, on_failed
         self.begun_at = channel.now()
 
     def note(self, payload: bytes = b"", tokens: int = 0) -> None:
@@ -206,11 +206,11 @@ class OpenCall:
 
     def feed(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
         """Pass a message on."""
-        self._received(payload)
+        self._on_message(payload)
 
     def finish(self, error: Exception | None) -> None:
         """Report the end of the call."""
-        self._failed(error or CallFailed(500, b"the other end has closed the call"))
+        self._on_failed(error or CallFailed(500, b"the other end has closed the call"))
 
 
 class Channel(Peer):
@@ -284,12 +284,12 @@ class Channel(Peer):
         self,
         method: str,
         body: bytes,
-        received: Callable[[bytes], None],
-        failed: Callable[[Exception], None],
+        on_message: Callable[[bytes], None],
+        on_failed: Callable[[Exception], None],
     ) -> OpenCall:
         """Begin a call that stays open, see OpenCall; raise ChannelLost if the connection is closed."""
         number = self._next_number()
-        call = self._calls[number] = OpenCall(self, number, received, failed)
+        call = self._calls[number] = OpenCall(self, number, on_message, on_failed)
         self.send(frame(Kind.CALL, number, _encode((method, {}, body))))
         return call
 

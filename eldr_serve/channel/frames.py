@@ -9,7 +9,7 @@ A TOKENS frame is a DATA frame whose payload begins with the ids of its `tokens`
 little-endian. An ingress needs these ids to continue the answer on another engine.
 
 A call ends with one END or FAIL, also after a CANCEL; the engine does no further work on it.
-A call that the server holds open (HeldCall) ends with its CANCEL. A NOTE is a one-way message about it. With
+An open call (OpenCall, OpenCallHandler) ends with its CANCEL. A NOTE is a one-way message about it. With
 both comes the number of tokens that its request has generated so far.
 The payload of an engine's PING is its status report, that of an END is its report on the call (msgpack, may
 be empty).

@@ -66,21 +66,21 @@ Handler = Callable[[str, dict[str, Any], bytes, Answer], Awaitable[None]]
 Describe = Callable[[Exception], tuple[int, bytes]]
 
 
-class HeldCall(Protocol):
-    """A call that stays open, without a task, until its caller closes it or the connection is lost."""
+class OpenCallHandler(Protocol):
+    """Handler of an open call; it has no task, and ends with the caller's close or the connection."""
 
-    def noted(self, payload: bytes, tokens: int) -> None:
+    def on_note(self, payload: bytes, tokens: int) -> None:
         """Process a message of the caller; raise msgspec.DecodeError if it is malformed."""
 
-    def closed(self, tokens: int) -> None:
+    def on_close(self, tokens: int) -> None:
         """Process the end of the call, with the final number of generated tokens."""
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         """Process the loss of the connection."""
 
 
-# Begins a call that stays open, given its body; raises an exception if it is refused.
-Hold = Callable[[bytes, Answer], HeldCall]
+# Begins an open call, given its body; raises an exception if it is refused.
+OpenMethod = Callable[[bytes, Answer], OpenCallHandler]
 
 
 class ChannelServer:
@@ -93,7 +93,7 @@ class ChannelServer:
         handler: answers calls.
         describe: returns the HTTP status and the response body of an exception.
         limit: maximum calls in flight; a further call fails with the error that `full` returns.
-        held: functions that begin the calls of methods that stay open.
+        open_methods: functions that begin the open calls, by method.
         report: returns this engine's status report for a ping, in types that msgpack can encode; empty by
             default.
 
@@ -109,7 +109,7 @@ class ChannelServer:
         describe: Describe,
         limit: int,
         full: Callable[[], Exception],
-        held: Mapping[str, Hold] = MappingProxyType({}),
+        open_methods: Mapping[str, OpenMethod] = MappingProxyType({}),
         report: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._report = report
@@ -120,7 +120,7 @@ class ChannelServer:
         self._full = full
         self._server: asyncio.Server | None = None
         self.connections: set[_Connection] = set()
-        self.held = held
+        self.open_methods = open_methods
         self.suspended = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -216,7 +216,7 @@ class _Connection(Peer):
         self._server = server
         self._authenticated = False
         self._calls: dict[int, asyncio.Task[bytes]] = {}
-        self._held: dict[int, HeldCall] = {}
+        self._open_calls: dict[int, OpenCallHandler] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -234,34 +234,34 @@ class _Connection(Peer):
         elif kind == Kind.CANCEL:
             if call in self._calls:
                 self._calls[call].cancel()
-            elif call in self._held:
-                self._held.pop(call).closed(tokens)
+            elif call in self._open_calls:
+                self._open_calls.pop(call).on_close(tokens)
         elif kind == Kind.NOTE:
-            if call in self._held:
-                self._note(self._held[call], payload, tokens)
+            if call in self._open_calls:
+                self._note(self._open_calls[call], payload, tokens)
         else:
             raise BrokenFrame(f"a frame of kind {kind}")
 
     def _begin(self, call: int, payload: bytes) -> None:
-        if call in self._calls or call in self._held:
+        if call in self._calls or call in self._open_calls:
             raise BrokenFrame(f"call {call} is open already")
         try:
             method, header, body = _CALL.decode(payload)
         except msgspec.DecodeError as error:
             raise BrokenFrame(f"a malformed call: {error}") from error
         answer = Answer(self, call)
-        if method not in self._server.held:
+        if method not in self._server.open_methods:
             task = self._calls[call] = self._loop.create_task(self._server.run(method, header, body, answer))
             task.add_done_callback(partial(self._send_last, call))
             return
         try:
-            self._held[call] = self._server.held[method](body, answer)
+            self._open_calls[call] = self._server.open_methods[method](body, answer)
         except Exception as error:
             self.send(self._server.failure(call, error))
 
-    def _note(self, held: HeldCall, payload: bytes, tokens: int) -> None:
+    def _note(self, handler: OpenCallHandler, payload: bytes, tokens: int) -> None:
         try:
-            held.noted(payload, tokens)
+            handler.on_note(payload, tokens)
         except msgspec.DecodeError as error:
             raise BrokenFrame(f"a malformed note: {error}") from error
 
@@ -291,9 +291,9 @@ class _Connection(Peer):
         calls, self._calls = self._calls, {}
         for task in calls.values():
             task.cancel()
-        held, self._held = self._held, {}
-        for one in held.values():
-            one.lost()
+        open_calls, self._open_calls = self._open_calls, {}
+        for handler in open_calls.values():
+            handler.on_lost()
 
     def _check_hello(self, kind: int, payload: bytes) -> None:
         version, secret = payload[:1], payload[1:]

@@ -71,8 +71,8 @@ def decode_header(
 ) -> dict[str, Any]:
     """Return the header of a generate call.
 
-    `params` and `token_ids` are those that prefill returned. The signature is sent apart from `params`, which
-    the engine's core gets; it is needed for a sample of the request.
+    `params` and `token_ids` are those that prefill returned. The expert counts are sent apart from `params`,
+    which the engine's core gets; a sample of the request needs them.
 
     The answer continues after `generated` (uint32 ids); `created` is the timestamp of chunks already sent.
     """

@@ -51,7 +51,8 @@ class SampleBuffer:
                 request.id, prefill_counts.shape, decode_counts.shape,
             )  # fmt: skip
             return
-        self.dropped += len(self._kept) == self._kept.maxlen
+        if len(self._kept) == self._kept.maxlen:
+            self.dropped += 1
         self._kept.append(
             ExpertSample(request.id, request.domain, token_ids, prefill_counts, decode_counts, steps)
         )

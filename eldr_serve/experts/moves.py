@@ -42,7 +42,7 @@ def aligned(old: ArrayLike, new: ArrayLike, ranks: int) -> Ints:
     return np.stack([_keep_slots(*rows) for rows in zip(before, after, strict=True)]).reshape(shape)
 
 
-def sliced(old: ArrayLike, new: ArrayLike, ranks: int, most: int) -> list[list[Move]]:
+def sliced(old: ArrayLike, new: ArrayLike, ranks: int, max_moves: int) -> list[list[Move]]:
     """Return the moves from one placement to the next, layer by layer, in slices of at most `most` moves.
 
     All moves of a slice read the slots' content before the slice. A slice is larger only if experts without
@@ -52,14 +52,14 @@ def sliced(old: ArrayLike, new: ArrayLike, ranks: int, most: int) -> list[list[M
     Args:
         old, new: int[L, P], aligned; every expert of a layer has a slot in both.
         ranks: G.
-        most: maximum moves per slice, 1 or more.
+        max_moves: maximum moves per slice, 1 or more.
 
     Raises:
         ValueError: the shapes do not agree, or a layer would have other experts than before.
     """
     before, after = pair(old, new, ranks)
-    if most < 1:
-        raise ValueError(f"a slice must have 1 move or more, not {most}")
+    if max_moves < 1:
+        raise ValueError(f"a slice must have 1 move or more, not {max_moves}")
     found: list[list[Move]] = []
     current: list[tuple[int, int]] = []  # (layer, slot) of the current slice
     held = before.copy()
@@ -67,7 +67,7 @@ def sliced(old: ArrayLike, new: ArrayLike, ranks: int, most: int) -> list[list[M
         if set(after[layer].tolist()) - {-1} != set(before[layer].tolist()) - {-1}:
             raise ValueError(f"layer {layer} would have other experts than before")
         for group in _write_groups(before[layer], after[layer]):
-            if current and len(current) + len(group) > most:
+            if current and len(current) + len(group) > max_moves:
                 found.append(_with_sources(current, held, after, ranks))
                 current = []
             current += [(layer, slot) for slot in group]

@@ -77,8 +77,8 @@ class EvenSpread(ReplicaChoice):
 
     def __init__(self, row: ArrayLike, num_experts: int) -> None:
         held = [np.flatnonzero(np.asarray(row) == expert) for expert in range(num_experts)]
-        most = max(map(len, held))
-        self._table = torch.from_numpy(np.stack([np.resize(found, most) for found in held]))
+        max_copies = max(map(len, held))
+        self._table = torch.from_numpy(np.stack([np.resize(found, max_copies) for found in held]))
         self._count = torch.tensor([len(found) for found in held])
 
     def slots(self, experts: Tensor) -> Tensor:

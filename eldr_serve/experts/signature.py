@@ -117,9 +117,9 @@ def pack_counts(counts: ArrayLike) -> str:
         raise ValueError(
             f"counts have shape {array.shape}, they must be [L, E] with at most {_MAX_CELLS} cells"
         )
-    if array.dtype.kind not in "ui" or array.min() < 0 or (most := int(array.max())) > 0xFFFFFFFF:
+    if array.dtype.kind not in "ui" or array.min() < 0 or (largest := int(array.max())) > 0xFFFFFFFF:
         raise ValueError("counts must be integers from 0 to 2**32 - 1")
-    width = next(w for w in (1, 2, 4) if most < 1 << 8 * w)
+    width = next(w for w in (1, 2, 4) if largest < 1 << 8 * w)
     cells = array.astype(f"<u{width}").tobytes()
     body = _stored(cells) if len(cells) <= _STORED_BYTES else zlib.compress(cells, level=1)
     return base64.b64encode(_HEADER.pack(_MAGIC, width, *array.shape) + body).decode()

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from eldr_serve.channel.actors import AWAY
 from eldr_serve.errors import BadRequest, Overloaded, SwapRefused, sentence
-from eldr_serve.ingress.admission import Gate, parse_json
+from eldr_serve.ingress.admission import Gate
+from eldr_serve.ingress.body import parse_json
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
@@ -124,7 +125,7 @@ class AdminEndpoints:
             "ready": self._warmup.ready,
             "prefill_in_flight": self._engines.prefill.in_flight,
             "prefill_oldest_s": self._engines.prefill.oldest_s,
-            "stages": self._path.stages.summary(),
+            "stages": self._path.stage_latencies.summary(),
             "prefill_wait_s": self._path.prefill.waits_s,
             "prefill_kv_usage": self._engines.prefill.directory.budget.usage,
             "decode_kv_usage": self._engines.decode.directory.budget.usage,

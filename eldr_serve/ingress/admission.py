@@ -4,106 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import math
-import re
-import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, Literal
 
-import pydantic_core
-from pydantic import AnyHttpUrl, BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eldr_serve.errors import BadRequest, Refused, error_body
+from eldr_serve.errors import Refused
 from eldr_serve.ingress.audit import Audit
+from eldr_serve.ingress.body import MIB, read_body
+from eldr_serve.ingress.options import IngressOptions
+from eldr_serve.ingress.responses import refused_response
 from eldr_serve.limits.concurrency import ConcurrencyLimiter
-from eldr_serve.limits.keys import digest
+from eldr_serve.limits.keys import bearer_key, digest
 from eldr_serve.limits.tenants import Tenants, TokenReservation
 
-MIB = 2**20
 _MAX_ARTIFACT_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 _PUBLIC_PATHS = ("/openapi.json", "/health", "/ping", "/version", "/metrics")
-# Digits or an exponent, even in a string, that may exceed 64 bits: only then is each number checked.
-_WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
-
-
-class TracingOptions(BaseModel, frozen=True, extra="forbid"):
-    """OpenTelemetry tracing of requests."""
-
-    endpoint: AnyHttpUrl = Field(
-        description="URL of a collector that accepts OTLP over HTTP, such as http://collector:4318/v1/traces"
-    )
-    sample: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="share of requests that are traced; if a request has a `traceparent` header, its "
-        "sampled flag decides",
-    )
-
-
-class IngressOptions(BaseModel, frozen=True, extra="forbid"):
-    """Options of one ingress replica."""
-
-    port: int | None = Field(
-        default=None,
-        ge=0,
-        le=65535,
-        description="port of each ingress replica's own HTTP server, which bypasses Serve's proxy; replicas "
-        "of one node share it; none: Serve's proxy alone",
-    )
-    host: str = Field(default="127.0.0.1", description="address of that server; 0.0.0.0: all interfaces")
-    max_in_flight: int = Field(
-        default=4096, ge=1, description="maximum requests in one ingress replica; more get 429 before prefill"
-    )
-    max_body_mib: float = Field(
-        default=16.0, gt=0, description="maximum size of a request's body, MiB; a larger one gets 413"
-    )
-    body_timeout_s: float = Field(
-        default=30.0, gt=0, description="time for a request's body to arrive, s; a slower one gets 408"
-    )
-    max_sequences: int = Field(
-        default=256, ge=1, description="maximum answers to one request (prompts x n); more get 400"
-    )
-    keys_file: Path | None = Field(
-        default=None,
-        description="inference keys, tenants and their limits (`eldr keys`), on each node of the ingress; "
-        "read again when it changes; none: no key is required",
-    )
-    max_wait_s: float = Field(
-        default=5.0,
-        ge=0,
-        description="maximum wait of a tenant's request for admission before it gets 429, s; without "
-        "keys_file, none waits",
-    )
-    max_waiting: int = Field(
-        default=1024, ge=1, description="maximum requests that wait for admission in one ingress replica"
-    )
-    max_connections: int = Field(
-        default=16384, ge=1, description="maximum open connections to one replica's port; more are closed"
-    )
-    head_timeout_s: float = Field(
-        default=30.0, gt=0, description="time for a request's line and headers to arrive at the port, s"
-    )
-    write_timeout_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="a connection to the port is closed if its client accepts no data for this time, s",
-    )
-    log_requests: Literal["failed", "all"] = Field(
-        default="failed",
-        description="which requests for generated text get a line of JSON in the log when they end: those "
-        "with a failure, even if they were answered, or all",
-    )
-    tracing: TracingOptions | None = Field(
-        default=None, description="one span per request and per stage of it; none: no tracing"
-    )
 
 
 class Gate:
@@ -140,8 +59,8 @@ class Gate:
 
     def is_operator(self, headers: Headers) -> bool:
         """Return whether the headers carry the admin key."""
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(digest(given), self._admin_key_sha256 or "")
+        given = bearer_key(headers.get("authorization", ""))
+        return given is not None and hmac.compare_digest(digest(given), self._admin_key_sha256 or "")
 
 
 class Admission:
@@ -192,7 +111,7 @@ class Admission:
         tenant = gate.tenants.find(headers.get("authorization", ""))
         tenant.admit()
         limit = int(gate.options.max_body_mib * MIB)
-        body = await _read(headers, receive, limit, gate.options.body_timeout_s)
+        body = await read_body(headers, receive, limit, gate.options.body_timeout_s)
         reservation = TokenReservation(tenant)
         scope.setdefault("state", {})["reservation"] = reservation
 
@@ -211,7 +130,7 @@ class Admission:
         record = Audit(scope, headers)
         try:
             gate.check_key(headers)
-            body = await _read(headers, receive, _MAX_ARTIFACT_BYTES, gate.options.body_timeout_s)
+            body = await read_body(headers, receive, _MAX_ARTIFACT_BYTES, gate.options.body_timeout_s)
             record.record_request(headers, body)
             await _unless_disconnected(receive, self._app(scope, _replay(body), record.capture_status(send)))
         except Refused as refused:
@@ -219,53 +138,6 @@ class Admission:
             raise
         finally:
             record.write()
-
-
-async def _read(headers: Headers, receive: Receive, limit: int, timeout_s: float) -> bytes:
-    """Return the whole body, decompressed.
-
-    Raises:
-        Refused: the body is larger than `limit` bytes (raised as soon as that is known), arrives too slowly,
-            or has a compression other than gzip.
-    """
-    encoding = headers.get("content-encoding", "").strip().lower() or "identity"
-    if encoding not in ("identity", "gzip", "x-gzip"):
-        raise Refused(
-            f"content-encoding {encoding[:40]!r} is not supported: send the body plain or as gzip", status=415
-        )
-    declared = headers.get("content-length", "")
-    size = int(declared) if re.fullmatch(r"[0-9]{1,18}", declared) else 0
-    body, more = bytearray(), True
-    try:
-        async with asyncio.timeout(timeout_s):
-            while more and max(size, len(body)) <= limit:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-    except TimeoutError:
-        raise Refused(f"the request's body did not arrive within {timeout_s:g} s", status=408) from None
-    if encoding != "identity" and len(body) <= limit:
-        body = await asyncio.to_thread(_decompressed, bytes(body), limit)
-    if max(size, len(body)) > limit:
-        raise Refused(f"the request's body is larger than {limit / MIB:g} MiB", status=413)
-    return bytes(body)
-
-
-def _decompressed(body: bytes, limit: int) -> bytearray:
-    """Return the decompressed body, at most one byte longer than `limit`."""
-    found = bytearray()
-    try:
-        while body and len(found) <= limit:
-            member = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-            found += member.decompress(body, limit + 1 - len(found))
-            if not member.eof and len(found) <= limit:
-                raise zlib.error("it ends early")
-            body = member.unused_data
-    except zlib.error as error:
-        raise BadRequest(f"the body is not valid gzip, unlike its content-encoding: {error}") from error
-    return found
 
 
 def _replay(body: bytes) -> Receive:
@@ -293,62 +165,3 @@ async def _unless_disconnected(receive: Receive, answer: Awaitable[None]) -> Non
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-# -- JSON ----------------------------------------------------------------------------------------
-
-
-def parse_json(body: bytes) -> Any:
-    """Return the value of a JSON text that every engine and every answer can represent.
-
-    NaN and Infinity are not JSON, and a lone surrogate is not Unicode. Numbers must fit in 64 bits, and the
-    parser allows 200 levels of nesting.
-
-    Raises:
-        BadRequest: the body is not such JSON; one sentence.
-    """
-    try:
-        value = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from error
-    if _WIDE_NUMBER.search(body):
-        _check_numbers(value)
-    return value
-
-
-def _check_numbers(value: Any) -> None:
-    pending = [value]
-    while pending:
-        found = pending.pop()
-        if isinstance(found, dict):
-            pending += found.values()
-        elif isinstance(found, list):
-            pending += found
-        elif found in (math.inf, -math.inf) or (isinstance(found, int) and not _fits_64_bits(found)):
-            raise BadRequest("a number in the body does not fit in 64 bits")
-
-
-def _fits_64_bits(number: int) -> bool:
-    return -(2**63) <= number < 2**63
-
-
-# -- responses -----------------------------------------------------------------------------------
-
-
-def refusal(
-    message: str,
-    status: int,
-    retry_after_s: int | None = None,
-    kind: str | None = None,
-    param: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    """Return an OpenAI-like error response."""
-    retry_after = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
-    body = error_body(message, status, kind, param)
-    return Response(body, status, {**retry_after, **(headers or {})}, "application/json")
-
-
-def refused_response(error: Refused) -> Response:
-    """Return the response to a refused request."""
-    return refusal(str(error), error.status, error.retry_after_s, error.kind, error.param)

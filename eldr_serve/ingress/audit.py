@@ -10,7 +10,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Message, Scope, Send
 
-from eldr_serve.limits.keys import digest
+from eldr_serve.limits.keys import bearer_key, digest
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Audit:
 
     def record_request(self, headers: Headers, body: bytes) -> None:
         """Record the admin key, which is right, and the body."""
-        key = headers.get("authorization", "").removeprefix("Bearer ")
+        key = bearer_key(headers.get("authorization", "")) or ""
         self._line |= {"key_sha256": digest(key)[:12], "sha256": hashlib.sha256(body).hexdigest()}
         self._line["bytes"] = len(body)
         if body.isascii():

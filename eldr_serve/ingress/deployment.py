@@ -16,14 +16,11 @@ from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel.actors import AWAY
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
-from eldr_serve.ingress.admission import (
-    Gate,
-    IngressOptions,
-    TracingOptions,
-)
+from eldr_serve.ingress.admission import Gate
 from eldr_serve.ingress.http_application import application as http_application
 from eldr_serve.ingress.http_server import HttpServer
 from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
+from eldr_serve.ingress.options import IngressOptions, TracingOptions
 from eldr_serve.ingress.port import Port, owner_of_port
 from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.pipeline.engines import Engines
@@ -164,7 +161,7 @@ class EldrIngress:
             self._export(),
             self._watch.run(),
             tenants.watch(),
-            tenants.share(lambda taken: self._client.call("share_limits", name, taken)),
+            tenants.share_usage(lambda usage: self._client.call("share_limits", name, usage)),
         )
 
     def _start_tokenizer(self) -> None:

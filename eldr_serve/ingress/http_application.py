@@ -18,8 +18,9 @@ from eldr_serve.channel import CallFailed, ChannelLost
 from eldr_serve.dashboard import SELF_CONTAINED, live_page
 from eldr_serve.errors import Refused, sentence
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
-from eldr_serve.ingress.admission import Admission, refusal, refused_response
+from eldr_serve.ingress.admission import Admission
 from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
+from eldr_serve.ingress.responses import refusal, refused_response
 
 _GROUPS: dict[str, type] = {"openai": OpenAIEndpoints, "admin": AdminEndpoints}
 
@@ -44,10 +45,10 @@ def application() -> Starlette:
     posted = {
         "/v1/chat/completions": endpoint("openai", "generate", "chat"),
         "/v1/completions": endpoint("openai", "generate", "completions"),
-        "/v1/embeddings": endpoint("openai", "other", "embeddings"),
-        "/v1/score": endpoint("openai", "other", "score"),
-        "/tokenize": endpoint("openai", "other", "tokenize"),
-        "/detokenize": endpoint("openai", "other", "detokenize"),
+        "/v1/embeddings": endpoint("openai", "forward", "embeddings"),
+        "/v1/score": endpoint("openai", "forward", "score"),
+        "/tokenize": endpoint("openai", "forward", "tokenize"),
+        "/detokenize": endpoint("openai", "forward", "detokenize"),
     }
     return Starlette(
         routes=[

@@ -15,7 +15,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.ingress.port import Port
 
 _BACKLOG = 4096

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from eldr_serve.engine.keys import STEERING_HEADERS
 from eldr_serve.errors import BadRequest, Overloaded, Refused, sentence
-from eldr_serve.ingress.admission import parse_json
+from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.limits.tenants import TokenReservation
 from eldr_serve.pipeline.path import RequestPath
@@ -34,7 +34,7 @@ _NOT_FOR_ENGINES = {
     "cookie",
     "host",
 } | STEERING_HEADERS
-_BYTES_A_TOKEN = 4  # assumed for a body until the prompt's tokens are counted
+_BYTES_PER_TOKEN = 4  # assumed for a body until the prompt's tokens are counted
 
 
 class OpenAIEndpoints:
@@ -66,11 +66,13 @@ class OpenAIEndpoints:
         asked_at = time.monotonic()
         body = await request.body()
         fields = self._parse(body)
-        count, most = sequences(fields), self._max_sequences
-        if count > most:
-            raise BadRequest(f"{count} answers (prompts x n) are requested, at most {most} are allowed")
+        count, max_sequences = sequences(fields), self._max_sequences
+        if count > max_sequences:
+            raise BadRequest(
+                f"{count} answers (prompts x n) are requested, at most {max_sequences} are allowed"
+            )
         reservation: TokenReservation = request.state.reservation
-        prompt_tokens = len(body) // _BYTES_A_TOKEN
+        prompt_tokens = len(body) // _BYTES_PER_TOKEN
         reservation.reserve(prompt_tokens + count * max_new_tokens(fields))
         self._client.start()
         tenant = reservation.tenant
@@ -122,7 +124,7 @@ class OpenAIEndpoints:
         whole = b"".join([first, *[chunk async for chunk in run]])
         return Response(whole, 200, headers, "application/json")
 
-    async def other(self, method: str, request: HTTPRequest) -> Response:
+    async def forward(self, method: str, request: HTTPRequest) -> Response:
         """Return the least loaded decode engine's answer to a request that generates nothing."""
         body = await request.body()
         salt = tenant_salt(request.state.reservation.tenant.name, self._parse(body))
@@ -169,7 +171,7 @@ def _placement_headers(lease: Lease) -> dict[str, str]:
     """Return response headers that name the decode worker, and how it was chosen."""
     return {
         "x-eldr-decode-worker": lease.replica,
-        "x-eldr-band": str(lease.band),
+        "x-eldr-candidates": str(lease.num_candidates),
         "x-eldr-policy": lease.policy,
     }
 

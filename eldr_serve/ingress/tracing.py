@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from eldr_serve.ingress.admission import TracingOptions
+from eldr_serve.ingress.options import TracingOptions
 from eldr_serve.pipeline.request_context import RequestContext
 
 _EXPORT_S = 5.0  # time limit of an export with its retries

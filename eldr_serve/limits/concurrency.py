@@ -17,8 +17,8 @@ class ConcurrencyLimiter:
     """A concurrency limit; named tenants may wait, and the one with the smallest share of permits is next.
 
     Args:
-        most: maximum number of concurrent requests.
-        most_waiting: maximum number of waiting requests. Beyond it, the newest request is refused of the
+        max_requests: maximum number of concurrent requests.
+        max_waiting: maximum number of waiting requests. Beyond it, the newest request is refused of the
             tenant that has the most waiting requests relative to its priority.
         max_wait_s: maximum wait, s; a request is refused at once if it would wait longer by the rate at which
             permits became free.
@@ -27,9 +27,9 @@ class ConcurrencyLimiter:
         in_flight: number of admitted requests.
     """
 
-    def __init__(self, most: int, most_waiting: int, max_wait_s: float) -> None:
+    def __init__(self, max_requests: int, max_waiting: int, max_wait_s: float) -> None:
         self.in_flight = 0
-        self._most, self._most_waiting, self._max_wait_s = most, most_waiting, max_wait_s
+        self._max_requests, self._max_waiting, self._max_wait_s = max_requests, max_waiting, max_wait_s
         self._held: Counter[str] = Counter()
         self._waiting: dict[Tenant, deque[asyncio.Future[None]]] = {}
         self._waits = WaitEstimate()
@@ -42,7 +42,7 @@ class ConcurrencyLimiter:
     @asynccontextmanager
     async def permit(self, tenant: Tenant) -> AsyncIterator[None]:
         """Hold a permit until the context ends; raise Overloaded (429) if none is free in time."""
-        if self.in_flight < self._most:  # no request waits in this case
+        if self.in_flight < self._max_requests:  # no request waits in this case
             self._acquire(tenant)
         elif tenant.name:
             await self._wait(tenant)
@@ -68,7 +68,7 @@ class ConcurrencyLimiter:
             raise self._overloaded(ahead)
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(granted)
-        if self.waiting > self._most_waiting:
+        if self.waiting > self._max_waiting:
             self._drop_newest()
         timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._refuse, granted, ahead)
         try:
@@ -86,12 +86,12 @@ class ConcurrencyLimiter:
         self._held[tenant.name] += 1
 
     def _release(self, tenant: Tenant) -> None:
-        full = self.in_flight == self._most
+        full = self.in_flight == self._max_requests
         self.in_flight -= 1
         self._held[tenant.name] -= 1
         if not self._held[tenant.name]:
             del self._held[tenant.name]
-        while self._waiting and self.in_flight < self._most:
+        while self._waiting and self.in_flight < self._max_requests:
             following = min(self._waiting, key=lambda t: share(self._held[t.name], t.priority))
             granted = self._waiting[following].popleft()
             if not self._waiting[following]:

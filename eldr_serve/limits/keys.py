@@ -73,6 +73,12 @@ def digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def bearer_key(authorization: str) -> str | None:
+    """Return the key of an Authorization header; None without the scheme Bearer, in any case."""
+    scheme, _, key = authorization.partition(" ")
+    return key if scheme.lower() == "bearer" else None
+
+
 def read_keys(path: Path) -> Keys:
     """Read the keys file; raise KeysError if it is missing or invalid."""
     try:

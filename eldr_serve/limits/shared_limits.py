@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from eldr_serve.limits.tenants import Taken
+from eldr_serve.limits.tenants import Usage
 
 _SILENT_S = 60.0
 
@@ -15,11 +15,11 @@ class SharedLimits:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._taken: dict[str, tuple[float, Taken]] = {}
+        self._usage: dict[str, tuple[float, Usage]] = {}
 
-    def exchange(self, ingress: str, taken: Taken) -> dict[str, Taken]:
+    def exchange(self, ingress: str, usage: Usage) -> dict[str, Usage]:
         """Store one replica's usage since its start; return that of the other replicas."""
         now = self._clock()
-        self._taken[ingress] = (now, taken)
-        self._taken = {name: item for name, item in self._taken.items() if now - item[0] <= _SILENT_S}
-        return {name: item[1] for name, item in self._taken.items() if name != ingress}
+        self._usage[ingress] = (now, usage)
+        self._usage = {name: item for name, item in self._usage.items() if now - item[0] <= _SILENT_S}
+        return {name: item[1] for name, item in self._usage.items() if name != ingress}

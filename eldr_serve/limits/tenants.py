@@ -11,12 +11,12 @@ from pathlib import Path
 
 from eldr_serve.channel.actors import AWAY
 from eldr_serve.errors import RateLimited, Refused
-from eldr_serve.limits.keys import Keys, KeysError, Limits, digest, read_keys
+from eldr_serve.limits.keys import Keys, KeysError, Limits, bearer_key, digest, read_keys
 
 logger = logging.getLogger(__name__)
 
-_LOOK_PERIOD_S = _SHARE_PERIOD_S = 1.0
-Taken = dict[str, tuple[float, float]]  # tenant -> requests and tokens used since the process began
+_RELOAD_PERIOD_S = _SHARE_PERIOD_S = 1.0
+Usage = dict[str, tuple[float, float]]  # tenant -> requests and tokens charged since the process began
 _MINUTE_S = 60.0
 
 
@@ -33,11 +33,11 @@ class Bucket:
 
     def __init__(self, per_minute: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_minute = per_minute
-        self.taken = 0.0  # total of this process
+        self.charged = 0.0  # total of this process
         self._clock = clock
         self._used, self._at = 0.0, clock()
 
-    def limit(self, per_minute: float | None) -> None:
+    def set_limit(self, per_minute: float | None) -> None:
         """Change the limit and keep the usage."""
         self._refill()
         self.per_minute = per_minute
@@ -50,12 +50,12 @@ class Bucket:
         missing = self._used + 1.0 - max(self.per_minute, 1.0)
         return max(missing, 0.0) * _MINUTE_S / self.per_minute
 
-    def take(self, units: float) -> None:
+    def charge(self, units: float) -> None:
         """Use units, whatever is left; negative units are returned to the bucket."""
-        self.taken += units
-        self.use(units)
+        self.charged += units
+        self.add_remote_usage(units)
 
-    def use(self, units: float) -> None:
+    def add_remote_usage(self, units: float) -> None:
         """Count units that another process has used."""
         self._refill()
         self._used = max(self._used + units, 0.0)
@@ -81,11 +81,11 @@ class Tenant:
         self.requests = Bucket(limits.requests_per_minute, clock)
         self.tokens = Bucket(limits.tokens_per_minute, clock)
 
-    def change(self, limits: Limits) -> None:
+    def set_limits(self, limits: Limits) -> None:
         """Apply new limits immediately."""
         self.priority = limits.priority
-        self.requests.limit(limits.requests_per_minute)
-        self.tokens.limit(limits.tokens_per_minute)
+        self.requests.set_limit(limits.requests_per_minute)
+        self.tokens.set_limit(limits.tokens_per_minute)
 
     @property
     def limited(self) -> bool:
@@ -95,7 +95,7 @@ class Tenant:
     def admit(self) -> None:
         """Count one request; raise RateLimited if there are too many."""
         self.check(self.requests, "requests")
-        self.requests.take(1.0)
+        self.requests.charge(1.0)
 
     def check(self, bucket: Bucket, what: str) -> None:
         """Raise RateLimited if nothing is left."""
@@ -123,12 +123,12 @@ class TokenReservation:
         """Reserve an estimated number of tokens; raise RateLimited if none are left."""
         self.tenant.check(self.tenant.tokens, "tokens")
         self._reserved = tokens
-        self.tenant.tokens.take(tokens)
+        self.tenant.tokens.charge(tokens)
 
     def settle(self) -> None:
         """Replace the reservation by the true usage of the finished request."""
         used = self.used()
-        self.tenant.tokens.take(used - self._reserved)
+        self.tenant.tokens.charge(used - self._reserved)
         self._reserved = used
 
 
@@ -149,17 +149,17 @@ class Tenants:
         self._tenants: dict[str, Tenant] = {}
         self._owners: dict[str, str] = {}
         self._seen: object = None
-        self._used_elsewhere: dict[str, Taken] = {}
+        self._remote_usage: dict[str, Usage] = {}
         if path is not None:
             self._seen = _stamp(path)
-            self._take(read_keys(path))
+            self._apply_keys(read_keys(path))
 
     def find(self, authorization: str) -> Tenant:
         """Return the tenant for an Authorization header; raise Refused (401) if the key is unknown."""
         if self._path is None:
             return self._anyone
-        scheme, _, key = authorization.partition(" ")
-        owner = self._owners.get(digest(key)) if scheme.lower() == "bearer" else None
+        key = bearer_key(authorization)
+        owner = None if key is None else self._owners.get(digest(key))
         if owner is None:
             raise Refused("the key is missing or wrong: send Authorization: Bearer KEY", status=401)
         return self._tenants[owner]
@@ -167,12 +167,12 @@ class Tenants:
     async def watch(self) -> None:
         """Apply changes of the file, until cancelled."""
         while self._path is not None:
-            await asyncio.sleep(_LOOK_PERIOD_S)
-            changed = await asyncio.to_thread(self.look)
+            await asyncio.sleep(_RELOAD_PERIOD_S)
+            changed = await asyncio.to_thread(self.read_changed_keys)
             if changed is not None:
-                self._take(changed)
+                self._apply_keys(changed)
 
-    async def share(self, exchange: Callable[[Taken], Awaitable[dict[str, Taken]]]) -> None:
+    async def share_usage(self, exchange: Callable[[Usage], Awaitable[dict[str, Usage]]]) -> None:
         """Share usage with the other ingress replicas, until cancelled.
 
         Args:
@@ -181,27 +181,27 @@ class Tenants:
         while self._path is not None:
             await asyncio.sleep(_SHARE_PERIOD_S)
             try:
-                self.use(await exchange(self.taken()))
+                self.add_remote_usage(await exchange(self.local_usage()))
             except AWAY:  # each replica counts alone until the router is back
                 continue
 
-    def taken(self) -> Taken:
+    def local_usage(self) -> Usage:
         """Return the usage by this replica's requests."""
         limited = (tenant for tenant in self._tenants.values() if tenant.limited)
-        return {tenant.name: (tenant.requests.taken, tenant.tokens.taken) for tenant in limited}
+        return {tenant.name: (tenant.requests.charged, tenant.tokens.charged) for tenant in limited}
 
-    def use(self, elsewhere: dict[str, Taken]) -> None:
+    def add_remote_usage(self, usage: dict[str, Usage]) -> None:
         """Count the usage at other replicas; a new replica's counts from its first report."""
-        for replica, tenants in elsewhere.items():
-            before = self._used_elsewhere.get(replica, tenants)
-            for name, taken in tenants.items():
+        for replica, tenants in usage.items():
+            before = self._remote_usage.get(replica, tenants)
+            for name, charged in tenants.items():
                 if tenant := self._tenants.get(name):
                     known = before.get(name, (0.0, 0.0))
-                    tenant.requests.use(taken[0] - known[0])
-                    tenant.tokens.use(taken[1] - known[1])
-        self._used_elsewhere = elsewhere
+                    tenant.requests.add_remote_usage(charged[0] - known[0])
+                    tenant.tokens.add_remote_usage(charged[1] - known[1])
+        self._remote_usage = usage
 
-    def look(self) -> Keys | None:
+    def read_changed_keys(self) -> Keys | None:
         """Return the keys if the file has changed. An invalid file is logged once and counts as unchanged."""
         if self._path is None or (stamp := _stamp(self._path)) == self._seen:
             return None
@@ -214,11 +214,11 @@ class Tenants:
         logger.warning("%s: %d keys of %d tenants", self._path, len(keys.keys), len(keys.tenants))
         return keys
 
-    def _take(self, keys: Keys) -> None:
+    def _apply_keys(self, keys: Keys) -> None:
         tenants = {}
         for name, limits in keys.tenants.items():
             if known := self._tenants.get(name):
-                known.change(limits)
+                known.set_limits(limits)
             tenants[name] = known or Tenant(name, limits, self._clock)
         self._tenants, self._owners = tenants, keys.owners
 

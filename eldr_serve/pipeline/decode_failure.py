@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from eldr_serve.channel import CallFailed, CallLate, ChannelLost
-from eldr_serve.pipeline.prefill_step import Health
 from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.replicas.outliers import ReplicaHealth
 
 
 class DecodeFailed(Exception):  # noqa: N818
@@ -27,7 +27,7 @@ class DecodeFailed(Exception):  # noqa: N818
 
 def record_failure(
     context: RequestContext,
-    health: Health,
+    health: ReplicaHealth,
     replica: str,
     error: CallLate | CallFailed | ChannelLost,
     *,

@@ -22,15 +22,16 @@ from eldr_serve.errors import Overloaded, Refused
 from eldr_serve.pipeline.decode_failure import DecodeFailed, record_failure
 from eldr_serve.pipeline.engines import Engines, HeldPrompt
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.prefill_step import Health, PrefillFailed, PrefillStep
+from eldr_serve.pipeline.prefill_step import PrefillFailed, PrefillStep
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.retry_turns import RetryTurns
 from eldr_serve.pipeline.stage import DecodeStages, Stage
-from eldr_serve.pipeline.stages import Stages
+from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.prefill_queue import Ticket
 from eldr_serve.replicas.decode_turns import DecodeTurns
 from eldr_serve.replicas.measured_counts import METHOD, MeasuredCounts
+from eldr_serve.replicas.outliers import ReplicaHealth
 from eldr_serve.request import Request, max_new_tokens, needs_whole_engine, prompt_key
 from eldr_serve.router.client import RouterClient
 from eldr_serve.scheduling import Lease, PlacementRequest, PromptBlocks, prompt_blocks
@@ -62,16 +63,16 @@ class RequestPath:
         self._options = options
         self._tokens = tokens
         self._retries = RetryTurns(options)
-        self._health = Health(engines.decode, client)
+        self._health = ReplicaHealth(engines.decode, client.count)
         self._decode_turns = DecodeTurns(engines.decode)
         self._background: set[asyncio.Task[Any]] = set()
-        self.stages = Stages()
+        self.stage_latencies = StageLatencies()
         self.prefill = PrefillStep(
             engines=engines,
             options=options,
             client=client,
-            stages=self.stages,
-            health=self._health if engines.whole else Health(engines.prefill, client),
+            stage_latencies=self.stage_latencies,
+            health=self._health if engines.whole else ReplicaHealth(engines.prefill, client.count),
             release=self._release_kv,
         )
 
@@ -82,9 +83,9 @@ class RequestPath:
             Overloaded: no engine could take the request; nothing was generated.
             CallFailed: an engine refuses the request itself; its status is below 500.
         """
-        failures = context.failures
+        failures = context.failure_messages
         with context:
-            while len(context.failed) < self._options.decode_tries:
+            while len(context.failed_replicas) < self._options.decode_tries:
                 try:
                     async with aclosing(self._try(context)) as answer:
                         async for payload in answer:
@@ -99,10 +100,11 @@ class RequestPath:
                     self._client.count("prefill_retries")
                 except DecodeFailed as failure:
                     failures.append(f"decode replica {failure.replica} failed: {failure}")
-                    context.failed.append(failure.replica)
-                    # If the replica is alive, the blocks may be at fault: use another prefill engine.
-                    context.passed_over += failure.alive
-                    context.stream_failures += context.sent and failure.begun
+                    context.failed_replicas.append(failure.replica)
+                    if failure.alive:  # the blocks may be at fault: use another prefill engine
+                        context.passed_over += 1
+                    if context.sent and failure.begun:
+                        context.stream_failures += 1
                     if context.sent and (context.stream_failures > 1 or not context.can_continue):
                         break
                     if not context.can_continue:
@@ -113,7 +115,7 @@ class RequestPath:
                     failures.append(f"the answer could not continue on another engine: {error}")
                     break
             if not context.sent:
-                prefills, decodes = context.failed_prefills, len(context.failed)
+                prefills, decodes = context.failed_prefills, len(context.failed_replicas)
                 raise Overloaded(
                     f"{prefills} prefill attempts failed and {decodes} decode calls of this request"
                 )
@@ -128,7 +130,7 @@ class RequestPath:
             async with self._retries.turn(context):
                 await self._wait_for_decode()
                 self._check_slots(context)
-                prefilled = await self.prefill.prefilled(context) if self._splits(context.request) else None
+                prefilled = await self.prefill.try_prefill(context) if self._splits(context.request) else None
                 if context.token_ids is None and self._tokens is not None:
                     context.local_token_ids = await self._tokens.of(context.request.fields)
                 if self._engines.whole:
@@ -162,10 +164,10 @@ class RequestPath:
         placing: Stage,
     ) -> AsyncGenerator[bytes, None]:
         """Yield the answer of the leased engine, then release the lease."""
-        resumed = context.tokens > 0
+        resumed = context.num_generated > 0
         context.lease = lease
         if resumed:
-            self._client.progress(context.request_id, context.tokens)
+            self._client.progress(context.request_id, context.num_generated)
         first = True
         decoding = context.decode_stages(lease.replica)
         chunks = self._decode(context, lease, prefilled, decoding, ticket)
@@ -192,7 +194,7 @@ class RequestPath:
             context.status = 200
         if prefilled is not None:
             context.handover_s = now - prefilled.done_at
-            self.stages.record(
+            self.stage_latencies.record(
                 place=placing.seconds,
                 first_token=now - decoding.begun_s,
                 handover=context.handover_s,
@@ -219,13 +221,13 @@ class RequestPath:
             max_new_tokens=max_new_tokens(context.request.fields),
             domain=context.request.domain,
             blocks=self._blocks(context),
-            exclude=(*context.failed, *(name for name in fleet.live if name not in usable)),
+            exclude=(*context.failed_replicas, *(name for name in fleet.live if name not in usable)),
             prompt_key=prompt_key(context.request.fields),
             tenant=context.request.tenant,
             priority=context.request.priority,
         )
         counts = expert_counts_of(prefilled.params) if prefilled else None
-        wait_s = 0.0 if context.failed else self._options.queue_ttl_s  # retries are not queued
+        wait_s = 0.0 if context.failed_replicas else self._options.queue_ttl_s  # retries are not queued
         try:
             return await self._client.place(request, counts, token_ids=context.token_ids, wait_s=wait_s)
         except BaseException:
@@ -279,7 +281,7 @@ class RequestPath:
                     self._decode_turns.leave(turn, answered=True)
                     self._record_prefill(context, ticket)
                 context.append_chunk(chunk)
-                self._client.progress(lease.request_id, context.tokens)
+                self._client.progress(lease.request_id, context.num_generated)
                 yield chunk.payload
             ended = True
             if prefilled is not None:
@@ -310,10 +312,10 @@ class RequestPath:
             request.method,
             context.request_id,
             prefilled.params if prefilled else None,
-            context.prompt,
+            context.prompt_ids,
             request.headers,
             request.cache_salt,
-            generated=bytes(context.ids),
+            generated=bytes(context.generated_ids),
             created=context.created,
             domain=request.domain,
         )
@@ -331,7 +333,7 @@ class RequestPath:
     def _measured_counts(self, lease: Lease, context: RequestContext) -> MeasuredCounts | None:
         """Report the prompt's expert counts to the router once a whole engine has prefilled it."""
         token_ids = context.token_ids
-        if not self._engines.whole or token_ids is None or context.tokens:
+        if not self._engines.whole or token_ids is None or context.num_generated:
             return None
         return MeasuredCounts(
             self._engines.decode.call(lease.replica, METHOD, {"id": lease.request_id}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +15,13 @@ from eldr_serve.errors import Overloaded
 from eldr_serve.pipeline.engines import Engines, HeldPrompt
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.stages import Stages
+from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 from eldr_serve.queues.rate import Rate
-from eldr_serve.replicas.fleet import Fleet
-from eldr_serve.replicas.outliers import Outliers
+from eldr_serve.replicas.outliers import ReplicaHealth
 from eldr_serve.request import needs_whole_engine, prompt_head
 from eldr_serve.router.client import RouterClient
 from eldr_serve.scheduling.prefill import choose_prefill
-
-logger = logging.getLogger(__name__)
 
 _ROOM_CHECK_S = 0.05
 _MEASURE_S = 1.0  # maximum wait for the first measurement before a request is refused
@@ -43,28 +39,6 @@ class PrefillFailed(Exception):  # noqa: N818
     """A prefill call has failed through no fault of the request."""
 
 
-class Health:
-    """Outlier ejection for the replicas of one fleet: replicas that fail repeatedly are set aside."""
-
-    def __init__(self, fleet: Fleet, client: RouterClient) -> None:
-        self._fleet = fleet
-        self._client = client
-        self._outliers = Outliers()
-        self.succeeded = self._outliers.succeeded
-
-    @property
-    def usable(self) -> list[str]:
-        """Return the live replicas that are not set aside."""
-        return self._outliers.usable(self._fleet.live)
-
-    def failed(self, replica: str, error: Exception) -> None:
-        """Count a failed call, unless the replica was merely full."""
-        full = isinstance(error, CallFailed) and error.status == 503
-        if not full and self._outliers.failed(replica):
-            logger.warning("replica %s fails repeatedly and is set aside for a while", replica)
-            self._client.count("set_aside")
-
-
 class PrefillStep:
     """Prefills prompts on the prefill deployment, or admits them if decode engines prefill themselves.
 
@@ -78,15 +52,15 @@ class PrefillStep:
         engines: Engines,
         options: PathOptions,
         client: RouterClient,
-        stages: Stages,
-        health: Health,
+        stage_latencies: StageLatencies,
+        health: ReplicaHealth,
         release: Callable[[str, str], None],
     ) -> None:
         self._engines = engines
         self._fleet = engines.decode if engines.whole else engines.prefill
         self._options = options
         self._client = client
-        self._stages = stages
+        self._stage_latencies = stage_latencies
         self._health = health
         self._release = release
         self._without_prefill = Rate(options.whole_per_s)
@@ -105,7 +79,7 @@ class PrefillStep:
 
     # -- prefill engines ---------------------------------------------------------------------------
 
-    async def prefilled(self, context: RequestContext) -> HeldPrompt | None:
+    async def try_prefill(self, context: RequestContext) -> HeldPrompt | None:
         """Prefill the prompt; return None also if prefill fails for an answer that has already begun.
 
         Such an answer continues on a decode engine that also prefills.
@@ -113,8 +87,8 @@ class PrefillStep:
         try:
             return await self.prefill(context)
         except (Overloaded, CallFailed, PrefillFailed) as error:
-            if context.tokens:
-                context.failures.append(f"continues on a decode engine without prefill: {error}")
+            if context.num_generated:
+                context.failure_messages.append(f"continues on a decode engine without prefill: {error}")
                 self._client.count("whole_without_prefill")
                 return None
             raise
@@ -139,7 +113,7 @@ class PrefillStep:
             max_load_ratio=self._engines.max_load_ratio,
             attempt=context.passed_over,
         )
-        ticket = self.queues.enter(replica, tokens, context.key)
+        ticket = self.queues.enter(replica, tokens, context.retry_key)
         try:
             return await self._call(context, replica, ticket)
         finally:
@@ -153,7 +127,11 @@ class PrefillStep:
         call: Call | None = None
         try:
             header = prefill_header(
-                request.method, request_id, request.headers, request.cache_salt, generated=bytes(context.ids)
+                request.method,
+                request_id,
+                request.headers,
+                request.cache_salt,
+                generated=bytes(context.generated_ids),
             )
             header["prompt_tokens"] = ticket.tokens
             with context.stage("prefill", replica) as stage:
@@ -178,10 +156,10 @@ class PrefillStep:
             self._health.failed(replica, error)
             raise PrefillFailed(f"prefill replica {replica} took too long") from error
         self._health.succeeded(replica)
-        context.prompt = found["token_ids"]
-        self.computed(ticket, len(context.prompt) // 4)
+        context.prompt_ids = found["token_ids"]
+        self.computed(ticket, context.num_prompt_ids)
         self._client.count("prefills")
-        self._stages.record(prefill=stage.seconds)
+        self._stage_latencies.record(prefill=stage.seconds)
         return HeldPrompt(request_id, replica, found["kv"], stage.ended_s)
 
     # -- whole engines -----------------------------------------------------------------------------
@@ -194,11 +172,11 @@ class PrefillStep:
         """
         fields = context.request.fields
         if not fields.stream and needs_whole_engine(context.request.method, fields) is not None:
-            return self.queues.enter(None, 0.0, context.key)
+            return self.queues.enter(None, 0.0, context.retry_key)
         tokens = self._tokens(context)
         if (live := list(self._fleet.live)) and not context.is_retry:
             await self._join(context, tokens, lambda: live)
-        return self.queues.enter(None, tokens, context.key)
+        return self.queues.enter(None, tokens, context.retry_key)
 
     def computed(self, ticket: Ticket, tokens: int) -> None:
         """Record that the prefill of a prompt has ended."""
@@ -216,7 +194,7 @@ class PrefillStep:
             prompt = self.queues.sizes.estimate(
                 context.request.fields.prompt, context.request.fields.messages
             )
-        return prompt + len(context.ids) // 4
+        return prompt + context.num_generated_ids
 
     async def _replicas(self, context: RequestContext, tokens: float) -> list[str]:
         """Return the prefill replicas that may take the prompt; empty if it continues without prefill."""
@@ -239,7 +217,7 @@ class PrefillStep:
             Overloaded: there are replicas, but none of their queues is short enough.
         """
         names = replicas()
-        found = self.queues.with_room(names, context.key)
+        found = self.queues.with_room(names, context.retry_key)
         if names and not found and not self.queues.is_measured(names):
             try:
                 async with asyncio.timeout(_MEASURE_S):
@@ -247,15 +225,15 @@ class PrefillStep:
             except TimeoutError:
                 pass
             names = replicas()
-            found = self.queues.with_room(names, context.key)
+            found = self.queues.with_room(names, context.retry_key)
         if names and not found:
             self._client.count("refused_prefill_backlog")
             wait_s, bound_s = min(map(self.queues.wait_s, names)), self._options.prefill_queue_s
             why = f"a prompt would wait {wait_s:.0f} s for its prefill; {bound_s:g} s are allowed"
-            raise self._overloaded(why, names, tokens, context.key)
+            raise self._overloaded(why, names, tokens, context.retry_key)
         return found
 
-    def _overloaded(self, why: str, replicas: list[str], tokens: float, key: int) -> Overloaded:
+    def _overloaded(self, why: str, replicas: list[str], tokens: float, key: bytes) -> Overloaded:
         return Overloaded(why, retry_after_s=self.queues.retry_s(replicas, tokens, key))
 
     async def _room(self, context: RequestContext, tokens: float) -> bool:
@@ -274,12 +252,12 @@ class PrefillStep:
                     turn_s = None  # the reservation is used
                     return False
                 if now_s >= until_s:
-                    if not context.tokens:  # otherwise it continues on a decode engine
+                    if not context.num_generated:  # otherwise it continues on a decode engine
                         self._client.count("refused_prefill_full")
                     if not reached:
                         raise Overloaded("no prefill replica can be reached")
                     why = "the KV caches of all prefill replicas are full"
-                    raise self._overloaded(why, list(self._fleet.live), tokens, context.key)
+                    raise self._overloaded(why, list(self._fleet.live), tokens, context.retry_key)
                 await asyncio.sleep(_ROOM_CHECK_S)
             return True
         finally:

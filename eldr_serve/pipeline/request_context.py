@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +21,8 @@ from eldr_serve.errors import sentence
 from eldr_serve.pipeline.stage import DecodeStages, Stage
 from eldr_serve.request import Request
 from eldr_serve.scheduling import Lease
+
+_BYTES_PER_ID = 4  # uint32
 
 
 @dataclass(eq=False)
@@ -35,7 +39,7 @@ class RequestContext:
         lease: newest lease of a decode worker.
 
         stages: finished stages, in the order of their ends.
-        failures: failures of all attempts, one sentence each.
+        failure_messages: failures of all attempts, one sentence each.
         handover_s: time from the end of prefill to the first answer of decode, s; None without either.
         status: HTTP status of the answer; None if the client disconnected before it.
         error: why a client that waited got no complete answer.
@@ -44,14 +48,14 @@ class RequestContext:
         prefills: prefill calls, including failed ones.
         failed_prefills: failed prefill calls.
         passed_over: prefill replicas skipped, in the prefix's order of preference.
-        failed: decode replicas that failed the request.
+        failed_replicas: decode replicas that failed the request.
         lost_engines: engines whose channel was lost during a call.
         stream_failures: failed decode calls after the client had received part of the answer.
 
-        prompt: the prompt's token ids, uint32 bytes, from the prefill engine's answer.
+        prompt_ids: the prompt's token ids, uint32 bytes, from the prefill engine's answer.
         local_token_ids: uint32[n], ids tokenised here, if any.
-        tokens: number of generated tokens.
-        ids: ids of the generated tokens, uint32 bytes, if known.
+        num_generated: number of generated tokens.
+        generated_ids: ids of the generated tokens, uint32 bytes, if known.
         sent: the client has received part of the answer.
         complete: the client has received the whole answer.
         created: timestamp in the answer's chunks, s since 1970.
@@ -68,7 +72,7 @@ class RequestContext:
     begun_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
     stages: list[Stage] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    failure_messages: list[str] = field(default_factory=list)
     handover_s: float | None = None
     status: int | None = None
     error: str = ""
@@ -77,14 +81,14 @@ class RequestContext:
     prefills: int = 0
     failed_prefills: int = 0
     passed_over: int = 0
-    failed: list[str] = field(default_factory=list)
+    failed_replicas: list[str] = field(default_factory=list)
     lost_engines: int = 0
     stream_failures: int = 0
     # The prompt, and the answer so far.
-    prompt: bytes = b""
+    prompt_ids: bytes = b""
     local_token_ids: NDArray[np.uint32] | None = None
-    tokens: int = 0
-    ids: bytearray = field(default_factory=bytearray)
+    num_generated: int = 0
+    generated_ids: bytearray = field(default_factory=bytearray)
     sent: bool = False
     complete: bool = False
     created: int | None = None
@@ -94,12 +98,22 @@ class RequestContext:
     @property
     def token_ids(self) -> NDArray[np.uint32] | None:
         """Return the prompt's token ids, uint32[n], if they are known before decode."""
-        return np.frombuffer(self.prompt, np.uint32) if self.prompt else self.local_token_ids
+        return np.frombuffer(self.prompt_ids, np.uint32) if self.prompt_ids else self.local_token_ids
+
+    @property
+    def num_prompt_ids(self) -> int:
+        """Return the number of token ids in the prefill engine's answer."""
+        return len(self.prompt_ids) // _BYTES_PER_ID
+
+    @property
+    def num_generated_ids(self) -> int:
+        """Return the number of generated tokens whose ids are known."""
+        return len(self.generated_ids) // _BYTES_PER_ID
 
     def append_chunk(self, chunk: Chunk) -> None:
         """Append the next part of the answer."""
-        self.tokens += chunk.tokens
-        self.ids += chunk.ids
+        self.num_generated += chunk.tokens
+        self.generated_ids += chunk.ids
         if not chunk.payload:
             return
         stream = self.request.fields.stream
@@ -110,22 +124,24 @@ class RequestContext:
 
     def discard_answer(self) -> None:
         """Discard the partial answer."""
-        self.tokens, self.ids = 0, bytearray()
+        self.num_generated, self.generated_ids = 0, bytearray()
 
     @property
     def can_continue(self) -> bool:
         """Return whether another engine can continue after the last token."""
-        return 0 < 4 * self.tokens == len(self.ids)
+        return 0 < self.num_generated == self.num_generated_ids
 
-    @property
-    def key(self) -> int:
-        """Return a number by which a client's retry of the request is recognised."""
-        return hash(self.request.body)
+    @cached_property
+    def retry_key(self) -> bytes:
+        """Return a digest of tenant and body, by which a tenant's retry of the request is recognised."""
+        found = hashlib.blake2b(f"{self.request.tenant}\0".encode(), digest_size=16)
+        found.update(self.request.body)
+        return found.digest()
 
     @property
     def is_retry(self) -> bool:
         """Return whether the request was admitted before; a retry is not refused because others wait."""
-        return bool(self.tokens or self.failed or self.failed_prefills)
+        return bool(self.num_generated or self.failed_replicas or self.failed_prefills)
 
     def used_tokens(self, prompt_tokens: int) -> int:
         """Return the tokens that count towards the tenant's limit; none without a lease.
@@ -169,7 +185,7 @@ class RequestContext:
                 self.status = getattr(error, "status", None)  # refusals have a status
             if self.status is None:
                 self.status = 500
-                self.failures.append(self.error)
+                self.failure_messages.append(self.error)
         elif error is not None:
             self.client_disconnected = True
         elif self.status is None:
@@ -198,5 +214,5 @@ class RequestContext:
             "prompt_tokens": lease.request.prompt_tokens if lease else None,
             "tokens": lease.generated_tokens if lease else 0,
             "seconds": {name: round(value, 6) for name, value in seconds.items()},
-            "failures": self.failures,
+            "failures": self.failure_messages,
         }

@@ -25,7 +25,7 @@ class RetryTurns:
     @asynccontextmanager
     async def turn(self, context: RequestContext) -> AsyncIterator[None]:
         """Wait for a turn if the request has failed before; raise Overloaded on timeout."""
-        failures = len(context.failed) + context.failed_prefills
+        failures = len(context.failed_replicas) + context.failed_prefills
         if not failures:
             yield
             return

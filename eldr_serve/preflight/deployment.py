@@ -28,7 +28,7 @@ class EngineDeployment:
     Attributes:
         role: role of the engines.
         spec: specification of the engines.
-        least, initial, most: minimum, initial and maximum number of replicas.
+        min_replicas, initial_replicas, max_replicas: minimum, initial and maximum number of replicas.
         scaled: whether Serve may change the number of replicas.
         bundles, strategy: placement group of one replica.
         model: content of the model's config.json.
@@ -36,9 +36,9 @@ class EngineDeployment:
 
     role: EngineRole
     spec: EngineSpec
-    least: int
-    initial: int
-    most: int
+    min_replicas: int
+    initial_replicas: int
+    max_replicas: int
     scaled: bool
     bundles: list[dict[str, float]]
     strategy: str
@@ -57,7 +57,7 @@ class EngineDeployment:
     @property
     def replicas(self) -> Replicas:
         """Return the maximum number of replicas, for placement."""
-        return Replicas(self.role, self.most, self.bundles, self.strategy)
+        return Replicas(self.role, self.max_replicas, self.bundles, self.strategy)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Finding:
 
 def nixl_ports(engines: EngineDeployment) -> list[int]:
     """Return the port of NIXL's side channel of each replica, at the maximum number of replicas."""
-    return engines.spec.ports(engines.most)
+    return engines.spec.ports(engines.max_replicas)
 
 
 def resources(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding]:
@@ -223,16 +223,16 @@ def settings(engines: EngineDeployment) -> Iterator[Finding]:
             f"{engines.role}'s autoscaling policy is Serve's own, which does not count requests that come "
             "through channels: leave `policy` out"
         )
-    if engines.scaled and engines.least == 0:
+    if engines.scaled and engines.min_replicas == 0:
         yield _error(
             f"{engines.role} would scale to no replica, and nothing would start one again: set min_replicas"
         )
     yield from drain(engines.role, options)
-    if engines.most > 1 and "HF_HOME" not in engines.spec.environment and from_hub(engines):
+    if engines.max_replicas > 1 and "HF_HOME" not in engines.spec.environment and from_hub(engines):
         yield Finding(
             "warning",
-            f"{engines.most} {engines.role} replicas would download {source(engines)} to as many nodes: set "
-            "HF_HOME in runtime_env's env_vars to a folder that all nodes share",
+            f"{engines.max_replicas} {engines.role} replicas would download {source(engines)} to as many "
+            "nodes: set HF_HOME in runtime_env's env_vars to a folder that all nodes share",
         )
 
 

@@ -53,7 +53,11 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> dict[
     return {
         "role": engines.role,
         "model": source(engines),
-        "replicas": {"min": engines.least, "initial": engines.initial, "max": engines.most},
+        "replicas": {
+            "min": engines.min_replicas,
+            "initial": engines.initial_replicas,
+            "max": engines.max_replicas,
+        },
         "gpu": gpu.kind if gpu else None,
         "ranks": engines.spec.ranks,
         "weight_bytes": answer.weights,
@@ -81,9 +85,9 @@ def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Pl
     return {
         "model": source(engines),
         "model cache": engines.spec.environment.get("HF_HOME", "-"),
-        "replicas": f"{engines.least} to {engines.most}, first {engines.initial}"
+        "replicas": f"{engines.min_replicas} to {engines.max_replicas}, first {engines.initial_replicas}"
         if engines.scaled
-        else str(engines.most),
+        else str(engines.max_replicas),
         "an engine": f"{engines.spec.ranks} x {gpu.kind}, {gpu.memory_gib:g} GiB"
         if gpu
         else f"{engines.spec.ranks} x CPU",

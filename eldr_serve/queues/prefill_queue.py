@@ -7,11 +7,11 @@ throughput in tokens/s and reports it to the ingresses, with the number of token
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eldr_serve.queues.retry_times import MOST_S, RetryTimes
+from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.turns import Turn, Turns
 
 QUEUE = "eldr_prefill_queue"  # field of a replica's report, see Meter.report
@@ -23,7 +23,7 @@ _STALE_S = 10.0  # a report older than this is ignored
 _RETRY_ROOM = 0.8  # retries are scheduled for when the queue is down to this share of the bound
 _OVERDRAFT = 1.25  # a retry that comes at its promised time may exceed the bound by this factor
 _TRUST_S, _TRUST_FACTOR = 30.0, 20.0  # a rate measured over t s is trusted for the next 30 + 20 t s
-_CHARACTERS_A_TOKEN = 4.0  # initial estimate, updated from prompts
+_CHARACTERS_PER_TOKEN = 4.0  # initial estimate, updated from prompts
 
 
 class Throughput:
@@ -119,7 +119,7 @@ class PromptSizes:
     """Estimates the number of tokens of a prompt before it is tokenised."""
 
     def __init__(self) -> None:
-        self._characters, self._tokens = 1000 * _CHARACTERS_A_TOKEN, 1000.0
+        self._characters, self._tokens = 1000 * _CHARACTERS_PER_TOKEN, 1000.0
 
     def estimate(self, prompt: Any, messages: Any) -> float:
         """Estimate the number of tokens of a completion's prompt or a chat's messages; at least 1."""
@@ -192,12 +192,12 @@ class _Queue:
         its share of the free room, so that together they do not exceed the bound. A report may not include
         the newest prompts of this ingress, so tokens are counted since the last two reports.
         """
-        most = bound_s * self.known_rate
-        if self.tokens + more > most:
+        token_limit = bound_s * self.known_rate
+        if self.tokens + more > token_limit:
             return not self.tokens + more  # an idle replica accepts any prompt
         if self.report.callers <= 1:
             return True
-        free = max(0.0, most - self.own_then - self.others)
+        free = max(0.0, token_limit - self.own_then - self.others)
         return self.own.outstanding - min(self.own_then, self.own_before) <= free / self.report.callers
 
 
@@ -263,7 +263,7 @@ class PrefillQueues:
 
     # -- admission ---------------------------------------------------------------------------------
 
-    def with_room(self, replicas: Sequence[str], key: int) -> list[str]:
+    def with_room(self, replicas: Sequence[str], key: Hashable) -> list[str]:
         """Return those of `replicas` whose predicted wait is within the bound.
 
         Args:
@@ -274,7 +274,7 @@ class PrefillQueues:
         bound_s = self._bound_s * (_OVERDRAFT if returns else 1.0)
         return [name for name in replicas if self._queue(name).takes(held / len(replicas), bound_s)]
 
-    def retry_s(self, replicas: Iterable[str], tokens: float, key: int) -> int:
+    def retry_s(self, replicas: Iterable[str], tokens: float, key: Hashable) -> int:
         """Reserve room for a request that is refused now; return after how many seconds it may retry.
 
         The prompts that other ingresses have accepted since the last report are unknown, so each is assumed
@@ -290,10 +290,10 @@ class PrefillQueues:
         ahead = max(0.0, waiting - _RETRY_ROOM * self._bound_s * rate)
         after_s = (ahead + callers * (self._retries.tokens + tokens)) / rate
         measured_s = max((queue.own.measured_s for queue in queues), default=0.0)
-        most_s = min(MOST_S, _TRUST_S + _TRUST_FACTOR * measured_s)
-        return max(1, math.ceil(self._retries.reserve(key, tokens, after_s, most_s)))
+        max_s = min(MAX_RETRY_AFTER_S, _TRUST_S + _TRUST_FACTOR * measured_s)
+        return max(1, math.ceil(self._retries.reserve(key, tokens, after_s, max_s)))
 
-    def enter(self, replica: str | None, tokens: float, key: int) -> Ticket:
+    def enter(self, replica: str | None, tokens: float, key: Hashable) -> Ticket:
         """Count an accepted prompt. The replica may be None until `assign` is called."""
         self._retries.claim(key)
         ticket = Ticket(tokens)

@@ -16,9 +16,9 @@ class Rate:
 
     def __init__(self, per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
-        self._most = max(per_s, 1.0) if per_s else 0.0
+        self._capacity = max(per_s, 1.0) if per_s else 0.0
         self._clock = clock
-        self._left, self._at_s = self._most, clock()
+        self._left, self._at_s = self._capacity, clock()
 
     def reserve(self, within_s: float) -> float | None:
         """Reserve a token after all earlier reservations; return the seconds until it is available.
@@ -26,7 +26,7 @@ class Rate:
         Reserve nothing and return None if that is longer than `within_s`.
         """
         now = self._clock()
-        self._left = min(self._left + (now - self._at_s) * self._per_s, self._most)
+        self._left = min(self._left + (now - self._at_s) * self._per_s, self._capacity)
         self._at_s = now
         after_s = max(0.0, 1 - self._left) / self._per_s if self._per_s else math.inf
         if after_s > within_s:

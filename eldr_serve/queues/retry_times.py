@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from operator import attrgetter
 
-MOST_S = 600.0  # maximum Retry-After
+MAX_RETRY_AFTER_S = 600.0  # maximum Retry-After
 _EARLY_S = 1.5  # a retry may come this much early
 _GRACE_S = 5.0  # a reservation expires this long after its time
 _MOST = 10_000  # maximum number of reservations; further clients get the time of the last one
@@ -18,7 +18,7 @@ _MOST = 10_000  # maximum number of reservations; further clients get the time o
 class _Reservation:
     due_s: float
     tokens: float
-    key: int
+    key: Hashable
 
 
 class RetryTimes:
@@ -45,32 +45,34 @@ class RetryTimes:
         self._expire()
         return sum(found.tokens for found in self._queue[: self._due()])
 
-    def reserve(self, key: int, tokens: float, after_s: float, most_s: float = MOST_S) -> float:
+    def reserve(
+        self, key: Hashable, tokens: float, after_s: float, max_s: float = MAX_RETRY_AFTER_S
+    ) -> float:
         """Reserve room for `tokens` after `after_s`; return the Retry-After for the client, s.
 
         Args:
             key: identifies the request, to recognise its retry.
             tokens: estimated number of tokens of the request.
             after_s: predicted time until there is room, s.
-            most_s: maximum Retry-After, s. If `after_s` is not below it, nothing is reserved and the result
-                is drawn at random from the upper half of the range up to `most_s`.
+            max_s: maximum Retry-After, s. If `after_s` is not below it, nothing is reserved and the result
+                is drawn at random from the upper half of the range up to `max_s`.
         """
         self._expire()
         now = self._clock()
-        if after_s >= most_s:
-            return random.uniform(most_s / 2, most_s)
+        if after_s >= max_s:
+            return random.uniform(max_s / 2, max_s)
         if len(self._queue) >= _MOST:
             return max(after_s, self._queue[-1].due_s - now)
         insort(self._queue, _Reservation(now + after_s, tokens, key), key=attrgetter("due_s"))
         self._tokens += tokens
         return after_s
 
-    def is_due(self, key: int) -> bool:
+    def is_due(self, key: Hashable) -> bool:
         """Return whether this is a refused request that retries at its reserved time."""
         self._expire()
         return any(found.key == key for found in self._queue[: self._due()])
 
-    def claim(self, key: int) -> None:
+    def claim(self, key: Hashable) -> None:
         """Remove the reservation of an accepted request, if it is due."""
         for index, found in enumerate(self._queue[: self._due()]):
             if found.key == key:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from eldr_serve.channel import CallFailed
+from eldr_serve.replicas.fleet import Fleet
+
+logger = logging.getLogger(__name__)
 
 FAILURES = 3  # in a row
 _FIRST_EJECTION_S = 10.0  # doubled for each further ejection
@@ -48,3 +54,29 @@ class Outliers:
         self._records = {name: record for name, record in self._records.items() if name in names}
         found = [name for name in names if name not in self._records or now >= self._records[name].until_s]
         return found if 2 * len(found) >= len(names) else names
+
+
+class ReplicaHealth:
+    """Outlier ejection for the replicas of one fleet: replicas that fail repeatedly are set aside.
+
+    Args:
+        count: callback that counts an event of this name.
+    """
+
+    def __init__(self, fleet: Fleet, count: Callable[[str], None]) -> None:
+        self._fleet = fleet
+        self.count = count
+        self._outliers = Outliers()
+        self.succeeded = self._outliers.succeeded
+
+    @property
+    def usable(self) -> list[str]:
+        """Return the live replicas that are not set aside."""
+        return self._outliers.usable(self._fleet.live)
+
+    def failed(self, replica: str, error: Exception) -> None:
+        """Count a failed call, unless the replica was merely full."""
+        full = isinstance(error, CallFailed) and error.status == 503
+        if not full and self._outliers.failed(replica):
+            logger.warning("replica %s fails repeatedly and is set aside for a while", replica)
+            self.count("set_aside")

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -18,7 +18,7 @@ from eldr_serve.channel import Answer, CallFailed
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, open_channel
 from eldr_serve.engine.calls import WAITED_S, WARM
-from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled
+from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled, Send
 from eldr_serve.errors import Refused, error_body, sentence
 from eldr_serve.queues.prefill_queue import QUEUE, Meter
 from eldr_serve.replicas import expert_swap, measured_counts
@@ -81,11 +81,14 @@ class EngineServer:
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a call of an ingress replica."""
         if method == "generate":
-            waited_s = await self._engine.generate(EngineRequest(body=body, **header), answer.send)
+            waited_s = await self._generate(EngineRequest(body=body, **header), answer.send)
             if waited_s is not None:
                 answer.about = {WAITED_S: waited_s}
         else:
             await self._engine.answer(EngineRequest(method, body, **header), answer.send)
+
+    async def _generate(self, request: EngineRequest, send: Send) -> float | None:
+        return await self._engine.generate(request, send)
 
     def _describe(self, error: Exception) -> tuple[int, bytes]:
         status, body = describe(error, self._engine)
@@ -218,39 +221,37 @@ class DecodeServer(EngineServer):
             answer.send(msgspec.msgpack.encode(await self._engine.expert_counts(header["id"])))
         elif method == expert_swap.METHOD:
             answer.send(await expert_swap.place(self._engine, body), 0)
-        elif method == "generate":
-            await self._generate(header, body, answer)
         else:
             await super().answer(method, header, body, answer)
 
-    async def _generate(self, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+    async def _generate(self, request: EngineRequest, send: Send) -> float | None:
         """Answer a request. Measure its prompt if this engine prefills it, and sample some requests."""
         with ExitStack() as stack:
-            if tokens := header.get("prompt_tokens", 0.0):
-                stack.enter_context(self._measured(tokens, answer))
-            if _may_be_sampled(header):
-                header["sampled"] = stack.enter_context(self._sampler.admit(header["id"]))
-            await super().answer("generate", header, body, answer)
+            if request.prompt_tokens:
+                send = stack.enter_context(self._measured(request.prompt_tokens, send))
+            if _may_be_sampled(request):
+                sampled = stack.enter_context(self._sampler.admit(request.id))
+                request = replace(request, sampled=sampled)
+            return await super()._generate(request, send)
 
     @contextmanager
-    def _measured(self, tokens: float, answer: Answer) -> Iterator[None]:
-        """Measure the throughput of a prompt, which has been computed when the first token is sent."""
-        send, computing = answer.send, True
+    def _measured(self, prompt_tokens: float, send: Send) -> Iterator[Send]:
+        """Measure the throughput of a prompt, which has been computed at the first call of the new `send`."""
+        computing = True
 
         def over(computed: float) -> None:
             nonlocal computing
             if computing:
                 computing = False
-                self._meter.leave(tokens, computed)
+                self._meter.leave(prompt_tokens, computed)
 
-        def sent(payload: bytes, tokens_in_it: int = 0, ids: bytes = b"") -> None:
-            over(tokens)
-            send(payload, tokens_in_it, ids)
+        def measured(payload: bytes, tokens: int, ids: bytes = b"") -> None:
+            over(prompt_tokens)
+            send(payload, tokens, ids)
 
-        self._meter.enter(tokens)
-        answer.send = sent  # type: ignore[assignment, method-assign]
+        self._meter.enter(prompt_tokens)
         try:
-            yield
+            yield measured
         finally:
             over(0.0)
 
@@ -281,9 +282,9 @@ class DecodeServer(EngineServer):
                 logger.info("step costs not reported: %r", error)
 
 
-def _may_be_sampled(header: dict[str, Any]) -> bool:
+def _may_be_sampled(request: EngineRequest) -> bool:
     """Return whether a generate call comes from a client and starts at the first token of its answer."""
-    return not header.get("generated") and not header.get("id", WARM).startswith(WARM)
+    return bool(request.id) and not request.id.startswith(WARM) and not request.generated
 
 
 def describe(error: Exception, engine: Engine) -> tuple[int, bytes]:

@@ -16,7 +16,7 @@ from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, open_channel
 from eldr_serve.errors import SwapRefused, sentence
 from eldr_serve.limits.shared_limits import SharedLimits
-from eldr_serve.limits.tenants import Taken
+from eldr_serve.limits.tenants import Usage
 from eldr_serve.router.loop_watch import LoopWatch
 from eldr_serve.router.messages import NamedPolicy, Settings, decoder, encode
 from eldr_serve.router.pool_link import PoolLink
@@ -24,6 +24,7 @@ from eldr_serve.router.process_metrics import PERIOD_S, RouterMetrics
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import live_status, router_status
 from eldr_serve.scheduling import StepSums
 from eldr_serve.signatures.coordinator import RouterView
 
@@ -55,7 +56,7 @@ class DecodeRouter:
         return (await self._channel)[0]
 
     async def _open(self) -> tuple[Address, ChannelServer]:
-        return await open_channel(self._answer, describe=_describe, held=self._sessions.held)
+        return await open_channel(self._answer, describe=_describe, open_methods=self._sessions.open_methods)
 
     async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         if method not in _ARGUMENTS:
@@ -97,7 +98,7 @@ class DecodeRouter:
         return self._state.settings
 
     async def expect_counts(self, num_layers: int, num_experts: int) -> None:
-        """Set the signature shape that engines report."""
+        """Set the shape [L, E] of the expert counts that engines report."""
         self._state.expect_counts(num_layers, num_experts)
 
     async def observe_steps(
@@ -127,19 +128,19 @@ class DecodeRouter:
         """Swap the predictor; raise SwapRefused, with one sentence and without effect, if it does not fit."""
         return self._state.swap_predictor(predictor, tokenizer)
 
-    async def share_limits(self, ingress: str, taken: Taken) -> dict[str, Taken]:
-        """Record what tenants have used of their limits at an ingress; return the use at each other one."""
-        return self._limits.exchange(ingress, taken)
+    async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
+        """Record the usage of tenants at an ingress; return their usage at each other one."""
+        return self._limits.exchange(ingress, usage)
 
     async def recent_counts(self) -> list[NDArray[Any]]:
         """Return the expert counts, Unsigned[L,E], of recently placed prompts, the newest last."""
         return list(self._state.recent)
 
-    async def pool_looks(self, status: dict[str, Any]) -> RouterView:
+    async def report_pool(self, status: dict[str, Any]) -> RouterView:
         """Store the signature pool's status; return the router's state for the pool."""
-        return self._pool.look(self._state, status)
+        return self._pool.report(self._state, status)
 
-    async def take_table(self, table: bytes, epoch: str, version: int, refit: bool) -> int | None:
+    async def swap_fitted_table(self, table: bytes, epoch: str, version: int, refit: bool) -> int | None:
         """Swap in a table of the pool if this version is still live; return the new version.
 
         Return None if another table has become live in the meantime; that table is kept.
@@ -156,11 +157,11 @@ class DecodeRouter:
 
     async def status(self) -> dict[str, Any]:
         """Return the router's part of `GET /eldr/status`."""
-        return self._state.status() | self._pool.status() | self._loops()
+        return router_status(self._state) | self._pool.status() | self._loops()
 
     async def live(self) -> dict[str, Any]:
         """Return the router's part of `GET /eldr/live`."""
-        return self._state.live() | self._pool.status() | self._loops()
+        return live_status(self._state) | self._pool.status() | self._loops()
 
     def _loops(self) -> dict[str, Any]:
         return {"loops": {self._watch.role: self._watch.status()}}

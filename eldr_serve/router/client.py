@@ -155,7 +155,7 @@ class RouterClient:
         predicted = true is None and counts is not None
         lease = Lease(
             replace(request, expert_counts=counts, predicted=predicted, may_wait=wait_s > 0),
-            since_s=asyncio.get_running_loop().time() + wait_s,
+            deadline_s=asyncio.get_running_loop().time() + wait_s,
         )
         self.leases[request.request_id] = lease
         try:
@@ -239,7 +239,7 @@ class RouterClient:
         call = self._link.place(message, partial(self._received, lease), partial(self._failed, lease))
         if call is not None:
             self._calls[lease.request_id] = call
-            if lease.state is State.SCORED:
+            if lease.state is State.UNSENT:
                 lease.become(State.SENT)
 
     def _received(self, lease: Lease, payload: bytes) -> None:

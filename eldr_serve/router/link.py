@@ -99,13 +99,13 @@ class RouterLink:
             return await self._router.call(method, *args)
 
     def place(
-        self, message: Place, received: Callable[[bytes], None], failed: Callable[[Exception], None]
+        self, message: Place, on_message: Callable[[bytes], None], on_failed: Callable[[Exception], None]
     ) -> OpenCall | None:
         """Open the call of a request; return None if there is no channel."""
         if self._channel is None:
             return None
         self.report_workers()
-        return self._channel.open_call("place", encode(message), received, failed)
+        return self._channel.open_call("place", encode(message), on_message, on_failed)
 
     def report_workers(self) -> None:
         """Report the live decode replicas if they have changed."""

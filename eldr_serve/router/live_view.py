@@ -99,9 +99,10 @@ class LiveView:
             "not_shown": len(leases) - len(shown),
             "columns": ["id", "worker", "generated", "max_new", "prompt", "domain", "reason"],
             "rows": [
-                [p.request_id[:8], p.position if p.state is State.LEASED else None, p.generated_tokens,
-                 p.request.max_new_tokens, p.request.prompt_tokens, p.request.domain, p.reason]
-                for p in shown
+                [lease.request_id[:8], lease.position if lease.state is State.LEASED else None,
+                 lease.generated_tokens, lease.request.max_new_tokens, lease.request.prompt_tokens,
+                 lease.request.domain, lease.reason]
+                for lease in shown
             ],
         }  # fmt: skip
 

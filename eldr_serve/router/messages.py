@@ -104,7 +104,7 @@ class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
     replica: str
     position: int = -1
-    band: int = 0
+    num_candidates: int = 0
     similarity: float | None = None
     best: bool = False
     reason: str = ""

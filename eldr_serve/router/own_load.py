@@ -46,5 +46,5 @@ class OwnLoad:
         lease.become(State.LEASED)
         least = np.flatnonzero(in_flight == in_flight.min())
         lease.replica, lease.position = candidates[int(random.choice(least))], -1
-        lease.band, lease.reason, lease.policy = len(candidates), reason, OWN_LOAD
+        lease.num_candidates, lease.reason, lease.policy = len(candidates), reason, OWN_LOAD
         self.add(lease)

@@ -12,12 +12,12 @@ from ray.exceptions import RayError
 from eldr_serve.errors import sentence
 from eldr_serve.router.state import RouterState
 from eldr_serve.signatures.coordinator import RouterView
-from eldr_serve.signatures.pool import LOOK_S, end_pool, start_pool
+from eldr_serve.signatures.pool import POLL_S, end_pool, start_pool
 from eldr_serve.signatures.settings import PoolSettings
 
 logger = logging.getLogger(__name__)
 
-_AWAY_S = 5 * LOOK_S  # silence after which the status reports the pool as unavailable
+_AWAY_S = 5 * POLL_S  # silence after which the status reports the pool as unavailable
 
 
 class PoolLink:
@@ -59,7 +59,7 @@ class PoolLink:
         if self._changing is not None:
             await self._changing
 
-    def look(self, state: RouterState, status: dict[str, Any]) -> RouterView:
+    def report(self, state: RouterState, status: dict[str, Any]) -> RouterView:
         """Store the pool's status; return the router's state for the pool."""
         assert self._settings is not None
         self._status, self._status_at = status, time.monotonic()

@@ -25,6 +25,7 @@ from eldr_serve.metrics import (
 )
 from eldr_serve.router.messages import Answered
 from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Lease
 
 PERIOD_S = 1.0  # export interval; Ray drops a gauge that is not set for two of its own reports
@@ -49,7 +50,7 @@ class RouterMetrics:
         """Record new leases."""
         tags = {"policy": state.settings.policy}
         for lease in leases:
-            self._ray_metrics["eldr_band_size"].observe(lease.band, tags)
+            self._ray_metrics["eldr_candidates"].observe(lease.num_candidates, tags)
 
     def waited(self, state: RouterState, lease: Lease) -> None:
         """Record the wait of a lease from the decode queue."""
@@ -70,7 +71,7 @@ class RouterMetrics:
         Args:
             signatures: the `signatures` entry of the status.
         """
-        status, policy = state.status(), state.settings.policy
+        status, policy = router_status(state), state.settings.policy
         self._count(status["counters"], policy)
         tags = {"policy": policy}
         self._set("eldr_leases", status["leases"], tags)

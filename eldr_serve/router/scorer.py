@@ -102,7 +102,7 @@ class Scorer:
         """Return the request as it is sent: its counts replaced by what the live policy reads."""
         counts, settings = request.expert_counts, self.settings
         if counts is None:
-            return replace(request, signature_missing=True)
+            return replace(request, counts_missing=True)
         read = self.read_counts if request.predicted else self.sampled_counts
         fields: dict[str, Any] = {"expert_counts": read(counts)}
         if self._table is not None and settings is not None:
@@ -111,7 +111,7 @@ class Scorer:
                 fields["table_version"] = settings.table_version
             except ValueError as error:
                 logger.warning("the counts do not fit the live table: %s", error)
-                fields["signature_missing"] = True
+                fields["counts_missing"] = True
         return replace(request, **fields)
 
 

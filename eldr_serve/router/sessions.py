@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from eldr_serve.channel import Answer
-from eldr_serve.channel.server import Hold
+from eldr_serve.channel.server import OpenMethod
 from eldr_serve.router.messages import (
     Counted,
     Leased,
@@ -44,12 +44,12 @@ class Sessions:
         metrics: RouterMetrics.
 
     Attributes:
-        held: methods for ChannelServer.
+        open_methods: methods for ChannelServer.
     """
 
     def __init__(self, state: RouterState, metrics: Any, grace_s: float) -> None:
         self.metrics, self.grace_s = metrics, grace_s
-        self.held: dict[str, Hold] = {"subscribe": self._subscribe, "place": self._begin}
+        self.open_methods: dict[str, OpenMethod] = {"subscribe": self._subscribe, "place": self._begin}
         self.by_client: dict[str, _Subscription] = {}  # includes lost ones, until they are dropped
         self.by_peer: dict[object, _Subscription] = {}
         self.open: dict[str, _PlaceCall] = {}  # by request id
@@ -74,7 +74,7 @@ class Sessions:
     def _act(self) -> None:
         self._due = False
         tokens, self.tokens = self.tokens, {}
-        asked, self.asked = [p for p in self.asked if p.state is State.SENT], []
+        asked, self.asked = [lease for lease in self.asked if lease.state is State.SENT], []
         began = time.perf_counter()
         try:
             self.state.progress(tokens)
@@ -135,7 +135,7 @@ class _Subscription:
     def __init__(self, sessions: Sessions, client: str, answer: Answer) -> None:
         self._sessions, self.client, self.answer = sessions, client, answer
 
-    def noted(self, payload: bytes, tokens: int) -> None:
+    def on_note(self, payload: bytes, tokens: int) -> None:
         message = _of_client(payload)
         if isinstance(message, Workers):
             self._sessions.state.update_workers(message.replicas)
@@ -143,10 +143,10 @@ class _Subscription:
             self._sessions.metrics.answered(self._sessions.state, message.answered)
             self._sessions.state.report(self.client, message)
 
-    def closed(self, tokens: int) -> None:
-        self.lost()
+    def on_close(self, tokens: int) -> None:
+        self.on_lost()
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         """Begin the grace period."""
         sessions = self._sessions
         if sessions.by_peer.get(self.answer.peer) is self:
@@ -188,7 +188,7 @@ class _PlaceCall:
             self._asked.become(State.DONE)
         self._asked = None
 
-    def noted(self, payload: bytes, tokens: int) -> None:
+    def on_note(self, payload: bytes, tokens: int) -> None:
         state = self._sessions.state
         if not payload:
             self._sessions.tokens[self._request_id] = tokens
@@ -201,15 +201,15 @@ class _PlaceCall:
         elif message.held is not None or self._request_id not in state.placer.running:
             self.place(message)
 
-    def closed(self, tokens: int) -> None:
+    def on_close(self, tokens: int) -> None:
         sessions = self._sessions
         if sessions.open.get(self._request_id) is self:
-            self.lost()
+            self.on_lost()
             sessions.tokens.pop(self._request_id, None)
             sessions.state.finish(self._request_id, tokens)
             sessions.act_soon()
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         self._withdraw()
         if self._sessions.open.get(self._request_id) is self:
             del self._sessions.open[self._request_id]

@@ -72,4 +72,4 @@ class SettingsCheck:
         counts = request.expert_counts
         if not request.predicted or counts is None or self.shape is None or counts.shape == self.shape:
             return request
-        return replace(request, expert_counts=None, signature_missing=True, predicted=False)
+        return replace(request, expert_counts=None, counts_missing=True, predicted=False)

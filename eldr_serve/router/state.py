@@ -21,7 +21,6 @@ from eldr_serve.router.comparison import Comparison
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.messages import OWN_LOAD, NamedPolicy, Report, Restore, Settings
 from eldr_serve.router.settings_check import SettingsCheck
-from eldr_serve.router.status import RouterStatus
 from eldr_serve.router.step_costs import StepCosts
 from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, StepSums
 
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 _RECENT = 1024
 
 
-class RouterState(RouterStatus):
+class RouterState:
     """Placement of prefilled requests on decode replicas, for several clients.
 
     Each decode replica has a position, and position i serves centroid i. The position of a lost replica
@@ -50,6 +49,12 @@ class RouterState(RouterStatus):
         on_leases: callback for new leases, of new and of queued requests.
         on_settings: callback for new settings; it precedes the leases that follow from them.
         recent: expert counts of recently placed prompts, for a refit.
+        settings: the live settings.
+        table: the live table.
+        clients: ids of the clients, also of lost ones until they are dropped.
+        positions: the replica in each position.
+        predictions: quality of each client's predictions, see OnlinePredictor.status.
+        earlier_failures: number of unusable predictions under earlier policies.
     """
 
     def __init__(
@@ -206,6 +211,16 @@ class RouterState(RouterStatus):
 
     # -- workers and clients ---------------------------------------------------------------------
 
+    @property
+    def num_workers(self) -> int:
+        """Return the number of live decode replicas."""
+        return sum(replica is not None for replica in self.positions)
+
+    @property
+    def queue_size(self) -> int:
+        """Return the number of requests that wait for a worker."""
+        return len(self.placer.queue)
+
     def update_workers(self, replicas: Iterable[str]) -> None:
         """Set the live decode replicas. Leases of lost replicas stay until their clients release them."""
         self._set_workers(replicas)
@@ -280,7 +295,7 @@ class RouterState(RouterStatus):
     def counted(self, request: PlacementRequest) -> None:
         """Take a leased request's measured counts and length."""
         self.placer.counted(request)
-        self.counters["signatures_returned"] += 1
+        self.counters["counts_measured"] += 1
         self._remember(request)
 
     def hold(self, lease: Lease) -> None:
@@ -309,9 +324,11 @@ class RouterState(RouterStatus):
         for lease in asked:
             lease.request = self.check.without_misfit(lease.request)
             self._remember(lease.request)
-        queued = {p.request_id for p in asked if p.request_id in self.placer.queue}
-        leased = self.placer.submit(p for p in asked if not self.is_stale(p.request))
-        self.counters["queued"] += sum(p.state is State.QUEUED and p.request_id not in queued for p in asked)
+        queued = {lease.request_id for lease in asked if lease.request_id in self.placer.queue}
+        leased = self.placer.submit(lease for lease in asked if not self.is_stale(lease.request))
+        self.counters["queued"] += sum(
+            lease.state is State.QUEUED and lease.request_id not in queued for lease in asked
+        )
         self._lease(leased)
 
     def dispatch(self) -> None:
@@ -328,8 +345,8 @@ class RouterState(RouterStatus):
             self.counters["placed"] += 1
             self.counters[f"reason:{lease.reason}"] += 1
             self.counters["best_worker"] += lease.best
-            self.counters["signature_missing"] += lease.request.signature_missing
-            self.counters["signature_predicted"] += lease.request.predicted
+            self.counters["counts_missing"] += lease.request.counts_missing
+            self.counters["counts_predicted"] += lease.request.predicted
             self.counters["rerouted"] += bool(lease.request.exclude)
             if lease.request.blocks is not None:
                 self.counters["prefill_tokens"] += lease.request.prompt_tokens

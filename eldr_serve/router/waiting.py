@@ -84,15 +84,15 @@ class WaitingRequests:
             self._waiting[request_id].answer.cancel()
 
     def queue(self, request_id: str) -> None:
-        """Let a request wait in the decode queue until its `since_s`; refuse it if it would wait longer."""
+        """Let a request wait in the decode queue until `deadline_s`; refuse it if it would wait longer."""
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.expiry is not None:  # gone, or back in the queue of another router
             return
-        loop, until_s = asyncio.get_running_loop(), waiting.lease.since_s
-        if loop.time() + self._estimate.wait_s(self._in_queue + 1) > until_s:
+        loop, deadline_s = asyncio.get_running_loop(), waiting.lease.deadline_s
+        if loop.time() + self._estimate.wait_s(self._in_queue + 1) > deadline_s:
             self._expire(waiting)
         else:
-            waiting.expiry = loop.call_at(until_s, self._expire, waiting)
+            waiting.expiry = loop.call_at(deadline_s, self._expire, waiting)
             self._in_queue += 1
 
     def router_lost(self) -> None:
@@ -102,7 +102,7 @@ class WaitingRequests:
             if waiting.lease.state is State.QUEUED:
                 waiting.asked_s = now
             if waiting.lease.state in (State.SENT, State.QUEUED):
-                waiting.lease.become(State.SCORED)
+                waiting.lease.become(State.UNSENT)
         if self._waiting:
             self._watch()
 
@@ -127,7 +127,7 @@ class WaitingRequests:
         owed = [
             one.asked_s
             for one in self._waiting.values()
-            if one.lease.state in (State.SCORED, State.SENT) and not one.answer.done()
+            if one.lease.state in (State.UNSENT, State.SENT) and not one.answer.done()
         ]
         if not owed:
             return

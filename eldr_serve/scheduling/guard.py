@@ -50,14 +50,19 @@ class GuardedPolicy:
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
-        """See QueuedPolicy.dispatch; if it fails, all waiting requests are placed."""
+        """See QueuedPolicy.dispatch; if it fails, requests are placed by load.
+
+        With a parameter `slots`, as many requests are placed as slots are free, and the others wait for the
+        next call. Without it no limit is known, so all are placed.
+        """
         assert isinstance(self.policy, QueuedPolicy)
         try:
             assigned = self.policy.dispatch(waiting, loads, rng)
             return [(index, _check_available(decision, loads)) for index, decision in assigned]
         except Exception as error:
             self._log(error)
-            return list(enumerate(_by_load(len(waiting), loads)))
+            slots = getattr(getattr(self.policy, "parameters", None), "slots", None)
+            return list(enumerate(_by_load(len(waiting), loads, slots)))
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
         """See Policy.on_assigned."""
@@ -94,12 +99,18 @@ def _check_available(decision: Decision, loads: Loads) -> Decision:
     return decision
 
 
-def _by_load(requests: int, loads: Loads) -> list[Decision]:
-    """Choose the least loaded worker for each of `requests` requests, one after the other."""
+def _by_load(requests: int, loads: Loads, slots: int | None = None) -> list[Decision]:
+    """Choose the least loaded worker for each of at most `requests` requests, one after the other.
+
+    Args:
+        slots: maximum number of requests on a worker; None: no maximum.
+    """
     workers, in_flight = available(loads), loads.in_flight.copy()
     decisions = []
     for _ in range(requests):
         worker = int(workers[in_flight[workers].argmin()])
+        if slots is not None and in_flight[worker] >= slots:
+            break
         in_flight[worker] += 1
-        decisions.append(Decision(worker, len(workers), None, "policy-error"))
+        decisions.append(Decision(worker, num_candidates=len(workers), reason="policy-error"))
     return decisions

@@ -202,7 +202,7 @@ class Placer:
     def _enqueue(self, lease: Lease) -> None:
         self._stop(lease.request_id)
         before = self.queue.get(lease.request_id)
-        lease.since_s = self._clock() if before is None else before.since_s
+        lease.queued_at_s = self._clock() if before is None else before.queued_at_s
         lease.become(State.QUEUED)
         self.queue[lease.request_id] = lease
 
@@ -232,13 +232,13 @@ class Placer:
         worker = self._workers[decision.worker]
         assert worker is not None, "a policy chose a vacant position"
         if self.queue.pop(lease.request_id, None) is lease:
-            lease.waited_s = self._clock() - lease.since_s
+            lease.waited_s = self._clock() - lease.queued_at_s
         self._stop(lease.request_id)  # a request that is placed again leaves its first worker
         lease.become(State.LEASED)
         lease.replica, lease.position = worker, decision.worker
-        lease.band, lease.similarity = decision.band, decision.similarity
+        lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
         lease.best = _is_best(decision.worker, lease.request, loads)
-        lease.reason, lease.policy = decision.reason, self._policy.name
+        lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._start(lease, decision)
         self._record_prefix(lease)
         if lease.request.blocks is not None:

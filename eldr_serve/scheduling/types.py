@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -26,7 +26,7 @@ class PlacementRequest:
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
             caller has scored the counts, which it may then omit.
         prompt_key: equal for equal prompts.
-        signature_missing: there is neither usable counts nor a prediction.
+        counts_missing: there is neither usable counts nor a prediction.
         predicted: the counts are a prediction from the prompt's tokens.
         blocks: blocks of the prompt if the worker prefills it too; else None.
         exclude: workers that have just failed this request.
@@ -43,7 +43,7 @@ class PlacementRequest:
     similarity: NDArray[np.float32] | None = None
     prompt_key: str | None = None
     table_version: int = 0
-    signature_missing: bool = False
+    counts_missing: bool = False
     predicted: bool = False
     blocks: PromptBlocks | None = None
     exclude: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class PlacementRequest:
 class State(Enum):
     """State of a lease."""
 
-    SCORED = "scored"  # the client sends it once there is a channel
+    UNSENT = "unsent"  # the client sends it once there is a channel
     SENT = "sent"  # the router owes an answer
     QUEUED = "queued"  # it waits in the decode queue
     LEASED = "leased"  # it holds a worker
@@ -69,9 +69,9 @@ class State(Enum):
 
 
 _NEXT = {
-    State.SCORED: {State.SENT, State.LEASED, State.DONE},
-    State.SENT: {State.SCORED, State.QUEUED, State.LEASED, State.DONE},
-    State.QUEUED: {State.SCORED, State.LEASED, State.DONE},
+    State.UNSENT: {State.SENT, State.LEASED, State.DONE},
+    State.SENT: {State.UNSENT, State.QUEUED, State.LEASED, State.DONE},
+    State.QUEUED: {State.UNSENT, State.LEASED, State.DONE},
     State.LEASED: {State.DONE},
     State.DONE: {State.DONE},
 }
@@ -79,7 +79,7 @@ _NEXT = {
 
 @dataclass(slots=True)
 class Lease:
-    """A request's lease of a decode worker, from its scoring to its end.
+    """A request's lease of a decode worker, from the request for it to its end.
 
     The router and its client each keep a copy.
 
@@ -87,26 +87,27 @@ class Lease:
         client: client that sent the request.
         replica: name of the leased worker.
         position: the worker's position in the router; -1 if the router did not place the request.
-        band: number of candidate workers.
+        num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         best: the worker is the one most similar to the signature.
-        since_s: in the router, time of entry into the decode queue, by its clock; in the client, end of the
-            wait, by the clock of its event loop.
+        queued_at_s: in the router, time of entry into the decode queue, by its clock.
+        deadline_s: in the client, latest end of the wait, by the clock of its event loop.
         waited_s: wait in the decode queue, s.
         cached_tokens: prompt tokens that are expected in the worker's prefix cache.
     """
 
     request: PlacementRequest
-    state: State = State.SCORED
+    state: State = State.UNSENT
     client: str = ""
     replica: str = ""
     position: int = -1
-    band: int = 0
+    num_candidates: int = 0
     similarity: float | None = None
     best: bool = False
     reason: str = ""
     policy: str = ""
-    since_s: float = 0.0
+    queued_at_s: float = 0.0
+    deadline_s: float = 0.0
     waited_s: float = 0.0
     generated_tokens: int = 0
     cached_tokens: int = 0
@@ -164,16 +165,18 @@ class Decision:
 
     Attributes:
         worker: index into the loads.
-        band: number of candidate workers.
+        num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
-        reason: rule that decided; "no-signature", "no-table" or "bad-signature" if load decided instead.
+        reason: rule that decided, by default the policy's name; "no-counts", "no-table" or "bad-counts" if
+            load decided instead.
         learnt: private data of the policy for its `on_assigned`.
     """
 
     worker: int
-    band: int
-    similarity: float | None
-    reason: str
+    _: KW_ONLY
+    num_candidates: int = 1
+    similarity: float | None = None
+    reason: str = ""
     learnt: Any = field(default=None, compare=False, repr=False)
 
 

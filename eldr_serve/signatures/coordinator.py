@@ -39,10 +39,10 @@ class RouterView:
     pool: PoolSettings
 
 
-class Router(Protocol):
+class TableTarget(Protocol):
     """The router's interface for the coordinator."""
 
-    async def look(self, status: dict[str, Any]) -> RouterView:
+    async def report_status(self, status: dict[str, Any]) -> RouterView:
         """Report the pool's status; return the router's state."""
 
     async def table(self) -> bytes | None:
@@ -62,7 +62,7 @@ class Coordinator:
     def __init__(
         self,
         settings: PoolSettings,
-        router: Router,
+        router: TableTarget,
         trace: Callable[[], Awaitable[CalibrationTrace]],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -74,7 +74,7 @@ class Coordinator:
         self._trace = trace
         self._clock = clock
         self._working = asyncio.Lock()
-        self._before: int | None = None  # number of decode replicas at the last look
+        self._last_workers: int | None = None  # number of decode replicas at the last poll
         self._not_before = 0.0
         self._tried = 0  # samples at the last attempt
         self._table: dict[str, Any] | None = None
@@ -112,16 +112,16 @@ class Coordinator:
             return f"no table yet: {self._last_refusal['why']}"
         return f"no table yet: {min(self.samples, self.needed)} of {self.needed} samples"
 
-    async def look(self, status: dict[str, Any]) -> RouterView:
+    async def poll(self, status: dict[str, Any]) -> RouterView:
         """Report the status to the router, and fit a table if one is due.
 
         Raises:
             RayError: the router is unavailable.
         """
-        view = self.view = await self._router.look(status)
+        view = self.view = await self._router.report_status(status)
         self.settings = view.pool
-        if view.workers != self._before:  # replicas may still be starting or stopping
-            self._before, self._not_before = view.workers, 0.0
+        if view.workers != self._last_workers:  # replicas may still be starting or stopping
+            self._last_workers, self._not_before = view.workers, 0.0
             return view
         if not view.clients or view.workers < 2 or self._working.locked() or not self._due(view):
             return view
@@ -146,16 +146,16 @@ class Coordinator:
         Raises:
             SwapRefused: there are too few samples, or the table was refused; one sentence.
         """
-        view = self.view = await self._router.look(status)
+        view = self.view = await self._router.report_status(status)
         if view.workers < 2:
             raise SwapRefused(
                 f"{view.workers} decode replica(s) serve: a table needs 2 or more, so start another one"
             )
-        least = MIN_REQUESTS_PER_WORKER * view.workers
-        if self.samples < least:
+        required = MIN_REQUESTS_PER_WORKER * view.workers
+        if self.samples < required:
             raise SwapRefused(
                 f"the signature pool holds {self.samples} samples and a table of {view.workers} decode "
-                f"replicas needs {least}: send more requests"
+                f"replicas needs {required}: send more requests"
             )
         await self._make(view, requested=True)
         assert self._table is not None

@@ -22,7 +22,7 @@ from eldr_serve.signatures.window import KeptSample, SampleWindow, trace_of
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 2.0  # interval at which actor 0 polls the router and the other actors
+POLL_S = 2.0  # interval at which actor 0 polls the router and the other actors
 _ALONE_S = 900.0  # an actor exits after this time without a router; a leaving router stops its pool
 
 
@@ -61,7 +61,7 @@ class SignaturePool:
         self._share.count(len(samples))
         return self._share.now
 
-    async def look(self, settings: PoolSettings, has_table: bool) -> dict[str, Any]:
+    async def apply_settings(self, settings: PoolSettings, has_table: bool) -> dict[str, Any]:
         """Apply the coordinator's settings; return this actor's status."""
         self._last_contact = time.monotonic()
         if settings != self._settings:
@@ -90,11 +90,11 @@ class SignaturePool:
 
     async def refit(self) -> dict[str, Any]:
         """Fit a table now; see Coordinator.refit."""
-        await self._ask_all()
+        await self._poll_actors()
         return await self._coordinator.refit(self._status())
 
     async def _trace(self, tokenizer: str = "", vocabulary: int = 0) -> CalibrationTrace:
-        found = await self._of_others("samples")
+        found = await self._call_others("samples")
         samples = [*self._window.samples, *(sample for shard in found.values() for sample in shard)]
         return await asyncio.to_thread(
             trace_of, samples, self._settings.model_id, tokenizer=tokenizer, vocabulary=vocabulary
@@ -103,18 +103,18 @@ class SignaturePool:
     async def _coordinate(self) -> None:
         while True:
             try:
-                await self._look()
+                await self._poll()
             except (RayError, ValueError) as error:
                 logger.info("the router or an actor is away: %s", sentence(error))
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
-    async def _look(self) -> None:
-        await self._ask_all()
+    async def _poll(self) -> None:
+        await self._poll_actors()
         status = self._status()
-        view = await self._coordinator.look(status)
+        view = await self._coordinator.poll(status)
         if (now := self._status())["table"] != status["table"]:  # report it at once
-            view = await self._coordinator.look(now)
-        await self.look(view.pool, view.has_table)
+            view = await self._coordinator.poll(now)
+        await self.apply_settings(view.pool, view.has_table)
 
     def _status(self) -> dict[str, Any]:
         return self._coordinator.status() | {
@@ -124,12 +124,12 @@ class SignaturePool:
             "samples_refused": dict(self._refused),
         }
 
-    async def _ask_all(self) -> None:
+    async def _poll_actors(self) -> None:
         """Send the current settings to all actors, and count their samples."""
         view = self._coordinator.view
         has_table = view is not None and view.has_table
-        found = await self._of_others("look", self._settings, has_table)
-        shards = [await self.look(self._settings, has_table), *found.values()]
+        found = await self._call_others("apply_settings", self._settings, has_table)
+        shards = [await self.apply_settings(self._settings, has_table), *found.values()]
         self._coordinator.samples = sum(shard["samples"] for shard in shards)
         self._alive = len(shards)
         self._refused = {}
@@ -137,13 +137,13 @@ class SignaturePool:
             for why, count in shard["refused"].items():
                 self._refused[why] = self._refused.get(why, 0) + count
 
-    async def _of_others(self, method: str, *args: Any) -> dict[int, Any]:
+    async def _call_others(self, method: str, *args: Any) -> dict[int, Any]:
         """Call a method of all other live actors; return their answers by index."""
         indices = range(1, self._settings.options.actors)
-        answers = await asyncio.gather(*(self._of_other(index, method, args) for index in indices))
+        answers = await asyncio.gather(*(self._call_other(index, method, args) for index in indices))
         return {index: answer for index, answer in zip(indices, answers, strict=True) if answer is not None}
 
-    async def _of_other(self, index: int, method: str, args: tuple[Any, ...]) -> Any:
+    async def _call_other(self, index: int, method: str, args: tuple[Any, ...]) -> Any:
         try:
             if index not in self._others:
                 name = pool_actor_name(self._settings.application, index)
@@ -156,7 +156,7 @@ class SignaturePool:
 
     async def _exit_when_alone(self) -> None:
         while time.monotonic() - self._last_contact < _ALONE_S:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         ray.kill(ray.get_runtime_context().current_actor)
 
 
@@ -178,19 +178,21 @@ class _RemoteRouter:
             self._handle = None
             raise
 
-    async def look(self, status: dict[str, Any]) -> RouterView:
-        """See Router."""
-        view: RouterView = await self._call("pool_looks", status)
+    async def report_status(self, status: dict[str, Any]) -> RouterView:
+        """See TableTarget."""
+        view: RouterView = await self._call("report_pool", status)
         return view
 
     async def table(self) -> bytes | None:
-        """See Router."""
+        """See TableTarget."""
         table: bytes | None = (await self._call("settings")).table
         return table
 
     async def swap(self, table: bytes, view: RouterView, *, refit: bool) -> int | None:
-        """See Router."""
-        version: int | None = await self._call("take_table", table, view.epoch, view.table_version, refit)
+        """See TableTarget."""
+        version: int | None = await self._call(
+            "swap_fitted_table", table, view.epoch, view.table_version, refit
+        )
         return version
 
 

@@ -47,13 +47,13 @@ class SampleWindow:
     """Keeps the newest samples, all of one shape [L, E].
 
     Args:
-        most: maximum number of samples.
+        max_samples: maximum number of samples.
         max_bytes: maximum size of their arrays, bytes; the newest sample is always kept.
         keep_token_ids: whether to keep the token ids of prompts.
     """
 
-    def __init__(self, most: int, max_bytes: int = 1 << 62, *, keep_token_ids: bool = True) -> None:
-        self.most = most
+    def __init__(self, max_samples: int, max_bytes: int = 1 << 62, *, keep_token_ids: bool = True) -> None:
+        self.max_samples = max_samples
         self.shape: tuple[int, int] | None = None
         self.refused: Counter[str] = Counter()  # reason -> number of samples
         self._max_bytes = max_bytes
@@ -74,9 +74,9 @@ class SampleWindow:
         """Return the size of all arrays, bytes."""
         return self._bytes
 
-    def resize(self, most: int, max_bytes: int, keep_token_ids: bool) -> None:
+    def resize(self, max_samples: int, max_bytes: int, keep_token_ids: bool) -> None:
         """Apply new bounds."""
-        self.most, self._max_bytes, self._keep_token_ids = most, max_bytes, keep_token_ids
+        self.max_samples, self._max_bytes, self._keep_token_ids = max_samples, max_bytes, keep_token_ids
         self._trim()
 
     def add(self, samples: Iterable[ExpertSample]) -> int:
@@ -101,7 +101,7 @@ class SampleWindow:
         self._trim()
 
     def _trim(self) -> None:
-        while len(self._kept) > self.most or (self._bytes > self._max_bytes and len(self._kept) > 1):
+        while len(self._kept) > self.max_samples or (self._bytes > self._max_bytes and len(self._kept) > 1):
             self._drop(next(iter(self._kept)))
 
     def _drop(self, request_id: str) -> None:
@@ -193,5 +193,5 @@ def _quotient(total: int, of: int, name: str, unit: str) -> int:
 
 
 def _smallest(counts: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    most = int(counts.max(initial=0))
-    return np.array(counts, np.uint8 if most < 1 << 8 else np.uint16 if most < 1 << 16 else np.uint32)
+    largest = int(counts.max(initial=0))
+    return np.array(counts, np.uint8 if largest < 1 << 8 else np.uint16 if largest < 1 << 16 else np.uint32)

@@ -53,7 +53,7 @@ def grace_placement(
     layers, experts = tokens.shape
     if together.shape != (layers, experts, experts):
         raise ValueError(f"affinity of shape {together.shape} does not match load of shape {tokens.shape}")
-    capacity = slots_a_rank(experts, num_physical, topology.ranks)
+    capacity = slots_per_rank(experts, num_physical, topology.ranks)
     if ratio is None:
         ratio = knee_ratio(together, topology, capacity=capacity, seed=seed)
     rows, reports = [], []
@@ -85,7 +85,7 @@ def knee_ratio(
     return RATIOS[knee(curve)]
 
 
-def slots_a_rank(num_experts: int, num_physical: int, ranks: int) -> int:
+def slots_per_rank(num_experts: int, num_physical: int, ranks: int) -> int:
     """Return P / G.
 
     Raises:

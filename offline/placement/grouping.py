@@ -155,6 +155,6 @@ def node_groups(
     """Return the experts of each node: non-uniform, but with one to `capacity` experts a rank."""
     n, each = len(affinity), topology.ranks // topology.nodes
     initial = spectral_groups(affinity, topology.nodes, seed=seed)
-    most = n if capacity is None else each * capacity
-    label = bounded_groups(affinity, initial, topology.nodes, each, most)
+    max_size = n if capacity is None else each * capacity
+    label = bounded_groups(affinity, initial, topology.nodes, each, max_size)
     return [np.flatnonzero(label == node) for node in range(topology.nodes)]

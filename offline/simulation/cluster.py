@@ -67,8 +67,8 @@ class Cluster(_Part):
 
     decode: Decode
     prefill: Prefill | None = Field(default=None, description="None: prompts are prefilled at arrival")
-    handoff_fixed_s: Seconds = Field(default=0.0, description="from the placement to the decode queue, s")
-    handoff_per_token_s: Seconds = Field(default=0.0, description="additionally for each KV token, s")
+    handover_fixed_s: Seconds = Field(default=0.0, description="from the placement to the decode queue, s")
+    handover_per_token_s: Seconds = Field(default=0.0, description="additionally for each KV token, s")
     queue_ttl_s: float | None = Field(
         default=None, gt=0, description="maximum wait in the decode queue, s; None: unlimited"
     )

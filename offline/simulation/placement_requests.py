@@ -68,7 +68,7 @@ class PlacementRequests:
         )  # fmt: skip
 
     def with_true_counts(self, j: int, request: PlacementRequest) -> PlacementRequest | None:
-        """Return the request with the counts of its prefill; None if it has no predicted signature."""
+        """Return the request with the counts of its prefill; None if its counts are not predicted."""
         if self._experts is None or not request.predicted or request.expert_counts is None:
             return None
         counts = self._experts.expert_counts(self._kind[j], self._prompt[j])

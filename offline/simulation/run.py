@@ -82,8 +82,8 @@ class _Ledger(LoadLedger):
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
         self._prefilled(request_id)
-        place, prompt_tokens, _ = self._requests[request_id]
-        self._requests[request_id] = (place, prompt_tokens, generated_tokens)
+        row, prompt_tokens, _ = self._requests[request_id]
+        self._requests[request_id] = (row, prompt_tokens, generated_tokens)
 
 
 def _fail(error: Exception) -> None:
@@ -203,22 +203,22 @@ class _Simulation:
         request = self._placements.make(j, self._decode.cacheable_blocks(j))
         self._submit(now, [Lease(request, State.SENT)])
 
-    def _submit(self, now: float, placements: Sequence[Lease] = ()) -> None:
+    def _submit(self, now: float, leases: Sequence[Lease] = ()) -> None:
         """Place these requests and the decode queue, as far as the policy has workers for them."""
         self._now = now
         if self._cluster.queue_ttl_s is not None:
             self._expire(now)
-        if placements or self._placer.queue:
+        if leases or self._placer.queue:
             self._report_progress(now)
-        for placement in self._placer.submit(placements):
-            self._placed(now, int(placement.request_id), placement.position)
+        for lease in self._placer.submit(leases):
+            self._placed(now, int(lease.request_id), lease.position)
         if self._shadow is not None:
             self._shadow.catch_up()
 
     def _expire(self, now: float) -> None:
         """Remove requests from the decode queue that have waited too long."""
         ttl = self._cluster.queue_ttl_s or 0.0
-        while (first := next(iter(self._placer.queue.values()), None)) and now - first.since_s > ttl:
+        while (first := next(iter(self._placer.queue.values()), None)) and now - first.queued_at_s > ttl:
             self._placer.finish(first.request_id)
             self._count_end()
 
@@ -226,7 +226,7 @@ class _Simulation:
         self._record.placed_s[j] = now
         self._record.worker[j] = w
         cluster = self._cluster
-        delay = cluster.handoff_fixed_s + cluster.handoff_per_token_s * self._prompt[j]
+        delay = cluster.handover_fixed_s + cluster.handover_per_token_s * self._prompt[j]
         if delay:
             self._at(now + delay, _READY, j)
         else:

@@ -31,7 +31,8 @@ class LastWorker(Policy):
     def select(self, request, loads, rng):
         workers = loads.workers
         room = workers[loads.in_flight[workers] < self.parameters.at_most]
-        return Decision(int(room[-1] if len(room) else workers[0]), len(workers), None, "last")
+        last = room[-1] if len(room) else workers[0]
+        return Decision(int(last), num_candidates=len(workers), reason="last")
 """
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides failures
 ENGINE_ENV = {

@@ -94,7 +94,7 @@ def test_greedy_answers_equal_the_single_engine(
     assert len({replica for replica, _ in answers}) == 2
     counters = expert_parallel.status()["counters"]
     assert counters["placed"] >= len(prompts)
-    assert counters.get("signature_missing", 0) == 0
+    assert counters.get("counts_missing", 0) == 0
     wait_for(lambda: hold(expert_parallel, CONFIGURED.id), "both say that they hold what is configured", 30)
 
 

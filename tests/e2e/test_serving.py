@@ -71,7 +71,7 @@ def test_greedy_answers_equal_the_single_engine_under_every_policy(
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == chat
 
 
-def test_every_answer_names_its_worker_and_band(
+def test_every_answer_names_its_worker_and_candidates(
     service: Service, table_file: Path, prompts: list[str]
 ) -> None:
     service.set_policy("locality-band", band=0.0)
@@ -82,12 +82,12 @@ def test_every_answer_names_its_worker_and_band(
             model="eldr-demo", prompt=prompt, max_tokens=2, temperature=0
         )
         assert raw.headers["x-eldr-decode-worker"] in replicas
-        assert raw.headers["x-eldr-band"] == "1"
+        assert raw.headers["x-eldr-candidates"] == "1"
     after = service.status()["counters"]
     # With a band of width 0 every request with a signature lands on its most similar worker.
     assert after["best_worker"] - before.get("best_worker", 0) == len(prompts)
     assert after["reason:locality-band"] - before.get("reason:locality-band", 0) == len(prompts)
-    assert after.get("signature_missing", 0) == before.get("signature_missing", 0)
+    assert after.get("counts_missing", 0) == before.get("counts_missing", 0)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
     service.client.completions.create(model="eldr-demo", prompt="count experts", max_tokens=8, temperature=0)
     for name in ("eldr_active_experts_count", "eldr_decode_steps_total", "eldr_decode_step_experts_total",
                  "eldr_decode_seconds_total", "eldr_decode_step_seconds_count", "eldr_capture_seconds_count",
-                 "eldr_route_seconds_count", "eldr_band_size_count", "eldr_table_version",
+                 "eldr_route_seconds_count", "eldr_candidates_count", "eldr_table_version",
                  "vllm_generation_tokens_total", "vllm_inter_token_latency_seconds_count"):  # fmt: skip
         wait_for(lambda name=name: service.metric(name) > 0, f"{name} is exported", 40)  # type: ignore[misc]
 

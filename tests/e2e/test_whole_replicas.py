@@ -107,7 +107,7 @@ def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays(
 def test_requests_are_placed_by_predictions_that_learn_from_true_signatures(
     whole: Service, untrained: SignaturePredictor
 ) -> None:
-    """True signatures arrive both with streams and with whole answers."""
+    """Measured counts arrive both with streams and with whole answers."""
     assert swap(whole, untrained.to_bytes()).status_code == 200
     before: dict[str, Any] = whole.status()["counters"]
     texts = [
@@ -122,15 +122,15 @@ def test_requests_are_placed_by_predictions_that_learn_from_true_signatures(
         answer = client.completions.create(**asked, stream=bool(number % 2))  # type: ignore[call-overload]
         if number % 2:
             list(answer)
-    wait_for(lambda: whole.status()["predictor"]["prompts"] >= len(texts), "the true signatures arrive", 20)
+    wait_for(lambda: whole.status()["predictor"]["prompts"] >= len(texts), "the measured counts arrive", 20)
     status = whole.status()
     found = {name: status["counters"][name] - before.get(name, 0) for name in status["counters"]}
     assert found["placed"] == len(texts)
     predictor = status["predictor"]
     assert predictor["prompts"] == len(texts)
     # While untrained it was no better than the mean, and may have been disabled.
-    assert found["signature_predicted"] + found.get("signature_missing", 0) == len(texts)
-    assert found["signature_predicted"] >= 16
+    assert found["counts_predicted"] + found.get("counts_missing", 0) == len(texts)
+    assert found["counts_predicted"] >= 16
     assert predictor["on"] == 1
     assert predictor["gain"] > 0
     assert predictor["cosine"] > 0.2
@@ -152,4 +152,4 @@ def test_greedy_answers_of_many_at_once_equal_a_single_engine_with_a_predictor(
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(answer, prompts)) == single_engine["completions"]
     after = whole.status()["counters"]
-    assert after["signature_predicted"] - before["signature_predicted"] == len(prompts)
+    assert after["counts_predicted"] - before["counts_predicted"] == len(prompts)

@@ -112,7 +112,7 @@ def main(model: str, expected: Path) -> None:
         made(
             model,
             RANKS,
-            additional_config={"eldr_experts": {"redundant_experts": REDUNDANT, "moves_a_slice": 3}},
+            additional_config={"eldr_experts": {"redundant_experts": REDUNDANT, "moves_per_slice": 3}},
         )
     )
     alone = json.loads(expected.read_text())
@@ -159,7 +159,7 @@ def started_with(model: str, expected: Path, first: str, *others: str) -> None:
     from eldr_serve.experts.routing_table import ExpertPlacement
 
     alone = json.loads(expected.read_text())
-    config = {"placement": first, "replica_choice": "metro", "moves_a_slice": 24}
+    config = {"placement": first, "replica_choice": "metro", "moves_per_slice": 24}
     session = Session(made(model, 4, additional_config={"eldr_experts": config}))
     check_held(session, ExpertPlacement.load(first))
     assert session.answers() == alone

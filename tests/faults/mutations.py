@@ -36,9 +36,9 @@ MUTATIONS = (
     Mutation(
         "a retry decodes from blocks that were read before",
         "eldr_serve.pipeline.path",
-        "prefilled = await self.prefill.prefilled(context) if self._splits(context.request) else None",
+        "prefilled = await self.prefill.try_prefill(context) if self._splits(context.request) else None",
         "prefilled = context.__dict__.get('kept') or "
-        "(await self.prefill.prefilled(context) if self._splits(context.request) else None)\n"
+        "(await self.prefill.try_prefill(context) if self._splits(context.request) else None)\n"
         "                context.__dict__['kept'] = prefilled",
     ),
     Mutation(
@@ -74,20 +74,20 @@ MUTATIONS = (
     Mutation(
         "what was generated is not prefilled again",
         "eldr_serve.pipeline.prefill_step",
-        "request.cache_salt, generated=bytes(context.ids)",
-        "request.cache_salt",
+        "request.cache_salt,\n                generated=bytes(context.generated_ids),",
+        "request.cache_salt,",
     ),
     Mutation(
         "an answer that goes on elsewhere begins anew",
         "eldr_serve.pipeline.path",
-        "            generated=bytes(context.ids),\n            created",
+        "            generated=bytes(context.generated_ids),\n            created",
         "            created",
     ),
     Mutation(
         "the ids of one token are lost",
         "eldr_serve.pipeline.request_context",
-        "self.tokens += chunk.tokens",
-        "self.tokens += max(chunk.tokens - 1, 0)",
+        "self.num_generated += chunk.tokens",
+        "self.num_generated += max(chunk.tokens - 1, 0)",
     ),
     Mutation(
         "a turn of the retries is not given back", "eldr_serve.pipeline.retry_turns", "self._turns.release()"
@@ -95,8 +95,8 @@ MUTATIONS = (
     Mutation(
         "an answer that prefill does not take again is lost",
         "eldr_serve.pipeline.prefill_step",
-        "if context.tokens:\n                context.failures",
-        "if False:\n                context.failures",
+        "if context.num_generated:\n                context.failure_messages",
+        "if False:\n                context.failure_messages",
     ),
     Mutation(
         "a prompt that fails stays in the queue for prefill",
@@ -214,10 +214,12 @@ MUTATIONS = (
     Mutation(
         "a router does not hear that a call is closed",
         "eldr_serve.channel.server",
-        "self._held.pop(call).closed(tokens)",
-        "self._held.pop(call)",
+        "self._open_calls.pop(call).on_close(tokens)",
+        "self._open_calls.pop(call)",
     ),
-    Mutation("a router does not hear that a channel is lost", "eldr_serve.channel.server", "one.lost()"),
+    Mutation(
+        "a router does not hear that a channel is lost", "eldr_serve.channel.server", "handler.on_lost()"
+    ),
     Mutation(
         "calls of a dead ingress run on",
         "eldr_serve.channel.server",
@@ -239,14 +241,14 @@ MUTATIONS = (
         "next(iter(self._waiting))",
     ),
     Mutation(
-        "what tenants take at other ingresses does not count",
+        "what tenants use at other ingresses does not count",
         "eldr_serve.limits.tenants",
-        "tenant.requests.use(taken[0] - known[0])",
+        "tenant.requests.add_remote_usage(charged[0] - known[0])",
     ),
     Mutation(
-        "ingresses are not told what tenants take elsewhere",
+        "ingresses are not told what tenants use elsewhere",
         "eldr_serve.limits.shared_limits",
-        "return {name: item[1] for name, item in self._taken.items() if name != ingress}",
+        "return {name: item[1] for name, item in self._usage.items() if name != ingress}",
         "return {}",
     ),
     Mutation("a place is not given back", "eldr_serve.limits.concurrency", "self.in_flight -= 1"),

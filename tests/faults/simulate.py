@@ -184,7 +184,7 @@ class _Simulation:
             waits_s = [
                 loop.time() - one.asked_s
                 for one in client_of(process)._waiting._waiting.values()
-                if one.placement.state in (State.SCORED, State.SENT)
+                if one.placement.state in (State.UNSENT, State.SENT)
             ]
             if max(waits_s, default=0.0) > _ANSWER_S:
                 self.run.violations.append(f"requests at {process} wait for a router that is stopped")

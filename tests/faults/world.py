@@ -20,7 +20,7 @@ from unittest.mock import patch
 from eldr_serve.channel import client as channel_client
 from eldr_serve.ingress import deployment as ingress
 from eldr_serve.ingress import http_application
-from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.limits import tenants
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.replicas import engine_watch, servers

@@ -11,8 +11,8 @@ from fake_router import FakeActor, place, release
 from ingress_app import App, running_app, stream_answer
 from tables import request
 
-from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.ingress.http_server import HttpServer
+from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.router.messages import Answered, NamedPolicy, Report, Restore
 from eldr_serve.scheduling import StepCost, StepSums
 

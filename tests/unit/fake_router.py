@@ -21,6 +21,7 @@ from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.messages import Counted, Place, Restore, decoder, encode
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Decision, Lease, Loads, PlacementRequest, QueuedPolicy, State
 
 
@@ -67,7 +68,7 @@ def client_lease(name: str, replica: str, client: str = "c", **fields: Any) -> L
 
 def loads(state: RouterState) -> dict[str, tuple[int, int]]:
     """Return the requests and KV tokens of each worker."""
-    return {w["replica"]: (w["in_flight"], w["kv_tokens"]) for w in state.status()["workers"]}
+    return {w["replica"]: (w["in_flight"], w["kv_tokens"]) for w in router_status(state)["workers"]}
 
 
 class _End(asyncio.Transport):
@@ -126,7 +127,7 @@ class FakeActor(RouterCalls):
         self.sessions = Sessions(self.state, Mock(), grace_s)
         self.server = ChannelServer(
             "secret", self._answer, describe=_describe, limit=10**6, full=RuntimeError,
-            held={"subscribe": self._subscribe, "place": self._place},
+            open_methods={"subscribe": self._subscribe, "place": self._place},
         )  # fmt: skip
         self._alive = True
         self.delay_s = 0.0
@@ -165,20 +166,20 @@ class FakeActor(RouterCalls):
         self.alive = True
 
     def _subscribe(self, body: bytes, answer: Answer) -> Any:
-        held = self.sessions.held["subscribe"](body, answer)
-        return self._recorded(held, decoder(Any))
+        handler = self.sessions.open_methods["subscribe"](body, answer)
+        return self._recorded(handler, decoder(Any))
 
     def _place(self, body: bytes, answer: Answer) -> Any:
-        held = self.sessions.held["place"](body, answer)
+        handler = self.sessions.open_methods["place"](body, answer)
         self.messages.append(decoder(Place)(body))
-        return self._recorded(held, decoder(Place | Counted))
+        return self._recorded(handler, decoder(Place | Counted))
 
-    def _recorded(self, held: Any, decode: Callable[[bytes], Any]) -> Any:
-        def noted(payload: bytes, tokens: int) -> None:
+    def _recorded(self, handler: Any, decode: Callable[[bytes], Any]) -> Any:
+        def on_note(payload: bytes, tokens: int) -> None:
             self.messages.append(decode(payload) if payload else tokens)
-            held.noted(payload, tokens)
+            handler.on_note(payload, tokens)
 
-        return Mock(noted=noted, closed=held.closed, lost=held.lost)
+        return Mock(on_note=on_note, on_close=handler.on_close, on_lost=handler.on_lost)
 
     async def _answer(self, method: str, header: Any, body: bytes, answer: Answer) -> None:
         member = getattr(self.state, method)
@@ -285,7 +286,7 @@ class SlotPolicy(QueuedPolicy):
         return self.parameters.queue
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(loads.workers[0]), 1, None, "at-once")
+        return Decision(int(loads.workers[0]), reason="at-once")
 
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
@@ -293,7 +294,10 @@ class SlotPolicy(QueuedPolicy):
         self.waiting = list(waiting)
         slots = np.maximum(self.parameters.slots - loads.in_flight[loads.workers], 0)
         free = np.repeat(loads.workers, slots).tolist()
-        return [(i, Decision(w, len(loads), None, "slot")) for i, w in enumerate(free[: len(waiting)])]
+        return [
+            (i, Decision(w, num_candidates=len(loads), reason="slot"))
+            for i, w in enumerate(free[: len(waiting)])
+        ]
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
         self.running[request.request_id] = worker

@@ -21,9 +21,9 @@ from ray import serve
 from eldr_serve.channel.address import Address
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.ingress import deployment as ingress
-from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.ingress.http_application import application
 from eldr_serve.ingress.http_server import HttpServer
+from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.replicas import servers
 from eldr_serve.replicas.fleet import METADATA

@@ -21,9 +21,9 @@ from request_path import good_prefill
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import REQUESTS, parse_request
 from eldr_serve.ingress import deployment as ingress
-from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.ingress.http_application import application
 from eldr_serve.ingress.openapi import openapi_document
+from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.router.settings import RouterSettings
 

@@ -35,7 +35,7 @@ _PROGRAMS = (
 
 # Beginning of a command line -> the test that runs the command.
 BY_A_TEST = {
-    "curl -N": "tests/e2e/test_serving.py::test_every_answer_names_its_worker_and_band",
+    "curl -N": "tests/e2e/test_serving.py::test_every_answer_names_its_worker_and_candidates",
     "eldr calibrate": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
     "eldr check": "tests/unit/test_package.py::test_the_wheel_runs_in_an_empty_folder",
     "eldr check deployments/":

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import eldr_serve
 from eldr_serve.cli import _LAZY, app
+from eldr_serve.router.status import router_status
 
 PUBLIC = [
     "ArtifactError", "Client", "ConfigurationError", "Decision", "ExpertPlacement",
@@ -96,7 +97,7 @@ def test_a_service_is_shown_and_changed() -> None:
 def test_the_status_shows_the_decode_queue_and_the_live_policys_saving() -> None:
     with fake_service() as service:
         state = busy_actor().state
-        service.more_status = state.status()
+        service.more_status = router_status(state)
         said = " ".join(eldr("status", "--url", service.url).stdout.split())
         now = service.more_status["comparison"]["now"]
         assert "decode queue size 0, oldest_wait_s 0 " in said

@@ -173,7 +173,7 @@ def scenario_of(
     return Scenario(
         cluster=Cluster(
             prefill=prefill, decode=Decode(workers=decode_workers, cost=options.cost or COST),
-            handoff_fixed_s=5e-3,
+            handover_fixed_s=5e-3,
         ),
         arrivals=Poisson(
             kind="poisson", rate_per_s=rate_per_s, requests=options.requests or requests,

@@ -18,7 +18,7 @@ from eldr_serve.engine.vllm.block_counts import BlockExpertCounts, active_expert
 from eldr_serve.engine.vllm.host_copy import HostCopies, HostCopy, to_device
 
 
-class Router(Protocol):
+class MoeRouter(Protocol):
     """The part of vLLM's BaseRouter that is used here."""
 
     top_k: int
@@ -90,7 +90,7 @@ class StepCounts:
 
 
 class ExpertCapture:
-    """Hooks on the MoE routers, and the signature cache that they fill.
+    """Hooks on the MoE routers, and the cache of expert counts that they fill.
 
     The hooks only copy into a fixed buffer, so that they can be part of a CUDA graph; all counting runs
     after the forward, on the device, and no step waits for it.
@@ -99,7 +99,7 @@ class ExpertCapture:
         routers: one per MoE layer, ascending by layer.
         max_tokens: maximum number of tokens in a step, including padding.
         device: device of the KV cache.
-        num_blocks, block_size: sizes of the KV cache; num_blocks is None if no signatures are needed
+        num_blocks, block_size: sizes of the KV cache; num_blocks is None if no counts are needed
             (decode).
         reports: whether counts leave the device. Ranks of tensor parallelism choose the same experts, so
             only the first one reports.
@@ -109,7 +109,7 @@ class ExpertCapture:
 
     def __init__(
         self,
-        routers: Sequence[Router],
+        routers: Sequence[MoeRouter],
         *,
         max_tokens: int,
         device: torch.device | str,
@@ -120,7 +120,7 @@ class ExpertCapture:
     ) -> None:
         first = routers[0]
         if any((r.top_k, r.global_num_experts) != (first.top_k, first.global_num_experts) for r in routers):
-            raise ValueError("the MoE layers differ in experts or top-k; a signature needs them equal")
+            raise ValueError("the MoE layers differ in experts or top-k; expert counts need them equal")
         self.num_layers, self.num_experts, self.top_k = len(routers), first.global_num_experts, first.top_k
         self._referenced: list[Tensor] = [torch.zeros((0, self.top_k), dtype=torch.int32)] * self.num_layers
         shape = (self.num_layers, 0 if on_host else max_tokens, self.top_k)

@@ -78,13 +78,13 @@ def _names(where: str, given: Mapping[str, Any], known: frozenset[str], what: st
             raise ConfigurationError(unknown_name(where, name, known, what))
 
 
-def _number(where: str, value: Any, least: int, most: int, meaning: str) -> None:
+def _number(where: str, value: Any, minimum: int, maximum: int, meaning: str) -> None:
     try:
         number = int(value)
     except (TypeError, ValueError):
-        number = least - 1
-    if isinstance(value, bool | float) or not least <= number <= most:
-        raise _wrong(where, value, f"must be a whole number from {least} to {most}, {meaning}")
+        number = minimum - 1
+    if isinstance(value, bool | float) or not minimum <= number <= maximum:
+        raise _wrong(where, value, f"must be a whole number from {minimum} to {maximum}, {meaning}")
 
 
 def _wrong(where: str, value: Any, must: str, name: str = "") -> ConfigurationError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 import uuid
@@ -34,6 +33,8 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     openai_serving,
     parameter_of,
     register_connector,
+    with_client,
+    wrap_stream,
 )
 from eldr_serve.engine.vllm.continuation import Continuation
 from eldr_serve.engine.vllm.ep.plugin import switched_on
@@ -118,14 +119,13 @@ class VllmEngine:
         if _has_one_answer(parsed):
             if request.sampled:
                 parsed.kv_transfer_params = {**(parsed.kv_transfer_params or {}), CALIBRATE: True}
-            serving = copy.copy(serving)
-            serving.engine_client = single = Continuation(
-                serving.engine_client, send, parsed, _ids(request.generated), request.created
+            serving, single = with_client(
+                serving,
+                lambda client: Continuation(client, send, parsed, _ids(request.generated), request.created),
             )
             if parsed.stream and is_plain(serving, parsed):
-                chat = request.method == "chat"
-                name = "chat_completion_stream_generator" if chat else "completion_stream_generator"
-                setattr(serving, name, PlainStream(getattr(serving, name), single.write))
+                write = single.write
+                wrap_stream(serving, request.method, lambda generator: PlainStream(generator, write))
         answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
         if not isinstance(answer, AsyncGenerator):
             body, tokens = _body(answer)

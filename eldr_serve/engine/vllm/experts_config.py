@@ -38,7 +38,7 @@ class CpuExpertsConfig(BaseModel):
         redundant_experts: slots of a layer beyond one per expert, over all ranks; None: the placement's.
         replica_choice: even, metro and local as in ExpertsConfig, where a token's own rank follows from its
             position in the batch; weighted: GRACE-MoE's polling by load; none: an expert's first replica.
-        moves_a_slice: maximum number of experts that move between two steps during a swap.
+        moves_per_slice: maximum number of experts that move between two steps during a swap.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -46,7 +46,7 @@ class CpuExpertsConfig(BaseModel):
     placement: Path | None = None
     redundant_experts: int | None = Field(default=None, ge=0)
     replica_choice: Rule = "even"
-    moves_a_slice: int = Field(default=8, ge=1)
+    moves_per_slice: int = Field(default=8, ge=1)
 
 
 def parse(config: type[Config], given: Any) -> Config:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from eldr_serve.channel import CallFailed
-from eldr_serve.engine.vllm.compat.serve_llm import openai_serving
+from eldr_serve.engine.vllm.compat.serve_llm import openai_serving, with_client
 from eldr_serve.engine.vllm.continuation import prompt_with_generated
 
 
@@ -70,8 +69,7 @@ async def first_token(engine: Any, method: str, request: Any, raw_request: Any, 
         CallFailed: vLLM refuses the request.
     """
     serving, create = openai_serving(engine, method)
-    serving = copy.copy(serving)
-    serving.engine_client = client = _OneTokenClient(serving.engine_client, generated)
+    serving, client = with_client(serving, lambda client: _OneTokenClient(client, generated))
     # vLLM returns a stream before it begins; this one is never read, so no answer is made.
     answer = await getattr(serving, create)(request.model_copy(update={"stream": True}), raw_request)
     if client.output is None:

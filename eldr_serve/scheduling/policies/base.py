@@ -1,19 +1,17 @@
-"""The policy interface and the simple policies, which choose the decode worker of a prefilled request.
+"""The policy interface: a policy chooses the decode worker of a prefilled request.
 
-Each policy is one class, and the simulator and the server call the same objects. A request without a usable
-signature is placed by load; that is never an error.
+Each policy is one class, and the simulator and the server call the same objects. A request without usable
+expert counts is placed by load; that is never an error.
 """
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.parameters import PolicyParameters, validated
@@ -159,150 +157,4 @@ def available(loads: Loads) -> NDArray[np.int64]:
 def shortest(candidates: NDArray[np.int64], loads: Loads, reason: str) -> Decision:
     """Choose the candidate with the fewest requests; the first in case of a tie."""
     worker = int(candidates[loads.in_flight[candidates].argmin()])
-    return Decision(worker, len(candidates), None, reason)
-
-
-class Random(Policy):
-    """A uniformly random worker."""
-
-    name = "random"
-
-    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
-        return Decision(int(workers[rng.integers(len(workers))]), len(workers), None, self.name)
-
-
-class RoundRobin(Policy):
-    """The workers in turn."""
-
-    name = "round-robin"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last = -1
-
-    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
-        later = workers[workers > self._last]
-        self._last = int(later[0] if len(later) else workers[0])
-        return Decision(self._last, len(workers), None, self.name)
-
-
-class ShortestQueue(Policy):
-    """The worker with the fewest requests in flight."""
-
-    name = "shortest-queue"
-
-    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return shortest(available(loads), loads, self.name)
-
-
-class PowerOfTwo(Policy):
-    """The less loaded of two random workers."""
-
-    name = "power-of-two"
-
-    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
-        drawn = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
-        return shortest(workers[np.sort(drawn)], loads, self.name)
-
-
-class LeastTokens(Policy):
-    """The worker with the fewest KV tokens (prompt + generated) of requests in flight."""
-
-    name = "least-tokens"
-
-    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
-        tokens = loads.kv_tokens[workers]
-        worker = shortest(workers[tokens == tokens.min()], loads, self.name).worker
-        return Decision(worker, len(workers), None, self.name)
-
-
-class Domain(Policy):
-    """The least loaded worker whose cluster's main domain is the request's.
-
-    Without a table, or if no cluster has this main domain, the hash of its name selects a worker.
-    """
-
-    name = "domain"
-
-    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
-        if request.domain is None:
-            return shortest(workers, loads, "no-domain")
-        domains = self.table.domains if self.table is not None else []
-        own = [w for w in workers.tolist() if request.domain in _served(domains, w, len(loads))]
-        if own:
-            return shortest(np.array(own), loads, self.name)
-        worker = int(workers[zlib.crc32(request.domain.encode()) % len(workers)])
-        return Decision(worker, 1, None, "domain-hash")
-
-
-def _served(domains: Sequence[str], worker: int, num_workers: int) -> Sequence[str]:
-    if len(domains) >= num_workers:
-        return domains[worker::num_workers]
-    return [domains[worker % len(domains)]] if domains else []
-
-
-class LocalityBand(Policy):
-    """ELDR's rule (paper, section 4.3.2): the least loaded worker within the band of the best match.
-
-    If the load bound excludes the whole band, the worker with the shortest queue is chosen.
-    """
-
-    name = "locality-band"
-
-    class Parameters(Policy.Parameters):
-        band: float | None = Field(
-            default=None,
-            ge=0,
-            le=2,
-            description="width of the band, cosine similarity: 0 is the nearest centroid only, 2 is "
-            "shortest queue; null: the table's",
-        )
-        max_load_ratio: float | None = Field(
-            default=None,
-            ge=1,
-            le=1e6,
-            description="workers above this multiple of the mean load leave the band; null (the paper): none",
-        )
-
-    parameters: Parameters
-
-    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
-        if self.table is None:
-            return shortest(workers, loads, "no-table")
-        scored, why_not = self._score(request)
-        if scored is None:
-            return shortest(workers, loads, why_not)
-        similarity = worker_similarity(scored, len(loads)).astype(np.float64)
-        width = self.table.band if self.parameters.band is None else self.parameters.band
-        band = workers[similarity[workers] >= similarity[workers].max() - width]
-        if (bound := self.parameters.max_load_ratio) is not None:
-            mean = (loads.in_flight[workers].sum() + 1) / len(workers)
-            allowed = band[loads.in_flight[band] + 1 <= bound * mean]
-            if not len(allowed):
-                return shortest(workers, loads, "load-cap")
-            band = allowed
-        in_flight = loads.in_flight[band]
-        lightest = band[in_flight == in_flight.min()]
-        worker = int(lightest[similarity[lightest].argmax()])
-        return Decision(worker, len(band), float(similarity[worker]), self.name)
-
-    def _score(self, request: PlacementRequest) -> tuple[NDArray[np.float32] | None, str]:
-        assert self.table is not None
-        similarity = request.similarity
-        if similarity is None:
-            if request.expert_counts is None:
-                return None, "no-signature"
-            try:
-                similarity = self.table.similarity(request.expert_counts)
-            except ValueError:
-                return None, "bad-signature"
-        if len(similarity) != len(self.table.centroids) or not np.isfinite(similarity).all():
-            return None, "bad-signature"
-        # A signature of zeros (only common experts, or no counts) is equally far from all centroids.
-        return (similarity, "") if np.any(similarity) else (None, "no-signature")
+    return Decision(worker, num_candidates=len(candidates), reason=reason)

@@ -31,7 +31,7 @@ def check_policy(policy_class: type[Policy], **parameters: Any) -> list[str]:
     checks: dict[str, Callable[[Callable[[], Policy]], Iterator[str]]] = {
         "parameters": _parameters,
         "select": _selects,
-        "requests without a usable signature": _odd_requests,
+        "requests without usable counts": _odd_requests,
         "notifications": _notifications,
         "more and fewer workers": _changes_of_workers,
         "a new table": _swaps,

@@ -87,7 +87,7 @@ class MarginalCost(Policy):
         workers = available(loads)
         estimate = self._estimate(request)
         if estimate is None:
-            return shortest(workers, loads, "no-signature")
+            return shortest(workers, loads, "no-counts")
         self.active.grow(len(loads))
         self.profiles.grow(len(loads), len(estimate.p))
         candidates = workers
@@ -95,7 +95,9 @@ class MarginalCost(Policy):
             price = self._price(candidates, loads, estimate, self.active.coarse_cells)
             candidates = candidates[np.argpartition(price, _FINALISTS)[:_FINALISTS]]
         price = self._price(candidates, loads, estimate, len(estimate.p))
-        return Decision(int(candidates[price.argmin()]), len(workers), None, self.name, estimate)
+        return Decision(
+            int(candidates[price.argmin()]), num_candidates=len(workers), reason=self.name, learnt=estimate
+        )
 
     def added_cost(self, request: PlacementRequest, loads: Loads) -> NDArray[np.float64]:
         """Return the time that the request would add to a step of each worker, over all requests, float64[W].

@@ -8,18 +8,18 @@ from typing import Any
 
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, BalanceRouteHorizon
 from eldr_serve.scheduling.policies.balance_route.balance_band import BalanceBand
-from eldr_serve.scheduling.policies.base import (
+from eldr_serve.scheduling.policies.base import Policy
+from eldr_serve.scheduling.policies.loading import load
+from eldr_serve.scheduling.policies.locality_band import LocalityBand
+from eldr_serve.scheduling.policies.marginal import MarginalCost
+from eldr_serve.scheduling.policies.simple import (
     Domain,
     LeastTokens,
-    LocalityBand,
-    Policy,
     PowerOfTwo,
     Random,
     RoundRobin,
     ShortestQueue,
 )
-from eldr_serve.scheduling.policies.loading import load
-from eldr_serve.scheduling.policies.marginal import MarginalCost
 from eldr_serve.scheduling.types import PolicyError
 
 DEFAULT_POLICY = MarginalCost.name  # it needs neither calibration nor a table

@@ -138,7 +138,7 @@ def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
     assert polled["kv_connector"] == "EldrConnector"
 
 
-def test_the_rest_of_a_hand_over_excludes_the_pull_and_the_step() -> None:
+def test_the_rest_of_a_handover_excludes_the_pull_and_the_step() -> None:
     names = ("prefill", "handover", "place", "first_token", "engine", "admit", "wait", "pull", "step")
     means = dict(zip(names, (20.0, 18.0, 2.0, 15.0, 14.0, 2.0, 4.0, 1.5, 7.0), strict=True))
     stages = {name: {"mean_ms": mean, "p50_ms": mean, "p99_ms": mean} for name, mean in means.items()}

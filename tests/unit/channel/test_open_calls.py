@@ -12,7 +12,7 @@ from test_channel import SECRET, Engine, until
 from eldr_serve.channel import Answer, Channel, ChannelLost
 
 
-class Held:
+class Handler:
     """An open call in the engine, which echoes notes and records events."""
 
     def __init__(self, body: bytes, answer: Answer) -> None:
@@ -20,26 +20,26 @@ class Held:
             raise ValueError("this is wrong")
         self.answer, self.events = answer, [body]
 
-    def noted(self, payload: bytes, tokens: int) -> None:
+    def on_note(self, payload: bytes, tokens: int) -> None:
         if payload == b"nonsense":
             raise msgspec.DecodeError("cannot parse")
         self.events.append((payload, tokens))
         self.answer.send(payload)
 
-    def closed(self, tokens: int) -> None:
+    def on_close(self, tokens: int) -> None:
         self.events.append(tokens)
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         self.events.append("lost")
 
 
 class Connection:
-    """An engine that holds open calls, and a channel to it."""
+    """An engine with open calls, and a channel to it."""
 
     def __init__(self) -> None:
         self.engine = Engine()
-        self.held: list[Held] = []
-        self.engine.server.held = {"hold": self.hold}
+        self.handlers: list[Handler] = []
+        self.engine.server.open_methods = {"begin": self.begin}
         self.received: list[bytes] = []
         self.errors: list[Exception] = []
 
@@ -51,12 +51,12 @@ class Connection:
         self.channel.close("the test ends")
         await self.engine.server.stop()
 
-    def hold(self, body: bytes, answer: Answer) -> Held:
-        self.held.append(Held(body, answer))
-        return self.held[-1]
+    def begin(self, body: bytes, answer: Answer) -> Handler:
+        self.handlers.append(Handler(body, answer))
+        return self.handlers[-1]
 
     def open(self, body: bytes = b"begun") -> Any:
-        return self.channel.open_call("hold", body, self.received.append, self.errors.append)
+        return self.channel.open_call("begin", body, self.received.append, self.errors.append)
 
 
 async def test_notes_and_answers_arrive_in_order_and_the_close_carries_the_tokens() -> None:
@@ -71,9 +71,9 @@ async def test_notes_and_answers_arrive_in_order_and_the_close_carries_the_token
             call.close(7)
             call.close(8)  # has no effect
         assert connection.channel.in_flight == 0
-        await until(lambda: all(len(held.events) == 4 for held in connection.held))
-        for number, held in enumerate(connection.held):
-            assert held.events == [b"%d" % number, (b"%d" % number, number), (b"", number + 1), 7]
+        await until(lambda: all(len(handler.events) == 4 for handler in connection.handlers))
+        for number, handler in enumerate(connection.handlers):
+            assert handler.events == [b"%d" % number, (b"%d" % number, number), (b"", number + 1), 7]
         assert not connection.errors
 
 
@@ -95,7 +95,7 @@ async def test_a_malformed_note_loses_the_connection_at_both_ends(caplog: pytest
             call.note(b"nonsense")
             await until(lambda: len(connection.errors) == 2)
         assert [type(error) for error in connection.errors] == [ChannelLost] * 2
-        assert [held.events[-1] for held in connection.held] == ["lost"] * 2
+        assert [handler.events[-1] for handler in connection.handlers] == ["lost"] * 2
         assert "a malformed note: cannot parse" in caplog.text
         other.note(b"late")  # it has no effect
         other.close()

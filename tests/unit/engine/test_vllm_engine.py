@@ -53,6 +53,8 @@ class Serving:
         response: transfer parameters, or an error, for every prompt.
     """
 
+    chat_completion_stream_generator = completion_stream_generator = None
+
     def __init__(self, response: Any) -> None:
         self.response = response
         self.seen: list[Any] = []
@@ -243,6 +245,14 @@ async def test_tokens_of_several_answers_are_counted_in_vllms_own_chunks(chunk: 
 async def test_an_engine_without_vllms_tokenization_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"no VLLMEngine._app_state.serving_tokenization.create_tokenize"):
         await start(monkeypatch, {}, tokenization=object())
+
+
+async def test_an_engine_whose_vllm_has_renamed_the_generator_of_streams_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(Serving, "completion_stream_generator")
+    with pytest.raises(RuntimeError, match=r"no VLLMEngine._app_state.openai_serving_completion.completion_"):
+        await start(monkeypatch, {})
 
 
 @pytest.mark.parametrize("init", ["init_app_state", "init_generate_state", "init_pooling_state"])

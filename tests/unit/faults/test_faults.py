@@ -69,7 +69,7 @@ def test_every_mutation_of_the_code_is_found() -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "wrong", "seeds"),
     [
-        (PrefillStep, "prefilled", lambda step, context: step.prefill(context), 5),
+        (PrefillStep, "try_prefill", lambda step, context: step.prefill(context), 5),
         (RouterState, "hold", lambda state, lease: None, 5),
         (Placer, "finish", lambda placer, request_id: placer._leave(request_id), 40),
         (RouterClient, "hold", lambda client, leases: None, 20),

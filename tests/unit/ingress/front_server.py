@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.ingress.http_server import HttpServer
+from eldr_serve.ingress.options import IngressOptions
 
 
 async def main(port: int) -> None:

@@ -22,7 +22,9 @@ from starlette.responses import Response
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests import parse_request
 from eldr_serve.errors import Overloaded
-from eldr_serve.ingress.admission import Admission, Gate, IngressOptions, parse_json
+from eldr_serve.ingress.admission import Admission, Gate
+from eldr_serve.ingress.body import parse_json
+from eldr_serve.ingress.options import IngressOptions
 
 
 def chat(content: Any) -> dict[str, Any]:
@@ -257,7 +259,13 @@ ADMIN = [{"path": path, "method": "PUT"} for path in ("/eldr/table", "/eldr/poli
         ([b"x"], {"content_length": "2000"}, 413, 0),
         ([b"x" * 500] * 100, {}, 413, 3),
         ([b"slow"], {}, 408, 1),
-        *[([b"x"], o | key, 401, 0) for o in ADMIN for key in ({}, {"authorization": "Bearer wrong"})],
+        *[([b"x"], o, 401, 0) for o in ADMIN],
+        *[
+            ([b"x"], o | {"authorization": key}, 401, 0)
+            for o in ADMIN
+            for key in ("Bearer wrong", "key", "Basic key", "Bearer")
+        ],
+        ([b"x"], ADMIN[0] | {"authorization": "bearer key"}, 200, 1),
         # A table may be larger than a request, but not of any size.
         ([b"x" * 2000], ADMIN[0] | {"authorization": "Bearer key"}, 200, 1),
         ([], ADMIN[0] | {"authorization": "Bearer key", "content_length": str(65 * 2**20)}, 413, 0),

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.ingress.http_server import HttpServer
+from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.ingress.port import Port
 
 

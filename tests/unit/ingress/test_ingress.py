@@ -19,8 +19,8 @@ from ingress_app import COMPLETIONS, HELLO, KEY, TOKEN, running_app, stream_answ
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.errors import Overloaded
-from eldr_serve.ingress.admission import IngressOptions
 from eldr_serve.ingress.http_server import HttpServer
+from eldr_serve.ingress.options import IngressOptions
 
 HUGE_SLOTS = {"name": "balance-route", "parameters": {"slots": 2**62}}
 
@@ -86,7 +86,7 @@ async def test_headers_name_the_policy_and_a_streams_handover_time(streamed: boo
         assert answer.status_code == 200
         assert answer.headers["x-eldr-decode-worker"] in ("r0", "r1")
         assert answer.headers["x-eldr-policy"] == "locality-band"
-        assert int(answer.headers["x-eldr-band"]) >= 1
+        assert int(answer.headers["x-eldr-candidates"]) >= 1
         assert ("x-eldr-handover-ms" in answer.headers) == streamed
 
 

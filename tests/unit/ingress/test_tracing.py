@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from eldr_serve.channel import ChannelLost
 from eldr_serve.ingress import tracing
-from eldr_serve.ingress.admission import IngressOptions
+from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.replicas import servers
 
 HELLO = HELLO | {"max_tokens": 3}

@@ -114,7 +114,7 @@ def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(case: Case) -
         for engines in deployment.engines:
             group = counts[engines.role]
             assert [group[f"{key}eplicas"] for key in ("minR", "r", "maxR")] == [
-                engines.least, engines.initial, engines.most,
+                engines.min_replicas, engines.initial_replicas, engines.max_replicas,
             ]  # fmt: skip
             asked = group["template"]["spec"]["containers"][0]["resources"]["limits"]
             assert int(asked["nvidia.com/gpu"]) == engines.spec.ranks == total(engines.bundles)["GPU"]

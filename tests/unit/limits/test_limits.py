@@ -95,7 +95,7 @@ async def test_each_tenant_has_its_own_rate_limits(tmp_path: Path) -> None:
         for tenant, allowed, what in (("a", 3, "3 requests"), ("b", 2, "20 tokens")):
             for _ in range(allowed):  # a prompt has 7 tokens here, an answer 2 or less
                 assert (await app.post(COMPLETIONS, HELLO | {"max_tokens": 30}, tenant)).status_code == 200
-                app.ingress.gate.tenants.find(f"Bearer {tenant}").tokens.take(2)
+                app.ingress.gate.tenants.find(f"Bearer {tenant}").tokens.charge(2)
             answer = await app.post(COMPLETIONS, HELLO, tenant)
             error = answer.json()["error"]
             assert (answer.status_code, error["type"]) == (429, "rate_limit_exceeded")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from eldr_serve.cli import app
 from eldr_serve.errors import RateLimited, Refused
-from eldr_serve.limits.keys import Keys, KeysError, Limits, add_key, digest, read_keys, write_keys
+from eldr_serve.limits.keys import Keys, KeysError, Limits, add_key, bearer_key, digest, read_keys, write_keys
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Bucket, Tenant, Tenants, TokenReservation
 
@@ -32,21 +32,21 @@ def test_no_window_takes_more_than_the_burst_the_rate_and_one_debt(
 ) -> None:
     clock = Clock()
     bucket = Bucket(per_minute, clock)
-    taken: list[tuple[float, int]] = []
+    charged: list[tuple[float, int]] = []
     for pause_s, units in arrivals:
         clock.now += pause_s
         wait_s = bucket.wait_s()
         assert wait_s >= 0
         if not wait_s:
-            bucket.take(units)
-            taken.append((clock.now, units))
+            bucket.charge(units)
+            charged.append((clock.now, units))
         else:  # the bucket has room after the reported wait
             clock.now += wait_s * (1 + 1e-9) + 1e-9
             assert bucket.wait_s() < 1e-6
-    for first, (start_s, _) in enumerate(taken):
-        for last in range(first, len(taken)):
-            total = sum(units for _, units in taken[first:last])  # the last one may go into debt
-            window_s = taken[last][0] - start_s
+    for first, (start_s, _) in enumerate(charged):
+        for last in range(first, len(charged)):
+            total = sum(units for _, units in charged[first:last])  # the last one may go into debt
+            window_s = charged[last][0] - start_s
             assert total <= max(per_minute, 1.0) + per_minute * window_s / 60 + 1e-6
 
 
@@ -54,17 +54,17 @@ def test_no_window_takes_more_than_the_burst_the_rate_and_one_debt(
 def test_a_bucket_without_a_limit_never_waits(units: list[int]) -> None:
     bucket = Bucket(None, Clock())
     for number in units:
-        bucket.take(number)
+        bucket.charge(number)
         assert bucket.wait_s() == 0
-    bucket.limit(1.0)
+    bucket.set_limit(1.0)
     assert bucket.wait_s() == 0  # use before the limit does not count
 
 
 def test_a_changed_limit_keeps_the_debt() -> None:
     clock = Clock()
     bucket = Bucket(60.0, clock)
-    bucket.take(180.0)
-    bucket.limit(120.0)
+    bucket.charge(180.0)
+    bucket.set_limit(120.0)
     assert bucket.wait_s() == pytest.approx((180 + 1 - 120) / 2)
 
 
@@ -80,9 +80,9 @@ def test_a_request_is_charged_for_the_tokens_it_used(used: int) -> None:
     reservation.used = lambda: used
     reservation.settle()
     reservation.settle()
-    tenant.tokens.take(100 - used - 1)
+    tenant.tokens.charge(100 - used - 1)
     assert tenant.tokens.wait_s() == 0
-    tenant.tokens.take(1)
+    tenant.tokens.charge(1)
     assert tenant.tokens.wait_s() > 0
 
 
@@ -114,6 +114,15 @@ def run_keys(*words: str, **options: Any) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.parametrize(
+    ("authorization", "key"),
+    [("Bearer k", "k"), ("bearer k", "k"), ("BEARER a b", "a b"), ("Bearer ", ""), ("Bearer", "")]
+    + [(other, None) for other in ("", "k", "Basic k", "Bearerk")],
+)
+def test_a_key_needs_the_scheme_bearer_in_any_case(authorization: str, key: str | None) -> None:
+    assert bearer_key(authorization) == key
+
+
 def test_keys_are_reloaded_from_a_valid_file_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, clock = tmp_path / "keys.json", Clock()
     write_keys(file, add_key(Keys(), "a", "one", {"requests_per_minute": 2}))
@@ -128,15 +137,15 @@ def test_keys_are_reloaded_from_a_valid_file_only(tmp_path: Path, caplog: pytest
     for bad in (b"{", b'{"keys": [{"sha256": "x", "tenant": "a"}]}', None):
         _ = file.unlink() if bad is None else file.write_bytes(bad)
         with caplog.at_level(logging.ERROR):
-            assert [tenants.look() for _ in range(2)] == [None, None]
+            assert [tenants.read_changed_keys() for _ in range(2)] == [None, None]
         assert len(caplog.messages) == 1
         assert "\n" not in caplog.messages[0]
         caplog.clear()
         assert tenants.find("Bearer one") is tenant
     write_keys(file, add_key(add_key(Keys(), "b", "two", {}), "a", "three", {"requests_per_minute": 3}))
-    changed = tenants.look()
+    changed = tenants.read_changed_keys()
     assert changed is not None
-    tenants._take(changed)
+    tenants._apply_keys(changed)
     assert tenants.find("Bearer three") is tenant  # its use still counts
     tenant.admit()
     with pytest.raises(RateLimited):
@@ -183,26 +192,26 @@ def test_replicas_share_their_counts(steps: list[tuple[int, str, int]]) -> None:
     shared = SharedLimits(clock)
 
     def exchange(number: int) -> None:
-        replicas[number].use(shared.exchange(f"{number}", replicas[number].taken()))
+        replicas[number].add_remote_usage(shared.exchange(f"{number}", replicas[number].local_usage()))
 
     for _ in range(2):  # all replicas know the others before the first request
         for number in range(3):
             exchange(number)
-    taken = 0
+    charged = 0
     for number, what, units in steps:
         if what == "take":
-            replicas[number].find("Bearer key").tokens.take(units)
-            taken += units
+            replicas[number].find("Bearer key").tokens.charge(units)
+            charged += units
         elif what == "exchange":
             exchange(number)
         else:  # the router restarts, and each replica reports its use first
             shared = SharedLimits(clock)
             for other in range(3):
-                shared.exchange(f"{other}", replicas[other].taken())
+                shared.exchange(f"{other}", replicas[other].local_usage())
     for _ in range(2):
         for number in range(3):
             exchange(number)
-    assert [replica.find("Bearer key").tokens._used for replica in replicas] == [taken] * 3
+    assert [replica.find("Bearer key").tokens._used for replica in replicas] == [charged] * 3
 
 
 def test_a_new_replica_is_not_charged_for_earlier_use(tmp_path: Path) -> None:
@@ -210,10 +219,10 @@ def test_a_new_replica_is_not_charged_for_earlier_use(tmp_path: Path) -> None:
     write_keys(file, add_key(Keys(), "a", "key", {"requests_per_minute": 10}))
     new = Tenants(file, clock)
     shared.exchange("old", {"a": (100.0, 0.0)})
-    new.use(shared.exchange("new", new.taken()))
+    new.add_remote_usage(shared.exchange("new", new.local_usage()))
     assert new.find("Bearer key").requests.wait_s() == 0
     shared.exchange("old", {"a": (110.0, 0.0)})
-    new.use(shared.exchange("new", new.taken()))
+    new.add_remote_usage(shared.exchange("new", new.local_usage()))
     assert new.find("Bearer key").requests.wait_s() == 6
     clock.now = 61.0
     assert shared.exchange("new", {}) == {}  # the old replica is forgotten

@@ -55,7 +55,7 @@ def test_a_stream_depends_on_its_seed_alone() -> None:
 
 
 def test_output_lengths_are_uniform_and_equal_in_both_loops() -> None:
-    drawn = first_of(output_lengths(12, least=5, seed=3), 8_000)
+    drawn = first_of(output_lengths(12, min_tokens=5, seed=3), 8_000)
     assert set(drawn) == set(range(5, 13))
     assert stats.chisquare(np.bincount(drawn)[5:]).pvalue > 0.01
     opened = open_loop(PROMPTS, 5, max_tokens=12, min_tokens=5, seed=3)
@@ -65,7 +65,7 @@ def test_output_lengths_are_uniform_and_equal_in_both_loops() -> None:
     assert set(first_of(output_lengths(12), 100)) == {12}
     for least in (0, 13):
         with pytest.raises(BadInput):
-            output_lengths(12, least=least)
+            output_lengths(12, min_tokens=least)
 
 
 def test_shares_partition_the_stream_without_common_prompts() -> None:

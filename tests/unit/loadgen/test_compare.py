@@ -25,7 +25,7 @@ from loadgen.compare import compare
 from loadgen.figures import policy_rows
 from loadgen.journal import Journal
 from loadgen.statistics import Slo
-from loadgen.trial import JOURNAL, RESTORE, Sample, Trial, increase, order, parse_policy, read_trials
+from loadgen.trial import JOURNAL, RESTORE, StatusSample, Trial, increase, order, parse_policy, read_trials
 
 OWN = {"name": "locality-band", "parameters": {"band": 0.2}}
 
@@ -267,8 +267,8 @@ def test_a_closed_loop_measures_requests_that_end_in_the_measured_part() -> None
 
 
 def test_only_steps_of_the_measured_part_are_counted() -> None:
-    def sample(unix_s: float, steps: float | None) -> Sample:
-        return Sample(unix_s, [1, 2], None if steps is None else {"steps": steps, "active": 20 * steps})
+    def sample(unix_s: float, steps: float | None) -> StatusSample:
+        return StatusSample(unix_s, [1, 2], None if steps is None else {"steps": steps, "active": 20 * steps})
 
     seen = [sample(t, 10 * t) for t in (1, 2, 3, 4, 5, 6)]
     assert increase(seen, 2, 5.5) == {"steps": 30, "active": 600}

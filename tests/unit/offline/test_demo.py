@@ -15,7 +15,7 @@ from traces import synthetic_trace
 from eldr_serve.command_errors import BadInput
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.application import _gpus
-from loadgen.trial import Shape, Trial
+from loadgen.trial import LoadSpec, Trial
 from offline import demo
 from offline.demo_arguments import demo_arguments
 
@@ -24,9 +24,9 @@ MODEL = Path("somewhere/model_64")
 
 
 def plan(out: Path, rounds: int = 4) -> demo._Plan:
-    shape = Shape("prompts", "eldr-demo", 0.0, 10, 0, 8, 8, temperature=0.8)
+    load = LoadSpec("prompts", "eldr-demo", 0.0, 10, 0, 8, 8, temperature=0.8)
     arguments = demo_arguments(DEPLOYMENT, MODEL, 3, 20)
-    return demo._Plan(arguments, shape, rounds, 2, out, 0)
+    return demo._Plan(arguments, load, rounds, 2, out, 0)
 
 
 def trials(rounds: int, *, failed: bool = False) -> list[Trial]:
@@ -123,7 +123,9 @@ def test_engines_that_share_a_gpu_leave_ray_room_for_its_own_task() -> None:
     assert 0.9 < shares <= 1
     assert _gpus(arguments) == 1
     assert _gpus(demo_arguments(DEPLOYMENT, MODEL, 2, 20)) is None
-    described = demo._Plan(arguments, Shape("p", "m", 0.0, 1, 0, 1, 1, temperature=0.0), 1, 1, Path("out"), 0)
+    described = demo._Plan(
+        arguments, LoadSpec("p", "m", 0.0, 1, 0, 1, 1, temperature=0.0), 1, 1, Path("out"), 0
+    )
     assert described.clock == "engine time"
     assert described.hardware.startswith("one GPU and ")
 

@@ -26,17 +26,17 @@ L, E, TOP_K = 2, 70, 3
 class Hoarding(QueuedPolicy):
     """Lets requests wait until there are three or a worker is idle."""
 
-    def select(self, handoff: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(0, 1, None, "now")
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return Decision(0, reason="now")
 
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         idle = np.flatnonzero(loads.available & (loads.in_flight == 0)).tolist()
         if idle:
-            return [(n, Decision(w, 1, None, "idle")) for n, w in enumerate(idle[: len(waiting)])]
+            return [(n, Decision(w, reason="idle")) for n, w in enumerate(idle[: len(waiting)])]
         least = int(loads.in_flight.argmin())
-        return [(len(waiting) - 1, Decision(least, 1, None, "third"))] if len(waiting) >= 3 else []
+        return [(len(waiting) - 1, Decision(least, reason="third"))] if len(waiting) >= 3 else []
 
 
 def random_requests(n: int, seed: int = 0, gap_s: float = 2.0) -> tuple[Requests, Experts, list[np.ndarray]]:
@@ -113,18 +113,18 @@ def test_masks_divide_the_experts_between_ranks(layers: int, num_experts: int, s
         whole=st.builds(Whole, step_tokens=st.integers(7, 40), cache_blocks=st.integers(0, 9)),
     ),
     prefill=st.sampled_from([None, Prefill(workers=2, fixed_s=0.5, per_token_s=0.01)]),
-    handoff_s=st.sampled_from([0.0, 0.7]),
+    handover_s=st.sampled_from([0.0, 0.7]),
     ttl=st.sampled_from([None, 1.0]),
     policy=st.sampled_from(["random", "least-tokens", "marginal-cost", "hoarding"]),
 )  # fmt: skip
 def test_every_request_ends_once_and_all_kv_is_freed(
-    seed: int, n: int, decode: Decode, prefill: Prefill | None, handoff_s: float, ttl: float | None,
+    seed: int, n: int, decode: Decode, prefill: Prefill | None, handover_s: float, ttl: float | None,
     policy: str,
 ) -> None:  # fmt: skip
     requests, experts, _ = random_requests(n, seed, gap_s=0.4)
     if decode.whole is not None:
         prefill = None
-    cluster = Cluster(decode=decode, prefill=prefill, handoff_fixed_s=handoff_s, queue_ttl_s=ttl)
+    cluster = Cluster(decode=decode, prefill=prefill, handover_fixed_s=handover_s, queue_ttl_s=ttl)
     made = Hoarding() if policy == "hoarding" else make_policy(policy)
     released: list[str] = []
     tell = made.on_finished
@@ -143,7 +143,7 @@ def test_every_request_ends_once_and_all_kv_is_freed(
     if decode.whole is not None:
         times = (requests.arrival_s, outcome.placed_s, outcome.prefilled_s, outcome.last_s)
         assert (outcome.first_s[done] == outcome.prefilled_s[done]).all()
-    for earlier, later, apart in zip(times, times[1:], (0, handoff_s, 0), strict=False):
+    for earlier, later, apart in zip(times, times[1:], (0, handover_s, 0), strict=False):
         assert (later[done] >= earlier[done] + apart).all()
     assert outcome.batch.max() <= decode.max_batch
     # A preempted request generates its tokens once, so steps hold as many tokens as requested.

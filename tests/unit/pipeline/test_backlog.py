@@ -18,8 +18,10 @@ from eldr_serve.errors import Overloaded
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.prefill_queue import QUEUE
 from eldr_serve.replicas.decode_turns import SLOTS
+from eldr_serve.request import Request, RequestFields
 from tests.faults.virtual_time import VirtualLoop
 
 RATE = 9000.0  # throughput of an engine, tokens/s
@@ -187,3 +189,11 @@ def test_whole_engines_bound_their_waiting_prompts_too() -> None:
     assert max(backlog.tries) <= 4
     assert len(backlog.decode.requests) == 600
     assert "set_aside" not in backlog.client.events
+
+
+def test_a_retry_is_recognised_by_its_tenant_and_body() -> None:
+    def key(tenant: str, body: bytes) -> bytes:
+        return RequestContext(Request("chat", body, RequestFields(), tenant=tenant)).retry_key
+
+    assert key("a", b"x") == key("a", b"x")
+    assert len({key(*one) for one in (("a", b"x"), ("b", b"x"), ("a", b"y"), ("", b"ax"))}) == 4

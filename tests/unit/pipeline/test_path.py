@@ -19,7 +19,7 @@ from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.errors import Overloaded
 from eldr_serve.pipeline import path
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.stages import WINDOW, Stages
+from eldr_serve.pipeline.stage_latencies import WINDOW, StageLatencies
 from eldr_serve.request import RequestFields, needs_whole_engine, prompt_head, prompt_key
 from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
 
@@ -45,7 +45,7 @@ async def test_a_request_is_prefilled_placed_and_decoded() -> None:
     assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
     assert prefill.body == decode.body
     assert not pipeline.prefill.released
-    assert set(pipeline.path.stages.summary()) == {"prefill", "place", "first_token", "handover"}
+    assert set(pipeline.path.stage_latencies.summary()) == {"prefill", "place", "first_token", "handover"}
 
 
 @pytest.mark.parametrize(("fields", "timed"), [({}, True), ({"n": 2}, False)])
@@ -352,7 +352,7 @@ def test_the_header_of_a_prefill_call_is_complete() -> None:
 
 
 def test_percentiles_cover_the_newest_requests_and_counts_cover_all() -> None:
-    stages = Stages()
+    stages = StageLatencies()
     assert stages.summary() == {}
     for _ in range(10):
         stages.record(place=9.0)

@@ -14,6 +14,7 @@ from tables import counts_for, request, unit_table
 
 from eldr_serve.router.messages import Restore
 from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Lease, State
 
 
@@ -67,7 +68,7 @@ def test_requests_of_all_clients_wait_in_order_of_arrival() -> None:
     clock.now = 2.0
     assert queued(place(state, "y", client="d")) == {"y"}
     assert queued(place(state, "z")) == {"z"}
-    assert state.status()["decode_queue"] == {"size": 3, "oldest_wait_s": 2.0}
+    assert router_status(state)["decode_queue"] == {"size": 3, "oldest_wait_s": 2.0}
     clock.now = 3.0
     new_leases(state)
     release(state, "a", "b")
@@ -247,14 +248,14 @@ class Conservation(RuleBasedStateMachine):
 
     @invariant()
     def no_slot_is_free_while_a_request_waits(self) -> None:
-        status = self.state.status()
+        status = router_status(self.state)
         if self.state.queue_size and self.live:
             assert status["policy"] == SLOTS
             assert all(w["in_flight"] >= status["parameters"]["slots"] for w in status["workers"])
 
     def teardown(self) -> None:
         release(self.state, *self.waits, *self.leases)
-        status = self.state.status()
+        status = router_status(self.state)
         assert status["decode_queue"] == {"size": 0, "oldest_wait_s": 0.0}
         assert set(loads(self.state).values()) <= {(0, 0)}
         assert not self.state.placer.running

@@ -13,6 +13,7 @@ from eldr_serve.errors import SwapRefused
 from eldr_serve.router.messages import NamedPolicy, Restore
 from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane
 from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Decision, Policy, State
 
 
@@ -25,7 +26,7 @@ class Broken(Policy):
 
 def tokens_of(state: RouterState) -> int | None:
     state.comparison.catch_up()
-    now = state.status()["comparison"]["now"]
+    now = router_status(state)["comparison"]["now"]
     return now and now.get("tokens")
 
 
@@ -39,12 +40,12 @@ def test_a_shadow_that_fails_is_disabled_and_counted() -> None:
     state = router_state(policy="shortest-queue", shadow=NamedPolicy("test_comparison:Broken"))
     assert place_one(state, "a", 1).state is State.LEASED
     assert state.comparison.catch_up() is False
-    status = state.status()
+    status = router_status(state)
     assert status["counters"]["shadow_errors"] == 1
     assert status["comparison"]["now"] is None
     assert "broken" in status["comparison"]["failed"]
     assert place_one(state, "b", 1).state is State.LEASED
-    assert "policy_errors" not in state.status()["counters"]
+    assert "policy_errors" not in router_status(state)["counters"]
 
 
 @pytest.mark.parametrize("bad", [NamedPolicy("nosuch"), NamedPolicy("random", {"x": 1})])
@@ -67,7 +68,7 @@ def test_each_change_begins_a_comparison_and_the_status_keeps_the_last_one() -> 
     assert tokens_of(state) == 9 + 9  # earlier tokens of "a" do not count again
     state.set_shadow(None)
     assert tokens_of(state) is None
-    past = state.status()["comparison"]["past"]
+    past = router_status(state)["comparison"]["past"]
     assert (past[0]["live"]["name"], past[0]["shadow"]["name"]) == ("shortest-queue", "locality-band")
     assert past[-1]["live"] == {"name": "locality-band", "parameters": {"band": 0.3}}
 
@@ -79,7 +80,7 @@ def test_a_comparison_of_a_policy_with_itself_is_not_kept() -> None:
         run(state, f"request{number}")
         assert tokens_of(state)
         state.set_policy(policy, parameters)
-    past = [entry["live"] for entry in state.status()["comparison"]["past"]]
+    past = [entry["live"] for entry in router_status(state)["comparison"]["past"]]
     assert past == [{"name": "shortest-queue", "parameters": {}}, {"name": "locality-band", "parameters": {}}]
 
 
@@ -97,7 +98,7 @@ def test_a_restarted_router_restores_the_shadow_from_a_client() -> None:
     new = router_state(policy="random", clients="")
     new.restore(Restore("c", ("r0",), settings=old.settings))
     assert new.settings.shadow == NamedPolicy("least-tokens")
-    assert new.status()["comparison"]["now"]["shadow"]["name"] == "least-tokens"
+    assert router_status(new)["comparison"]["now"]["shadow"]["name"] == "least-tokens"
 
 
 async def test_expert_counts_are_sent_if_only_the_shadow_reads_them() -> None:

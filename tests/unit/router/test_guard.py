@@ -62,7 +62,7 @@ class Unavailable(Policy):
     """A policy that chooses a worker that is not available."""
 
     def select(self, *_: Any) -> Decision:
-        return Decision(1, 3, None, "unavailable")
+        return Decision(1, num_candidates=3, reason="unavailable")
 
 
 def guarded(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
@@ -73,7 +73,7 @@ def guarded(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
 @pytest.mark.parametrize("policy", [Broken(), Unavailable()])
 def test_load_decides_if_the_policy_fails(policy: Policy) -> None:
     guard, failures = guarded(policy)
-    assert guard.select(request(), LOADS, RNG) == Decision(2, 2, None, "policy-error")
+    assert guard.select(request(), LOADS, RNG) == Decision(2, num_candidates=2, reason="policy-error")
     assert len(failures) == 1
 
 
@@ -85,6 +85,16 @@ def test_no_request_waits_for_a_queued_policy_that_fails() -> None:
     guard.on_progress({"r": 1})
     guard.on_finished("r")
     assert len(failures) == 4
+
+
+@pytest.mark.parametrize(("slots", "workers"), [(1, []), (2, [2]), (3, [2, 0, 2]), (9, [2, 0, 2, 0, 2])])
+def test_load_fills_only_free_slots_if_a_policy_with_slots_fails(slots: int, workers: list[int]) -> None:
+    class BrokenBalance(BalanceRoute):
+        dispatch = Broken.dispatch  # type: ignore[assignment]
+
+    guard, _ = guarded(BrokenBalance(slots=slots))
+    placed = guard.dispatch([request(str(n)) for n in range(5)], LOADS, RNG)
+    assert [(index, decision.worker) for index, decision in placed] == list(enumerate(workers))
 
 
 def test_the_guard_passes_on_that_no_worker_is_available() -> None:

@@ -19,9 +19,9 @@ from eldr_serve.router.messages import Leased, Queued, Settings, Unplaced, decod
 from eldr_serve.scheduling import Lease, State
 
 TRANSITIONS = {
-    State.SCORED: {State.SENT, State.LEASED, State.DONE},
-    State.SENT: {State.SCORED, State.QUEUED, State.LEASED, State.DONE},
-    State.QUEUED: {State.SCORED, State.LEASED, State.DONE},
+    State.UNSENT: {State.SENT, State.LEASED, State.DONE},
+    State.SENT: {State.UNSENT, State.QUEUED, State.LEASED, State.DONE},
+    State.QUEUED: {State.UNSENT, State.LEASED, State.DONE},
     State.LEASED: {State.DONE},
     State.DONE: {State.DONE},
 }
@@ -128,16 +128,16 @@ class Router:
 
 
 PATHS: dict[str, tuple[list[str], State]] = {
-    "there is no channel yet": ([], State.SCORED),
+    "there is no channel yet": ([], State.UNSENT),
     "it is sent": (["open"], State.SENT),
-    "the channel is lost": (["open", "lose"], State.SCORED),
+    "the channel is lost": (["open", "lose"], State.UNSENT),
     "it is sent over another channel": (["open", "lose", "open"], State.SENT),
     "it gets a worker": (["open", "lease"], State.LEASED),
     "no worker is free": (["open", "queue"], State.QUEUED),
     "the table is swapped": (["open", "swap"], State.SENT),
     "a worker is free now": (["open", "queue", "lease"], State.LEASED),
     "the table is swapped while it waits": (["open", "queue", "swap"], State.QUEUED),
-    "the channel is lost while it waits": (["open", "queue", "lose"], State.SCORED),
+    "the channel is lost while it waits": (["open", "queue", "lose"], State.UNSENT),
     "it waits again": (["open", "queue", "lose", "open", "queue"], State.QUEUED),
     "the router knows no worker": (["open", "unplaced"], State.LEASED),
     "the router fails": (["open", "fail"], State.LEASED),
@@ -161,7 +161,7 @@ async def test_each_path_ends_in_its_state(path: str) -> None:
     if end is State.LEASED:
         assert (await router.task).replica in ("r0", "r1")
     call = router.calls.get("place")
-    if end in (State.SCORED, State.DONE):
+    if end in (State.UNSENT, State.DONE):
         assert call is None or call.ended
     elif router.channel is not None and path != "the router fails":
         assert call is not None

@@ -25,6 +25,7 @@ from benchmarks.lib.screenshots import VIEWS, browser, taken
 from eldr_serve.dashboard import live_page
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.messages import Answered, NamedPolicy
+from eldr_serve.router.status import live_status
 from eldr_serve.scheduling import StepSums
 
 
@@ -259,7 +260,7 @@ async def test_the_ingress_reports_latencies_of_streams() -> None:
         body = {"model": "m", "prompt": "hello", "stream": True}
         await asyncio.gather(*(app.post("/v1/completions", body) for _ in range(5)))
         async with asyncio.timeout(5):
-            while not (rows := actor.state.live()["live"]["latency"]["rows"]):
+            while not (rows := live_status(actor.state)["live"]["latency"]["rows"]):
                 await asyncio.sleep(0.02)
     assert sum(row[1] for row in rows) == 5
     assert all(value >= 0 for row in rows for value in row)

@@ -32,6 +32,7 @@ from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.router import settings_check
 from eldr_serve.router.messages import Report
 from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import MarginalCost, prompt_blocks
 from eldr_serve.scheduling.activation import levels_of
 
@@ -92,7 +93,7 @@ def levels(prompt_counts: np.ndarray, tokens: int) -> Any:
 def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays() -> None:
     state = router_state(table=None, policy="marginal-cost")
     state.expect_counts(L, E)
-    assert state.status()["predictor"] is None
+    assert router_status(state)["predictor"] is None
     live = state.swap_predictor(FILE, "t")
     assert (live.predictor, live.predictor_version) == (FILE, 1)
     for bad, tokenizer, message in (
@@ -127,7 +128,7 @@ def test_measured_counts_replace_predicted_ones_in_loads_and_policy() -> None:
     position, measured = held(state)["a"]
     assert position == lease.position
     np.testing.assert_array_equal(measured, levels(counts(5), 3))
-    assert (state.counters["signature_predicted"], state.counters["signatures_returned"]) == (1, 2)
+    assert (state.counters["counts_predicted"], state.counters["counts_measured"]) == (1, 2)
     release(state, "a")
     assert set(loads(state).values()) == {(0, 0)}
     assert not held(state)
@@ -140,11 +141,11 @@ def test_the_status_has_the_prediction_quality_of_connected_clients() -> None:
         prediction = {"on": on, "prompts": prompts, "cosine": gain, "gain": gain}
         state.report(client, Report(prediction=prediction))
     expected = {"version": 1, "clients": 2, "prompts": 40, "on": 1, "cosine": 0.25, "gain": 0.25}
-    assert state.status()["predictor"] == expected
+    assert router_status(state)["predictor"] == expected
     state.drop("b")
-    assert state.status()["predictor"]["clients"] == 1
+    assert router_status(state)["predictor"]["clients"] == 1
     state.swap_predictor(FILE, "t")
-    assert state.status()["predictor"] == {
+    assert router_status(state)["predictor"] == {
         "version": 2, "clients": 0, "prompts": 0, "on": 0, "cosine": 0.0, "gain": 0.0,
     }  # fmt: skip
 
@@ -160,7 +161,7 @@ def test_a_configured_predictor_of_another_shape_is_dropped(caplog: pytest.LogCa
     ]
     # From a client that still has the predictor.
     place(state, request("b", 3, expert_counts=wrong, predicted=True))
-    assert state.counters["signature_missing"] == 1
+    assert state.counters["counts_missing"] == 1
     place(state, request("c", 3, expert_counts=counts(5)))
     np.testing.assert_array_equal(held(state)["c"][1], levels(counts(5), 3))
     release(state, "a", "b", "c")
@@ -200,10 +201,10 @@ async def test_predictions_replace_missing_counts_and_measured_counts_train_the_
         assert sent.expert_counts.dtype == np.float16  # half the bytes of float32
         np.testing.assert_allclose(sent.expert_counts, predictor().predict(IDS), rtol=1e-3)
         assert lease.reason == "marginal-cost"
-        assert actor.state.counters["signature_predicted"] == 1
+        assert actor.state.counters["counts_predicted"] == 1
         # Without token ids there is no prediction, and measured counts need none.
         assert (await client.place(request("b"), None)).reason == "marginal-cost"
-        assert actor.state.counters["signature_missing"] == 1
+        assert actor.state.counters["counts_missing"] == 1
         await client.place(request("c", 3), counts(1), token_ids=IDS)
         assert not actor.requests[-1].predicted
         assert client.scorer.predictor is not None
@@ -218,12 +219,12 @@ async def test_measured_counts_reach_the_router_and_its_restart() -> None:
         await client.place(request("a", 3), None, token_ids=IDS)
         client.counted("a", IDS, counts(5, 40), 40)
         client.counted("gone", IDS, counts(5, 40), 40)
-        await wait_until(lambda: actor.state.counters["signatures_returned"] == 1)
+        await wait_until(lambda: actor.state.counters["counts_measured"] == 1)
         np.testing.assert_array_equal(held(actor.state)["a"][1], levels(counts(5), 3))
         assert actor.running["a"].request.prompt_tokens == 40
         assert client.scorer.predictor is not None
         assert client.scorer.predictor.prompts == 2
-        await wait_until(lambda: (actor.state.prediction or {})["prompts"] == 2)
+        await wait_until(lambda: (router_status(actor.state)["predictor"] or {})["prompts"] == 2)
         actor.alive = False
         client.release("first")
         await wait_until(lambda: client.router_away)
@@ -260,9 +261,9 @@ async def test_a_predictor_worse_than_the_mean_is_switched_off(caplog: pytest.Lo
         assert "the signature predictor is off" in caplog.text
         await client.place(request("a", 3), None, token_ids=IDS)
         sent = actor.requests[-1]
-        assert sent.signature_missing
+        assert sent.counts_missing
         assert not sent.predicted
-        await wait_until(lambda: (actor.state.prediction or {})["on"] == 0)
+        await wait_until(lambda: (router_status(actor.state)["predictor"] or {})["on"] == 0)
 
 
 async def test_a_predictor_that_does_not_fit_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
@@ -284,7 +285,7 @@ async def test_the_router_and_its_restart_know_which_prefixes_workers_have() -> 
         first = await client.place(request("a", 40, blocks=prompt), None, token_ids=IDS)
         assert first.replica in ("r0", "r1")
         client.counted("a", IDS, counts(5, 41), 41)
-        await wait_until(lambda: actor.state.counters["signatures_returned"] == 1)
+        await wait_until(lambda: actor.state.counters["counts_measured"] == 1)
         assert actor.messages[-1].request.blocks is None  # the blocks are sent once
         assert actor.state.placer.prefixes.cached_tokens([first.replica], prompt).tolist() == [36]
         actor.alive = False
@@ -347,4 +348,4 @@ async def test_a_predictor_needs_the_admin_key_and_a_tokenizer(monkeypatch: pyte
 def test_a_request_with_predicted_counts_is_placed_by_the_table() -> None:
     state = router_state(predictor=FILE)
     assert place_one(state, "a", 1, predicted=True).replica == "r1"
-    assert state.counters["signature_predicted"] == 1
+    assert state.counters["counts_predicted"] == 1

@@ -13,6 +13,7 @@ from tables import counts_for, request, unit_table
 from eldr_serve.errors import Overloaded, SwapRefused
 from eldr_serve.router.client import RouterClient
 from eldr_serve.router.messages import Answered
+from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Lease, State
 
 
@@ -26,10 +27,10 @@ async def test_a_client_scores_a_signature_and_the_router_places_it() -> None:
         actor.state.swap_table(unit_table(2, band=0.0).to_bytes())
         lease = await client.place(request("c"), counts_for(1))
         assert (lease.replica, lease.reason) == ("r1", "locality-band")
-        assert not actor.state.counters["signature_missing"]
+        assert not actor.state.counters["counts_missing"]
         lease = await client.place(request("d"), counts_for(1, num_layers=5))
-        assert lease.reason == "no-signature"
-        assert actor.state.counters["signature_missing"] == 1
+        assert lease.reason == "no-counts"
+        assert actor.state.counters["counts_missing"] == 1
 
 
 async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restored() -> None:
@@ -61,7 +62,7 @@ async def test_concurrent_requests_are_placed_together(monkeypatch: pytest.Monke
     async with connected(actor, "r0", "r1", timeout_s=5.0) as client:
         await asyncio.gather(*(client.place(request(str(n)), counts_for(n % 2)) for n in range(100)))
         assert [number for number in batches if number] == [100]
-        assert actor.state.status()["leases"] == 100
+        assert router_status(actor.state)["leases"] == 100
         for n in range(100):
             client.progress(str(n), n)
             client.release(str(n))

@@ -14,13 +14,14 @@ from tables import request, unit_table
 from eldr_serve.errors import SwapRefused
 from eldr_serve.router.messages import Restore
 from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import State, StepCost, StepSums
 
 
 def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> None:
     state = router_state()
     lease = place_one(state, "a", 1)
-    assert (lease.replica, lease.position, lease.band, lease.best) == ("r1", 1, 1, True)
+    assert (lease.replica, lease.position, lease.num_candidates, lease.best) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
     state.progress({"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)
@@ -44,7 +45,7 @@ def test_a_new_replica_takes_a_vacant_position_and_others_keep_theirs() -> None:
 def test_a_table_for_fewer_or_more_workers_can_be_used() -> None:
     for k in (1, 2, 5):
         state = router_state(workers=3, table=k)
-        assert state.status()["table"]["refit_advised"]
+        assert router_status(state)["table"]["refit_advised"]
         assert {place_one(state, str(n), n % k).state for n in range(12)} == {State.LEASED}
         assert sum(n for n, _ in loads(state).values()) == 12
 
@@ -61,7 +62,7 @@ def test_an_excluded_replica_is_used_only_if_there_is_no_other() -> None:
 def test_a_request_is_not_placed_without_workers_or_with_old_scores() -> None:
     for state, version in ((router_state(), 99), (router_state(workers=0), 1)):
         assert place_one(state, "a", 1, table_version=version).state is State.SENT
-        assert not state.status()["leases"]
+        assert not router_status(state)["leases"]
 
 
 @pytest.mark.parametrize(
@@ -97,32 +98,32 @@ def test_a_late_client_does_not_undo_an_operators_change_after_a_restart() -> No
     new = RouterState(model_id="m", policy="locality-band", table=None)
     new.set_policy("least-tokens", {})
     new.restore(Restore("late", settings=old.settings))
-    assert new.status()["policy"] == "least-tokens"
+    assert router_status(new)["policy"] == "least-tokens"
 
 
 def test_the_totals_include_steps_of_any_age() -> None:
     clock = Clock()
     state = router_state(clock=clock)
     state.observe_steps(StepSums.of([2, 4], [9, 9], [30, 50], [0.01, 0.02]))
-    assert state.status()["decode_totals"] is None  # the number of layers is unknown
+    assert router_status(state)["decode_totals"] is None  # the number of layers is unknown
     state.expect_counts(5, 64)
     clock.now += 36_000
     state.observe_steps(StepSums.of([6], [9], [20], [0.03]))
     totals = {"steps": 3, "requests": 12, "active_experts": 20, "seconds": 0.06}
     totals["token_seconds"] = 2 * 0.01 + 4 * 0.02 + 6 * 0.03
-    assert state.status()["decode_totals"] == pytest.approx(totals)
+    assert router_status(state)["decode_totals"] == pytest.approx(totals)
 
 
 def test_the_policy_uses_the_measured_step_cost() -> None:
     clock = Clock()
     state = router_state(policy="marginal-cost", clock=clock)
-    assert state.status()["step_cost"] == {"steps": 0.0}
+    assert router_status(state)["step_cost"] == {"steps": 0.0}
     rng = np.random.default_rng(0)
     batch, experts = rng.integers(1, 30, 300), rng.integers(10, 200, 300)
     for step_cost in (StepCost(1e-3, 1e-5, 0.0, 9e-5), StepCost(1e-3, 1e-5, 0.0, 2e-5)):
         state.observe_steps(StepSums.of(batch, 100 * batch, experts, step_cost.seconds(batch, 0, experts)))
         clock.now += 36_000
-    cost = state.status()["step_cost"]
+    cost = router_status(state)["step_cost"]
     assert cost["per_expert_s"] == pytest.approx(2e-5, rel=0.01)
     assert cost["relative_error"] < 0.05
     assert state.placer.policy.cost.per_expert_s == cost["per_expert_s"]
@@ -132,14 +133,14 @@ def test_the_policy_uses_the_measured_step_cost() -> None:
 
 def test_failures_of_the_length_predictor_are_in_the_status() -> None:
     state = router_state(policy="balance-route-horizon")
-    assert state.status()["counters"]["predictor_failures"] == 0
+    assert router_status(state)["counters"]["predictor_failures"] == 0
     state.placer.policy.predictor = None  # every call of it fails
     for name in "ab":  # the second placement needs the length of the first
         place_one(state, name)
-    failures = state.status()["counters"]["predictor_failures"]
+    failures = router_status(state)["counters"]["predictor_failures"]
     assert failures > 0
     state.set_policy("shortest-queue", {})
-    assert state.status()["counters"]["predictor_failures"] == failures
+    assert router_status(state)["counters"]["predictor_failures"] == failures
 
 
 def test_only_recent_expert_counts_are_kept_for_a_refit() -> None:

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from fake_router import place, request, router_state
@@ -35,6 +36,7 @@ from eldr_serve.metrics import (
 from eldr_serve.router import process_metrics as watching
 from eldr_serve.router.messages import Answered, NamedPolicy, Report
 from eldr_serve.router.process_metrics import IngressMetrics, LoopMetrics, ReplicaMetrics, RouterMetrics
+from eldr_serve.router.status import router_status
 
 
 class FakeMetric:
@@ -94,7 +96,7 @@ def _counted() -> Iterator[str]:
 
 
 def test_each_counter_has_a_metric_and_each_metric_a_counter() -> None:
-    counted = set(_counted()) | set(router_state().status()["counters"])
+    counted = set(_counted()) | set(router_status(router_state())["counters"])
     assert "reason:" in counted
     assert counted - {"reason:"} == set(COUNTED)
 
@@ -129,7 +131,7 @@ def test_counters_begin_near_zero_and_follow_the_status(made: dict[str, FakeMetr
     state.report("c", Report(dict.fromkeys(COUNTED, 2) | {"of_newer_code": 1}))
     for _ in range(2):
         metrics.export(state)
-    counters = state.status()["counters"]
+    counters = router_status(state)["counters"]
     for key, metric in COUNTED.items():
         if key != "predictor_failures":  # the policy counts these itself
             assert sum(made[metric.name].samples[policy]) == counters[key] >= 2
@@ -149,15 +151,15 @@ def test_the_router_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None
     metrics.leased(state, [lease])
     metrics.waited(state, lease)
     metrics.answered(state, [Answered(0.5, None), Answered(0.5, 0.1)])
-    status = state.status() | {
+    status = router_status(state) | {
         "step_cost": {"steps": 1.0, "relative_error": 0.1},
         "predictor": {"version": 1, "clients": 1, "prompts": 9, "on": 1, "cosine": 0.5, "gain": 0.4},
     }
     status["comparison"]["now"] |= {
         "change_pct": -10.0, "low_pct": -12.0, "high_pct": -8.0, "live_ms": 9.0, "measured_ms": 10.0,
     }  # fmt: skip
-    state.status = lambda: status  # type: ignore[method-assign]
-    metrics.export(state, {"samples": 9, "share": 0.5})
+    with patch("eldr_serve.router.process_metrics.router_status", lambda state: status):
+        metrics.export(state, {"samples": 9, "share": 0.5})
     assert {name for name, metric in made.items() if metric.samples} == set(ROUTER)
     assert made["eldr_tpot_seconds"].samples == {(("policy", "shortest-queue"),): [0.1]}
     shadow = (("policy", "shortest-queue"), ("shadow", "random"))

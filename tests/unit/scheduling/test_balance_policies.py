@@ -66,7 +66,7 @@ def test_every_slot_is_filled_once(
         assert len(set(indices)) == len(indices) == min(len(queue), sum(free))
         for w in range(len(state)):
             assert sum(decision.worker == w for _, decision in given_out) <= free[w]
-        assert all(d.reason == name and d.band == state.available.sum() for _, d in given_out)
+        assert all(d.reason == name and d.num_candidates == state.available.sum() for _, d in given_out)
         if not given_out:
             break
         queue = [h for n, h in enumerate(queue) if n not in indices]
@@ -131,7 +131,7 @@ def test_requests_are_placed_at_once_up_to_a_few_beyond_the_slots() -> None:
     assert not policy.queues
     state = Loads.of([5, 4, 4], [10, 900, 1000])
     decision = policy.select(request("r", 50), state, RNG)
-    assert (decision.worker, decision.band) == (1, 2)
+    assert (decision.worker, decision.num_candidates) == (1, 2)
     full = Loads.of([5, 5], [10, 900])
     assert policy.select(request("r", 50), full, RNG).worker == 0
 

@@ -84,7 +84,7 @@ class Traffic:
             expert_counts=counts.astype(np.uint16) if similarity is not None else None,
             domain=[None, "domain1", "domain2", "elsewhere"][rng.integers(4)],
             similarity=similarity, table_version=live.table_version,
-            signature_missing=similarity is None,
+            counts_missing=similarity is None,
             exclude=(self.replicas[0],) if rng.random() < 0.05 else (),
             prompt_key=f"k{rng.integers(20)}", may_wait=bool(rng.random() < 0.8),
         )  # fmt: skip
@@ -113,10 +113,12 @@ class Traffic:
 
     def take(self, client: str, placed: Lease) -> None:
         request = replace(placed.request, expert_counts=None, similarity=None, blocks=None)
-        lease = replace(placed, request=request, since_s=0.0)
+        lease = replace(placed, request=request, queued_at_s=0.0)
         self.waiting[client].pop(lease.request_id, None)
         self.held[client][lease.request_id] = lease
-        self.placed.append([lease.request_id, lease.replica, lease.band, lease.reason, bool(lease.best)])
+        self.placed.append(
+            [lease.request_id, lease.replica, lease.num_candidates, lease.reason, bool(lease.best)]
+        )
 
     def run(self, steps: int) -> list[list[Any]]:
         for step in range(steps):

@@ -68,7 +68,7 @@ def test_the_choice_minimises_the_sum_over_all_requests(seed: int, requests: int
     assert added == pytest.approx(expected, rel=0.01)  # probabilities are kept in 8 bits
     chosen = policy.select(newcomer, loads(placement), rng)
     assert added[chosen.worker] <= added.min() * (1 + 1e-6)
-    assert (chosen.band, chosen.reason) == (workers, "marginal-cost")
+    assert (chosen.num_candidates, chosen.reason) == (workers, "marginal-cost")
 
 
 @settings(max_examples=60)
@@ -280,7 +280,7 @@ def test_a_request_without_counts_is_placed_by_load_or_the_mean_of_others() -> N
     policy = make_policy("marginal-cost")
     bare = PlacementRequest("bare", None, 10, 5)
     first = policy.select(bare, Loads.of([2, 1]), RNG)
-    assert (first.worker, first.reason) == (1, "no-signature")
+    assert (first.worker, first.reason) == (1, "no-counts")
     policy.on_assigned(bare, 1)
     policy.on_assigned(request_like("a", 1), 0)
     later = policy.select(bare, Loads.of([1, 9], [40, 90]), RNG)

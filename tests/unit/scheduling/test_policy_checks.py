@@ -49,7 +49,7 @@ class Nearest(Policy):
         workers = loads.workers
         if not len(workers):
             raise NoWorkerError("none")
-        return Decision(int(workers[self.parameters.start % len(workers)]), 1, None, "nearest")
+        return Decision(int(workers[self.parameters.start % len(workers)]))
 
 class Late(Survival):
     pass
@@ -76,7 +76,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
     assert (policy.name, reads_counts(name), check_policy(type(policy), start=1)) == (name, True, [])
     state = router_state(policy=name, parameters={"start": 1})
     lease = place_one(state, "x")
-    assert (lease.replica, lease.reason, lease.policy) == ("r1", "nearest", name)
+    assert (lease.replica, lease.reason, lease.policy) == ("r1", name, name)
     assert RouterSettings(policy=name, parameters={"start": 3}).policy == name
     predicts: Any = make_policy("balance-route-horizon", predictor=f"{outside_module}:Late")
     assert isinstance(predicts.predictor, Survival)
@@ -149,21 +149,21 @@ def test_our_policies_pass_the_checks(name: str) -> None:
 
 class _IgnoresAvailability(Policy):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(0, 1, None, "first")
+        return Decision(0, reason="first")
 
 
 class _ChangesLoads(_IgnoresAvailability):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         worker = int(np.flatnonzero(loads.available)[0])
         loads.in_flight[worker] += 1
-        return Decision(worker, 1, None, "greedy")
+        return Decision(worker, reason="greedy")
 
 
 class _UsesOwnRandomness(Policy):
     _rng = np.random.default_rng()
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(self._rng.choice(loads.workers)), 1, None, "moody")
+        return Decision(int(self._rng.choice(loads.workers)), reason="moody")
 
 
 class _FailsForUnknownRequests(MarginalCost):
@@ -179,7 +179,7 @@ class _FailsForUnknownRequests(MarginalCost):
 
 class _NeverDispatches(QueuedPolicy):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(loads.workers[0]), 1, None, "now")
+        return Decision(int(loads.workers[0]), reason="now")
 
     def dispatch(self, waiting: Any, loads: Loads, rng: np.random.Generator) -> list[tuple[int, Decision]]:
         return []
@@ -202,7 +202,7 @@ class _HasUnserialisableParameter(_NeverDispatches):
         (_IgnoresAvailability, "select must raise NoWorkerError if no worker is available"),
         (_ChangesLoads, "select changed the loads, which belong to the caller"),
         (_UsesOwnRandomness, "two runs with the same seed chose different workers: use only `rng`"),
-        (_FailsForUnknownRequests, "requests without a usable signature: it raised AssertionError"),
+        (_FailsForUnknownRequests, "requests without usable counts: it raised AssertionError"),
         (_FailsForUnknownRequests, "notifications: it raised KeyError('nobody')"),
         (_NeverDispatches, "dispatch left requests waiting though no request runs"),
         (_DispatchesTwice, "dispatch must give each index into `waiting` at most once, and no other"),

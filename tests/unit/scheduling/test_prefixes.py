@@ -133,7 +133,8 @@ class Longest(Policy):
     """Chooses the worker that caches most of the prompt."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(loads.cached_tokens.argmax()), len(loads), None, "longest")
+        assert loads.cached_tokens is not None
+        return Decision(int(loads.cached_tokens.argmax()), num_candidates=len(loads), reason="longest")
 
 
 def fail(error: Exception) -> None:

@@ -82,24 +82,26 @@ def test_the_least_loaded_worker_within_the_band_is_chosen(
     policy = make_policy("locality-band", band=width).with_table(unit_table(k, band=0.5))
     decision = choose(policy, similarity, *in_flight)
     if not any(similarity):
-        assert decision.reason == "no-signature"
+        assert decision.reason == "no-counts"
         return
     values = np.float32(similarity).tolist()
     inside = [w for w in range(k) if values[w] >= max(values) - (0.5 if width is None else width)]
     worker = min(inside, key=lambda w: (in_flight[w], -values[w], w))
-    assert decision == Decision(worker, len(inside), pytest.approx(values[worker]), "locality-band")
+    assert decision == Decision(
+        worker, num_candidates=len(inside), similarity=pytest.approx(values[worker]), reason="locality-band"
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "table", "reason"),
     [
-        ({}, True, "no-signature"),
+        ({}, True, "no-counts"),
         ({"expert_counts": counts_for(1)}, False, "no-table"),
-        ({"expert_counts": np.zeros((2, 8), np.uint32)}, True, "no-signature"),
-        ({"expert_counts": np.ones((5, 8), np.uint32)}, True, "bad-signature"),
-        ({"expert_counts": np.ones(3, np.float32)}, True, "bad-signature"),
-        ({"similarity": np.ones(9, np.float32)}, True, "bad-signature"),
-        ({"similarity": np.full(3, np.nan, np.float32)}, True, "bad-signature"),
+        ({"expert_counts": np.zeros((2, 8), np.uint32)}, True, "no-counts"),
+        ({"expert_counts": np.ones((5, 8), np.uint32)}, True, "bad-counts"),
+        ({"expert_counts": np.ones(3, np.float32)}, True, "bad-counts"),
+        ({"similarity": np.ones(9, np.float32)}, True, "bad-counts"),
+        ({"similarity": np.full(3, np.nan, np.float32)}, True, "bad-counts"),
     ],
 )
 def test_load_decides_without_a_usable_signature(fields: dict[str, Any], table: bool, reason: str) -> None:

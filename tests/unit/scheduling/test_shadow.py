@@ -135,7 +135,7 @@ class OneWorker(Policy):
     """Places all requests on one worker."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(loads.workers[0]), 1, None, "first")
+        return Decision(int(loads.workers[0]), reason="first")
 
 
 def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval() -> None:

@@ -57,20 +57,20 @@ class LocalPool:
             self.during_fit()
         return trace_of(self.window.samples, "m")
 
-    async def look(self, status: dict[str, Any]) -> RouterView:
-        return await self.router.pool_looks(status | {"samples": len(self.window), "share": 1.0})
+    async def report_status(self, status: dict[str, Any]) -> RouterView:
+        return await self.router.report_pool(status | {"samples": len(self.window), "share": 1.0})
 
     async def table(self) -> bytes | None:
         return (await self.router.settings()).table
 
     async def swap(self, table: bytes, view: RouterView, *, refit: bool) -> int | None:
-        return await self.router.take_table(table, view.epoch, view.table_version, refit)
+        return await self.router.swap_fitted_table(table, view.epoch, view.table_version, refit)
 
     async def poll(self, times: int = 2) -> None:
         """Poll like the actor; two polls see a stable number of replicas."""
         for _ in range(times):
             self.coordinator.samples = len(self.window)
-            await self.coordinator.look(self.coordinator.status())
+            await self.coordinator.poll(self.coordinator.status())
 
     def serve(self, workers: int) -> None:
         replicas = tuple(f"r{number}" for number in range(workers))
@@ -267,12 +267,12 @@ async def test_samples_are_accepted_during_a_fit() -> None:
         return await asyncio.to_thread(function, *arguments)
 
     local.coordinator._fit = slow
-    looking = asyncio.create_task(local.poll())
+    polling = asyncio.create_task(local.poll())
     await making.wait()
     local.window.add([sample("late")])
     await local.poll(1)  # a concurrent poll fits no second table
     go_on.set()
-    await looking
+    await polling
     assert local.status["table"]["samples"] == 60
 
 
@@ -306,7 +306,7 @@ async def test_an_unreachable_actor_loses_only_its_own_samples(monkeypatch: pyte
     await first.add(traffic([0], 5))
     await second.add([*traffic([3], 5, begin=5), sample("x", shape=(1, 4))])
 
-    methods = {name: SimpleNamespace(remote=getattr(second, name)) for name in ("samples", "look")}
+    methods = {name: SimpleNamespace(remote=getattr(second, name)) for name in ("samples", "apply_settings")}
     handle = SimpleNamespace(**methods)
 
     def find(name: str) -> Any:
@@ -315,13 +315,13 @@ async def test_an_unreachable_actor_loses_only_its_own_samples(monkeypatch: pyte
         return handle
 
     monkeypatch.setattr(pool, "find_actor", find)
-    await first._ask_all()
+    await first._poll_actors()
     assert (first._coordinator.samples, first._alive) == (10, 2)
     assert list(first._refused.values()) == [1]
     trace = CalibrationTrace.from_bytes(await first.trace("t", 50))
     assert len(trace.ids) == 10
     assert await second.add([]) == 1.0
-    await first.look(settings, True)
+    await first.apply_settings(settings, True)
     assert first._share.all is False
 
 

@@ -83,7 +83,7 @@ def live_experts(vllm_config: VllmConfig) -> LiveExperts:
         raise ValueError(
             "this engine's experts cannot be moved: it does not run eldr-serve's expert parallelism"
         )
-    return LiveExperts(layers, _config(vllm_config).moves_a_slice, get_ep_group().cpu_group)
+    return LiveExperts(layers, _config(vllm_config).moves_per_slice, get_ep_group().cpu_group)
 
 
 def _live(vllm_config: VllmConfig) -> Iterator[LayerExperts]:

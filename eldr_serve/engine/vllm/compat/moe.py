@@ -132,7 +132,7 @@ def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
         if (other.global_num_experts, other.top_k) != (source.global_num_experts, source.top_k):
             raise UnsupportedEngineError(
                 f"MoE layer {index} chooses {other.top_k} of {other.global_num_experts} experts and layer "
-                f"{first} {source.top_k} of {source.global_num_experts}; a signature needs them equal: serve "
+                f"{first} {source.top_k} of {source.global_num_experts}; counts need them equal: serve "
                 "this model with vLLM's own connector, without locality"
             )
     return found

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import eldr_serve.engine.vllm.imports  # noqa: F401
 
+import copy
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from pydantic import ValidationError
@@ -31,6 +33,7 @@ with internal_imports():
     from vllm.v1.outputs import LogprobsLists
 
 _CHECKED = "2.60"
+_Client = TypeVar("_Client")
 try:
     from ray._common.usage.usage_lib import usage_stats_enabled
     from ray.llm._internal.common.callbacks.base import CallbackBase
@@ -81,6 +84,8 @@ __all__ = [
     "picklable_chat",
     "register_connector",
     "to_model_metadata",
+    "with_client",
+    "wrap_stream",
 ]
 
 # Request types of the endpoints that generate nothing, by the method of LLMServer.
@@ -159,6 +164,10 @@ _SERVING = {
 }
 
 
+# Method -> generator of the serving object's streams.
+_STREAMS = {"chat": "chat_completion_stream_generator", "completions": "completion_stream_generator"}
+
+
 def openai_serving(engine: Any, method: str) -> tuple[Any, str]:
     """Return vLLM's serving object for a method of Ray's VLLMEngine, and the name of the object's method.
 
@@ -170,16 +179,34 @@ def openai_serving(engine: Any, method: str) -> tuple[Any, str]:
     """
     attribute, create = _SERVING[method]
     serving = getattr(getattr(engine, "_app_state", None), attribute, None)
-    if not hasattr(serving, create):
-        raise RuntimeError(
-            f"ray {ray.__version__} has no VLLMEngine._app_state.{attribute}.{create}, which eldr-serve "
-            f"calls; it was checked on ray {_CHECKED}"
-        )
+    _require(serving, attribute, create)
     return serving, create
 
 
+def _require(serving: Any, attribute: str, *names: str) -> None:
+    for name in names:
+        if not hasattr(serving, name):
+            raise RuntimeError(
+                f"ray {ray.__version__} has no VLLMEngine._app_state.{attribute}.{name}, which eldr-serve "
+                f"uses; it was checked on ray {_CHECKED}"
+            )
+
+
+def with_client(serving: Any, wrap: Callable[[Any], _Client]) -> tuple[Any, _Client]:
+    """Return a copy of a serving object that uses `wrap(client)` in place of its engine client, and this."""
+    serving = copy.copy(serving)
+    serving.engine_client = client = wrap(serving.engine_client)
+    return serving, client
+
+
+def wrap_stream(serving: Any, method: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace the generator of a serving object's streams by `wrap(generator)`."""
+    name = _STREAMS[method]
+    setattr(serving, name, wrap(getattr(serving, name)))
+
+
 def check_serving(engine: Any) -> None:
-    """Raise an error unless vLLM has the serving objects of all endpoints where they are expected.
+    """Raise an error unless vLLM has all serving objects where they are expected, with the names used here.
 
     Ray itself calls embeddings and scores. Engines that generate text do not have these objects, so the
     names that Ray reads are looked up in the vLLM function that would set them.
@@ -189,7 +216,9 @@ def check_serving(engine: Any) -> None:
         UnsupportedEngineError: vLLM sets no attribute of that name.
     """
     for method in _SERVING:
-        openai_serving(engine, method)
+        serving, _ = openai_serving(engine, method)
+        if method in _STREAMS:
+            _require(serving, _SERVING[method][0], "engine_client", _STREAMS[method])
     check_sets(init_app_state, "openai_serving_models", "serving_tokenization")
     check_sets(init_generate_state, "openai_serving_chat", "openai_serving_completion")
     check_sets(init_pooling_state, "serving_embedding", "serving_scores")

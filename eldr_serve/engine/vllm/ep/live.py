@@ -21,12 +21,12 @@ class LiveExperts:
 
     Args:
         layers: all MoE layers of the model.
-        moves_a_slice: maximum number of experts that move between two steps.
+        moves_per_slice: maximum number of experts that move between two steps.
         group: process group of the ranks.
     """
 
-    def __init__(self, layers: Sequence[LayerExperts], moves_a_slice: int, group: Any) -> None:
-        self._layers, self._slice_size, self._group = dict(enumerate(layers)), moves_a_slice, group
+    def __init__(self, layers: Sequence[LayerExperts], moves_per_slice: int, group: Any) -> None:
+        self._layers, self._slice_size, self._group = dict(enumerate(layers)), moves_per_slice, group
         self._waiting: deque[list[Move]] = deque()
         self._moved, self._received = 0, 0  # since the start: experts moved by all ranks, bytes by this one
 

@@ -130,6 +130,6 @@ def start_layer(
     )  # fmt: skip
     if placement is not None:
         old, new = made.row[None], placement.physical_to_logical[layer][None]
-        for moves in sliced(old, aligned(old, new, topology.ranks), topology.ranks, config.moves_a_slice):
+        for moves in sliced(old, aligned(old, new, topology.ranks), topology.ranks, config.moves_per_slice):
             transfer({0: made}, moves, group)
     return made

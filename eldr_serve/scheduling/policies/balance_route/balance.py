@@ -96,11 +96,11 @@ class BalanceRoute(QueuedPolicy):
         workers = available(loads)
         candidates = workers
         if not self.parameters.queue:
-            most = self.parameters.slots + self.parameters.overcommit
-            below = workers[loads.in_flight[workers] < most]
+            max_in_flight = self.parameters.slots + self.parameters.overcommit
+            below = workers[loads.in_flight[workers] < max_in_flight]
             candidates = below if len(below) else workers
         worker = _best_worker(candidates, request, loads, self._score(len(workers)), self._project(loads))
-        return Decision(worker, len(candidates), None, self.name)
+        return Decision(worker, num_candidates=len(candidates), reason=self.name)
 
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
@@ -125,7 +125,10 @@ class BalanceRoute(QueuedPolicy):
         for index in admitted:
             overtaken.pop(index, None)
         self._overtaken = {waiting[index].request_id: times for index, times in overtaken.items()}
-        return [(index, Decision(int(workers[row]), len(workers), None, self.name)) for index, row in placed]
+        return [
+            (index, Decision(int(workers[row]), num_candidates=len(workers), reason=self.name))
+            for index, row in placed
+        ]
 
     def _overtaken_by_index(self, waiting: Sequence[PlacementRequest]) -> dict[int, int]:
         """Return how often each overtaken request was overtaken, by ascending index."""

@@ -23,10 +23,10 @@ class Slots:
 
     def next(self) -> int:
         """Return the worker with the most free slots; the largest minimum margin breaks ties."""
-        most = np.flatnonzero(self.free == self.free.max())
-        if len(most) == 1:
-            return int(most[0])
-        return int(most[(self._envelope - self._loads[most]).min(axis=1).argmax()])
+        freest = np.flatnonzero(self.free == self.free.max())
+        if len(freest) == 1:
+            return int(freest[0])
+        return int(freest[(self._envelope - self._loads[freest]).min(axis=1).argmax()])
 
     def margins(self, worker: int) -> NDArray[np.float64]:
         """Return the KV tokens below the heaviest worker h steps ahead, float64[H+1]."""

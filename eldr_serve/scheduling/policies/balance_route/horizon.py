@@ -79,9 +79,9 @@ class Forecast:
         by_request = self._guard.keyed_by_request
         keys = [request.request_id if by_request else request.prompt_key for request in waiting]
         tokens = np.array([request.prompt_tokens for request in waiting], np.int64)
-        most = np.array([request.max_new_tokens or self.horizon for request in waiting])
+        limits = np.array([request.max_new_tokens or self.horizon for request in waiting])
         expected = self._expected(np.zeros(len(waiting), np.int64), keys, tokens)
-        found: NDArray[np.int64] = np.clip(np.minimum(np.rint(expected), most), 1, self.horizon).astype(
+        found: NDArray[np.int64] = np.clip(np.minimum(np.rint(expected), limits), 1, self.horizon).astype(
             np.int64
         )
         return found

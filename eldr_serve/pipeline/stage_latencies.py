@@ -9,7 +9,7 @@ import numpy as np
 WINDOW = 256  # number of newest requests for the percentiles
 
 
-class Stages:
+class StageLatencies:
     """Times of the newest requests, by name of the stage.
 
     Stages of a request: `prefill` (the prefill call), `place` (router), `first_token` (decode call to its

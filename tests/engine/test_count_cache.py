@@ -1,4 +1,4 @@
-"""The signature cache against a plain dictionary."""
+"""The expert-count cache against a plain dictionary."""
 
 from __future__ import annotations
 

@@ -1,0 +1,74 @@
+"""ELDR's rule: expert locality filters the workers, and load decides."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from eldr_serve.scheduling.policies.base import Policy, available, shortest, worker_similarity
+from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
+
+
+class LocalityBand(Policy):
+    """ELDR's rule (paper, section 4.3.2): the least loaded worker within the band of the best match.
+
+    If the load bound excludes the whole band, the worker with the shortest queue is chosen.
+    """
+
+    name = "locality-band"
+
+    class Parameters(Policy.Parameters):
+        band: float | None = Field(
+            default=None,
+            ge=0,
+            le=2,
+            description="width of the band, cosine similarity: 0 is the nearest centroid only, 2 is "
+            "shortest queue; null: the table's",
+        )
+        max_load_ratio: float | None = Field(
+            default=None,
+            ge=1,
+            le=1e6,
+            description="workers above this multiple of the mean load leave the band; null (the paper): none",
+        )
+
+    parameters: Parameters
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available(loads)
+        if self.table is None:
+            return shortest(workers, loads, "no-table")
+        scored, why_not = self._score(request)
+        if scored is None:
+            return shortest(workers, loads, why_not)
+        similarity = worker_similarity(scored, len(loads)).astype(np.float64)
+        width = self.table.band if self.parameters.band is None else self.parameters.band
+        band = workers[similarity[workers] >= similarity[workers].max() - width]
+        if (bound := self.parameters.max_load_ratio) is not None:
+            mean = (loads.in_flight[workers].sum() + 1) / len(workers)
+            allowed = band[loads.in_flight[band] + 1 <= bound * mean]
+            if not len(allowed):
+                return shortest(workers, loads, "load-cap")
+            band = allowed
+        in_flight = loads.in_flight[band]
+        lightest = band[in_flight == in_flight.min()]
+        worker = int(lightest[similarity[lightest].argmax()])
+        return Decision(
+            worker, num_candidates=len(band), similarity=float(similarity[worker]), reason=self.name
+        )
+
+    def _score(self, request: PlacementRequest) -> tuple[NDArray[np.float32] | None, str]:
+        assert self.table is not None
+        similarity = request.similarity
+        if similarity is None:
+            if request.expert_counts is None:
+                return None, "no-counts"
+            try:
+                similarity = self.table.similarity(request.expert_counts)
+            except ValueError:
+                return None, "bad-counts"
+        if len(similarity) != len(self.table.centroids) or not np.isfinite(similarity).all():
+            return None, "bad-counts"
+        # A signature of zeros (only common experts, or no counts) is equally far from all centroids.
+        return (similarity, "") if np.any(similarity) else (None, "no-counts")
