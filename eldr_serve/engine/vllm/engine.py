@@ -119,12 +119,13 @@ class VllmEngine:
         if _has_one_answer(parsed):
             if request.sampled:
                 parsed.kv_transfer_params = {**(parsed.kv_transfer_params or {}), CALIBRATE: True}
-            serving, single = with_client(
+            serving, continuation = with_client(
                 serving,
                 lambda client: Continuation(client, send, parsed, _ids(request.generated), request.created),
             )
+            single = continuation
             if parsed.stream and is_plain(serving, parsed):
-                write = single.write
+                write = continuation.write
                 wrap_stream(serving, request.method, lambda generator: PlainStream(generator, write))
         answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
         if not isinstance(answer, AsyncGenerator):

@@ -257,16 +257,16 @@ async def test_samples_of_another_shape_than_the_live_table_cause_no_refit() -> 
     assert "the samples have 2 x 16" in local.status["last_refusal"]["why"]
 
 
-async def test_samples_are_accepted_during_a_fit() -> None:
+async def test_samples_are_accepted_during_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     local = LocalPool(60)
-    making, go_on = asyncio.Event(), asyncio.Event()
+    making, go_on, to_thread = asyncio.Event(), asyncio.Event(), asyncio.to_thread
 
     async def slow(function: Any, *arguments: Any) -> Any:
         making.set()
         await go_on.wait()
-        return await asyncio.to_thread(function, *arguments)
+        return await to_thread(function, *arguments)
 
-    local.coordinator._fit = slow
+    monkeypatch.setattr(asyncio, "to_thread", slow)
     polling = asyncio.create_task(local.poll())
     await making.wait()
     local.window.add([sample("late")])
