@@ -104,7 +104,7 @@ def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays(
     assert whole.status()["predictor"]["version"] == 1
 
 
-def test_requests_are_placed_by_predictions_that_learn_from_true_signatures(
+def test_requests_are_placed_by_predictions_that_learn_from_measured_counts(
     whole: Service, untrained: SignaturePredictor
 ) -> None:
     """Measured counts arrive both with streams and with whole answers."""

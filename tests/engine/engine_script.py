@@ -111,7 +111,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
 
     steps: list[dict[str, Any]] = []
     ran: Counter[str] = Counter()  # number of steps by kind of CUDA graph
-    signatures: dict[str, tuple[int, str]] = {}  # in the format of whole engines
+    prompt_counts: dict[str, tuple[int, str]] = {}  # in the format of whole engines
 
     class Recorder(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
@@ -121,7 +121,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
                 ran[scheduler_stats.cudagraph_stats.runtime_mode] += 1
             if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
                 steps.extend(scheduler_stats.kv_connector_stats["steps"])
-                signatures.update(scheduler_stats.kv_connector_stats["signatures"])
+                prompt_counts.update(scheduler_stats.kv_connector_stats["prompt_counts"])
 
         def log_engine_initialized(self) -> None: ...
 
@@ -180,10 +180,10 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
         "operators": sorted(operators.names),
         "steps": [step | {"fed": tokens} for step, tokens in zip(steps, fed, strict=False)],
         "decode_steps": len(fed),
-        "signatures": signatures,
+        "prompt_counts": prompt_counts,
         "cached_tokens": cached,
         "preemptions": samples["vllm:num_preemptions_total"],
-        "left_behind": [len(connector._tracked), len(connector._requests), len(connector._signatures)],
+        "left_behind": [len(connector._tracked), len(connector._requests), len(connector._prompt_counts)],
         "counted_steps": samples["eldr_decode_step_seconds_count"],
         "cores": [sorted(cores), sorted(os.sched_getaffinity(0))],
         "capture": [samples["eldr_capture_seconds_sum"], samples["eldr_capture_seconds_count"]],

@@ -68,7 +68,7 @@ def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) 
     report = {
         "drafting": engine.vllm_config.speculative_config is not None,
         "outputs": [list(output.outputs[0].token_ids) for output in outputs],
-        "signatures": [(output.kv_transfer_params or {}).get("eldr_expert_counts") for output in outputs],
+        "prompt_counts": [(output.kv_transfer_params or {}).get("eldr_expert_counts") for output in outputs],
         "steps": steps,
         "records": records,
     }

@@ -74,7 +74,7 @@ def test_the_pressure_was_real(report: dict[str, Any], name: str) -> None:
 def test_all_counts_equal_an_uncached_recomputation(
     report: dict[str, Any], name: str, choices: Callable[[list[int]], np.ndarray]
 ) -> None:
-    """Signatures, decode counts, routes and step records, integer by integer."""
+    """Prompt counts, decode counts, routes and step records, integer by integer."""
     batches = BATCHES[:SHORT] if "short" in RUNS[name] else BATCHES
     assert len(report["records"]) == sum(prompts for _, prompts, _ in batches)
     assert len(report["steps"]) > 40
@@ -88,7 +88,7 @@ def test_all_counts_equal_an_uncached_recomputation(
 def test_a_whole_engine_sends_the_same_counts(
     report: dict[str, Any],
 ) -> None:
-    assert report["signatures"] == {
+    assert report["prompt_counts"] == {
         r["request"]: [len(r["prompt"]), r["eldr_prefill"]] for r in report["records"]
     }
 

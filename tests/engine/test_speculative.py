@@ -114,9 +114,9 @@ def test_a_prefill_engine_with_a_drafter_counts_only_its_prompts(
     report = run("prefill")
     assert report["drafting"]
     assert [len(output) for output in report["outputs"]] == [1] * len(PROMPTS)  # although more were requested
-    for prompt, signature in zip(PROMPTS, report["signatures"], strict=True):
+    for prompt, packed in zip(PROMPTS, report["prompt_counts"], strict=True):
         expected = np.zeros((tiny_model.LAYERS, tiny_model.EXPERTS), int)
         for token in choices(prompt):
             for layer, experts in enumerate(token):
                 expected[layer, experts] += 1
-        np.testing.assert_array_equal(unpack_counts(signature), expected)
+        np.testing.assert_array_equal(unpack_counts(packed), expected)

@@ -199,9 +199,9 @@ class DecodeEngine(BlockEngine):
         self._peers = peers
         self._heartbeat_s = lease_s / 3
         self.prefixes: dict[tuple[int, ...], tuple[int, ...]] = {}  # prompt up to the end of a block -> block
-        self._asked: dict[str, asyncio.Future[tuple[int, str]]] = {}  # signatures, by request
+        self._asked: dict[str, asyncio.Future[tuple[int, str]]] = {}  # expert counts, by request
 
-    async def signature(self, request_id: str) -> tuple[int, str]:
+    async def expert_counts(self, request_id: str) -> tuple[int, str]:
         """See protocol.Engine."""
         asked: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         self._asked[request_id] = asked

@@ -241,12 +241,12 @@ MUTATIONS = (
         "next(iter(self._waiting))",
     ),
     Mutation(
-        "what tenants use at other ingresses does not count",
+        "what tenants take at other ingresses does not count",
         "eldr_serve.limits.tenants",
         "tenant.requests.add_remote_usage(charged[0] - known[0])",
     ),
     Mutation(
-        "ingresses are not told what tenants use elsewhere",
+        "ingresses are not told what tenants take elsewhere",
         "eldr_serve.limits.shared_limits",
         "return {name: item[1] for name, item in self._usage.items() if name != ingress}",
         "return {}",

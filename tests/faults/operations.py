@@ -163,7 +163,7 @@ class Operator:
 
     async def work(self, faults: list[str], every_s: float, until_s: float) -> None:
         """Inject a fault every `every_s`, each kind in turn, but none into a role that still recovers."""
-        self._shape = await asyncio.to_thread(self._signature_shape)
+        self._shape = await asyncio.to_thread(self._counts_shape)
         due: list[str] = []
         counting = asyncio.create_task(self._count())
         while time.monotonic() + every_s < until_s:
@@ -229,7 +229,7 @@ class Operator:
         path["retry_backoff_s"] = 0.051 if path.get("retry_backoff_s", 0.05) == 0.05 else 0.05
         application.deploy(self._arguments)
 
-    def _signature_shape(self) -> tuple[int, int]:
+    def _counts_shape(self) -> tuple[int, int]:
         source = self._arguments["decode_config"]["model_loading_config"]["model_source"]
         fields = json.loads((Path(source) / "config.json").read_text())
         return fields["num_hidden_layers"], fields["num_local_experts"]

@@ -66,7 +66,7 @@ def test_bad_input_is_reported_in_one_sentence() -> None:
     assert "no-router spin" in peers(systems="eldr,no-router", turns=2)
 
 
-def test_the_signature_caches_share_falls_with_the_block_size() -> None:
+def test_the_count_caches_share_falls_with_the_block_size() -> None:
     shape = shape_of("Qwen/Qwen3-30B-A3B")
     small, large = (
         compare(shape, block_size=size, dtype_bytes=2, ranks=1, kv_gib=0.1)["share_of_kv_pct"]

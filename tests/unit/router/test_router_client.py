@@ -17,7 +17,7 @@ from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Lease, State
 
 
-async def test_a_client_scores_a_signature_and_the_router_places_it() -> None:
+async def test_a_client_scores_counts_and_the_router_places_it() -> None:
     async with router_and_client("r0", "r1") as (actor, client):
         for name in "ab":  # the first one receives the table
             lease = await client.place(request(name), counts_for(1))

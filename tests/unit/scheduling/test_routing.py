@@ -104,7 +104,7 @@ def test_the_least_loaded_worker_within_the_band_is_chosen(
         ({"similarity": np.full(3, np.nan, np.float32)}, True, "bad-counts"),
     ],
 )
-def test_load_decides_without_a_usable_signature(fields: dict[str, Any], table: bool, reason: str) -> None:
+def test_load_decides_without_usable_counts(fields: dict[str, Any], table: bool, reason: str) -> None:
     policy = make_policy("locality-band").with_table(unit_table(3) if table else None)
     decision = policy.select(request(**fields), loads(2, 1, 0), RNG)
     assert (decision.worker, decision.reason, decision.similarity) == (2, reason, None)
