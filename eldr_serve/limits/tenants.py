@@ -53,10 +53,10 @@ class Bucket:
     def charge(self, units: float) -> None:
         """Use units, whatever is left; negative units are returned to the bucket."""
         self.charged += units
-        self.add_remote_usage(units)
+        self.add_usage(units)
 
-    def add_remote_usage(self, units: float) -> None:
-        """Count units that another process has used."""
+    def add_usage(self, units: float) -> None:
+        """Count units that this process or another one has used."""
         self._refill()
         self._used = max(self._used + units, 0.0)
 
@@ -197,8 +197,8 @@ class Tenants:
             for name, charged in tenants.items():
                 if tenant := self._tenants.get(name):
                     known = before.get(name, (0.0, 0.0))
-                    tenant.requests.add_remote_usage(charged[0] - known[0])
-                    tenant.tokens.add_remote_usage(charged[1] - known[1])
+                    tenant.requests.add_usage(charged[0] - known[0])
+                    tenant.tokens.add_usage(charged[1] - known[1])
         self._remote_usage = usage
 
     def read_changed_keys(self) -> Keys | None:

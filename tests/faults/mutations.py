@@ -243,7 +243,7 @@ MUTATIONS = (
     Mutation(
         "what tenants take at other ingresses does not count",
         "eldr_serve.limits.tenants",
-        "tenant.requests.add_remote_usage(charged[0] - known[0])",
+        "tenant.requests.add_usage(charged[0] - known[0])",
     ),
     Mutation(
         "ingresses are not told what tenants take elsewhere",

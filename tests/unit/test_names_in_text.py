@@ -1,0 +1,109 @@
+"""Docstrings and pages name only classes' attributes, modules and members that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+from shipped import PACKAGES, ROOT, modules
+from test_pages import PAGES
+
+_DOTTED = re.compile(r"(?<![\w./-])(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*(?![\w/.-]*/)")
+_FILES = (".json", ".md", ".py", ".yaml")
+_WITHOUT_ATTRIBUTES = {"ABC", "Exception", "Generic", "NamedTuple", "Protocol", "object"}
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """Yield all names that are bound in the node, attributes of `self` and nested names included."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield inner.name
+        elif isinstance(inner, ast.alias):
+            yield (inner.asname or inner.name).split(".")[0]
+        elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+            yield inner.id
+        elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+            yield inner.attr
+
+
+class _Known:
+    """The modules and classes of some sources, and what they define."""
+
+    def __init__(self, sources: dict[str, str]) -> None:
+        self.trees = {name: ast.parse(source) for name, source in sources.items()}
+        self.members: dict[str, set[str]] = defaultdict(set)
+        for name, tree in self.trees.items():
+            self.members[name].update(_bound(tree))
+            while name:
+                name, _, last = name.rpartition(".")
+                self.members[name].add(last)
+        self.attributes: dict[str, set[str]] = defaultdict(set)
+        self.bases: dict[str, set[str]] = defaultdict(set)
+        for tree in self.trees.values():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    self.attributes[node.name].update(_bound(node))
+                    names = (ast.unparse(base).partition("[")[0] for base in node.bases)
+                    self.bases[node.name].update(name.rpartition(".")[2] for name in names)
+
+    def has(self, owner: str, attribute: str) -> bool:
+        """Return whether the class has the attribute, or may inherit it from a foreign class."""
+        if owner not in self.attributes:
+            return owner not in _WITHOUT_ATTRIBUTES
+        return attribute in self.attributes[owner] or any(
+            base == owner or self.has(base, attribute) for base in self.bases[owner]
+        )
+
+    def missing(self, text: str) -> Iterator[str]:
+        """Yield the dotted names in a text that do not exist."""
+        for found in _DOTTED.finditer(text):
+            parts = found[0].split(".")
+            if any(owner in self.attributes and not self.has(owner, name) for owner, name in pairwise(parts)):
+                yield found[0]
+            elif parts[0] in PACKAGES and not found[0].endswith(_FILES):
+                module = next(
+                    m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in self.members
+                )
+                rest = found[0][len(module) + 1 :].split(".")[0]
+                if rest and rest not in self.members[module]:
+                    yield found[0]
+
+    def missing_in_docstrings(self) -> Iterator[str]:
+        """Yield the module and the name for each name that does not exist."""
+        for module, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, _Documented):
+                    for name in self.missing(ast.get_docstring(node) or ""):
+                        yield f"{module}: {name}"
+
+
+KNOWN = _Known({name: path.read_text("utf-8") for name, path in modules()})
+
+
+def test_docstrings_name_what_exists() -> None:
+    assert not [*KNOWN.missing_in_docstrings()]
+
+
+def test_pages_name_what_exists() -> None:
+    current = [page for page in PAGES if "decisions" not in page.parts and page.name != "CHANGELOG.md"]
+    found = {page.relative_to(ROOT).as_posix(): [*KNOWN.missing(page.read_text())] for page in current}
+    assert not {page: names for page, names in found.items() if names}
+
+
+def test_names_that_do_not_exist_are_found() -> None:
+    known = _Known(
+        {
+            "eldr_serve.a": "class Old:\n    def __init__(self):\n        self.seen = 1\n",
+            "eldr_serve.b": "class New(Old):\n    made: int\nclass Foreign(vllm.Engine): ...\n",
+        }
+    )
+    good = (
+        "New.made, New.seen, Foreign.any, `eldr_serve.b.New`, eldr_serve.a, Other.name and eldr_serve/a.py."
+    )
+    assert not [*known.missing(good)]
+    bad = ["New.gone", "eldr_serve.b.New.gone", "eldr_serve.c", "eldr_serve.a.New"]
+    assert [*known.missing(" ".join(bad))] == bad
