@@ -11,7 +11,7 @@ _CLIENT = {"tpot_p50_ms": "TPOT p50", "tpot_p99_ms": "TPOT p99", "ttft_p50_ms": 
 
 
 def step_answers(rows: list[dict[str, Any]], *, clock: str = "engine time") -> list[str]:
-    """Return one sentence for each policy that has a baseline, on its experts and time a decode step.
+    """Return one sentence for each policy that has a baseline, on its experts and time per decode step.
 
     Changes are relative to the baseline, the best policy by load alone in that figure, with 95 % intervals
     over paired rounds.
@@ -21,8 +21,8 @@ def step_answers(rows: list[dict[str, Any]], *, clock: str = "engine time") -> l
         clock: name of the time that engines report: "CPU time" on CPUs, else "engine time".
     """
     figures = (
-        ("active_experts", "reads", ("fewer experts", "more experts"), "a step"),
-        ("engine_ms_per_token", "its steps take", (f"less {clock}", f"more {clock}"), "a token"),
+        ("active_experts", "reads", ("fewer experts", "more experts"), "per step"),
+        ("engine_ms_per_token", "its steps take", (f"less {clock}", f"more {clock}"), "per token"),
     )
     found = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""The figures of a comparison: one row a policy, each value with its interval and against a baseline."""
+"""The figures of a comparison: one row per policy, each value with its interval and against a baseline."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def method(rounds: int) -> str:
 def policy_rows(
     policies: list[str], trials: list[Trial], *, warm_up_s: int, seconds: int, slo: Slo, seed: int
 ) -> list[dict[str, Any]]:
-    """Return one row a policy, in the order of `policies`; missing figures are None.
+    """Return one row per policy, in the order of `policies`; missing figures are None.
 
     Changes of STEPS are means over rounds; the trial of a policy is paired with the baseline's trial in that
     round. The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. The best of

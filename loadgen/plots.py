@@ -109,7 +109,7 @@ def lines(
 
 
 def changes(panels: Sequence[tuple[str, str, Sequence[Change]]]) -> Figure:
-    """Return a plot with one panel a figure: a dot and interval a policy, a tick a round, a line at 0.
+    """Return a plot with one panel per figure: a dot and interval per policy, a tick per round, a line at 0.
 
     Args:
         panels: title, axis label and changes of each panel.

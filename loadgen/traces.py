@@ -74,7 +74,7 @@ def replay(
     Raises:
         BadInput: a speed or a cap that is not above 0.
     """
-    for name, value in (("trace speed", speed), ("characters a token", chars_per_token)):
+    for name, value in (("trace speed", speed), ("characters per token", chars_per_token)):
         if not (math.isfinite(value) and value > 0):
             raise BadInput(f"{name} is {value}, it must be above 0")
     if max_prompt_tokens is not None and max_prompt_tokens < 1:

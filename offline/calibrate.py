@@ -55,7 +55,7 @@ class EngineActor:
 def trace_texts(
     tracer: Tracer, prompts: Sequence[Prompt], sampling: Sampling, chat: bool
 ) -> list[dict[str, Any]]:
-    """Return one record a prompt; prompts that exceed the context are cut at their end."""
+    """Return one record per prompt; prompts that exceed the context are cut at their end."""
     room = tracer.max_model_len - sampling.max_tokens
     tokens = [prompt_tokens(tracer.tokenizer, p.text, chat)[:room] for p in prompts]
     return trace_tokens(tracer, prompts, tokens, [sampling] * len(tokens))
@@ -64,7 +64,7 @@ def trace_texts(
 def trace_tokens(
     tracer: Tracer, prompts: Sequence[Prompt], tokens: Sequence[list[int]], sampling: Sequence[Sampling]
 ) -> list[dict[str, Any]]:
-    """Return one record a prompt, given as token ids."""
+    """Return one record per prompt, given as token ids."""
     return [
         {"id": prompt.id, "domain": prompt.domain, **traced}
         for prompt, traced in zip(prompts, tracer.trace(tokens, sampling), strict=True)
@@ -129,7 +129,7 @@ def build_trace(
     )
     if trace.top_k != top_k:
         raise BadInput(
-            f"engines counted {trace.top_k} experts a token, the model's configuration has {top_k}"
+            f"engines counted {trace.top_k} experts per token, the model's configuration has {top_k}"
         )
     if not routes:
         return trace
@@ -238,7 +238,7 @@ def _top_k(model: str) -> int:
     for name in ("num_experts_per_tok", "experts_per_token", "moe_topk", "top_k_experts"):
         if getattr(text_config, name, None):
             return int(getattr(text_config, name))
-    raise BadInput(f"the configuration of {model} does not set the number of experts a token uses")
+    raise BadInput(f"the configuration of {model} does not set the number of experts per token uses")
 
 
 if __name__ == "__main__":

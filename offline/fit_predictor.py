@@ -22,7 +22,7 @@ def fit_predictor(
     trace: Annotated[Path, typer.Option(help="CalibrationTrace file with token ids, from `eldr calibrate`.")],
     out: Annotated[Path, typer.Option(help="SignaturePredictor file to write (safetensors).")],
     rank: Annotated[
-        int, typer.Option(min=1, help="Numbers a token id; the file has 4 x rank bytes for each token id.")
+        int, typer.Option(min=1, help="Numbers per token id; the file has 4 x rank bytes for each token id.")
     ] = 64,
     report: Annotated[Path | None, typer.Option(help="Write the results of the fit (JSON).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the folds that choose the penalty.")] = 0,

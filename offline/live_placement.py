@@ -85,7 +85,7 @@ class Planner:
 
     Args:
         cost: cost of a layer on the ranks.
-        top_k: experts a token.
+        top_k: experts per token.
         prompts: number of newest prompts in the forecast.
         min_gain: share of the slowest ranks' time that a swap must save.
         seed: of the rounding.

@@ -22,7 +22,7 @@ from eldr_serve.files import write_all
 from loadgen.results import print_table
 from offline.placement.cost import LayerCost
 from offline.placement.evaluate import Rule, evaluate, metro_rule, sample_batches, serve_even
-from offline.placement.grace import slots_a_rank
+from offline.placement.grace import slots_per_rank
 from offline.placement.locality import local_rule
 from offline.placement.methods import METHODS, Ints, Problem, Report
 from offline.scenario import observed, routes_of
@@ -34,7 +34,7 @@ Trace = Annotated[
     Path, typer.Option(help="Routes: a CalibrationTrace (offline.calibrate --routes) or GPT-OSS records.")
 ]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="One placement a decode worker, from its cluster's steps.")
+    int | None, typer.Option(min=1, help="One placement per decode worker, from its cluster's steps.")
 ]
 ClusterOf = Annotated[
     Path | None, typer.Option(help="RoutingTable that assigns requests to workers; default: fitted here.")
@@ -80,7 +80,7 @@ def place(
     loaded = observed(routes_of(trace))
     num_experts = loaded.prefill_counts.shape[2]
     num_slots = _slots(num_experts, slots, redundant)
-    slots_a_rank(num_experts, num_slots, ranks)
+    slots_per_rank(num_experts, num_slots, ranks)
     order = np.random.default_rng(seed).permutation(len(loaded.ids))
     fit, held_out = np.split(order, [len(order) // 2])
     fingerprint = loaded.fingerprint

@@ -4,7 +4,7 @@
     python -m benchmarks.engine.capture_overhead --requests 0 --wide-requests 0 (parts alone: no engine)
 
 The parts run our own code on tensors of Qwen3-30B-A3B's shape, as in the paper's Table 1, with a prompt
-prefilled in one step. The paper's total is 0.86 ms a request, 1.2 % of TTFT. On a GPU (--device cuda) the
+prefilled in one step. The paper's total is 0.86 ms per request, 1.2 % of TTFT. On a GPU (--device cuda) the
 device counts; on a CPU one core counts, so `count scatter` is far larger there. The engine rows use one
 engine with the demo model. A switch selects our connector and scheduler or vLLM's own
 (benchmarks/lib/switched.py), for each pair of prompts in random order; the two prompts differ in their first

@@ -2,10 +2,10 @@
 
     python -m benchmarks.engine.signature_bytes --gptoss RECORDS
 
-The shape is Qwen3-30B-A3B's: 48 layers, 128 experts, 8 a token. `even` chooses experts uniformly at random;
+The shape is Qwen3-30B-A3B's: 48 layers, 128 experts, 8 per token. `even` chooses experts uniformly at random;
 with `tastes`, each prompt prefers some experts in each layer (normal noise in the scores, twice as strong as
 the tokens' own). `GPT-OSS-20B` uses its published routes: eight prompts' counts [24, 32] side by side, which
-gives 16 of 128 experts a token. Compare packed_p50_bytes (the text) with cells_bytes (the counts before
+gives 16 of 128 experts per token. Compare packed_p50_bytes (the text) with cells_bytes (the counts before
 compression).
 """
 

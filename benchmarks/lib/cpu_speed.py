@@ -58,7 +58,7 @@ class CpuSpeed:
 
 @contextmanager
 def probed(folder: Path) -> Iterator[None]:
-    """Record the speed of this process's cores several times a second, in `folder`/cpu_speed_CORE.jsonl.
+    """Record the speed of this process's cores several times per second, in `folder`/cpu_speed_CORE.jsonl.
 
     A line is [Unix time, s; CPU time of the product, s; stolen ticks so far; all ticks so far].
     """

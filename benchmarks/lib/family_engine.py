@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.lib.replay_engine import free_port
 from eldr_serve.engine.vllm.config import ENVIRONMENT, engine_kwargs
 
-CHUNK = 48  # tokens a step, unless blocks are longer
+CHUNK = 48  # tokens per step, unless blocks are longer
 OUTPUT = 12  # tokens generated for each prompt
 
 

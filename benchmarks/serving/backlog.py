@@ -148,7 +148,7 @@ def backlog(
         url, status = client.url, client.status
         if warm_up:
             asyncio.run(send_all(url, sent[:warm_up], timeout_s))
-            time.sleep(2.0)  # counters are reported once a second
+            time.sleep(2.0)  # counters are reported once per second
         before = status()["counters"]
         found = asyncio.run(send_all(url, sent[warm_up:], timeout_s, seconds))
         time.sleep(2.0)
@@ -160,8 +160,8 @@ def backlog(
             "requests": requests, "tokens": tokens, "warm_up": warm_up, "deployment": deployment.stem,
             "errors": errors[:5],
         },
-        notes="one prefill and one decode engine, one token an answer; engines, ingress and the client share "
-        "the cores, and each client waits for its Retry-After",
+        notes="one prefill and one decode engine, one token per answer; engines, ingress and the client "
+        "share the cores, and each client waits for its Retry-After",
     )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def _measure(
             rows.append(row | {"errors": errors(answers)})
             typer.echo(
                 f"{way}, {count} streams of {tokens}: {rows[-1]['tokens_per_s']:.0f} tokens/s, "
-                f"{rows[-1]['server_us_per_token']:.0f} us a token",
+                f"{rows[-1]['server_us_per_token']:.0f} us per token",
                 err=True,
             )
     return rows

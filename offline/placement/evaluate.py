@@ -105,7 +105,7 @@ def work_of(
 
 
 def forwarded_copies(ranks: Ints, topology: Topology) -> tuple[float, float]:
-    """Return (near, far) copies a token and layer if a token is sent once to another node, then within it.
+    """Return (near, far) copies per token and layer if a token is sent once to another node, then within it.
 
     This is GRACE-MoE's dispatch (section 5.1); `work_of` counts one copy to every rank on any node.
     """

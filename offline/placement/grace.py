@@ -1,4 +1,4 @@
-"""GRACE-MoE's placement in the form that engines load: an equal number of slots a rank."""
+"""GRACE-MoE's placement in the form that engines load: an equal number of slots per rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def grace_placement(
     layers, experts = tokens.shape
     if together.shape != (layers, experts, experts):
         raise ValueError(f"affinity of shape {together.shape} does not match load of shape {tokens.shape}")
-    capacity = slots_a_rank(experts, num_physical, topology.ranks)
+    capacity = slots_per_rank(experts, num_physical, topology.ranks)
     if ratio is None:
         ratio = knee_ratio(together, topology, capacity=capacity, seed=seed)
     rows, reports = [], []
@@ -85,11 +85,11 @@ def knee_ratio(
     return RATIOS[knee(curve)]
 
 
-def slots_a_rank(num_experts: int, num_physical: int, ranks: int) -> int:
+def slots_per_rank(num_experts: int, num_physical: int, ranks: int) -> int:
     """Return P / G.
 
     Raises:
-        ValueError: slots that do not divide by the ranks, fewer than experts, or more a rank than experts.
+        ValueError: slots that do not divide by the ranks, fewer than experts, or more per rank than experts.
     """
     if num_physical % ranks:
         raise ValueError(f"{num_physical} slots do not divide by {ranks} ranks")

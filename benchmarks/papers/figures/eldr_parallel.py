@@ -119,7 +119,7 @@ def _compared(group: str, rate: float, means: dict[tuple[str, str], dict[str, An
 
 FIGURES = {
     "expert-parallel": Figure(
-        "TPOT at 2P8D with TP=4 and EP=4 a worker (Figure 18)",
+        "TPOT at 2P8D with TP=4 and EP=4 per worker (Figure 18)",
         "locality-band with per-decoder placement against the best load balancer, language, 24 to 56 "
         "requests/s: median -2.7 to -4.3 %, p99 -0.6 to -2.0 % (Qwen3-235B-A22B)",
         expert_parallel,

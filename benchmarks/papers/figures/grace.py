@@ -245,7 +245,7 @@ def generalisation(options: Options) -> Rows:
 
 
 def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
-    """Return (name, hosts, rule, replicas a layer) of each arm of figure 5, and its equal-slot variants."""
+    """Return (name, hosts, rule, replicas per layer) of each arm of figure 5, and its equal-slot variants."""
     topology, experts = fit.topology, fit.load.shape[1]
     primary = fit.grouped(knee_ratio(fit.affinity, topology))
     fixed, dynamic = fit.replicated(primary, 1), fit.replicated(primary, None)

@@ -32,7 +32,7 @@ RATIOS = (1.0, 1.125, 1.25, 1.5)
 BATCHES = 40  # drawn for each seed
 
 # An A100: 1.555 TB/s and 312 TFLOP/s at 40 %, which makes the FFN about as long as in Figure 6 (281 to
-# 370 us); Qwen3-30B-A3B's layer of 128 experts, 8 a token, 2 bytes a weight.
+# 370 us); Qwen3-30B-A3B's layer of 128 experts, 8 per token, 2 bytes a weight.
 BYTES_PER_S, FLOP_PER_S = 0.4 * 1.555e12, 0.4 * 312e12
 EXPERTS, TOP_K, WEIGHTS = 128, 8, 3 * 2048 * 768
 REST_S = 180e-6  # of a layer, for any batch: METRO's saving in Figure 11, 81 - 29 us, is 10 % of it
@@ -207,7 +207,7 @@ _PANELS = ("model", "batch_size", "batch_a_rank")
 FIGURES = {
     "fig4": Figure(
         "What balancing tokens does to activated experts: the example",
-        "2 activated experts a GPU when tokens are balanced, 1 in the ideal",
+        "2 activated experts per GPU when tokens are balanced, 1 in the ideal",
         figure_4,
     ),
     "fig5": Figure(

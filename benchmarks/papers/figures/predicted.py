@@ -58,7 +58,7 @@ from offline.simulation.run import simulate
 
 GROUPS = ("all", "language", "task")
 WORKERS = (8, 16)
-BATCH = 16  # mean requests a worker that arrivals aim at
+BATCH = 16  # mean requests per worker that arrivals aim at
 PER_WORKER = 150  # requests
 MEASURED = 500  # prompts that methods are compared on
 LEARNT = 600  # prompts of a stream before its domains change, and as many after

@@ -75,7 +75,7 @@ def test_the_signature_caches_share_falls_with_the_block_size() -> None:
     assert small == pytest.approx(2 * large)
     assert small == pytest.approx(100 * 48 * 128 / (16 * 2 * 48 * 2 * 4 * 128))
     assert smallest_block_size(shape, 2, 1) == 13
-    # With two bytes of KV a token, blocks are so large that one byte cannot count their tokens.
+    # With two bytes of KV per token, blocks are so large that one byte cannot count their tokens.
     assert smallest_block_size(Shape(1, 1024, ((1, 1, 1),)), 1, 1) == 4 * 102_400
     assert smallest_block_size(Shape(1, 2, ((1, 1, 1),)), 1, 1) == 200
     assert smallest_block_size(Shape(1, 3, ((1, 1, 1),)), 1, 1) == 2 * 300

@@ -1,6 +1,6 @@
 """How soon what a client or an ingress has left is free again: the serving code on virtual time.
 
-The network takes 1 ms a message, and engines a few ms for what they do. The same on processes, where the
+The network takes 1 ms per message, and engines a few ms for what they do. The same on processes, where the
 machine's load decides: tests/unit/replicas/test_real_processes.py.
 """
 
