@@ -9,7 +9,8 @@ choices are replaced (one copy per layer). All requests have about `--context` t
 of the whole step, with scheduling and sampling, without asynchronous scheduling.
 Rows of level `fit` are time = fixed + per request * batch + per expert * active experts, summed over layers.
 Rows of level `package` come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with
-vLLM 0.24): a MoE layer's time by active experts, and whole steps with 1,024 tokens of context and the package's own routing.
+vLLM 0.24): a MoE layer's time by active experts, and whole steps with 1,024 tokens of context and the
+package's own routing.
 """
 
 from __future__ import annotations
