@@ -74,16 +74,16 @@ def placement_effects(rows: list[dict[str, Any]], trials: list[Trial], clock: st
         ("active_experts", "Experts read a decode step"),
         ("engine_ms_per_token", f"{clock} per token"),
     ):
-        found = []
+        by_policy = []
         for row in rows:
             if row.get(f"{key}_change_pct") is None:
                 continue
             value, *ends = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
             low, high = (math.nan if end is None else end for end in ends)
             each = changes_by_round(row["policy"], row[f"{key}_baseline"], trials, key)
-            found.append(Change(row["policy"], value, low, high, each))
+            by_policy.append(Change(row["policy"], value, low, high, each))
         against = next((row[f"{key}_baseline"] for row in rows if f"{key}_baseline" in row), "the baseline")
-        panels.append((title[0].upper() + title[1:], f"change against {against}, %", found))
+        panels.append((title[0].upper() + title[1:], f"change against {against}, %", by_policy))
     return changes(panels)
 
 

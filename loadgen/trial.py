@@ -70,14 +70,14 @@ class Trial:
 
         The last answers of a closed loop are not measured, since they run with ever fewer others.
         """
-        found = []
+        records = []
         for record in self.requests:
             due_s, until_s = record["due_s"], math.inf
             if due_s is None:
                 due_s, until_s = record["sent_s"] + (record.get("end_s") or 0.0), warm_up_s + seconds
             if warm_up_s <= due_s < until_s:
-                found.append(record)
-        return found
+                records.append(record)
+        return records
 
 
 @dataclass(frozen=True)

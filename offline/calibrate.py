@@ -134,8 +134,8 @@ def build_trace(
     if not routes:
         return trace
     offsets = np.concatenate([[0], np.cumsum(trace.decode_steps, dtype=np.int64)])
-    found = np.concatenate([unpack_routes(record["eldr_routes"]) for record in records])
-    return replace(trace, routes=found, route_offsets=offsets)
+    unpacked = np.concatenate([unpack_routes(record["eldr_routes"]) for record in records])
+    return replace(trace, routes=unpacked, route_offsets=offsets)
 
 
 def _sample_of(record: dict[str, Any]) -> ExpertSample:
@@ -226,8 +226,8 @@ def _run_pool(
 def _vocabulary(model: str) -> dict[str, int]:
     from transformers import AutoTokenizer
 
-    found: dict[str, int] = AutoTokenizer.from_pretrained(model).get_vocab()
-    return found
+    vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(model).get_vocab()
+    return vocabulary
 
 
 def _top_k(model: str) -> int:

@@ -113,7 +113,7 @@ class Planner:
         Raises:
             ValueError: the replicas have different shapes, so that no single placement fits.
         """
-        shapes = {(found["ranks"], found["slots"]) for found in held.values()}
+        shapes = {(engine["ranks"], engine["slots"]) for engine in held.values()}
         if len(shapes) > 1:
             raise ValueError(f"decode replicas have {len(shapes)} kinds of slots: no one placement fits them")
         ((ranks, slots),) = shapes
@@ -122,7 +122,7 @@ class Planner:
         tokens = np.maximum(counts[:, 0].sum(axis=1) / self._top_k, 1)
         work, topology = expected_workload(counts, tokens, 1), Topology(ranks=ranks)
         last = self._last
-        if last is not None and any(found["placement"] != last.id for found in held.values()):
+        if last is not None and any(engine["placement"] != last.id for engine in held.values()):
             last = None  # another process has moved them, or a replica is new
         start = None if last is None else last.physical_to_logical
         rows = director_placement(

@@ -91,8 +91,8 @@ def place(
             loaded.decode_routes(mine), num_experts, num_slots, topology, batch, groups, layer_cost,
             token_bytes, seed,
         )  # fmt: skip
-        placement, found = _placed(problem, method, loaded, fingerprint, name, others, expert_bytes)
-        rows += found
+        placement, new_rows = _placed(problem, method, loaded, fingerprint, name, others, expert_bytes)
+        rows += new_rows
         files |= placement.files(path)
         if export == "vllm":
             files[path.with_suffix(".vllm.jsonl")] = placement.to_vllm()

@@ -174,11 +174,11 @@ def _engine(
         engine = _Engine(job, port, stack)
         for number in range(-_WARM_UP, requests):
             first, *rest = rng.integers(1, 4000, tokens).tolist()
-            found = {}
+            by_capture = {}
             for place, capture in enumerate(rng.permutation([False, True]).tolist()):
-                found[capture] = engine.prefill([1 + (first + place) % 3999, *rest], capture)
+                by_capture[capture] = engine.prefill([1 + (first + place) % 3999, *rest], capture)
             if number >= 0:
-                timed.append((found[False][0], *found[True]))
+                timed.append((by_capture[False][0], *by_capture[True]))
     plain, captured, counting = map(list, zip(*timed, strict=True))
     ttft_ms = 1000 * float(np.median(plain))
     added = [on - off for off, on in zip(plain, captured, strict=True)]

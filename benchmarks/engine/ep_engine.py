@@ -129,10 +129,10 @@ def ep_choice(
     started = partial(
         EpEngine, model, ranks=ranks, redundant=most - experts, moves_a_slice=64, max_batch=max(batches)
     )
-    found = in_turns(journal, keys, started, measure, minutes)
+    trials = in_turns(journal, keys, started, measure, minutes)
     rows: list[dict[str, Any]] = []
     for size in batches:
-        measured = {arm: [found[turn, size, *arm] for turn in range(rounds)] for arm in arms}
+        measured = {arm: [trials[turn, size, *arm] for turn in range(rounds)] for arm in arms}
         rows += choice_rows(measured, size, seed)
     inputs = settings | {"rounds": rounds}
     publish("ep_choice", rows, inputs=inputs, seed=seed, out=out, notes=_CHOICE_NOTES)
@@ -191,8 +191,8 @@ def ep_shift(
     started = partial(
         EpEngine, model, ranks=ranks, redundant=slots - experts, moves_a_slice=moves_a_slice, max_batch=batch
     )
-    found = in_turns(journal, keys, started, measure, minutes)
-    rows = list(shift_rows({name: [found[turn, name] for turn in range(rounds)] for name in plans}, seed))
+    trials = in_turns(journal, keys, started, measure, minutes)
+    rows = list(shift_rows({name: [trials[turn, name] for turn in range(rounds)] for name in plans}, seed))
     inputs = settings | {"rounds": rounds}
     publish("ep_shift", rows, inputs=inputs, seed=seed, out=out, notes=_SHIFT_NOTES)
     journal.remove()
@@ -203,7 +203,7 @@ def _followed(
     turn: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Decode each window's prompts (`traffic` has their indices) under the plan; return summaries."""
-    found: list[dict[str, Any]] = []
+    summaries: list[dict[str, Any]] = []
     held, seen = start, None
     for window, (coming, prompts) in enumerate(zip(traffic, windows, strict=True)):
         began = perf_counter()
@@ -211,9 +211,9 @@ def _followed(
         plan_s = perf_counter() - began
         target, expected = planned or (None, None)
         decoded = engine.decode(prompts, tokens, name=f"{turn}/{window}", migrate_to=target, load=expected)
-        found.append(summary(decoded) | _moved(decoded, plan_s))
+        summaries.append(summary(decoded) | _moved(decoded, plan_s))
         held, seen = decoded.placement, decoded.routed
-    return found
+    return summaries
 
 
 def _all_arms(

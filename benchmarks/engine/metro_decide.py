@@ -49,9 +49,9 @@ def metro_decide(
             hosts = hosts_of(eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks), experts, ranks)
             batches = [(rng.uniform(size=(LAYERS, experts)) < 0.6).astype(np.int32) for _ in range(16)]
             for form, layers, timed in _forms(hosts, batches):
-                found = p50_p99_us(timed(calls))
+                times = p50_p99_us(timed(calls))
                 row = {"form": form, "experts": experts, "ranks": ranks, "replication": slots / experts}
-                rows.append(row | {"layers": layers, **found, "p50_us_per_layer": found["p50_us"] / layers})
+                rows.append(row | {"layers": layers, **times, "p50_us_per_layer": times["p50_us"] / layers})
     cuda = "" if torch.cuda.is_available() else "; no CUDA device here, so the kernel is not in the table"
     publish(
         "metro_decide", rows, seed=seed, out=out, inputs={"calls": calls},
@@ -61,16 +61,16 @@ def metro_decide(
 
 def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int, Timed]]:
     """Return (name, layers at once, function that times some decisions) of each implementation."""
-    found: list[tuple[str, int, Timed]] = []
+    forms: list[tuple[str, int, Timed]] = []
     for layers in (1, LAYERS):
         plan = MetroPlan.of(hosts[:layers])
         arrays = [batch[:layers] for batch in batches]
         tensors = [torch.from_numpy(a) for a in arrays]
-        found.append(("numpy", layers, partial(_by_clock, plan.route, arrays)))
-        found.append(("torch, CPU", layers, partial(_by_clock, TorchMetro(plan).route, tensors)))
+        forms.append(("numpy", layers, partial(_by_clock, plan.route, arrays)))
+        forms.append(("torch, CPU", layers, partial(_by_clock, TorchMetro(plan).route, tensors)))
     if torch.cuda.is_available():
-        found.append(("triton, CUDA graph", LAYERS, partial(_by_events, hosts, batches)))
-    return found
+        forms.append(("triton, CUDA graph", LAYERS, partial(_by_events, hosts, batches)))
+    return forms
 
 
 def _by_clock(route: Callable[[Any], object], batches: list[Any], calls: int) -> list[float]:

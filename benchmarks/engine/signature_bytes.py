@@ -63,9 +63,9 @@ def signature_bytes(
         for name, taste in (("even", 0.0), ("tastes", 2.0))
     ]
     if gptoss is not None:
-        found = read_gptoss(gptoss, prompt_steps=_LENGTHS[0], decode_steps=1).prefill_counts
-        found = found[rng.permutation(len(found))[: 8 * prompts]]
-        beside = found.reshape(-1, 2, 4, *found.shape[1:]).transpose(0, 1, 3, 2, 4).reshape(-1, L, E)
+        counts = read_gptoss(gptoss, prompt_steps=_LENGTHS[0], decode_steps=1).prefill_counts
+        counts = counts[rng.permutation(len(counts))[: 8 * prompts]]
+        beside = counts.reshape(-1, 2, 4, *counts.shape[1:]).transpose(0, 1, 3, 2, 4).reshape(-1, L, E)
         rows.append(row("GPT-OSS-20B", _LENGTHS[0], list(beside)))
     publish(
         "signature_bytes", rows, inputs={"gptoss": gptoss and gptoss.name}, seed=seed, out=out,

@@ -123,12 +123,12 @@ def composed_steps(
     whole = [record for record in records if record["requests"] == batch]
     layers = len(whole[0]["active_by_layer"])
     first = whole[0]["step"]
-    found = [record for record in whole if _WARM_UP <= record["step"] - first < len(wanted)]
-    for record in found:
+    timed = [record for record in whole if _WARM_UP <= record["step"] - first < len(wanted)]
+    for record in timed:
         each, activated = wanted[record["step"] - first], record["active_by_layer"]
         if activated != [each] * layers:
             raise RuntimeError(f"a step should activate {each} experts per layer, but activated {activated}")
-    return [Step(batch, sum(r["active_by_layer"]), r["seconds"], r["took"]) for r in found]
+    return [Step(batch, sum(r["active_by_layer"]), r["seconds"], r["took"]) for r in timed]
 
 
 def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:

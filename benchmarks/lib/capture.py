@@ -62,9 +62,9 @@ class Captured:
 
     def split(self, name: str, fit: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Split a workload's requests at random: one part to fit on, one to measure with."""
-        found = np.random.default_rng(seed).permutation(self.group(name))
-        cut = round(fit * len(found))
-        return found[:cut], found[cut:]
+        shuffled = np.random.default_rng(seed).permutation(self.group(name))
+        cut = round(fit * len(shuffled))
+        return shuffled[:cut], shuffled[cut:]
 
     def routes(self, request: int) -> NDArray[np.unsignedinteger]:
         """Return [T, L, k]: the experts of one request's decode steps."""

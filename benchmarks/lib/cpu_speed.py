@@ -74,8 +74,8 @@ def probed(folder: Path) -> Iterator[None]:
 def _ticks(core: int) -> tuple[int, int]:
     """Return the ticks of the core that the hypervisor stole, and all ticks."""
     with open("/proc/stat") as lines:
-        found = next(line for line in lines if line.startswith(f"cpu{core} "))
-    ticks = [int(part) for part in found.split()[1:9]]
+        times = next(line for line in lines if line.startswith(f"cpu{core} "))
+    ticks = [int(part) for part in times.split()[1:9]]
     return ticks[7], sum(ticks)
 
 

@@ -87,15 +87,15 @@ def shadow_simulated(
     for count, per_expert in product(map(int, workers.split(",")), map(float, per_expert_us.split(","))):
         cost = StepCost(per_expert_s=1e-6 * per_expert)
         cluster = Cluster(decode=Decode(workers=count, cost=cost), handoff_fixed_s=_HANDOFF_S)
-        found: dict[str, list[dict[str, Any]]] = {"closed": [], "open": []}
+        by_loop: dict[str, list[dict[str, Any]]] = {"closed": [], "open": []}
         for number in range(seed, seed + seeds):
             sent = _requests(experts, count * per_worker, output_tokens, number)
             pair = _pair(names, sent, cluster, experts, count * in_flight, number)
-            found["closed"].append(row(*pair))
+            by_loop["closed"].append(row(*pair))
             rate = len(sent) / float(np.ptp(pair[1].last_s))  # that of the second policy
             sent = _at_rate(sent, rate, number)
-            found["open"].append(row(*_pair(names, sent, cluster, experts, None, number)))
-        for loop, made in found.items():
+            by_loop["open"].append(row(*_pair(names, sent, cluster, experts, None, number)))
+        for loop, made in by_loop.items():
             rows.append({"workers": count, "per_expert_us": per_expert, "loop": loop} | mean(made))
     publish(
         "shadow_simulated", rows, seed=seed, out=out,

@@ -50,8 +50,8 @@ def served(rank: int = 64) -> Method:
     def predicted(fit: Prompts, test: Prompts) -> Floats:
         predictor, _ = fit_signature_predictor(fit.trace, rank=rank)
         counts = np.array([predictor.predict(prompt) for prompt in test.trace.prompts], np.float64)
-        found: Floats = counts.reshape(len(counts), -1) / test.trace.prompt_tokens[:, None]
-        return found
+        frequencies: Floats = counts.reshape(len(counts), -1) / test.trace.prompt_tokens[:, None]
+        return frequencies
 
     return predicted
 
@@ -82,8 +82,8 @@ def decode_ridge(fit: Prompts, test: Prompts) -> Floats:
     """Predict likewise, fitted to the experts of decode; deviations from the mean prefill."""
     decode = fit.trace.decode_probability.reshape(fit.frequencies.shape).astype(np.float64)
     predicted = chi_square_ridge(replace(fit, frequencies=decode), test)
-    found: Floats = predicted - decode.mean(axis=0) + fit.frequencies.mean(axis=0)
-    return found
+    shifted: Floats = predicted - decode.mean(axis=0) + fit.frequencies.mean(axis=0)
+    return shifted
 
 
 def presence_ridge(fit: Prompts, test: Prompts) -> Floats:
@@ -123,8 +123,8 @@ def route_table(fit: Prompts, test: Prompts) -> Floats:
     mean = fit.frequencies.mean(axis=0)
     sums = np.zeros((fit.trace.vocabulary, len(mean)))
     times = np.zeros(len(sums))
-    for prompt, found in zip(fit.trace.prompts, token_frequencies(fit.trace.prompts), strict=True):
-        np.add.at(sums, prompt, found - mean)
+    for prompt, frequency in zip(fit.trace.prompts, token_frequencies(fit.trace.prompts), strict=True):
+        np.add.at(sums, prompt, frequency - mean)
         np.add.at(times, prompt, 1)
     return _table(sums, times, 1.0, mean, test)
 
@@ -161,8 +161,8 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
             stale += 1
             if loss < best:
                 best, stale, predicted = loss, 0, network(new)
-    found: Floats = mean + scale * predicted.double().numpy()
-    return found
+    frequencies: Floats = mean + scale * predicted.double().numpy()
+    return frequencies
 
 
 def head(parts: int) -> Method:
@@ -170,7 +170,7 @@ def head(parts: int) -> Method:
 
     def predicted(fit: Prompts, test: Prompts) -> Floats:
         heads = [prompt[: -(-len(prompt) // parts)] for prompt in test.trace.prompts]
-        return np.array([found.mean(axis=0) for found in token_frequencies(heads)], np.float64)
+        return np.array([of_prompt.mean(axis=0) for of_prompt in token_frequencies(heads)], np.float64)
 
     return predicted
 
@@ -181,17 +181,17 @@ def last_turn(fit: Prompts, test: Prompts) -> Floats:
     A prompt that is alone in its domain gets the mean of the fitted prompts.
     """
     domains = np.array(test.trace.domains)
-    found = np.tile(fit.frequencies.mean(axis=0), (len(domains), 1))
+    predicted = np.tile(fit.frequencies.mean(axis=0), (len(domains), 1))
     for domain in np.unique(domains):
         members = np.flatnonzero(domains == domain)
         if len(members) > 1:
-            found[members] = test.frequencies[np.roll(members, 1)]
-    return found
+            predicted[members] = test.frequencies[np.roll(members, 1)]
+    return predicted
 
 
 def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
     """Return all methods by name; those that need the demo model's weights only for traces of that model."""
-    found: dict[str, Method] = {
+    methods: dict[str, Method] = {
         "prefill": lambda fit, test: test.frequencies,
         "served predictor, rank 64": served(),
         "served predictor, rank 16": served(16),
@@ -204,13 +204,13 @@ def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
         "session's last turn": last_turn,
     }
     if is_of_the_demo_model(trace):
-        found |= {
+        methods |= {
             "token table, of routes": route_table,
             "ridge, model's embeddings": embedding_ridge,
             "first tenth of the prompt": head(10),
             "cached first half of the prompt": head(2),
         }
-    return found
+    return methods
 
 
 def _table(sums: Any, times: Any, prior: float, mean: Floats, test: Prompts) -> Floats:

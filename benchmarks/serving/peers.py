@@ -110,10 +110,10 @@ def _servers(
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         polled = "-polled" in systems[0]
         urls = stack.enter_context(vllm_servers(arguments, port=port + 1, logs=logs, our_connector=polled))
-        found: dict[str, Send] = {}
+        sends: dict[str, Send] = {}
         for number, system in enumerate(systems):
             if system.startswith("no-router"):
-                found[system] = lambda http, body: _by_hand(http, urls, body)
+                sends[system] = lambda http, body: _by_hand(http, urls, body)
                 continue
             assert venv is not None
             policy = system.partition("/")[2] or "round_robin"
@@ -121,8 +121,8 @@ def _servers(
             router = vllm_router(
                 venv, policy, number, ["--vllm-pd-disaggregation", *servers], port=port, logs=logs
             )
-            found[system] = sender(stack.enter_context(router))
-        yield found
+            sends[system] = sender(stack.enter_context(router))
+        yield sends
 
 
 async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) -> Answer:
@@ -150,7 +150,7 @@ async def _trial(
 
     Requests that begin together would queue for prefill together.
     """
-    found = {}
+    rows = {}
     spent: list[Counter[str]]  # when the first that counts begins, and when the last ends
 
     async def sent(number: int, last: int) -> Answer:
@@ -173,8 +173,8 @@ async def _trial(
             counted = answers[warm_up : warm_up + requests]
             row = summary(counted, answers[warm_up - 1].end)
             cpu = {part: 1000 * (s - spent[0][part]) / requests for part, s in spent[1].items()}
-            found[str(in_flight)] = row | {"errors": errors(counted), "cpu_ms": cpu}
-    return found
+            rows[str(in_flight)] = row | {"errors": errors(counted), "cpu_ms": cpu}
+    return rows
 
 
 def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -204,9 +204,9 @@ def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, f
 
     def of(name: str, column: str) -> list[float]:
         loads = [trial["loads"] for trial in trials if trial["system"] == name]
-        return [found[load][column] for found in loads if load in found]
+        return [load_rows[load][column] for load_rows in loads if load in load_rows]
 
-    found: dict[str, Interval] = {}
+    intervals: dict[str, Interval] = {}
     for other in dict.fromkeys(trial["system"] for trial in trials):
         if other == system:
             continue
@@ -214,13 +214,13 @@ def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, f
         if other.startswith("vllm-router"):
             for column, short in (("requests_per_s", "requests_per_s"), ("tpot_p50_ms", "tpot")):
                 pairs = list(zip(of(system, column), of(other, column), strict=False))
-                found[f"{short}_over_{name}_pct"] = median_ci([100 * (a / b - 1) for a, b in pairs])
+                intervals[f"{short}_over_{name}_pct"] = median_ci([100 * (a / b - 1) for a, b in pairs])
         elif other.startswith("no-router"):
             pairs = list(zip(of(system, "ttft_p50_ms"), of(other, "ttft_p50_ms"), strict=False))
-            found[f"ttft_beyond_{name}_ms"] = median_ci([a - b for a, b in pairs])
+            intervals[f"ttft_beyond_{name}_ms"] = median_ci([a - b for a, b in pairs])
     return {
         f"{name}{suffix}": value
-        for name, interval in found.items()
+        for name, interval in intervals.items()
         for suffix, value in zip(("", "_low", "_high"), interval, strict=True)
     }
 
@@ -281,8 +281,8 @@ def peers(
     trials: list[dict[str, Any]] = list(journal.known.values()) if journal else []
     order = random.Random(seed + len(trials))
 
-    def keep(system: str, found: dict[str, Any]) -> None:
-        trials.append({"system": system, "loads": found})
+    def keep(system: str, rows: dict[str, Any]) -> None:
+        trials.append({"system": system, "loads": rows})
         if journal:
             journal.put(str(len(trials)), trials[-1])
 
@@ -311,9 +311,9 @@ def _measure_round(
         with start(up) as sends:
             for turn in range(turns + (turns > 1)):
                 for system in order.sample(list(sends), k=len(sends)):
-                    found = asyncio.run(trial(sends[system]))
+                    rows = asyncio.run(trial(sends[system]))
                     if turn or turns == 1:  # the first of several is a warm-up
-                        keep(system, found)
+                        keep(system, rows)
 
 
 def _groups(systems: list[str], turns: int) -> list[list[str]]:

@@ -105,14 +105,14 @@ def _parsed(loads: str) -> list[tuple[int, float]]:
 def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per way, count and load."""
     keys = ("way", "streams", "tokens", "gap_ms")
-    found = medians(
+    summaries = medians(
         rows, keys=keys, with_interval=("ttft_p99_ms", "tokens_per_s", "server_us_per_token"),
         summed=("requests", "failures", "leases_left"),
     )  # fmt: skip
-    for row in found:
+    for row in summaries:
         mine = [one["errors"] for one in rows if all(one[name] == row[name] for name in keys)]
         row["errors"] = dict(sum(map(Counter, mine), Counter()))
-    return found
+    return summaries
 
 
 def streams(

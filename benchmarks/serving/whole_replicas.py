@@ -107,16 +107,16 @@ async def _trial(
     if not enough.is_set():
         raise BadInput(f"the workload has {next(numbers)} requests, a trial needs {warm_up + requests + 1}")
     (begun, before), (ended, after) = marks
-    found = summary(counted)
-    found["requests_per_s"] = (requests - found["failures"]) / (ended - begun)
-    found["tokens_per_s"] *= (max(a.end for a in counted) - min(a.start for a in counted)) / (ended - begun)
+    figures = summary(counted)
+    figures["requests_per_s"] = (requests - figures["failures"]) / (ended - begun)
+    figures["tokens_per_s"] *= (max(a.end for a in counted) - min(a.start for a in counted)) / (ended - begun)
     cpu = {part: s - before[part] for part, s in after.items()}
-    tokens = found["tokens_per_s"] * (ended - begun)
-    found["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
-    found["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # a request
+    tokens = figures["tokens_per_s"] * (ended - begun)
+    figures["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
+    figures["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # per request
     unix_s = time.time() - time.perf_counter()
-    found["span"] = [unix_s + begun, unix_s + max(a.end for a in counted)]
-    return found | {"errors": errors(counted)}
+    figures["span"] = [unix_s + begun, unix_s + max(a.end for a in counted)]
+    return figures | {"errors": errors(counted)}
 
 
 def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
@@ -176,7 +176,7 @@ def whole_replicas(
     wanted = _chosen("system", systems, SYSTEMS, "vllm-router", vllm_router_venv)
     loads = _chosen("workload", workloads, WORKLOADS, "sessions", trace)
     records = read_trace(trace) if trace else []
-    if not all(found.hash_ids for found in records):
+    if not all(record.hash_ids for record in records):
         raise BadInput(f"{trace} names no prefix blocks; give Mooncake's conversation trace")
     if calibration is None:
         observed = captured(prompts, work, requests=2400, seed=seed).trace
@@ -241,8 +241,8 @@ class _Rounds:
                 side, _, name = system.partition("/")
                 chosen, totals = opened[side]
                 send, before = chosen(name), totals()
-                found = asyncio.run(_trial(send, chains, **sizes)) | means(before, totals())
-                keep(f"{number}/{load}/{system}", found)
+                figures = asyncio.run(_trial(send, chains, **sizes)) | means(before, totals())
+                keep(f"{number}/{load}/{system}", figures)
 
     def _burn_in(self, send: Send, order: random.Random) -> None:
         """Send load that does not count."""
@@ -260,10 +260,10 @@ def _measured(
     journal = Journal(record, inputs) if record else None
     trials: dict[str, dict[str, Any]] = dict(journal.known) if journal else {}
 
-    def keep(key: str, found: dict[str, Any]) -> None:
-        trials[key] = found
+    def keep(key: str, figures: dict[str, Any]) -> None:
+        trials[key] = figures
         if journal:
-            journal.put(key, found)
+            journal.put(key, figures)
 
     with ExitStack() as stack:
         kept = record.with_suffix(".cpu_speed") if record else None
@@ -290,10 +290,10 @@ def _publish(
         for name, told in (("wall", trials), ("even", even))
         for row in rows(told, systems, workloads)
     ]
-    slow = {key: {name: found[name] for name in ("slow", "slow_cpu")} for key, found in even.items()}
+    slow = {key: {name: trial[name] for name in ("slow", "slow_cpu")} for key, trial in even.items()}
     publish(
         "whole_replicas", table,
-        inputs=inputs | {"trials": {key: found | slow[key] for key, found in trials.items()}},
+        inputs=inputs | {"trials": {key: trial | slow[key] for key, trial in trials.items()}},
         seed=seed, out=out,
         notes="closed loop, greedy; two sets of four whole engines, of which one has requests at a time, "
         "share the cores with client and serving layer; cpu_ms includes the idle cost of both sets",

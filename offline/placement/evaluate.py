@@ -145,7 +145,7 @@ def evaluate(
     copies = batches.shape[1] * token_bytes
     total = work.tokens.sum(axis=0)
     near, far = forwarded_copies(ranks, topology)
-    found = {
+    figures = {
         "experts_worst_rank": work.activated.max(axis=-1).mean(),
         "experts_mean_rank": work.activated.mean(),
         "token_skew": (work.tokens.max(axis=-1) / work.tokens.mean(axis=-1)).mean(),
@@ -157,5 +157,5 @@ def evaluate(
         "far_forwarded": far,
     }
     if cost is not None:
-        found["layer_us"] = 1e6 * cost.layer_s(work).mean()
-    return {key: float(value) for key, value in found.items()}
+        figures["layer_us"] = 1e6 * cost.layer_s(work).mean()
+    return {key: float(value) for key, value in figures.items()}

@@ -83,10 +83,10 @@ def methods(options: Options) -> Rows:
         }
 
     rows: Rows = []
-    for (group, name, size), found in each_seed(options, cases, run):
+    for (group, name, size), results in each_seed(options, cases, run):
         row: dict[str, Any] = {"workload": group, "method": name, "prompts": size}
-        for key in found[0]:
-            row |= over_seeds(key, [one[key] for one in found])
+        for key in results[0]:
+            row |= over_seeds(key, [one[key] for one in results])
         rows.append(row)
     return rows
 
@@ -149,7 +149,7 @@ def shift(options: Options) -> Rows:
         told["online"] = online_counts(trace, predictor, stream)
         told["mean of recent prompts"] = recent_mean_counts(trace, predictor, stream)
         changed = len(before[USUAL:][:LEARNT])
-        found = _placed(trace, told, stream, 8, options, seed, in_order=True, since=changed)
+        figures = _placed(trace, told, stream, 8, options, seed, in_order=True, since=changed)
         for name, counts in told.items():
             for part, (start, end) in {
                 "before": (0, changed), "first_100": (changed, changed + 100),
@@ -160,8 +160,8 @@ def shift(options: Options) -> Rows:
                     frequencies_of(trace, c, there)
                     for c in (counts, trace.prefill_counts, told["mean of recent prompts"])
                 )
-                found[name][f"{part}_cosine"] = agreement(frequency, truth, mean)["cosine"]
-        return found
+                figures[name][f"{part}_cosine"] = agreement(frequency, truth, mean)["cosine"]
+        return figures
 
     return _gains(
         options, [(group,) for group in ("language", "task")], lambda case, seed: run(case[0], seed)
@@ -187,10 +187,10 @@ def gptoss(options: Options) -> Rows:
             "predicted, four fifths": np.maximum(predicted, 0),
         }
         counts = {name: as_counts(trace, frequency) for name, frequency in told.items()}
-        found = _placed(trace, counts, everyone, case[1], options, seed)
+        figures = _placed(trace, counts, everyone, case[1], options, seed)
         for name, frequency in told.items():
-            found[name]["cosine"] = agreement(frequency, decode, means)["cosine"]
-        return found
+            figures[name]["cosine"] = agreement(frequency, decode, means)["cosine"]
+        return figures
 
     return _gains(options, [("GPT-OSS-20B", k) for k in WORKERS], run)
 
@@ -199,12 +199,12 @@ def _accuracy(prompts: Prompts, fit: Index, test: Index, predicted: Floats) -> d
     """Compare deviations from the fitted prompts' means with those of decode and of prefill."""
     decode = decode_frequencies(prompts.trace)
     mean = prompts.frequencies[fit].mean(axis=0)
-    found = agreement(predicted, prompts.frequencies[test], mean)
+    accuracy = agreement(predicted, prompts.frequencies[test], mean)
     shifted = predicted - mean + decode[fit].mean(axis=0)
     return {
         "decode_cosine": agreement(shifted, decode[test], decode[fit].mean(axis=0))["cosine"],
-        "prefill_cosine": found["cosine"],
-        "prefill_gain": found["gain"],
+        "prefill_cosine": accuracy["cosine"],
+        "prefill_gain": accuracy["gain"],
     }
 
 
@@ -258,28 +258,28 @@ def _placed(
         # An answer of one token has no TPOT.
         return {f"tpot_p{q}_ms": 1e3 * float(np.nanpercentile(times, q)) for q in (50, 99)}
 
-    found = {name: tpot(name, experts) for name in BALANCERS}
-    return found | {name: tpot("marginal-cost", replace(experts, counts=c)) for name, c in told.items()}
+    figures = {name: tpot(name, experts) for name in BALANCERS}
+    return figures | {name: tpot("marginal-cost", replace(experts, counts=c)) for name, c in told.items()}
 
 
 def _gains(options: Options, cases: Sequence[tuple[Any, ...]], run: Any) -> Rows:
     """Return a row per case and signature: changes against each seed's best balancer, and shares of gain."""
     rows: Rows = []
-    for case, found in each_seed(options, cases, run):
-        for name in found[0]:
+    for case, runs in each_seed(options, cases, run):
+        for name in runs[0]:
             if name in BALANCERS:
                 continue
             row: dict[str, Any] = {"workload": case[0], "workers": case[1] if len(case) > 1 else 8}
             row["signature"] = name
             for q in (50, 99):
                 mine, true = (
-                    [change_pct(seed[key][f"tpot_p{q}_ms"], _best(seed, q)) for seed in found]
+                    [change_pct(seed[key][f"tpot_p{q}_ms"], _best(seed, q)) for seed in runs]
                     for key in (name, "true prefill")
                 )
                 row |= over_seeds(f"p{q}_change_pct", mine)
                 row |= _share(f"p{q}_share_of_gain_pct", mine, true)
-            extra = [key for key in found[0][name] if key.endswith("cosine")]
-            rows.append(row | {key: float(np.mean([seed[name][key] for seed in found])) for key in extra})
+            extra = [key for key in runs[0][name] if key.endswith("cosine")]
+            rows.append(row | {key: float(np.mean([seed[name][key] for seed in runs])) for key in extra})
     return rows
 
 
@@ -294,8 +294,8 @@ def _share(key: str, mine: Sequence[float], true: Sequence[float]) -> dict[str, 
     return {key: value, f"{key}_ci_low": low, f"{key}_ci_high": high}
 
 
-def _best(found: dict[str, dict[str, float]], q: int) -> float:
-    return min(found[name][f"tpot_p{q}_ms"] for name in BALANCERS)
+def _best(figures: dict[str, dict[str, float]], q: int) -> float:
+    return min(figures[name][f"tpot_p{q}_ms"] for name in BALANCERS)
 
 
 _NOT_IN_PAPERS = "not in the papers"

@@ -116,12 +116,12 @@ def _tokens(
     steps = int(trace.decode_steps[0])
     _, layers, experts = trace.prefill_counts.shape
     routes = trace.routes.reshape(-1, steps, layers, trace.top_k)
-    found = np.zeros((steps, layers, ranks, experts), np.float32)
+    tokens = np.zeros((steps, layers, ranks, experts), np.float32)
     step, layer, _ = np.ogrid[:steps, :layers, : trace.top_k]
     for place, request in enumerate(chosen):
         mine = np.roll(routes[request], int(rng.integers(steps)), axis=0)
-        found[step, layer, place % ranks, mine] += 1  # the experts of a token are distinct
-    return found
+        tokens[step, layer, place % ranks, mine] += 1  # the experts of a token are distinct
+    return tokens
 
 
 def correction(trace: CalibrationTrace, past: NDArray[np.int64]) -> NDArray[np.float64]:
