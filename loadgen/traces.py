@@ -19,7 +19,7 @@ from loadgen.arrivals import Arrival
 from loadgen.lines import numbered_lines
 from loadgen.workload import Prompt
 
-BLOCK_TOKENS = 512  # prompt tokens a hash id of a Mooncake trace
+BLOCK_TOKENS = 512  # prompt tokens per hash id of a Mooncake trace
 _CSV_HEADER = "timestamp_s,prompt_tokens,output_tokens"
 
 

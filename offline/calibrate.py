@@ -38,7 +38,7 @@ from loadgen.progress import progress_bar
 from loadgen.workload import Prompt, balanced_sample, read_prompts
 
 _FIRST_PORT = 25600  # NIXL side channels; one range each, for the ranks of tensor parallelism
-_BATCH = 16  # prompts of an actor's call; also the most that a resumed run repeats, an actor
+_BATCH = 16  # prompts of an actor's call; also the most that a resumed run repeats, per actor
 
 
 class EngineActor:

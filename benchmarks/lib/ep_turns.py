@@ -1,6 +1,7 @@
 """Shared parts of the benchmarks of EP engines: arms take turns on one engine; a journal keeps results.
 
-The model is the demo model with wide experts and an extra head, in 32 bits, so that all arms answer alike.
+The model is the demo model with wide experts and an extra head, in 32 bits, so that all arms give equal
+answers.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Bench:
         }  # fmt: skip
 
     def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
-        """Place and replay every load in every arm; arms alternate, so that machine speed affects all alike.
+        """Place and replay every load in every arm; arms alternate, so that all meet the same machine speeds.
 
         A request's times are the medians of its `repeats` replays; steps are those of all replays.
         """

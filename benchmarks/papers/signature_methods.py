@@ -79,7 +79,7 @@ def chi_square_ridge(fit: Prompts, test: Prompts) -> Floats:
 
 
 def decode_ridge(fit: Prompts, test: Prompts) -> Floats:
-    """Predict likewise, fitted to the experts of decode; deviations from the mean prefill."""
+    """Predict from a fit to the experts of decode, shifted to the mean of prefill."""
     decode = fit.trace.decode_probability.reshape(fit.frequencies.shape).astype(np.float64)
     predicted = chi_square_ridge(replace(fit, frequencies=decode), test)
     shifted: Floats = predicted - decode.mean(axis=0) + fit.frequencies.mean(axis=0)

@@ -151,7 +151,7 @@ async def _trial(
     Requests that begin together would queue for prefill together.
     """
     rows = {}
-    spent: list[Counter[str]]  # when the first that counts begins, and when the last ends
+    spent: list[Counter[str]]  # CPU times when the first counted request begins, and when the last one ends
 
     async def sent(number: int, last: int) -> Answer:
         answer = await send(http, work[number % len(work)])
@@ -317,7 +317,7 @@ def _measure_round(
 
 
 def _groups(systems: list[str], turns: int) -> list[list[str]]:
-    """Group the systems by what serves them: a Ray application each, or common servers."""
+    """Group the systems that start together: a Ray application is alone, plain servers share a connector."""
     groups = [[s] for s in systems if s in RAY_SYSTEMS]
     for polled in (False, True):
         groups.append([s for s in systems if s not in RAY_SYSTEMS and ("-polled" in s) == polled])

@@ -111,7 +111,7 @@ def packed(slots: Ints, price: Floats, copies: Ints, quota: Ints | None, column:
 
 
 def improved(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
-    """Improve by local search: the slowest rank swaps per slot with another rank.
+    """Improve by local search: the slowest rank swaps a slot with another rank.
 
     Each swap is the one after which the slower of the two is fastest, until the layer reaches `enough_s` [L]
     or no swap helps. An empty slot swaps like any other.

@@ -26,7 +26,7 @@ class Outcome:
         hit_tokens: int64[N], prompt tokens that were in the prefill worker's cache.
         preempted: number of preemptions by full workers.
         batch, experts, seconds, step_worker: one entry per decode step; experts summed over layers.
-        imbalance, spread: one entry a sample: sum over workers of (largest - own) and largest -
+        imbalance, spread: one entry per sample: sum over workers of (largest - own) and largest -
             smallest KV tokens of the running requests.
         sample_s: time of each sample.
         saving: the shadow's estimate, if there was a shadow.

@@ -32,7 +32,7 @@ RATIOS = (1.0, 1.125, 1.25, 1.5)
 BATCHES = 40  # drawn for each seed
 
 # An A100: 1.555 TB/s and 312 TFLOP/s at 40 %, which makes the FFN about as long as in Figure 6 (281 to
-# 370 us); Qwen3-30B-A3B's layer of 128 experts, 8 per token, 2 bytes a weight.
+# 370 us); Qwen3-30B-A3B's layer of 128 experts, 8 per token, 2 bytes per weight.
 BYTES_PER_S, FLOP_PER_S = 0.4 * 1.555e12, 0.4 * 312e12
 EXPERTS, TOP_K, WEIGHTS = 128, 8, 3 * 2048 * 768
 REST_S = 180e-6  # of a layer, for any batch: METRO's saving in Figure 11, 81 - 29 us, is 10 % of it

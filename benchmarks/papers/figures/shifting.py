@@ -44,7 +44,7 @@ def _cluster(hbm: float, flops: float, near: float, far: float) -> tuple[LayerCo
     return cost, Links(expert_bytes=EXPERT_BYTES, near_byte_s=1 / near, far_byte_s=1 / far, commit_s=1e-6)
 
 
-# The paper's clusters, 8 GPUs per node, by data sheets: H200 with NVLink 4 (450 GB/s a direction) and
+# The paper's clusters, 8 GPUs per node, by data sheets: H200 with NVLink 4 (450 GB/s per direction) and
 # InfiniBand NDR (400 Gb/s per GPU); RTX 4090 with PCIe 4.0 x16 (32 GB/s) and one such adapter per node.
 CLUSTERS = {
     "H200": _cluster(4.8e12, 989e12, 450e9, 50e9),
