@@ -15,7 +15,7 @@ _SETTINGS = "settings"  # key of the first line
 
 
 class Journal:
-    """A file of JSON lines: the settings of a run, then its measurements, a line each, by key.
+    """A file of JSON lines: the settings of a run, then its measurements, one per line, by key.
 
     Args:
         settings: everything that the measurements depend on; any path in them is kept as text.

@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 def live_placement(
     cost: Annotated[Path, typer.Option(help="LayerCost (JSON) of the ranks, from `eldr bench ep_layer`.")],
-    top_k: Annotated[int, typer.Option(min=1, help="Experts that the model chooses a token.")],
+    top_k: Annotated[int, typer.Option(min=1, help="Experts that the model chooses per token.")],
     every: Annotated[float, typer.Option(min=0.1, help="Time between two checks, s.")] = 30.0,
     prompts: Annotated[int, typer.Option(min=1, help="Newest prompts used for the forecast.")] = 128,
     min_gain: Annotated[

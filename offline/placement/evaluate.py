@@ -136,8 +136,8 @@ def evaluate(
     token and expert on the busiest rank over the mean; `idle_pct`, share of the ranks' time spent waiting if
     time is proportional to pairs; `load_std_pct`, standard deviation over ranks of all batches' pairs,
     relative to their mean; `near_copies` and `far_copies`, of hidden states to other ranks of the node and to
-    other nodes, per token and layer; `near_forwarded` and `far_forwarded`, the same by `forwarded_copies`; with
-    a cost `layer_us`.
+    other nodes, per token and layer; `near_forwarded` and `far_forwarded`, the same by `forwarded_copies`;
+    with a cost `layer_us`.
     """
     held = np.asarray(hosts, bool)
     ranks = served(batches, held, topology, rule)

@@ -59,8 +59,8 @@ def with_replicas(
 def fill_slots(load: Floats, hosts: Bools, capacity: int) -> Bools:
     """Return `hosts` with `capacity` experts on every rank, since engines need equally many slots.
 
-    The rank with room and the least predicted load takes the expert with the most load per copy that it lacks.
-    This balances tokens, and also gives more of them a local copy.
+    The rank with room and the least predicted load takes the expert with the most load per copy that it
+    lacks. This balances tokens, and also gives more of them a local copy.
 
     Raises:
         ValueError: more slots than experts, or a rank that holds more than its slots.
