@@ -176,7 +176,7 @@ def whole_replicas(
     wanted = _chosen("system", systems, SYSTEMS, "vllm-router", vllm_router_venv)
     loads = _chosen("workload", workloads, WORKLOADS, "sessions", trace)
     records = read_trace(trace) if trace else []
-    if not all(record.hash_ids for record in records):
+    if not all(line.hash_ids for line in records):
         raise BadInput(f"{trace} names no prefix blocks; give Mooncake's conversation trace")
     if calibration is None:
         observed = captured(prompts, work, requests=2400, seed=seed).trace
