@@ -1,4 +1,4 @@
-"""Run the most useful benchmarks in a few minutes on a GPU, in order of worth, each with a time limit.
+"""Run the most useful benchmarks in a few minutes on a GPU, the most useful first, each with a time limit.
 
     python -m benchmarks.gpu --seconds 540 --out out/gpu
 
@@ -54,7 +54,7 @@ _REPLAY = (
     "--groups language,task --arms shortest-queue,locality-band,marginal-cost"
 )
 _CAPTURE = "engine.capture_overhead --device cuda --requests 0 --wide-layers 48 --wide-vocabulary 151936"
-STEPS = (  # in order of worth; seconds are estimates
+STEPS = (  # the most useful first; seconds are estimates
     _step("a", "exact_counts", "engine.exact_counts --device cuda", 90, 180),
     _step("b", "moe_layer_latency", "engine.moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b", 60, 150),
     _step("g", "step_cost", "engine.step_cost", 90, 180),

@@ -11,7 +11,7 @@ _CLIENT = {"tpot_p50_ms": "TPOT p50", "tpot_p99_ms": "TPOT p99", "ttft_p50_ms": 
 
 
 def step_answers(rows: list[dict[str, Any]], *, clock: str = "engine time") -> list[str]:
-    """Return one sentence for each policy that has a baseline, on its experts and time a decode step.
+    """Return one sentence for each policy that has a baseline, on its experts and time per decode step.
 
     Changes are relative to the baseline, the best policy by load alone in that figure, with 95 % intervals
     over paired rounds.
@@ -21,10 +21,10 @@ def step_answers(rows: list[dict[str, Any]], *, clock: str = "engine time") -> l
         clock: name of the time that engines report: "CPU time" on CPUs, else "engine time".
     """
     figures = (
-        ("active_experts", "reads", ("fewer experts", "more experts"), "a step"),
-        ("engine_ms_per_token", "its steps take", (f"less {clock}", f"more {clock}"), "a token"),
+        ("active_experts", "reads", ("fewer experts", "more experts"), "per step"),
+        ("engine_ms_per_token", "its steps take", (f"less {clock}", f"more {clock}"), "per token"),
     )
-    found = []
+    sentences = []
     for row in rows:
         clauses, named = [], ""
         for key, verb, words, per in figures:
@@ -36,8 +36,8 @@ def step_answers(rows: list[dict[str, Any]], *, clock: str = "engine time") -> l
             size = f"{abs(change):.1f} % {words[change > 0]} {per}{than}"
             clauses.append(f"{verb} {size} {_certainty(row, key)}")
         if clauses:
-            found.append(f"{row['policy']} {'; '.join(clauses)}.")
-    return found
+            sentences.append(f"{row['policy']} {'; '.join(clauses)}.")
+    return sentences
 
 
 def _certainty(row: dict[str, Any], key: str) -> str:
@@ -60,19 +60,19 @@ def client_answers(rows: list[dict[str, Any]], rounds: int) -> list[str]:
         rows: rows of loadgen.figures.
         rounds: number of trials of each policy.
     """
-    found = []
+    sentences = []
     for row in rows:
         clauses = [_client_clause(row, key, rounds) for key in _CLIENT if f"{key}_baseline" in row]
         if clauses:
-            found.append(f"{row['policy']}, for clients: {'; '.join(clauses)}.")
-    if not found and len(rows) > 1:
+            sentences.append(f"{row['policy']}, for clients: {'; '.join(clauses)}.")
+    if not sentences and len(rows) > 1:
         return [f"Nothing to compare with: no policy by load alone ({', '.join(BASELINES)}) was measured."]
-    if found and 1 < rounds < ROUNDS_TO_RESAMPLE:
-        found.append(
+    if sentences and 1 < rounds < ROUNDS_TO_RESAMPLE:
+        sentences.append(
             f"The clients' intervals of {rounds} rounds do not include differences between rounds: measure "
             f"{ROUNDS_TO_RESAMPLE} or more rounds before you rely on them."
         )
-    return found
+    return sentences
 
 
 def _client_clause(row: dict[str, Any], key: str, rounds: int) -> str:

@@ -113,7 +113,7 @@ def whole() -> bool:
 
     state = serve.status().applications[NAME]
     states = [deployment.replica_states for deployment in state.deployments.values()]
-    return state.status == "RUNNING" and all(set(found) == {"RUNNING"} for found in states)
+    return state.status == "RUNNING" and all(set(of_deployment) == {"RUNNING"} for of_deployment in states)
 
 
 def stop() -> None:
@@ -140,10 +140,10 @@ def _gpus(arguments: dict[str, Any]) -> int | None:
 def _ingress_status(service: Client) -> dict[str, Any]:
     """Return the ingress's part of the status; empty while the ingress does not listen yet."""
     try:
-        found: dict[str, Any] = service.status()["ingress"]
+        ingress: dict[str, Any] = service.status()["ingress"]
     except ServiceError:
         return {}
-    return found
+    return ingress
 
 
 def _builder() -> Callable[[dict[str, Any]], Any]:

@@ -44,7 +44,7 @@ from loadgen.trial import JOURNAL, RESTORE, LoadSpec, ScheduledTrial, Trial, dri
 from loadgen.workload import read_prompts
 
 _SCHEMA = "eldr-compare/7"  # version of the journal's format
-_PER_WORKER = 8  # requests in flight a decode worker, by default
+_PER_WORKER = 8  # requests in flight per decode worker, by default
 
 
 Policies = Annotated[str, typer.Option(help="Names, separated by commas; parameters: name:parameter=value.")]
@@ -247,7 +247,7 @@ def _publish(
         console.print(text, style="bold red" if bad and text is line else "bold", markup=False)
     notes = (
         f"{method(settings['rounds'])}; requests of a round are paired between policies; experts and batch "
-        "size are means over the decode steps of the measured parts; step time a token is the time of all "
+        "size are means over the decode steps of the measured parts; step time per token is the time of all "
         "these steps over their tokens (on CPUs the CPU time of the engine's thread, which excludes other "
         "processes on the core); end is the time to the last token"
     )

@@ -1,4 +1,4 @@
-"""The figures of a comparison: one row a policy, each value with its interval and against a baseline."""
+"""The figures of a comparison: one row per policy, each value with its interval and against a baseline."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def method(rounds: int) -> str:
 def policy_rows(
     policies: list[str], trials: list[Trial], *, warm_up_s: int, seconds: int, slo: Slo, seed: int
 ) -> list[dict[str, Any]]:
-    """Return one row a policy, in the order of `policies`; missing figures are None.
+    """Return one row per policy, in the order of `policies`; missing figures are None.
 
     Changes of STEPS are means over rounds; the trial of a policy is paired with the baseline's trial in that
     round. The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. The best of
@@ -58,7 +58,7 @@ def policy_rows(
         p: [(b.round, r) for b in trials if b.policy == p for r in b.measured(warm_up_s, seconds)]
         for p in policies
     }
-    arrivals = sorted({(round_, r["number"]) for found in records.values() for round_, r in found})
+    arrivals = sorted({(round_, r["number"]) for of_policy in records.values() for round_, r in of_policy})
     unit = {arrival: number for number, arrival in enumerate(arrivals)}
     counts = resampled_counts(np.array([round_ for round_, _ in arrivals], int), seed=seed)
     measured_s = seconds * len({round_ for round_, _ in arrivals}) or math.nan
@@ -151,8 +151,8 @@ def _sample(records: list[tuple[int, dict[str, Any]]], unit: dict[tuple[int, int
     values: list[float] = []
     units: list[int] = []
     for round_, record in records:
-        found = None if "error" in record else record.get(f"{key}_s")
-        for value in found if isinstance(found, list) else [] if found is None else [found]:
+        measured = None if "error" in record else record.get(f"{key}_s")
+        for value in measured if isinstance(measured, list) else [] if measured is None else [measured]:
             values.append(1000 * value)
             units.append(unit[round_, record["number"]])
     return Sample(np.array(values, float), np.array(units, int))
@@ -175,8 +175,8 @@ def _is_baseline(policy: str) -> bool:
     return policy.partition(":")[0] in BASELINES
 
 
-def _put(row: dict[str, Any], name: str, found: Interval) -> None:
-    row[name], row[f"{name}_low"], row[f"{name}_high"] = found
+def _put(row: dict[str, Any], name: str, interval: Interval) -> None:
+    row[name], row[f"{name}_low"], row[f"{name}_high"] = interval
 
 
 def _known(value: Any) -> Any:

@@ -25,14 +25,14 @@ def differing_answers(
 
     The last policy remains set.
     """
-    found: dict[str, list[str]] = {}
+    different: dict[str, list[str]] = {}
     first: list[str] = []
     for policy in policies:
         service.set_policy(*parse_policy(policy))
         given = greedy_answers(service, model, prompts, max_tokens)
         first = first or given
-        found[policy] = [p.id for p, mine, its in zip(prompts, given, first, strict=True) if mine != its]
-    return found
+        different[policy] = [p.id for p, mine, its in zip(prompts, given, first, strict=True) if mine != its]
+    return different
 
 
 def greedy_sentence(differing: dict[str, list[str]], prompts: int) -> str:

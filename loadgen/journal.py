@@ -15,7 +15,7 @@ _SETTINGS = "settings"  # key of the first line
 
 
 class Journal:
-    """A file of JSON lines: the settings of a run, then its measurements, a line each, by key.
+    """A file of JSON lines: the settings of a run, then its measurements, one per line, by key.
 
     Args:
         settings: everything that the measurements depend on; any path in them is kept as text.
@@ -27,8 +27,8 @@ class Journal:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
         wanted = json.loads(json.dumps(settings, default=str))
-        found, self._known = _read(path) if path.exists() else ({}, {})
-        if self._known and (other := [k for k in {**found, **wanted} if found.get(k) != wanted.get(k)]):
+        inputs, self._known = _read(path) if path.exists() else ({}, {})
+        if self._known and (other := [k for k in {**inputs, **wanted} if inputs.get(k) != wanted.get(k)]):
             raise BadInput(f"{path} has a run with another {', '.join(other)}: give the same, or remove it")
         self._first_line = "" if self._known else json.dumps([_SETTINGS, wanted])
 
@@ -71,10 +71,10 @@ class Journal:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return settings and entries; a line that was cut off is dropped, so it is measured again."""
     try:
-        found = [_parsed(line) for line in path.read_text().splitlines()]
+        lines = [_parsed(line) for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read: {error}") from error
-    entries: dict[str, Any] = dict(entry for entry in found if isinstance(entry, list) and len(entry) == 2)
+    entries: dict[str, Any] = dict(entry for entry in lines if isinstance(entry, list) and len(entry) == 2)
     if next(iter(entries), None) != _SETTINGS:
         raise BadInput(f"{path} is not a journal of this version: remove it or name another place")
     return entries.pop(_SETTINGS), entries

@@ -9,8 +9,8 @@ each was sent. Closed loop, without either option: each user sends its next requ
 ended. Requests due within `--run-time`, or the whole trace, are sent; the run ends with the last answer, or
 with `--abandon` at once. With `--master` and `--worker` each worker sends its share.
 
-`--record` gets one JSON line a request when it ends. Times are in s: due_s, sent_s and late_s from the start
-of the load, sent_unix_s since 1970, the others from the sending. Statistics of type STREAM are in ms.
+`--record` gets one JSON line per request when it ends. Times are in s: due_s, sent_s and late_s from the
+start of the load, sent_unix_s since 1970, the others from the sending. Statistics of type STREAM are in ms.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
     ("trace", "", "trace to replay: .csv[.gz] (Azure) or .jsonl[.gz] (Mooncake)"),
     ("trace-speed", 1.0, "replay speed, relative to the recording"),
     ("max-prompt-tokens", 0, "scale a trace's prompts so that the longest has this length; 0: as recorded"),
-    ("chars-per-token", 4.0, "characters a token, for a trace"),
+    ("chars-per-token", 4.0, "characters per token, for a trace"),
     ("max-tokens", 64, "maximum output tokens of a request; 0 with a trace: as recorded"),
     ("min-tokens", 0, "draw a request's output tokens from this to --max-tokens; 0: always --max-tokens"),
     ("temperature", 0.8, "sampling temperature"),
     ("cache-salt", "", "vLLM's cache_salt: do not share prefixes with other load"),
     ("slo-ttft-ms", 1000.0, "objective of goodput: TTFT, ms"),
     ("slo-tpot-ms", 100.0, "objective of goodput: TPOT, ms"),
-    ("record", "", "file for one JSON line a request"),
+    ("record", "", "file for one JSON line per request"),
     ("seed", 0, "seed of the order of prompts and of arrivals"),
 )
 
@@ -202,7 +202,7 @@ def _quitting(environment: Environment, **_: Any) -> None:
 
 
 def _summarise(environment: Environment) -> None:
-    """Print the verdict once a load."""
+    """Print the verdict once per load."""
     if _session.summarised:
         return
     _session.summarised = True

@@ -49,15 +49,15 @@ def rendered(figure: Figure, kind: str = "png", dpi: int = 90) -> bytes:
 
 def _panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each workload (and number of workers, if there are several)."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    series: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         name = ", ".join(
             str(row[key]) if key == "workload" else f"{row[key]} {key}"
             for key in ("workload", "workers")
             if key in row
         )
-        found.setdefault(name, []).append(row)
-    return found
+        series.setdefault(name, []).append(row)
+    return series
 
 
 def _by_panel(rows: Rows, path: Path, width: float, height: float) -> Iterator[tuple[Any, Rows]]:
@@ -109,17 +109,17 @@ def lines(
 
 
 def changes(panels: Sequence[tuple[str, str, Sequence[Change]]]) -> Figure:
-    """Return a plot with one panel a figure: a dot and interval a policy, a tick a round, a line at 0.
+    """Return a plot with one panel per figure: a dot and interval per policy, a tick per round, a line at 0.
 
     Args:
         panels: title, axis label and changes of each panel.
     """
-    max_rows = max((len(found) for _, _, found in panels), default=1)
+    max_rows = max((len(of_panel) for _, _, of_panel in panels), default=1)
     figure = Figure(figsize=(11, 1.4 + 0.6 * max_rows), layout="constrained")
-    for axes, (title, label, found) in zip(
+    for axes, (title, label, of_panel) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
     ):
-        for place, change in enumerate(found):
+        for place, change in enumerate(of_panel):
             colour = policy_colour(change.policy)
             marks = [place] * len(change.rounds)
             axes.plot(change.rounds, marks, "|", color="black", alpha=0.6, markersize=9, zorder=3)
@@ -134,8 +134,8 @@ def changes(panels: Sequence[tuple[str, str, Sequence[Change]]]) -> Figure:
                 ha="center",
             )
         axes.axvline(0, color="black", linewidth=0.8)
-        axes.set(title=title, xlabel=label, ylim=(len(found) - 0.5, -0.7))
-        axes.set_yticks(range(len(found)), [change.policy for change in found])
+        axes.set(title=title, xlabel=label, ylim=(len(of_panel) - 0.5, -0.7))
+        axes.set_yticks(range(len(of_panel)), [change.policy for change in of_panel])
         axes.margins(x=0.12)
     return figure
 

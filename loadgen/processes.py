@@ -30,15 +30,15 @@ def of(role: str) -> list[psutil.Process]:
 
 def named(name: str) -> list[psutil.Process]:
     """Return live processes whose command contains `name`; only children of this process."""
-    found = []
+    started = []
     for process in psutil.Process().children(recursive=True):
         try:
             title = " ".join(process.cmdline())
             if name in title and is_alive(process):
-                found.append((process.create_time(), process.pid, process))
+                started.append((process.create_time(), process.pid, process))
         except psutil.NoSuchProcess:
             continue
-    return [process for *_, process in sorted(found, key=lambda entry: entry[:2])]
+    return [process for *_, process in sorted(started, key=lambda entry: entry[:2])]
 
 
 def kill(process: psutil.Process) -> set[int]:
@@ -80,10 +80,10 @@ def go_on(process: psutil.Process) -> None:
 
 def resources(role: str) -> list[tuple[int, float, int]]:
     """Return (pid, MiB of memory, file descriptors) of each process of a role."""
-    found = []
+    usage = []
     for process in of(role):
         try:
-            found.append((process.pid, process.memory_info().rss / 2**20, process.num_fds()))
+            usage.append((process.pid, process.memory_info().rss / 2**20, process.num_fds()))
         except psutil.NoSuchProcess:
             continue
-    return found
+    return usage

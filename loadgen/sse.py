@@ -51,7 +51,7 @@ class StreamTiming:
         """Read one line of the body; return whether the stream has ended.
 
         Args:
-            now_s: returns the time since the request was sent; called once an event.
+            now_s: returns the time since the request was sent; called once per event.
 
         Raises:
             StreamError: an error event, or one that is not JSON.

@@ -84,11 +84,11 @@ def paired_ratio_percent(values: Sequence[float], base: Sequence[float]) -> Inte
 
 
 def _bootstrap(value: float, samples: Sequence[Any], statistic: Callable[..., Any], seed: int) -> Interval:
-    found = bootstrap(
+    resampled = bootstrap(
         samples, statistic, paired=len(samples) > 1, n_resamples=DRAWS, confidence_level=CONFIDENCE,
         method="percentile", rng=np.random.default_rng(seed),
     ).confidence_interval  # fmt: skip
-    return Interval(value, float(found.low), float(found.high))
+    return Interval(value, float(resampled.low), float(resampled.high))
 
 
 def interval(value: float, draws: Floats) -> Interval:
@@ -147,7 +147,7 @@ class Sample:
         """Return [draws, quantiles] of the resamples, by linear interpolation as in np.quantile."""
         order = np.argsort(self.values, kind="stable")
         values, units = self.values[order], self.units[order]
-        found = np.full((len(counts), len(quantiles)), np.nan)
+        result = np.full((len(counts), len(quantiles)), np.nan)
         for row, drawn in enumerate(counts):
             ends = np.cumsum(drawn[units]) if len(units) else np.zeros(1, int)
             if not ends[-1]:
@@ -156,5 +156,5 @@ class Sample:
             below = np.floor(places).astype(int)
             lower = values[np.searchsorted(ends, below, side="right")]
             upper = values[np.searchsorted(ends, np.minimum(below + 1, ends[-1] - 1), side="right")]
-            found[row] = lower + (places - below) * (upper - lower)
-        return found
+            result[row] = lower + (places - below) * (upper - lower)
+        return result

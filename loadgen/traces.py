@@ -19,7 +19,7 @@ from loadgen.arrivals import Arrival
 from loadgen.lines import numbered_lines
 from loadgen.workload import Prompt
 
-BLOCK_TOKENS = 512  # prompt tokens a hash id of a Mooncake trace
+BLOCK_TOKENS = 512  # prompt tokens per hash id of a Mooncake trace
 _CSV_HEADER = "timestamp_s,prompt_tokens,output_tokens"
 
 
@@ -74,7 +74,7 @@ def replay(
     Raises:
         BadInput: a speed or a cap that is not above 0.
     """
-    for name, value in (("trace speed", speed), ("characters a token", chars_per_token)):
+    for name, value in (("trace speed", speed), ("characters per token", chars_per_token)):
         if not (math.isfinite(value) and value > 0):
             raise BadInput(f"{name} is {value}, it must be above 0")
     if max_prompt_tokens is not None and max_prompt_tokens < 1:

@@ -70,14 +70,14 @@ class Trial:
 
         The last answers of a closed loop are not measured, since they run with ever fewer others.
         """
-        found = []
+        records = []
         for record in self.requests:
             due_s, until_s = record["due_s"], math.inf
             if due_s is None:
                 due_s, until_s = record["sent_s"] + (record.get("end_s") or 0.0), warm_up_s + seconds
             if warm_up_s <= due_s < until_s:
-                found.append(record)
-        return found
+                records.append(record)
+        return records
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def drive(
         trial: its policy is one that parse_policy accepts.
         seed: of prompts and arrivals; the same seed sends the same requests at the same times.
         scratch: folder for locust's log and record.
-        tick: called about twice a second with the seconds since the load began.
+        tick: called about twice per second with the seconds since the load began.
 
     Raises:
         BadInput: the server refused the policy, or locust could not run.
@@ -166,8 +166,8 @@ def increase(seen: list[StatusSample], from_s: float, until_s: float) -> dict[st
 
     If the status was so slow that only one sample lies in the period, in its second half, the last sample
     before the period is the first.
-    Decode engines report once a second, so the result includes up to a second of steps before the period, and
-    lacks up to a second at its end. Return None if no step was reported or the router lost its totals.
+    Decode engines report once per second, so the result includes up to a second of steps before the period,
+    and lacks up to a second at its end. Return None if no step was reported or the router lost its totals.
     """
     known = [(s.unix_s, s.totals) for s in seen if s.unix_s <= until_s and s.totals]
     inside = [totals for unix_s, totals in known if unix_s >= from_s]
@@ -224,7 +224,7 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
 
 @contextmanager
 def _watched(service: Client) -> Iterator[list[StatusSample]]:
-    """Sample the status twice a second until the end of the block."""
+    """Sample the status twice per second until the end of the block."""
     seen: list[StatusSample] = []
     stop = threading.Event()
 

@@ -84,10 +84,10 @@ def balanced_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Pr
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
-        found = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES))
-        if not found:
+        files = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES))
+        if not files:
             raise BadInput(f"{path} has no .jsonl or .jsonl.gz file")
-        return found
+        return files
     if not path.is_file():
         raise BadInput(f"{path} does not exist")
     return [path]

@@ -38,7 +38,7 @@ from loadgen.progress import progress_bar
 from loadgen.workload import Prompt, balanced_sample, read_prompts
 
 _FIRST_PORT = 25600  # NIXL side channels; one range each, for the ranks of tensor parallelism
-_BATCH = 16  # prompts of an actor's call; also the most that a resumed run repeats, an actor
+_BATCH = 16  # prompts of an actor's call; also the most that a resumed run repeats, per actor
 
 
 class EngineActor:
@@ -55,7 +55,7 @@ class EngineActor:
 def trace_texts(
     tracer: Tracer, prompts: Sequence[Prompt], sampling: Sampling, chat: bool
 ) -> list[dict[str, Any]]:
-    """Return one record a prompt; prompts that exceed the context are cut at their end."""
+    """Return one record per prompt; prompts that exceed the context are cut at their end."""
     room = tracer.max_model_len - sampling.max_tokens
     tokens = [prompt_tokens(tracer.tokenizer, p.text, chat)[:room] for p in prompts]
     return trace_tokens(tracer, prompts, tokens, [sampling] * len(tokens))
@@ -64,7 +64,7 @@ def trace_texts(
 def trace_tokens(
     tracer: Tracer, prompts: Sequence[Prompt], tokens: Sequence[list[int]], sampling: Sequence[Sampling]
 ) -> list[dict[str, Any]]:
-    """Return one record a prompt, given as token ids."""
+    """Return one record per prompt, given as token ids."""
     return [
         {"id": prompt.id, "domain": prompt.domain, **traced}
         for prompt, traced in zip(prompts, tracer.trace(tokens, sampling), strict=True)
@@ -129,13 +129,13 @@ def build_trace(
     )
     if trace.top_k != top_k:
         raise BadInput(
-            f"engines counted {trace.top_k} experts a token, the model's configuration has {top_k}"
+            f"engines counted {trace.top_k} experts per token, the model's configuration has {top_k}"
         )
     if not routes:
         return trace
     offsets = np.concatenate([[0], np.cumsum(trace.decode_steps, dtype=np.int64)])
-    found = np.concatenate([unpack_routes(record["eldr_routes"]) for record in records])
-    return replace(trace, routes=found, route_offsets=offsets)
+    unpacked = np.concatenate([unpack_routes(record["eldr_routes"]) for record in records])
+    return replace(trace, routes=unpacked, route_offsets=offsets)
 
 
 def _sample_of(record: dict[str, Any]) -> ExpertSample:
@@ -226,8 +226,8 @@ def _run_pool(
 def _vocabulary(model: str) -> dict[str, int]:
     from transformers import AutoTokenizer
 
-    found: dict[str, int] = AutoTokenizer.from_pretrained(model).get_vocab()
-    return found
+    vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(model).get_vocab()
+    return vocabulary
 
 
 def _top_k(model: str) -> int:
@@ -238,7 +238,7 @@ def _top_k(model: str) -> int:
     for name in ("num_experts_per_tok", "experts_per_token", "moe_topk", "top_k_experts"):
         if getattr(text_config, name, None):
             return int(getattr(text_config, name))
-    raise BadInput(f"the configuration of {model} does not set the number of experts a token uses")
+    raise BadInput(f"the configuration of {model} does not set the number of experts per token uses")
 
 
 if __name__ == "__main__":

@@ -229,8 +229,8 @@ def _rounds(service: Client, plan: _Plan) -> list[Trial]:
         if e := trial.engines:
             batch, cost = e["batch"] / e["steps"], 1000 * e["seconds"] / e["batch"]
             console.print(
-                f"     {e['active'] / e['steps']:.1f} experts a step of {batch:.1f} requests, "
-                f"{cost:.2f} ms of {plan.clock} a token",
+                f"     {e['active'] / e['steps']:.1f} experts per step of {batch:.1f} requests, "
+                f"{cost:.2f} ms of {plan.clock} per token",
                 style="dim",
             )
     return trials
@@ -315,7 +315,7 @@ def demo(
         int, typer.Option(min=0, help="Decode engines, with 0.25 GiB of KV cache each; 0: as deployed.")
     ] = 3,
     intermediate: Annotated[
-        int, typer.Option(min=32, help="Neurons an expert, by widening with zeros; 32 is the model as it is.")
+        int, typer.Option(min=32, help="Neurons per expert, by widening with zeros; 32: the model as it is.")
     ] = 1024,
     in_flight: Annotated[int, typer.Option(min=1, help="Closed loop: requests in flight, always.")] = 36,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 96,

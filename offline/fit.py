@@ -33,18 +33,18 @@ def fit(
         if not path.parent.is_dir():
             raise BadInput(f"the folder {path.parent} does not exist")
     loaded = CalibrationTrace.load(trace)
-    table, found = fit_table(loaded, workers, transform=transform, band=band, seed=seed)
+    table, quality = fit_table(loaded, workers, transform=transform, band=band, seed=seed)
     if report is not None:
-        found["transforms"] = compare_transforms(loaded, seed=seed)
-        write_whole(report, json.dumps(found, indent=1) + "\n")
+        quality["transforms"] = compare_transforms(loaded, seed=seed)
+        write_whole(report, json.dumps(quality, indent=1) + "\n")
     if plot is not None:
         save(signature_space(loaded, table), plot)
     table.save(out)
     typer.echo(
-        f"{found['requests']} requests, {len(found['layers'])} of {table.num_layers} layers, "
-        f"rho {found['rho']:.3f} (all layers {found['rho_all_layers']:.3f}), "
-        f"cluster sizes {found['cluster_sizes']}, "
-        f"{found['signature_s'] + found['clustering_s']:.2f} s; wrote {out}"
+        f"{quality['requests']} requests, {len(quality['layers'])} of {table.num_layers} layers, "
+        f"rho {quality['rho']:.3f} (all layers {quality['rho_all_layers']:.3f}), "
+        f"cluster sizes {quality['cluster_sizes']}, "
+        f"{quality['signature_s'] + quality['clustering_s']:.2f} s; wrote {out}"
     )
 
 

@@ -22,7 +22,7 @@ def fit_predictor(
     trace: Annotated[Path, typer.Option(help="CalibrationTrace file with token ids, from `eldr calibrate`.")],
     out: Annotated[Path, typer.Option(help="SignaturePredictor file to write (safetensors).")],
     rank: Annotated[
-        int, typer.Option(min=1, help="Numbers a token id; the file has 4 x rank bytes for each token id.")
+        int, typer.Option(min=1, help="Numbers per token id; the file has 4 x rank bytes for each token id.")
     ] = 64,
     report: Annotated[Path | None, typer.Option(help="Write the results of the fit (JSON).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the folds that choose the penalty.")] = 0,
@@ -34,16 +34,16 @@ def fit_predictor(
     loaded = CalibrationTrace.load(trace)
     with progress_bar() as progress:
         bar = progress.add_task("fitting, fold by fold", total=FOLDS + 1)
-        predictor, found = fit_signature_predictor(
+        predictor, quality = fit_signature_predictor(
             loaded, rank=rank, seed=seed, done=lambda: progress.advance(bar)
         )
     if report is not None:
-        write_whole(report, json.dumps(found, indent=1) + "\n")
+        write_whole(report, json.dumps(quality, indent=1) + "\n")
     predictor.save(out)
     typer.echo(
-        f"{found['prompts']} prompts, {found['token_ids_seen']} of {found['vocabulary']} token ids seen; on "
-        f"held-out prompts: cosine {found['cosine']:.2f}, gain over the mean {found['gain']:.2f}; "
-        f"rank {found['rank']}, {found['mib']:.1f} MiB, {found['seconds']:.1f} s; wrote {out}"
+        f"{quality['prompts']} prompts, {quality['token_ids_seen']} of {quality['vocabulary']} token ids seen"
+        f"; on held-out prompts: cosine {quality['cosine']:.2f}, gain over the mean {quality['gain']:.2f}; "
+        f"rank {quality['rank']}, {quality['mib']:.1f} MiB, {quality['seconds']:.1f} s; wrote {out}"
     )
 
 

@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 def live_placement(
     cost: Annotated[Path, typer.Option(help="LayerCost (JSON) of the ranks, from `eldr bench ep_layer`.")],
-    top_k: Annotated[int, typer.Option(min=1, help="Experts that the model chooses a token.")],
+    top_k: Annotated[int, typer.Option(min=1, help="Experts that the model chooses per token.")],
     every: Annotated[float, typer.Option(min=0.1, help="Time between two checks, s.")] = 30.0,
     prompts: Annotated[int, typer.Option(min=1, help="Newest prompts used for the forecast.")] = 128,
     min_gain: Annotated[
@@ -85,7 +85,7 @@ class Planner:
 
     Args:
         cost: cost of a layer on the ranks.
-        top_k: experts a token.
+        top_k: experts per token.
         prompts: number of newest prompts in the forecast.
         min_gain: share of the slowest ranks' time that a swap must save.
         seed: of the rounding.
@@ -113,7 +113,7 @@ class Planner:
         Raises:
             ValueError: the replicas have different shapes, so that no single placement fits.
         """
-        shapes = {(found["ranks"], found["slots"]) for found in held.values()}
+        shapes = {(engine["ranks"], engine["slots"]) for engine in held.values()}
         if len(shapes) > 1:
             raise ValueError(f"decode replicas have {len(shapes)} kinds of slots: no one placement fits them")
         ((ranks, slots),) = shapes
@@ -122,7 +122,7 @@ class Planner:
         tokens = np.maximum(counts[:, 0].sum(axis=1) / self._top_k, 1)
         work, topology = expected_workload(counts, tokens, 1), Topology(ranks=ranks)
         last = self._last
-        if last is not None and any(found["placement"] != last.id for found in held.values()):
+        if last is not None and any(engine["placement"] != last.id for engine in held.values()):
             last = None  # another process has moved them, or a replica is new
         start = None if last is None else last.physical_to_logical
         rows = director_placement(

@@ -34,7 +34,7 @@ Trace = Annotated[
     Path, typer.Option(help="Routes: a CalibrationTrace (offline.calibrate --routes) or GPT-OSS records.")
 ]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="One placement a decode worker, from its cluster's steps.")
+    int | None, typer.Option(min=1, help="One placement per decode worker, from its cluster's steps.")
 ]
 ClusterOf = Annotated[
     Path | None, typer.Option(help="RoutingTable that assigns requests to workers; default: fitted here.")
@@ -91,8 +91,8 @@ def place(
             loaded.decode_routes(mine), num_experts, num_slots, topology, batch, groups, layer_cost,
             token_bytes, seed,
         )  # fmt: skip
-        placement, found = _placed(problem, method, loaded, fingerprint, name, others, expert_bytes)
-        rows += found
+        placement, new_rows = _placed(problem, method, loaded, fingerprint, name, others, expert_bytes)
+        rows += new_rows
         files |= placement.files(path)
         if export == "vllm":
             files[path.with_suffix(".vllm.jsonl")] = placement.to_vllm()

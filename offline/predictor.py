@@ -143,14 +143,14 @@ def choose_penalty(
         rest = np.setdiff1d(np.arange(len(y)), part)
         means[part] = y[rest].mean(axis=0)
         duals = dual_ridge(kernel[np.ix_(rest, rest)], y[rest] - y[rest].mean(axis=0), PENALTIES)
-        for found, dual in zip(predicted, duals, strict=True):
-            found[part] = means[part] + kernel[np.ix_(part, rest)] @ dual
+        for prediction, dual in zip(predicted, duals, strict=True):
+            prediction[part] = means[part] + kernel[np.ix_(part, rest)] @ dual
         done()
     found_by = [
-        {"penalty": float(penalty)} | agreement(found, y, means)
-        for penalty, found in zip(PENALTIES, predicted, strict=True)
+        {"penalty": float(penalty)} | agreement(prediction, y, means)
+        for penalty, prediction in zip(PENALTIES, predicted, strict=True)
     ]
-    return max(found_by, key=lambda found: found["gain"])
+    return max(found_by, key=lambda scores: scores["gain"])
 
 
 def dual_ridge(kernel: Floats, y: Floats, penalties: Sequence[float] | Floats) -> list[Floats]:

@@ -88,7 +88,7 @@ def _with_heads(weight: torch.Tensor, groups: int, size: int, heads: int) -> tor
 def widen_experts(
     out: Annotated[Path, typer.Option(help="directory to write; must not exist")],
     intermediate: Annotated[
-        int, typer.Option(help="neurons of an expert; 1,024 make 0.98 MB an expert in bf16")
+        int, typer.Option(help="neurons of an expert; 1,024 make 0.98 MB per expert in bf16")
     ] = 1024,
     heads: Annotated[
         int | None, typer.Option(help="attention heads, a multiple of the ranks of tensor parallelism")

@@ -4,7 +4,7 @@
     python -m benchmarks.engine.capture_overhead --requests 0 --wide-requests 0 (parts alone: no engine)
 
 The parts run our own code on tensors of Qwen3-30B-A3B's shape, as in the paper's Table 1, with a prompt
-prefilled in one step. The paper's total is 0.86 ms a request, 1.2 % of TTFT. On a GPU (--device cuda) the
+prefilled in one step. The paper's total is 0.86 ms per request, 1.2 % of TTFT. On a GPU (--device cuda) the
 device counts; on a CPU one core counts, so `count scatter` is far larger there. The engine rows use one
 engine with the demo model. A switch selects our connector and scheduler or vLLM's own
 (benchmarks/lib/switched.py), for each pair of prompts in random order; the two prompts differ in their first
@@ -174,11 +174,11 @@ def _engine(
         engine = _Engine(job, port, stack)
         for number in range(-_WARM_UP, requests):
             first, *rest = rng.integers(1, 4000, tokens).tolist()
-            found = {}
+            by_capture = {}
             for place, capture in enumerate(rng.permutation([False, True]).tolist()):
-                found[capture] = engine.prefill([1 + (first + place) % 3999, *rest], capture)
+                by_capture[capture] = engine.prefill([1 + (first + place) % 3999, *rest], capture)
             if number >= 0:
-                timed.append((found[False][0], *found[True]))
+                timed.append((by_capture[False][0], *by_capture[True]))
     plain, captured, counting = map(list, zip(*timed, strict=True))
     ttft_ms = 1000 * float(np.median(plain))
     added = [on - off for off, on in zip(plain, captured, strict=True)]

@@ -159,11 +159,11 @@ def _plan(
     return Plan(model, ranks, placements, routes, arms, rounds, seed)
 
 
-def _slowest(found: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
+def _slowest(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
     """Return the slowest rank's median over rounds by arm and stage, [B, L]; `layer` sums a rank's stages."""
     timed = {}
-    for arm in found[0]:
-        parts = np.stack([part[arm] for part in found])  # [G, B, L, rounds, stage]
+    for arm in by_rank[0]:
+        parts = np.stack([part[arm] for part in by_rank])  # [G, B, L, rounds, stage]
         stages = np.median(parts.max(axis=0), axis=2)
         timed[arm] = {stage: stages[..., n] for n, stage in enumerate(STAGES)}
         timed[arm]["layer"] = np.median(parts.sum(axis=-1).max(axis=0), axis=2)

@@ -61,13 +61,13 @@ def exact_counts(
         with ThreadPoolExecutor() as together:
             reports = dict(zip(_PORTS, together.map(serve, _PORTS), strict=True))
         choices = reference(model)
-        found = {
+        comparisons = {
             (runner, "reference"): against_reference(report, choices) for runner, report in reports.items()
         }
-    found["V2", "V1"] = against_report(reports["V2"], reports["V1"])
+    comparisons["V2", "V1"] = against_report(reports["V2"], reports["V1"])
     rows = [
         _row(runner, against, number, cells, reports[runner])
-        for (runner, against), of_batches in found.items()
+        for (runner, against), of_batches in comparisons.items()
         for number, cells in enumerate(of_batches)
     ]
     fields = ("runner", "graphs", "cached_tokens", "preemptions", "decode_steps")

@@ -187,12 +187,12 @@ def signature_quality(data: Captured, seed: int) -> list[Result]:
     curve: Rows = []
     for workload in WORKLOADS:
         trace = data.trace.subset(data.group(workload))
-        for transform, found in compare_transforms(trace, seed=seed).items():
+        for transform, quality in compare_transforms(trace, seed=seed).items():
             label = {"workload": workload, "transform": transform}
-            rows.append(label | {k: found[k] for k in ("rho_all_layers", "rho_kept_layers", "layers_kept")})
+            rows.append(label | {k: quality[k] for k in ("rho_all_layers", "rho_kept_layers", "layers_kept")})
             curve += [
                 label | {"layers": n, "layer": layer, "rho": rho}
-                for n, (layer, rho) in enumerate(zip(found["order"], found["rho"], strict=True), 1)
+                for n, (layer, rho) in enumerate(zip(quality["order"], quality["rho"], strict=True), 1)
             ]
     notes = "rho: rank correlation of pairwise distances of signatures and of decode activations"
     draw_curve = partial(lines, curve, "layers", ["rho"], by="transform", xlabel="layers kept, greedy order")

@@ -77,21 +77,21 @@ def report(path: Path, ended: int) -> dict[str, Any]:
     """Read an engine's report; without one, report the exit status, so that other families still count."""
     if not path.exists():
         return {"error": f"the engines' process ended with status {ended} before this one"}
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    known: dict[str, Any] = json.loads(path.read_text())
+    return known
 
 
 def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Return the table row of a family under a runner."""
-    found = {"family": family, "runner": runner, "starts": "error" not in report}
+    start = {"family": family, "runner": runner, "starts": "error" not in report}
     if "error" in report:
-        return found | {"note": shorten(report["error"], 240)}
+        return start | {"note": shorten(report["error"], 240)}
     records = report["records"]
     captured = [record for record in records if "eldr_prefill" in record]
     reference = Reference(checkpoint)
     given = {} if FAMILIES[family].exact else _replayed(records, reference)
     return (
-        found
+        start
         | {
             "kv_groups": "; ".join(f"{kind} {size}" for kind, size in report["groups"]),
             "requests": len(records),
@@ -192,7 +192,7 @@ def rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[di
     checkpoints = {name: FAMILIES[name].make(work / name) for name in families}
     with ThreadPoolExecutor() as together:
         served = [together.submit(serve, checkpoints, runner, work) for runner in runners]
-    reports = {runner: found.result() for runner, found in zip(runners, served, strict=True)}
+    reports = {runner: served_by.result() for runner, served_by in zip(runners, served, strict=True)}
     return [
         row(name, runner, folder, reports[runner][name])
         for name, folder in checkpoints.items()
@@ -213,24 +213,24 @@ def model_families(
     if unknown:
         raise BadInput(f"there is no family {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
     with tempfile.TemporaryDirectory() as work:
-        found = rows(names, RUNNERS, Path(work))
+        measured = rows(names, RUNNERS, Path(work))
     inputs: dict[str, Any] = {"chunk_tokens": CHUNK}
     notes = ""
     if anew:
-        found = with_published(found)
+        measured = with_published(measured)
         before = json.loads((RESULTS / "model_families.json").read_text())["commit"]
         inputs["anew"] = names
         notes = f"; rows of families that are not among inputs.anew are of commit {before} or before"
     publish(
-        "model_families", found, inputs=inputs, seed=seed, out=out,
+        "model_families", measured, inputs=inputs, seed=seed, out=out,
         notes="tiny random checkpoints in float32, GDN in bfloat16; V2 on a CPU, its kernels under Triton's "
         f"interpreter{notes}",
     )  # fmt: skip
 
 
-def with_published(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_published(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the published rows with the given ones replaced, and rows of new families appended."""
-    new = {(one["family"], one["runner"]): one for one in found}
+    new = {(one["family"], one["runner"]): one for one in measured}
     rows = [new.pop((one["family"], one["runner"]), one) for one in read_rows("model_families")]
     return rows + list(new.values())
 

@@ -69,7 +69,7 @@ def _fitted(rows: list[dict[str, Any]], shape: str) -> str:
     mine = [row for row in rows if row["shape"] == shape]
     active = np.array([[1, row["active_experts"]] for row in mine])
     fixed, slope = np.linalg.lstsq(active, 1e3 * np.array([row["latency_p50_ms"] for row in mine]))[0]
-    return f"{shape} {fixed:.1f} us + {slope:.2f} us an active expert"
+    return f"{shape} {fixed:.1f} us + {slope:.2f} us per active expert"
 
 
 def _rows(

@@ -29,10 +29,10 @@ def _band(label: str, band: float = 0.1, *, balanced: bool = True, transform: st
 
 def _share(rows: Rows) -> str:
     """Describe how much of the gain of perfect prediction the prefill signature achieves."""
-    found = {(r["workload"], r["workers"], r["arm"]): r["p50_change_pct"] for r in rows}
+    changes = {(r["workload"], r["workers"], r["arm"]): r["p50_change_pct"] for r in rows}
     shares = [
-        f"{group} K={k}: {100 * found[group, k, 'marginal-cost'] / gain:.0f} %"
-        for (group, k, arm), gain in found.items()
+        f"{group} K={k}: {100 * changes[group, k, 'marginal-cost'] / gain:.0f} %"
+        for (group, k, arm), gain in changes.items()
         if arm == TRUE and gain < 0
     ]
     return "gain of prefill signatures as share of that of true decode activations: " + ", ".join(shares)

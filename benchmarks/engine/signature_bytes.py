@@ -2,10 +2,10 @@
 
     python -m benchmarks.engine.signature_bytes --gptoss RECORDS
 
-The shape is Qwen3-30B-A3B's: 48 layers, 128 experts, 8 a token. `even` chooses experts uniformly at random;
+The shape is Qwen3-30B-A3B's: 48 layers, 128 experts, 8 per token. `even` chooses experts uniformly at random;
 with `tastes`, each prompt prefers some experts in each layer (normal noise in the scores, twice as strong as
 the tokens' own). `GPT-OSS-20B` uses its published routes: eight prompts' counts [24, 32] side by side, which
-gives 16 of 128 experts a token. Compare packed_p50_bytes (the text) with cells_bytes (the counts before
+gives 16 of 128 experts per token. Compare packed_p50_bytes (the text) with cells_bytes (the counts before
 compression).
 """
 
@@ -63,9 +63,9 @@ def signature_bytes(
         for name, taste in (("even", 0.0), ("tastes", 2.0))
     ]
     if gptoss is not None:
-        found = read_gptoss(gptoss, prompt_steps=_LENGTHS[0], decode_steps=1).prefill_counts
-        found = found[rng.permutation(len(found))[: 8 * prompts]]
-        beside = found.reshape(-1, 2, 4, *found.shape[1:]).transpose(0, 1, 3, 2, 4).reshape(-1, L, E)
+        counts = read_gptoss(gptoss, prompt_steps=_LENGTHS[0], decode_steps=1).prefill_counts
+        counts = counts[rng.permutation(len(counts))[: 8 * prompts]]
+        beside = counts.reshape(-1, 2, 4, *counts.shape[1:]).transpose(0, 1, 3, 2, 4).reshape(-1, L, E)
         rows.append(row("GPT-OSS-20B", _LENGTHS[0], list(beside)))
     publish(
         "signature_bytes", rows, inputs={"gptoss": gptoss and gptoss.name}, seed=seed, out=out,

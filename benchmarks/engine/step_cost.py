@@ -4,12 +4,13 @@
 
 The steps of a decode engine with random weights are composed: each step's tokens go to prescribed experts, a
 chosen number in each layer, in the same CUDA graphs as any other step. The router runs as usual, then its
-choices are replaced (one copy a layer). All requests have about `--context` tokens in the KV cache. `forward`
-is the time of the forward pass that our connector reports, by CUDA events; `step` is the wall time of the
-whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are time =
-fixed + per request * batch + per expert * active experts, summed over layers. Rows of level `package` come
-from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24): a MoE layer's time by
-active experts, and whole steps with 1,024 tokens of context and the package's own routing.
+choices are replaced (one copy per layer). All requests have about `--context` tokens in the KV cache.
+`forward` is the time of the forward pass that our connector reports, by CUDA events; `step` is the wall time
+of the whole step, with scheduling and sampling, without asynchronous scheduling.
+Rows of level `fit` are time = fixed + per request * batch + per expert * active experts, summed over layers.
+Rows of level `package` come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with
+vLLM 0.24): a MoE layer's time by active experts, and whole steps with 1,024 tokens of context and the
+package's own routing.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class ComposedEngine(ReplayEngine):
 def composed_steps(
     engine: ComposedEngine, prompts: list[list[int]], active: list[int], rounds: int, rng: np.random.Generator
 ) -> list[Step]:
-    """Run `rounds` steps of each number of active experts a layer, in random order, with all prompts."""
+    """Run `rounds` steps of each number of active experts per layer, in random order, with all prompts."""
     order = [a for _ in range(rounds) for a in rng.permutation(active).tolist()]
     wanted = [active[-1]] * _WARM_UP + order
     engine.start(prompts, len(wanted) + 2)
@@ -122,12 +123,12 @@ def composed_steps(
     whole = [record for record in records if record["requests"] == batch]
     layers = len(whole[0]["active_by_layer"])
     first = whole[0]["step"]
-    found = [record for record in whole if _WARM_UP <= record["step"] - first < len(wanted)]
-    for record in found:
+    timed = [record for record in whole if _WARM_UP <= record["step"] - first < len(wanted)]
+    for record in timed:
         each, activated = wanted[record["step"] - first], record["active_by_layer"]
         if activated != [each] * layers:
             raise RuntimeError(f"a step should activate {each} experts per layer, but activated {activated}")
-    return [Step(batch, sum(r["active_by_layer"]), r["seconds"], r["took"]) for r in found]
+    return [Step(batch, sum(r["active_by_layer"]), r["seconds"], r["took"]) for r in timed]
 
 
 def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:

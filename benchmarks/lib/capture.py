@@ -62,9 +62,9 @@ class Captured:
 
     def split(self, name: str, fit: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Split a workload's requests at random: one part to fit on, one to measure with."""
-        found = np.random.default_rng(seed).permutation(self.group(name))
-        cut = round(fit * len(found))
-        return found[:cut], found[cut:]
+        shuffled = np.random.default_rng(seed).permutation(self.group(name))
+        cut = round(fit * len(shuffled))
+        return shuffled[:cut], shuffled[cut:]
 
     def routes(self, request: int) -> NDArray[np.unsignedinteger]:
         """Return [T, L, k]: the experts of one request's decode steps."""
@@ -102,7 +102,7 @@ def capture(
     trace: Annotated[Path, typer.Option(help="CalibrationTrace to write.")],
     tokens: Annotated[Path, typer.Option(help="JSON of token ids to write.")],
     requests: Annotated[int, typer.Option(min=8, help="Prompts, half tasks and half languages.")] = 1600,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated a prompt.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
     max_prompt_tokens: Annotated[int, typer.Option(min=32, help="Longer prompts lose their start.")] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
     device: options.Device = "cpu",

@@ -58,7 +58,7 @@ class CpuSpeed:
 
 @contextmanager
 def probed(folder: Path) -> Iterator[None]:
-    """Record the speed of this process's cores several times a second, in `folder`/cpu_speed_CORE.jsonl.
+    """Record the speed of this process's cores several times per second, in `folder`/cpu_speed_CORE.jsonl.
 
     A line is [Unix time, s; CPU time of the product, s; stolen ticks so far; all ticks so far].
     """
@@ -74,8 +74,8 @@ def probed(folder: Path) -> Iterator[None]:
 def _ticks(core: int) -> tuple[int, int]:
     """Return the ticks of the core that the hypervisor stole, and all ticks."""
     with open("/proc/stat") as lines:
-        found = next(line for line in lines if line.startswith(f"cpu{core} "))
-    ticks = [int(part) for part in found.split()[1:9]]
+        times = next(line for line in lines if line.startswith(f"cpu{core} "))
+    ticks = [int(part) for part in times.split()[1:9]]
     return ticks[7], sum(ticks)
 
 

@@ -51,11 +51,11 @@ def device_kwargs(device: str, batches: Sequence[int] = ()) -> dict[str, Any]:
     """
     if device == "cpu":
         return {"device": "cpu"}
-    found: dict[str, Any] = {"device": "gpu", "attention_backend": "TRITON_ATTN"}
+    kwargs: dict[str, Any] = {"device": "gpu", "attention_backend": "TRITON_ATTN"}
     if device == "cuda-eager" or not batches:
-        return found | {"enforce_eager": True}
+        return kwargs | {"enforce_eager": True}
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(batches)}
-    return found | {"compilation_config": graphs}
+    return kwargs | {"compilation_config": graphs}
 
 
 def weights_name() -> str:
@@ -82,13 +82,13 @@ def our_arguments(deployment: Path, model: Path, decode_replicas: int | None = N
 def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of Ray Serve LLM's own prefill/decode application on equal engines."""
     ingress = {"autoscaling_config": None, "max_ongoing_requests": 8192}
-    found: dict[str, Any] = {"ingress_deployment_config": arguments["ingress_deployment_config"] | ingress}
+    configs: dict[str, Any] = {"ingress_deployment_config": arguments["ingress_deployment_config"] | ingress}
     for role in ("prefill", "decode"):
         config = copy.deepcopy(arguments[f"{role}_config"])
         config["engine_kwargs"] = plain_engine_kwargs(role, config["engine_kwargs"])
         config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # as in our application
-        found[f"{role}_config"] = config
-    return found
+        configs[f"{role}_config"] = config
+    return configs
 
 
 def plain_engine_kwargs(role: Any, given: dict[str, Any], *, our_connector: bool = False) -> dict[str, Any]:

@@ -52,8 +52,8 @@ def read_experts(model: Path, layer: int, experts: Sequence[int]) -> tuple[Tenso
     with safe_open(model / "model.safetensors", "pt") as file:
 
         def part(expert: int, name: str) -> Tensor:
-            found: Tensor = file.get_tensor(f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight")
-            return found
+            tensor: Tensor = file.get_tensor(f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight")
+            return tensor
 
         w13 = torch.stack([torch.cat([part(e, "gate"), part(e, "up")]) for e in experts])
         return w13, torch.stack([part(e, "down") for e in experts])

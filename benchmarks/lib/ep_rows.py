@@ -26,8 +26,8 @@ def choice_rows(
     measured: dict[tuple[float, str], list[dict[str, Any]]], batch: int, seed: int
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each arm from what was measured in each round."""
-    base = next(found for (ratio, name), found in measured.items() if (ratio, name) == (1.0, BASE))
-    for (ratio, name), found in measured.items():
+    base = next(trials for (ratio, name), trials in measured.items() if (ratio, name) == (1.0, BASE))
+    for (ratio, name), trials in measured.items():
         placement, choice = name.split(", ")
         even = measured.get((ratio, EVEN))
         papers: dict[str, Any] = _PAPERS.get(name if choice != "metro" else choice, {})
@@ -35,15 +35,15 @@ def choice_rows(
             papers = {}
         yield {
             "replication": ratio, "batch_size": batch, "placement": placement, "choice": choice,
-            **_interval("step", found),
-            **_means(found, ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct",
+            **_interval("step", trials),
+            **_means(trials, ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct",
                              "moved_a_token")),
-            **_change("change", found, base, "step_ms", seed),
-            **(_change("even", found, even, "step_ms", seed) if even else {}),
-            **({"even_experts_pct": _mean_pct(found, even, "worst_rank_experts")} if even else {}),
-            "none_experts_pct": _mean_pct(found, base, "worst_rank_experts"),
-            "none_moved_pct": _mean_pct(found, base, "moved_a_token"),
-            "requests_equal_pct": _equal_pct(found, base),
+            **_change("change", trials, base, "step_ms", seed),
+            **(_change("even", trials, even, "step_ms", seed) if even else {}),
+            **({"even_experts_pct": _mean_pct(trials, even, "worst_rank_experts")} if even else {}),
+            "none_experts_pct": _mean_pct(trials, base, "worst_rank_experts"),
+            "none_moved_pct": _mean_pct(trials, base, "moved_a_token"),
+            "requests_equal_pct": _equal_pct(trials, base),
             "paper_experts_pct": None, "paper_step_pct": None, "paper_moved_pct": None, **papers,
         }  # fmt: skip
 
@@ -55,49 +55,49 @@ def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> It
     parts = range(middle), range(middle, middle + 1), range(middle + 1, windows)
     for name, turns in measured.items():
         for phase, part in zip(PHASES, parts, strict=True):
-            found, base = (
+            mine, base = (
                 [turn[window] for turn in of for window in part] for of in (turns, measured["offline"])
             )
             yield {
-                "placement": name, "phase": phase, "windows": len(found),
-                **_interval("step", found),
-                **_change("step", found, base, "step_ms", seed),
-                "with_moves_ms": float(np.median([one["with_moves_ms"] for one in found])),
-                **_change("with_moves", found, base, "with_moves_ms", seed),
-                **_means(found, ("worst_rank_experts", "worst_rank_pairs", "plan_ms", "migration_ms",
+                "placement": name, "phase": phase, "windows": len(mine),
+                **_interval("step", mine),
+                **_change("step", mine, base, "step_ms", seed),
+                "with_moves_ms": float(np.median([one["with_moves_ms"] for one in mine])),
+                **_change("with_moves", mine, base, "with_moves_ms", seed),
+                **_means(mine, ("worst_rank_experts", "worst_rank_pairs", "plan_ms", "migration_ms",
                                  "experts_moved", "slices", "slices_left")),
-                "requests_equal_pct": _equal_pct(found, base),
+                "requests_equal_pct": _equal_pct(mine, base),
                 "paper_pct": _PAPER_PROACTIVE if name == "proactive" else None,
             }  # fmt: skip
 
 
-def _interval(name: str, found: list[dict[str, Any]]) -> dict[str, float]:
-    value, low, high = median_ci([one[f"{name}_ms"] for one in found])
+def _interval(name: str, trials: list[dict[str, Any]]) -> dict[str, float]:
+    value, low, high = median_ci([one[f"{name}_ms"] for one in trials])
     return {f"{name}_ms": value, f"{name}_low_ms": low, f"{name}_high_ms": high}
 
 
-def _means(found: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, float]:
-    return {key: float(np.mean([one[key] for one in found])) for key in keys}
+def _means(trials: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, float]:
+    return {key: float(np.mean([one[key] for one in trials])) for key in keys}
 
 
 def _change(
-    name: str, found: list[dict[str, Any]], base: list[dict[str, Any]], key: str, seed: int
+    name: str, trials: list[dict[str, Any]], base: list[dict[str, Any]], key: str, seed: int
 ) -> dict[str, float]:
-    mine, its = (np.array([one[key] for one in of]) for of in (found, base))
+    mine, its = (np.array([one[key] for one in of]) for of in (trials, base))
     change = paired_change_percent(mine, its, np.median, seed=seed)
     return dict(zip((f"{name}_pct", f"{name}_low_pct", f"{name}_high_pct"), change, strict=True))
 
 
-def _mean_pct(found: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> float:
-    mine, its = (float(np.mean([one[key] for one in of])) for of in (found, base))
+def _mean_pct(trials: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> float:
+    mine, its = (float(np.mean([one[key] for one in of])) for of in (trials, base))
     return 100 * (mine / its - 1)
 
 
-def _equal_pct(found: list[dict[str, Any]], base: list[dict[str, Any]]) -> float:
+def _equal_pct(trials: list[dict[str, Any]], base: list[dict[str, Any]]) -> float:
     """Return the share of answers that are equal, %."""
     pairs = [
         mine == its
-        for one, other in zip(found, base, strict=True)
+        for one, other in zip(trials, base, strict=True)
         for mine, its in zip(one["answers"], other["answers"], strict=True)
     ]
     return 100 * float(np.mean(pairs))

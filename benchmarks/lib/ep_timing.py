@@ -113,7 +113,7 @@ def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
     batches, layers, tokens, _ = plan.routes.shape
     own = tokens // plan.ranks
     start = rank * own
-    found = {arm: np.zeros((batches, layers, plan.rounds, len(STAGES))) for arm in plan.arms}
+    times = {arm: np.zeros((batches, layers, plan.rounds, len(STAGES))) for arm in plan.arms}
     for b, layer, turn, arm in _schedule(plan):
         placed = plan.placements[arm[0]][layer]
         everyone = arm[2] == "all-gather"
@@ -130,15 +130,15 @@ def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
             part.gathered(x, [own] * plan.ranks, clock)
         else:
             part.exchanged(x, clock)
-        found[arm][b, layer, turn] = [clock.seconds[stage] for stage in STAGES]
-    return found
+        times[arm][b, layer, turn] = [clock.seconds[stage] for stage in STAGES]
+    return times
 
 
 def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
     """Time each rank's experts with nothing else running: [B, L, rounds, G] s, by arm."""
     mine = _Experts(plan)
     batches, layers, tokens, _ = plan.routes.shape
-    found = {arm: np.zeros((batches, layers, plan.rounds, plan.ranks)) for arm in plan.arms}
+    times = {arm: np.zeros((batches, layers, plan.rounds, plan.ranks)) for arm in plan.arms}
     x = mine.tokens(tokens)
     for b, layer, turn, arm in _schedule(plan):
         experts = plan.routes[b, layer]
@@ -147,8 +147,8 @@ def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
             token, choice = np.nonzero(ranks == g)
             rows = x[torch.as_tensor(token, device=device())]
             slot = torch.as_tensor(experts[token, choice], device=device())
-            found[arm][b, layer, turn, g] = mine.seconds(layer, rows, slot)
-    return found
+            times[arm][b, layer, turn, g] = mine.seconds(layer, rows, slot)
+    return times
 
 
 def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
@@ -170,7 +170,7 @@ def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
 
 def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
     """Return medians of both ways to move tokens there and back, by bytes that reach a rank one way."""
-    found = []
+    rows = []
     for size in MESSAGE_BYTES:
         mine = torch.zeros(size, dtype=torch.uint8, device=device())
         everyone = torch.zeros(2 * size, dtype=torch.uint8, device=device())
@@ -191,8 +191,8 @@ def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
             for name, times in seconds.items():
                 times.append(clock.seconds[name])
         medians = {f"{name}_p50_ms": 1e3 * float(np.median(times[1:])) for name, times in seconds.items()}
-        found.append({"message_bytes": size} | medians)
-    return found
+        rows.append({"message_bytes": size} | medians)
+    return rows
 
 
 class _Clock:

@@ -1,6 +1,7 @@
 """Shared parts of the benchmarks of EP engines: arms take turns on one engine; a journal keeps results.
 
-The model is the demo model with wide experts and an extra head, in 32 bits, so that all arms answer alike.
+The model is the demo model with wide experts and an extra head, in 32 bits, so that all arms give equal
+answers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them
 PROMPT = 65  # maximum tokens of a prompt, since only decode is measured
 SKIPPED = 2  # decode steps after the prefill that no figure includes
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
-Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated a request.")]
+Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated per request.")]
 Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with other prompts.")]
 Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the same command resumes.")]
 

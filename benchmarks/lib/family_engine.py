@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.lib.replay_engine import free_port
 from eldr_serve.engine.vllm.config import ENVIRONMENT, engine_kwargs
 
-CHUNK = 48  # tokens a step, unless blocks are longer
+CHUNK = 48  # tokens per step, unless blocks are longer
 OUTPUT = 12  # tokens generated for each prompt
 
 
@@ -30,8 +30,8 @@ def prompts(block: int) -> list[list[int]]:
     """Return token ids: stems of whole and partial blocks, each alone and with several continuations."""
     rng = np.random.default_rng(0)
     stems = [rng.integers(1, 257, n).tolist() for n in (2 * block, 3 * block // 2)]
-    found = [stem + rng.integers(1, 257, n).tolist() for n in (0, 7, block, block + 3) for stem in stems]
-    return [*found, rng.integers(1, 257, 4 * block - 5).tolist()]
+    starts = [stem + rng.integers(1, 257, n).tolist() for n in (0, 7, block, block + 3) for stem in stems]
+    return [*starts, rng.integers(1, 257, 4 * block - 5).tolist()]
 
 
 class Seen:
@@ -124,11 +124,11 @@ def _serve(job: dict[str, Any], report: Path) -> None:
             from eldr_serve.engine.vllm.compat.cpu_kernels import choose_mla_for_amx
 
             choose_mla_for_amx()
-        found = serve(job["arguments"])
+        result = serve(job["arguments"])
     except Exception as error:
         traceback.print_exc()
-        found = {"error": str(error)}
-    report.write_text(json.dumps(found))
+        result = {"error": str(error)}
+    report.write_text(json.dumps(result))
 
 
 def main(jobs: Path) -> None:

@@ -36,7 +36,7 @@ _KV_BYTES = 2**28  # for each engine; wide experts take the rest of the memory
 
 
 def lengths(mean: int) -> dict[str, int]:
-    """Return options of loadgen.compare. Equal lengths would keep a closed loop in waves of starts."""
+    """Return options of loadgen.compare. With equal lengths a closed loop would start requests in waves."""
     return {"min-tokens": mean // 2, "max-tokens": mean + mean // 2}
 
 

@@ -14,7 +14,7 @@ from eldr_serve.command_errors import BadInput
 from loadgen.trial import Trial
 
 _WINDOW_S = 5.0  # window in which speed is assumed constant
-_SPARE_TRIALS = 4  # beyond one a group, to fit a slope
+_SPARE_TRIALS = 4  # beyond one per group, to fit a slope
 
 
 class NormalisedTime:

@@ -140,8 +140,8 @@ def step_cost() -> None:
 
 def _save(figure: Figure, name: str) -> None:
     """Save the figure with one legend for all panels, each name once."""
-    found = [axes.get_legend_handles_labels() for axes in figure.axes]
-    lines = {name: handle for handles, names in found for handle, name in zip(handles, names, strict=True)}
+    legends = [axes.get_legend_handles_labels() for axes in figure.axes]
+    lines = {name: handle for handles, names in legends for handle, name in zip(handles, names, strict=True)}
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=7, fontsize=8)
     save(figure, PLOTS / f"{name}.png")
 

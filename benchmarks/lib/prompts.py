@@ -37,8 +37,8 @@ def bodies(
     rng = random.Random(seed)
     rng.shuffle(prompts)
     greedy = {"model": MODEL, "ignore_eos": True, "temperature": 0.0}
-    found = []
+    requests = []
     for number in range(count):
         tokens = max_tokens if min_tokens is None else rng.randint(min_tokens, max_tokens)
-        found.append(greedy | {"prompt": prompts[number % len(prompts)].text, "max_tokens": tokens})
-    return found
+        requests.append(greedy | {"prompt": prompts[number % len(prompts)].text, "max_tokens": tokens})
+    return requests

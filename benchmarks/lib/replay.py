@@ -183,7 +183,7 @@ class Bench:
         }  # fmt: skip
 
     def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
-        """Place and replay every load in every arm; arms alternate, so that machine speed affects all alike.
+        """Place and replay every load in every arm; arms alternate, so that all meet the same machine speeds.
 
         A request's times are the medians of its `repeats` replays; steps are those of all replays.
         """
@@ -217,7 +217,7 @@ class Bench:
         Placements are those of the arm's simulated run; costs use the requests' true decode activations.
         """
         trace = self.data.trace
-        found = {}
+        by_arm = {}
         for label, outcome in case.outcomes.items():
             judge = MarginalCost(affinity=0, cost=self.cost.as_dict())
             ledger = LoadLedger()
@@ -239,8 +239,8 @@ class Bench:
                 judge.on_assigned(request, worker)
                 ledger.add(str(j), worker, request.prompt_tokens)
                 heapq.heappush(ends, (float(outcome.last_s[j]), int(j)))
-            found[label] = regret
-        return found
+            by_arm[label] = regret
+        return by_arm
 
     def simulated_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
         """Simulate the arm's placements again with another step cost."""

@@ -32,7 +32,8 @@ _FELT = 0.75
 # Decode batches with their own CUDA graph: up to 40 all sizes, since a padded token may activate
 # further experts.
 _GRAPHS = (*range(1, 41), *range(48, 129, 8))
-# On a GPU: the KV cache (on a CPU, ENGINE_ENV sets it) and a step's tokens: few prompts are computed.
+# On a GPU: the KV cache (on a CPU, ENGINE_ENV sets it) and the maximum tokens of a step, since few prompts
+# are computed.
 ROOM = {"kv_cache_memory_bytes": 2 << 30, "max_num_batched_tokens": 512}
 
 

@@ -49,7 +49,7 @@ def arm_rows(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, 
 
 
 def experts_by_batch(case: Case, labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return mean active experts of a layer by batch size, in bins of 4 requests, one row a bin."""
+    """Return mean active experts of a layer by batch size, in bins of 4 requests, one row per bin."""
     top = max(max(case.steps[label].requests) for label in labels)
     rows = []
     for low in range(1, top + 1, 4):

@@ -20,7 +20,7 @@ def medians(
         keys: columns that identify a case; of the other columns, only numbers are kept.
         with_interval: columns with a 95 % interval, in `_low` and `_high`.
     """
-    found = []
+    summaries = []
     for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
         mine = [row for row in rows if tuple(row[name] for name in keys) == key]
         row: dict[str, Any] = dict(zip(keys, key, strict=True)) | {"rounds": len(mine)}
@@ -31,5 +31,5 @@ def medians(
                 row[name] = float(np.median([one[name] for one in mine]))
         for name in with_interval:
             _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([one[name] for one in mine])
-        found.append(row)
-    return found
+        summaries.append(row)
+    return summaries

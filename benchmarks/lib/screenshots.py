@@ -44,13 +44,13 @@ def screenshots(
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
     """Run the machine's Chromium; raise FileNotFoundError, with what to install, if there is none."""
-    found = next(filter(None, map(shutil.which, _CHROMIUM)), None)
-    if found is None:
+    executable = next(filter(None, map(shutil.which, _CHROMIUM)), None)
+    if executable is None:
         raise FileNotFoundError(
             "no Chromium: run `make browser` as root, or install the Debian package chromium"
         )
     async with async_playwright() as playwright:
-        chromium = await playwright.chromium.launch(executable_path=found)
+        chromium = await playwright.chromium.launch(executable_path=executable)
         yield chromium
         await chromium.close()
 
@@ -63,14 +63,14 @@ async def taken(url: str, admin_key: str | None) -> dict[str, bytes]:
         if admin_key is not None:
             await page.locator("#key").wait_for()
             await page.evaluate(f"adminKey = {admin_key!r}")
-        found = {}
+        pictures = {}
         for name, (width, dark) in VIEWS.items():
             await page.set_viewport_size({"width": width, "height": 900})
             await page.emulate_media(color_scheme="dark" if dark else "light")
             await page.evaluate("look()")
             await page.locator("main").wait_for()
-            found[name] = _small(await page.screenshot(full_page=True))
-    return found
+            pictures[name] = _small(await page.screenshot(full_page=True))
+    return pictures
 
 
 async def of_report(report: Path) -> bytes:

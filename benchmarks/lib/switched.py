@@ -13,7 +13,7 @@ from eldr_serve.engine.vllm.compat.nixl import NixlPullConnector
 from eldr_serve.engine.vllm.connector import EldrConnector
 from eldr_serve.engine.vllm.scheduler import EldrScheduler
 
-# Stats are ours in both (some microseconds a step): an engine has one kind of metrics.
+# Stats are ours in both (some microseconds per step): an engine has one kind of metrics.
 _BOTH = ("__init__", "get_kv_connector_stats")
 
 

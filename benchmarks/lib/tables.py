@@ -3,13 +3,17 @@
     python -m benchmarks.lib.tables
 
 A table stands between `<!-- table NAME column, column ... -->` and `<!-- end -->`, and is filled from
-NAME.json; if the result of a GPU (gpu_*) is missing, the table stays empty. Between `<!-- claims NAME -->`
-and `<!-- end -->` is that list of claims.yaml, and between `<!-- parameters NAME [beyond OTHER] -->` and
-`<!-- end -->` the parameters of a policy; `beyond` leaves out those that OTHER has with the same default.
+NAME.json; if the result of a GPU (gpu_*) is missing, the table stays empty. A column is a key of the rows, or
+`KEY [LOW HIGH]`, which prints a value and its interval; `[_low _high]` appends to KEY.
+
+Between `<!-- claims NAME -->` and `<!-- end -->` is that list of claims.yaml, and between
+`<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->` the parameters of a policy;
+`beyond` leaves out those that OTHER has with the same default.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -27,6 +31,10 @@ PAGES = (ROOT / "README.md", ROOT / "docs/placement.md", *sorted((ROOT / "docs/t
 CLAIMS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks/claims.yaml").read_text())
 _BLOCK = re.compile(r"(<!-- (table|claims|parameters) (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
+_UNITS = {"pct": "%", "ms": "ms", "us": "us", "s": "s", "mib": "MiB"}
+_NAMES = {
+    name.lower(): name for name in ("TPOT", "TTFT", "CPU", "GPUs", "KV", "EP", "TP", "EPLB", "JSQ", "vLLM")
+}
 
 
 def filled(page: str) -> str:
@@ -44,11 +52,34 @@ def _table(arguments: str) -> str:
     if not there(name):
         return ""
     rows = read_rows(name)
-    names = [column.strip() for column in columns.split(",")]
-    if unknown := set(names).difference(*rows):
+    keys = [_keys(column.strip()) for column in columns.split(",")]
+    if unknown := set(itertools.chain.from_iterable(keys)).difference(*rows):
         raise KeyError(f"no row of {name} has {', '.join(sorted(unknown))}")
-    heads = [column.replace("_", " ") for column in names]
-    return _markdown(heads, [[_number(row.get(column)) for column in names] for row in rows])
+    heads = [heading(key) for key, *_ in keys]
+    return _markdown(heads, [[_value(row, *column) for column in keys] for row in rows])
+
+
+def _keys(column: str) -> list[str]:
+    """Return the key of a column, and those of its interval if it has one."""
+    key, _, interval = column.partition(" [")
+    bounds = interval.rstrip("]").split()
+    return [key, *(key + bound if bound.startswith("_") else bound for bound in bounds)]
+
+
+def _value(row: dict[str, Any], key: str, *interval: str) -> str:
+    bounds = [row.get(bound) for bound in interval]
+    if not interval or None in bounds:
+        return _number(row.get(key))
+    return f"{_number(row.get(key))} [{', '.join(map(_number, bounds))}]"
+
+
+def heading(key: str) -> str:
+    """Return the words of a key, with its unit at the end."""
+    words = re.sub(r"_(ms|us)(?=_(pooled_)?change)", "", key).replace("_a_", "_per_")
+    *name, last = words.split("_")
+    has_unit = last in _UNITS and name and name[-1] != "per" and not name[-1].isdigit()
+    text = " ".join(_NAMES.get(word, word) for word in (name if has_unit else [*name, last]))
+    return f"{text}, {_UNITS[last]}" if has_unit else text
 
 
 def there(name: str) -> bool:

@@ -34,7 +34,7 @@ class TimedDecodeServer(LLMDecodeServer):
         client.logger_manager.record = self._recorded
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer as DecodeServer.answer."""
+        """Answer like DecodeServer.answer."""
         _called_at.set(time.monotonic())
         timed: Any = _Timed(answer, self._stages)
         await super().answer(method, header, body, timed)

@@ -23,11 +23,11 @@ def means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
     """Return means between two readings of sums: of plain servers' times, or of our engines' steps."""
     more = {key: value - before.get(key, 0.0) for key, value in after.items()}
     steps = more.get("steps", 0.0)
-    found = {name: more[key] / steps for name, key in STEPS.items() if steps > 0}
+    figures = {name: more[key] / steps for name, key in STEPS.items() if steps > 0}
     for name in SERVER_TIMES:
         if f"{name}_sum" in more:
-            found[f"{name}_mean_ms"] = 1000 * more[f"{name}_sum"] / max(1.0, more[f"{name}_count"])
-    return found
+            figures[f"{name}_mean_ms"] = 1000 * more[f"{name}_sum"] / max(1.0, more[f"{name}_count"])
+    return figures
 
 
 def at_mean_speed(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> dict[str, dict[str, Any]]:
@@ -37,16 +37,16 @@ def at_mean_speed(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> d
     hypervisor took.
     """
     cases = [key.partition("/")[2] for key in trials]
-    slowdowns = [clock.slowdown(*found["span"]) for found in trials.values()]
-    took = [found["engine_ms_per_token"] for found in trials.values()]
+    slowdowns = [clock.slowdown(*trial["span"]) for trial in trials.values()]
+    took = [trial["engine_ms_per_token"] for trial in trials.values()]
     clock = clock.as_felt(felt(cases, slowdowns, took))
     normalised = {}
-    for key, found in trials.items():
-        start, end = found["span"]
+    for key, trial in trials.items():
+        start, end = trial["span"]
         slow, slow_cpu = (end - start) / clock.seconds(start, end), clock.slowdown(start, end)
         by = dict.fromkeys(METRICS, slow) | {"requests_per_s": 1 / slow, "engine_ms_per_token": slow_cpu}
-        normalised[key] = found | {name: found[name] / by[name] for name in METRICS}
-        normalised[key]["cpu_ms"] = {part: ms / slow_cpu for part, ms in found["cpu_ms"].items()}
+        normalised[key] = trial | {name: trial[name] / by[name] for name in METRICS}
+        normalised[key]["cpu_ms"] = {part: ms / slow_cpu for part, ms in trial["cpu_ms"].items()}
         normalised[key] |= {"slow": slow, "slow_cpu": slow_cpu}
     return normalised
 
@@ -55,27 +55,27 @@ def rows(trials: dict[str, dict[str, Any]], systems: list[str], workloads: list[
     """Return medians over rounds; `trials` has the keys `ROUND/WORKLOAD/SYSTEM`."""
     table = []
     by_case: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for key, found in trials.items():
+    for key, trial in trials.items():
         number, workload, system = key.split("/", 2)
-        by_case.setdefault((workload, system), {})[number] = found
+        by_case.setdefault((workload, system), {})[number] = trial
     for workload, system in product(workloads, systems):
         mine, ours = by_case.get((workload, system), {}), by_case.get((workload, OURS), {})
         if not mine:
             continue
         row: dict[str, Any] = {"workload": workload, "system": system, "rounds": len(mine)}
         for name in ("requests", "failures"):
-            row[name] = sum(found[name] for found in mine.values())
+            row[name] = sum(trial[name] for trial in mine.values())
         for name in METRICS:
-            _put(row, name, [found[name] for found in mine.values()])
+            _put(row, name, [trial[name] for trial in mine.values()])
         for name in METRICS:
             pairs = [(ours[n][name], mine[n][name]) for n in mine if n in ours]
             if system != OURS and pairs:
                 _put(row, f"ours_{name.removesuffix('_ms')}_pct", [100 * (a / b - 1) for a, b in pairs])
         for name in (*STEPS, *(f"{name}_mean_ms" for name in SERVER_TIMES)):
-            if known := [found[name] for found in mine.values() if name in found]:
+            if known := [trial[name] for trial in mine.values() if name in trial]:
                 row[name] = float(np.median(known))
-        for part in sorted({part for found in mine.values() for part in found["cpu_ms"]}):
-            of_part = [found["cpu_ms"].get(part, 0.0) for found in mine.values()]
+        for part in sorted({part for trial in mine.values() for part in trial["cpu_ms"]}):
+            of_part = [trial["cpu_ms"].get(part, 0.0) for trial in mine.values()]
             row[f"{part}_cpu_ms"] = float(np.median(of_part))
         table.append(row)
     return table

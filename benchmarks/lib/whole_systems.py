@@ -76,8 +76,8 @@ def _server_times(urls: Sequence[str]) -> dict[str, float]:
 def _step_totals(service: Client) -> dict[str, float]:
     """Return our engines' sums over decode steps so far, and the number of steps."""
     service.wait_idle()
-    found = service.settled_totals(at_rest=True) or {}
-    return {key: float(found[key]) for key in ("steps", *STEPS.values()) if key in found}
+    totals = service.settled_totals(at_rest=True) or {}
+    return {key: float(totals[key]) for key in ("steps", *STEPS.values()) if key in totals}
 
 
 @dataclass(frozen=True)

@@ -73,23 +73,23 @@ def ep_policies(
 
     def measure(engine: EpEngine, key: tuple[int, str, str, str]) -> list[dict[str, Any]]:
         turn, group, policy, placement = key
-        found = []
+        summaries = []
         for mine, rows in cases[group].batches((policy, placement), turn):
             engine.place(rows, "none", np.ones((len(rows), experts)))
             chosen = [data.tokens[n][-PROMPT:] for n in mine]
             decoded = engine.decode(chosen, tokens, name=hashlib.sha256(mine.tobytes()).hexdigest())
-            found.append(summary(decoded) | {"requests": mine.tolist()})
-        return found
+            summaries.append(summary(decoded) | {"requests": mine.tolist()})
+        return summaries
 
     def started() -> EpEngine:
         return EpEngine(model, ranks=ranks, redundant=0, moves_per_slice=64, max_batch=workers * batch)
 
-    found = in_turns(journal, keys, started, measure, minutes)
+    trials = in_turns(journal, keys, started, measure, minutes)
     rows = [
         row
         for group in names
         for row in policy_rows(
-            {arm: [found[turn, group, *arm] for turn in range(rounds)] for arm in ARMS}, group, seed
+            {arm: [trials[turn, group, *arm] for turn in range(rounds)] for arm in ARMS}, group, seed
         )
     ]
     publish(
@@ -151,7 +151,7 @@ def placed(
     placer = Placer(chosen, failed=_fail, seed=seed)
     names = [f"w{worker}" for worker in range(workers)]
     placer.set_workers(names)
-    found: list[list[list[int]]] = [[[] for _ in names], [[] for _ in names]]
+    numbers: list[list[list[int]]] = [[[] for _ in names], [[] for _ in names]]
     running: list[str] = []
     for part, requests in enumerate((before, now)):
         for number in requests.tolist():
@@ -162,8 +162,8 @@ def placed(
             request = PlacementRequest(f"{part}-{number}", counts, tokens, 64, similarity=similarity)
             (lease,) = placer.submit([Lease(request, State.SENT, "benchmark")])
             running.append(lease.request_id)
-            found[part][names.index(lease.replica)].append(number)
-    first, second = ([np.array(mine, np.int64) for mine in part] for part in found)
+            numbers[part][names.index(lease.replica)].append(number)
+    first, second = ([np.array(mine, np.int64) for mine in part] for part in numbers)
     return first, second
 
 

@@ -26,11 +26,11 @@ def _trace(n: int, rng: np.random.Generator) -> CalibrationTrace:
     tokens = np.full(n, 64, np.uint32)
 
     def counts() -> np.ndarray:
-        found = np.zeros((n, L, E), np.uint32)
+        result = np.zeros((n, L, E), np.uint32)
         for request in range(n):
             scores = 2 * taste[request % 12] + rng.gumbel(size=(L, E))
-            np.put_along_axis(found[request], np.argpartition(-scores, TOP_K, axis=1)[:, :TOP_K], 64, axis=1)
-        return found
+            np.put_along_axis(result[request], np.argpartition(-scores, TOP_K, axis=1)[:, :TOP_K], 64, axis=1)
+        return result
 
     names = [str(i) for i in range(n)]
     return CalibrationTrace(

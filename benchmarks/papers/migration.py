@@ -95,15 +95,15 @@ def plan_migration(
             placement[layer] = after[layer]
             continue
         trial = timetable.copy()
-        found = trial.layer_moves(int(layer), before[layer], after[layer])
-        end = max(move.ready_s for move in found)
+        moves_of_layer = trial.layer_moves(int(layer), before[layer], after[layer])
+        end = max(move.ready_s for move in moves_of_layer)
         if steps is not None:
             runs = steps - int(_steps(np.array([end]), windows)[0])
-            if gain[layer] * runs <= links.commit_s * len(found):
+            if gain[layer] * runs <= links.commit_s * len(moves_of_layer):
                 continue
         timetable = trial
         placement[layer], ready[layer] = after[layer], end
-        moves += found
+        moves += moves_of_layer
     return MigrationPlan(placement, moves, ready, windows, links.commit_s * len(moves))
 
 
@@ -127,7 +127,7 @@ class _Timetable:
         for slot, source in sources.items():
             if source in readers and source != slot:
                 readers[source].append(slot)
-        blocked = {slot: len(found) for slot, found in readers.items()}
+        blocked = {slot: len(waiting_slots) for slot, waiting_slots in readers.items()}
         free = [slot for slot, number in blocked.items() if not number]
         times: dict[int, tuple[float, float]] = {}
         staged: int | None = None
@@ -161,7 +161,7 @@ class _Timetable:
 
     def _sources(self, layer: int, old: Ints, new: Ints, size: int) -> dict[int, int]:
         """Return the source of each slot to be written: same rank, else same node, else the idlest rank."""
-        found: dict[int, int] = {}
+        sources: dict[int, int] = {}
         sends = self._free[0].copy()
         for slot in np.flatnonzero(old != new).tolist():
             held = np.flatnonzero(old == new[slot])
@@ -170,9 +170,9 @@ class _Timetable:
             rank = slot // size
             cost = np.array([self._time(int(h) // size, rank) for h in held])
             best = int(np.lexsort((sends[held // size], cost))[0])
-            found[slot] = int(held[best])
+            sources[slot] = int(held[best])
             sends[held[best] // size] += cost[best]
-        return found
+        return sources
 
     def _transfer(self, sender: int, rank: int, after: float) -> tuple[float, float]:
         """Reserve a transfer and return (start, end); a copy within a rank uses no link."""

@@ -46,11 +46,11 @@ def _flow(held: NDArray[np.bool_]) -> Ints:
     best: Ints | None = None
     while low < high or best is None:
         bound = (low + high) // 2
-        found = _within(held, bound)
-        if found is None:
+        routing = _within(held, bound)
+        if routing is None:
             low = bound + 1
         else:
-            best, high = found, bound
+            best, high = routing, bound
     return best
 
 

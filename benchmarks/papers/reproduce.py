@@ -60,28 +60,28 @@ def reproduce(
     """Run one figure's simulations; print a table, and write JSON and a plot."""
     if paper is None or figure is None:
         for name in [paper] if paper else PAPERS:
-            titles = (f"\n  {figure:14} {found.title}" for figure, found in _figures(name).items())
+            titles = (f"\n  {figure:14} {known.title}" for figure, known in _figures(name).items())
             typer.echo(f"{name}{''.join(titles)}")
         return
-    found = _figures(paper).get(figure)
-    if found is None:
+    chosen = _figures(paper).get(figure)
+    if chosen is None:
         raise BadInput(f"{paper} has no figure {figure!r}; choose from {', '.join(_figures(paper))}")
     path = out or Path("out") / f"{paper}_{figure}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     fitted = FittedCost.load(cost).cost if cost is not None else None
     options = Options(tuple(trace or ()), fitted, requests, tuple(range(seeds)))
-    rows = found.run(options)
-    typer.echo(f"{found.title}\npaper: {found.paper}")
+    rows = chosen.run(options)
+    typer.echo(f"{chosen.title}\npaper: {chosen.paper}")
     publish(
         f"{paper}_{figure}", rows, seed=0, out=path,
         inputs={
             "traces": [file.name for file in options.traces], "requests": requests, "seeds": seeds,
             "cost": fitted.as_dict() if fitted else None,
         },
-        notes=f"simulated. {found.title}. Paper: {found.paper}",
+        notes=f"simulated. {chosen.title}. Paper: {chosen.paper}",
     )  # fmt: skip
-    if found.plot is not None:
-        found.plot(rows, path.with_suffix(".png"))
+    if chosen.plot is not None:
+        chosen.plot(rows, path.with_suffix(".png"))
 
 
 def _figures(paper: str) -> dict[str, Figure]:

@@ -28,8 +28,8 @@ def token_frequencies(prompts: Sequence[NDArray[Any]]) -> Iterator[NDArray[np.fl
     model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
     for prompt in prompts:
         with torch.inference_mode():
-            found = model(torch.tensor(prompt.astype(np.int64))[None], output_router_logits=True)
-        logits = torch.stack(found.router_logits, dim=1)  # [n, L, E]
+            output = model(torch.tensor(prompt.astype(np.int64))[None], output_router_logits=True)
+        logits = torch.stack(output.router_logits, dim=1)  # [n, L, E]
         chosen = torch.zeros_like(logits).scatter_(
             2, logits.topk(model.config.num_experts_per_tok).indices, 1
         )

@@ -87,18 +87,18 @@ async def send_all(
     url: str, prompts: list[str], timeout_s: float, seconds: float | None = None
 ) -> list[_Request]:
     """Send all prompts at once and retry refused ones, up to a time limit, s."""
-    found = [_Request() for _ in prompts]
+    requests = [_Request() for _ in prompts]
     async with session(timeout_s) as http:
         began_s = time.perf_counter()
         sent = [
             asyncio.create_task(_until_answered(http, url, prompt, began_s, request))
-            for prompt, request in zip(prompts, found, strict=True)
+            for prompt, request in zip(prompts, requests, strict=True)
         ]
         _, pending = await asyncio.wait(sent, timeout=seconds)
         for task in pending:
             task.cancel()
         await asyncio.gather(*sent, return_exceptions=True)
-    return found
+    return requests
 
 
 def row(requests: list[_Request], before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
@@ -148,20 +148,20 @@ def backlog(
         url, status = client.url, client.status
         if warm_up:
             asyncio.run(send_all(url, sent[:warm_up], timeout_s))
-            time.sleep(2.0)  # counters are reported once a second
+            time.sleep(2.0)  # counters are reported once per second
         before = status()["counters"]
-        found = asyncio.run(send_all(url, sent[warm_up:], timeout_s, seconds))
+        answers = asyncio.run(send_all(url, sent[warm_up:], timeout_s, seconds))
         time.sleep(2.0)
-        figures = row(found, before, status()["counters"])
-    errors = sorted({request.error for request in found if request.error})
+        figures = row(answers, before, status()["counters"])
+    errors = sorted({request.error for request in answers if request.error})
     publish(
         "backlog", [figures], seed=seed, out=out,
         inputs={
             "requests": requests, "tokens": tokens, "warm_up": warm_up, "deployment": deployment.stem,
             "errors": errors[:5],
         },
-        notes="one prefill and one decode engine, one token an answer; engines, ingress and the client share "
-        "the cores, and each client waits for its Retry-After",
+        notes="one prefill and one decode engine, one token per answer; engines, ingress and the client "
+        "share the cores, and each client waits for its Retry-After",
     )  # fmt: skip
 
 

@@ -125,17 +125,17 @@ def handover(
         "deployment": deployment.stem, "window": WINDOW,
     }  # fmt: skip
     journal = Journal(record, inputs) if record else None
-    found: list[list[dict[str, Any]]] = list(journal.known.values()) if journal else []
+    by_round: list[list[dict[str, Any]]] = list(journal.known.values()) if journal else []
     for _ in range(rounds):
         # No prompt repeats within a round, since its blocks would be cached.
-        found.append(_round(loads, requests, iter(work), arguments, port))
+        by_round.append(_round(loads, requests, iter(work), arguments, port))
         if journal:
-            journal.put(str(len(found)), found[-1])
-    if not found:
+            journal.put(str(len(by_round)), by_round[-1])
+    if not by_round:
         raise BadInput("there is no round to report: give --rounds 1 or more, or a --record with rounds")
-    rows = medians([*chain(*found)], keys=("in_flight",), with_interval=_SURE, summed=("failures",))
+    rows = medians([*chain(*by_round)], keys=("in_flight",), with_interval=_SURE, summed=("failures",))
     publish(
-        "handover", rows, inputs=inputs | {"each": found}, seed=seed, out=out,
+        "handover", rows, inputs=inputs | {"each": by_round}, seed=seed, out=out,
         notes=f"one prefill and one decode engine; times over the newest {WINDOW} requests of a round; all "
         "engines, Ray and the client share the cores",
     )  # fmt: skip

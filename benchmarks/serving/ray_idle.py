@@ -59,12 +59,12 @@ def summarised(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for start in starts
     ]
     bare = [row["idle_pct"] for row in rows if row["setting"] == "none"]
-    found = medians(rows, keys=("setting",), with_interval=("idle_pct",))
-    for row in found:
+    summaries = medians(rows, keys=("setting",), with_interval=("idle_pct",))
+    for row in summaries:
         mine = [one["idle_pct"] for one in rows if one["setting"] == row["setting"]]
         saved = median_ci([a - b for a, b in zip(bare, mine, strict=False)])
         row |= dict(zip(("saved_pct", "saved_pct_low", "saved_pct_high"), saved, strict=True))
-    return found
+    return summaries
 
 
 def ray_idle(
@@ -89,9 +89,9 @@ def ray_idle(
     starts: list[dict[str, Any]] = list(journal.known.values()) if journal else []
     for number in range(rounds):
         for name in chosen if number % 2 == 0 else reversed(chosen):
-            found = in_new_process(_measure, SETTINGS[name], idle_s, settle_s, port)
-            starts.append({"setting": name, "parts": found})
-            typer.echo(f"{name}: {sum(found.values()):.1f} % of a core", err=True)
+            parts = in_new_process(_measure, SETTINGS[name], idle_s, settle_s, port)
+            starts.append({"setting": name, "parts": parts})
+            typer.echo(f"{name}: {sum(parts.values()):.1f} % of a core", err=True)
             if journal:
                 journal.put(str(len(starts)), starts[-1])
     if not starts:

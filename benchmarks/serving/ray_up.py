@@ -52,12 +52,12 @@ def steps(requests: int, run_time_s: int) -> dict[str, str]:
 
 def left_behind(folder: Path) -> list[str]:
     """Return the command lines of processes that run a program of this folder, or run in it."""
-    found = []
+    commands = []
     for process in psutil.process_iter(["cwd", "cmdline"]):
         cwd, command = process.info["cwd"] or "", " ".join(process.info["cmdline"] or ())
         if Path(cwd).is_relative_to(folder) or f"{folder}/" in command:
-            found.append(command)
-    return found
+            commands.append(command)
+    return commands
 
 
 def _execute(name: str, command: str) -> dict[str, Any]:

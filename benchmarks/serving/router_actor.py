@@ -103,16 +103,16 @@ class Caller:
 
 
 async def _latencies(one: Any, calls: int, in_flight: int) -> list[float]:
-    found: list[float] = []
+    seconds: list[float] = []
 
     async def go(count: int) -> None:
         for _ in range(count):
             start = time.perf_counter()
             await one()
-            found.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
 
     await asyncio.gather(*(go(max(1, calls // in_flight)) for _ in range(in_flight)))
-    return found
+    return seconds
 
 
 def _measure(

@@ -85,7 +85,7 @@ def rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> 
     }
     counts = resampled_counts(np.arange(len(a)), seed=seed, whole_rounds=True)
     step, step_draws = _change(pairs["step"], counts)
-    found = []
+    result = []
     for name, pair in pairs.items():
         change, draws = _change(pair, counts)
         unit = 1.0 if name == "experts" else 1e3
@@ -95,8 +95,8 @@ def rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> 
         off = interval(change - step, draws - step_draws)
         timed = name not in ("step", "experts")
         names = ("off_pct", "off_low_pct", "off_high_pct")
-        found.append(row | {key: value if timed else None for key, value in zip(names, off, strict=True)})
-    return found
+        result.append(row | {key: value if timed else None for key, value in zip(names, off, strict=True)})
+    return result
 
 
 def _change(
@@ -167,7 +167,7 @@ def shadow(
         str(sent), MODEL, 0.0, trial_seconds, warm_up_seconds, in_flight, drawn["max-tokens"], 0.8,
         drawn["min-tokens"],
     )  # fmt: skip
-    found = []
+    measured = []
     for width in widths:
         key = partial("{}, {}".format, width)
         if left := [step for step in steps if journal.get(key(step.key)) is None]:
@@ -181,9 +181,9 @@ def shadow(
             name: [Part(**journal.get(key(step.key))) for step in steps if step.policy == name]
             for name in names
         }
-        found += [{"intermediate": width, **row} for row in rows(names, parts, seed)]
+        measured += [{"intermediate": width, **row} for row in rows(names, parts, seed)]
     publish(
-        "shadow", found, inputs=about, seed=seed, out=out,
+        "shadow", measured, inputs=about, seed=seed, out=out,
         notes="ms, except experts; off_pct: the change minus that of step, points; intervals: 95 %, "
         "bootstrap over few rounds",
     )  # fmt: skip
@@ -191,10 +191,10 @@ def shadow(
 
 
 def _widths(text: str) -> list[int]:
-    found = options.numbers("--intermediate", text)
-    if min(found) < 32 or len(set(found)) < len(found):
+    widths = options.numbers("--intermediate", text)
+    if min(widths) < 32 or len(set(widths)) < len(widths):
         raise BadInput(f"--intermediate is {text!r}: numbers of neurons from 32, with commas, each once")
-    return found
+    return widths
 
 
 if __name__ == "__main__":

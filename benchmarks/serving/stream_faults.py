@@ -84,9 +84,9 @@ async def _load(
 
         async def one(number: int) -> Answer:
             await asyncio.sleep(ramp_s * number / count)
-            found = await (complete if way == "own" else _whole)(http, url, body)
-            check_text(found, tokens)
-            return found
+            answer = await (complete if way == "own" else _whole)(http, url, body)
+            check_text(answer, tokens)
+            return answer
 
         async def killing() -> None:
             await asyncio.sleep(ramp_s + 2.0)

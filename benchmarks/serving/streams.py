@@ -86,7 +86,7 @@ def _measure(
             rows.append(row | {"errors": errors(answers)})
             typer.echo(
                 f"{way}, {count} streams of {tokens}: {rows[-1]['tokens_per_s']:.0f} tokens/s, "
-                f"{rows[-1]['server_us_per_token']:.0f} us a token",
+                f"{rows[-1]['server_us_per_token']:.0f} us per token",
                 err=True,
             )
     return rows
@@ -103,14 +103,14 @@ def _parsed(loads: str) -> list[tuple[int, float]]:
 def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per way, count and load."""
     keys = ("way", "streams", "tokens", "gap_ms")
-    found = medians(
+    summaries = medians(
         rows, keys=keys, with_interval=("ttft_p99_ms", "tokens_per_s", "server_us_per_token"),
         summed=("requests", "failures", "leases_left"),
     )  # fmt: skip
-    for row in found:
+    for row in summaries:
         mine = [one["errors"] for one in rows if all(one[name] == row[name] for name in keys)]
         row["errors"] = dict(sum(map(Counter, mine), Counter()))
-    return found
+    return summaries
 
 
 def streams(

@@ -70,7 +70,7 @@ class CalibrationTrace(Artifact):
             sums = getattr(self, name).sum(axis=2, dtype=np.int64)
             require(
                 bool((sums == self.top_k * tokens.astype(np.int64)[:, None]).all()),
-                f"{name} do not add up to top_k experts a token in every layer",
+                f"{name} do not add up to top_k experts per token in every layer",
             )
         self._check_routes(shape)
         self._check_token_ids()

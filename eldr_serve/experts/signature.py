@@ -99,7 +99,7 @@ def cells_of(counts: NDArray[Any], element: Element) -> NDArray[np.float32]:
 
 # -- the wire form of one prompt's counts -------------------------------------------------------------
 
-_HEADER = struct.Struct("<4sBHH")  # magic, bytes a cell, L, E
+_HEADER = struct.Struct("<4sBHH")  # magic, bytes per cell, L, E
 _MAGIC = b"ELD1"
 _MAX_CELLS = 1 << 20
 _STORED_BYTES = 4096  # maximum size that is stored uncompressed; must be at most 65535

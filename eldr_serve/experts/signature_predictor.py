@@ -87,7 +87,7 @@ class SignaturePredictor(Artifact):
         sums = abs(self.mean.sum(axis=1) - self.top_k)
         require(
             shares and bool((sums < _SUM_TOLERANCE).all()),
-            f"the mean's rows are not shares that add up to {self.top_k} experts a token",
+            f"the mean's rows are not shares that add up to {self.top_k} experts per token",
         )
 
     def predict(self, token_ids: ArrayLike) -> Floats:

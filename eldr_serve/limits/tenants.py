@@ -102,7 +102,7 @@ class Tenant:
         wait_s = bucket.wait_s()
         if wait_s:
             raise RateLimited(
-                f"tenant {self.name!r} has used up its {bucket.per_minute:g} {what} a minute",
+                f"tenant {self.name!r} has used up its {bucket.per_minute:g} {what} per minute",
                 retry_after_s=math.ceil(wait_s),
             )
 

@@ -133,4 +133,4 @@ def _tokens(answer: Answer) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:.{1 if size > GIB else 3}f} GiB a rank" if size else "-"
+    return f"{size / GIB:.{1 if size > GIB else 3}f} GiB per rank" if size else "-"

@@ -188,7 +188,7 @@ class _Queue:
     def takes(self, more: float, bound_s: float) -> bool:
         """Return whether a prompt may join the queue.
 
-        Ingresses learn of each other's prompts once a second. Between two reports each ingress uses only
+        Ingresses learn of each other's prompts once per second. Between two reports each ingress uses only
         its share of the free room, so that together they do not exceed the bound. A report may not include
         the newest prompts of this ingress, so tokens are counted since the last two reports.
         """

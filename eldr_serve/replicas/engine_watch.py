@@ -19,7 +19,7 @@ _PERIOD_S = 1.0
 
 
 class EngineWatch:
-    """Health check, once a period and as soon as a call fails; the core is pinged only during calls.
+    """Health check, once per period and as soon as a call fails; the core is pinged only during calls.
 
     A core that does not answer for a period counts as lost if a process of it is stopped (SIGSTOP).
     While the engine is lost its channel is suspended, so that ingresses place its requests elsewhere.

@@ -19,7 +19,7 @@ _SPANNING = 64  # requests whose counts span the plane if there is no table
 _RUNNING = 200  # requests shown with their worker
 _ANSWERS = 8192  # newest answers whose latencies are kept
 _BIN_S, _BINS = 5.0, 120  # bins of latencies: ten minutes
-_STEPS = 120  # newest reports of each engine, one a second
+_STEPS = 120  # newest reports of each engine, one per second
 
 
 @dataclass(eq=False)

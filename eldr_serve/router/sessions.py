@@ -1,4 +1,4 @@
-"""The router's end of its clients' open calls: one subscription a client, one lease a request.
+"""The router's end of its clients' open calls: one subscription per client, one lease per request.
 
 Releases and leases that clients hold apply at once. Progress and requests for leases are collected for one
 turn of the event loop and applied together, so that the policy runs once for all that one read has brought.

@@ -27,7 +27,7 @@ class KeptSample:
 
     Attributes:
         at: arrival time, s since the epoch.
-        top_k: experts a token and layer.
+        top_k: experts per token and layer.
         prompt_tokens: number of prompt tokens, derived from the prefill counts.
     """
 

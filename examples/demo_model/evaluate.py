@@ -149,7 +149,7 @@ def count(chosen: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 def active_experts(
     trace: CalibrationTrace, domains: tuple[str, ...], batch: int, rng: np.random.Generator
 ) -> dict[str, float]:
-    """Return mean distinct experts a step and layer, for batches of one domain and for evenly mixed ones."""
+    """Return mean distinct experts per step and layer, for batches of one domain and evenly mixed ones."""
     members = {d: [i for i, x in enumerate(trace.domains) if x == d] for d in domains}
     members = {d: m for d, m in members.items() if len(m) >= 8}
     assert trace.routes is not None
@@ -221,7 +221,7 @@ def in_domain(
 
 @torch.no_grad()
 def losses(model: Any, recorder: Recorder, corpus: Path) -> tuple[dict[str, float], np.ndarray]:
-    """Return each domain's held-out loss, nats a token, over 24 windows of 256 tokens at documents' starts.
+    """Return each domain's held-out loss, nats per token, over 24 windows of 256 tokens at documents' starts.
 
     Also return the tokens that each expert got from the main domains' windows [L, E].
     """
@@ -293,7 +293,7 @@ def evaluate(
             "prompts_per_domain": number, "new_tokens": new_tokens, "temperature": temperature,
             "prompt_files": sorted(p.name for p in prompts.iterdir()) if prompts else [],
         },
-        notes="same_domain and mixed: distinct experts a layer in one decode step, mean over layers and "
+        notes="same_domain and mixed: distinct experts per layer in one decode step, mean over layers and "
         "1,200 drawn batches; a batch draws requests with replacement and a random step of each.",
     )  # fmt: skip
     for row in rows:

@@ -13,7 +13,7 @@ LETTERS = "ABCDE"
 
 
 def options(rng: random.Random, right: str, wrong: list[str], mark: str = ".") -> tuple[str, str]:
-    """Return the shuffled answers, one a line, and the line of the right one."""
+    """Return the shuffled answers, one per line, and the line of the right one."""
     answers = [right, *wrong]
     rng.shuffle(answers)
     lines = "\n".join(f"{letter}{mark} {text}" for letter, text in zip(LETTERS, answers, strict=False))

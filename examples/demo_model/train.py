@@ -179,7 +179,7 @@ def weights_of(layer: Any) -> tuple[Tensor, ...]:
 
 
 def loss_of(model: Qwen3MoeForCausalLM, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (cross entropy in nats a token, router's terms [2], means over layers) of int64 [B, T + 1].
+    """Return (cross entropy in nats per token, router's terms [2], means over layers) of int64 [B, T + 1].
 
     `dtype` is that of the matrix products, except the router's; all else is in float32.
     """
@@ -270,7 +270,7 @@ class Training:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    loss: float = 0.0  # nats a token, smoothed
+    loss: float = 0.0  # nats per token, smoothed
 
     def write(self, path: Path) -> None:
         """Write the whole state, under a temporary name first."""
@@ -332,7 +332,7 @@ def train(
     resume: Annotated[bool, typer.Option(help="Resume from OUT.ckpt.")] = False,
     float32: Annotated[bool, typer.Option(help="Compute in float32, for a CPU without bfloat16.")] = False,
 ) -> None:
-    """Train from random weights and write the model; 6,000 tokens a second on one core."""
+    """Train from random weights and write the model; 6,000 tokens per second on one core."""
     if not (corpus / "manifest.json").exists():
         raise BadInput(f"{corpus} has no corpus; make it with examples.demo_model.corpus")
     torch.set_num_threads(threads)

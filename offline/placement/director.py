@@ -92,7 +92,7 @@ def director_placement(
     spare = ranks * slots - experts
     mean_s = token_s.mean(axis=2)
     begun = np.full((layers, ranks, slots), experts) if start is None else _parsed(start, tokens, slots)
-    found, reached = begun.copy(), np.full(layers, np.inf)
+    best, reached = begun.copy(), np.full(layers, np.inf)
     # Replicas cost reads of weights or traffic to another node, so fewer may be better. Layers that are not
     # close to the bound with all replicas try those that the bound forces, then none.
     for enough_s in (np.zeros(layers), bound_s - cost.per_expert_s, np.full(layers, np.inf)):
@@ -106,21 +106,21 @@ def director_placement(
         tried = packed(kept, price, copies, quota, relaxation.column)
         tried, worst = _searched(tried, token_s[at], active_s[at], bound_s[at] * (1 + tolerance))
         better = worst < reached[at]
-        found[at[better]], reached[at[better]] = tried[better], worst[better]
-    reached = _fill_empty_ranks(found, token_s, active_s, reached)
-    return full_slots(found, experts).reshape(layers, -1), DirectorReport(relaxation.lp_s, bound_s, reached)
+        best[at[better]], reached[at[better]] = tried[better], worst[better]
+    reached = _fill_empty_ranks(best, token_s, active_s, reached)
+    return full_slots(best, experts).reshape(layers, -1), DirectorReport(relaxation.lp_s, bound_s, reached)
 
 
-def _fill_empty_ranks(found: Ints, token_s: Floats, active_s: Floats, reached: Floats) -> Floats:
+def _fill_empty_ranks(slots: Ints, token_s: Floats, active_s: Floats, reached: Floats) -> Floats:
     """Give each rank without expert the one with the least work, in place; return layers' times, s [L]."""
     experts = token_s.shape[1]
-    empty = (found == experts).all(axis=2)
+    empty = (slots == experts).all(axis=2)
     if not empty.any():
         return reached
     idlest = token_s.mean(axis=2).argmin(axis=1)[:, None]
-    found[..., 0] = np.where(empty, idlest, found[..., 0])
-    price = priced(token_s, active_s, copies_of(found, experts))
-    return np.where(empty.any(axis=1), rank_s(found, price).max(axis=1), reached)
+    slots[..., 0] = np.where(empty, idlest, slots[..., 0])
+    price = priced(token_s, active_s, copies_of(slots, experts))
+    return np.where(empty.any(axis=1), rank_s(slots, price).max(axis=1), reached)
 
 
 def _searched(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) -> tuple[Ints, Floats]:

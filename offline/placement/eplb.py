@@ -46,7 +46,7 @@ def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: in
 
 
 def activation_placement(activation: ArrayLike, ranks: int) -> Ints:
-    """Return ELDR's placement for one decode worker (paper, section 5): no replicas, equal numbers a rank.
+    """Return ELDR's placement for one decode worker (paper, section 5): no replicas, equal numbers per rank.
 
     The next most active expert goes to the rank with the least expected activation that has a slot.
 
@@ -82,7 +82,7 @@ def _packed(weight: NDArray[np.float64], packs: int) -> list[Ints]:
 
 
 def _replicated(weight: NDArray[np.float64], slots: int) -> tuple[Ints, Ints]:
-    """Return (expert of each slot, replicas of each expert): spare slots go to the highest load a replica."""
+    """Return (expert of each slot, replicas of each expert); add replicas where a replica has most load."""
     count = np.ones(len(weight), np.int64)
     experts = list(range(len(weight)))
     for _ in range(slots - len(weight)):

@@ -105,7 +105,7 @@ def work_of(
 
 
 def forwarded_copies(ranks: Ints, topology: Topology) -> tuple[float, float]:
-    """Return (near, far) copies a token and layer if a token is sent once to another node, then within it.
+    """Return (near, far) copies per token and layer if a token is sent once to another node, then within it.
 
     This is GRACE-MoE's dispatch (section 5.1); `work_of` counts one copy to every rank on any node.
     """
@@ -136,8 +136,8 @@ def evaluate(
     token and expert on the busiest rank over the mean; `idle_pct`, share of the ranks' time spent waiting if
     time is proportional to pairs; `load_std_pct`, standard deviation over ranks of all batches' pairs,
     relative to their mean; `near_copies` and `far_copies`, of hidden states to other ranks of the node and to
-    other nodes, a token and layer; `near_forwarded` and `far_forwarded`, the same by `forwarded_copies`; with
-    a cost `layer_us`.
+    other nodes, per token and layer; `near_forwarded` and `far_forwarded`, the same by `forwarded_copies`;
+    with a cost `layer_us`.
     """
     held = np.asarray(hosts, bool)
     ranks = served(batches, held, topology, rule)
@@ -145,7 +145,7 @@ def evaluate(
     copies = batches.shape[1] * token_bytes
     total = work.tokens.sum(axis=0)
     near, far = forwarded_copies(ranks, topology)
-    found = {
+    figures = {
         "experts_worst_rank": work.activated.max(axis=-1).mean(),
         "experts_mean_rank": work.activated.mean(),
         "token_skew": (work.tokens.max(axis=-1) / work.tokens.mean(axis=-1)).mean(),
@@ -157,5 +157,5 @@ def evaluate(
         "far_forwarded": far,
     }
     if cost is not None:
-        found["layer_us"] = 1e6 * cost.layer_s(work).mean()
-    return {key: float(value) for key, value in found.items()}
+        figures["layer_us"] = 1e6 * cost.layer_s(work).mean()
+    return {key: float(value) for key, value in figures.items()}

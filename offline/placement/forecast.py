@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) -> Floats:
     """Return float[L, E], the tokens that each expert is expected to get while N requests decode.
 
-    A request is assumed to use its experts as often a token in decode as in its prompt.
+    A request is assumed to use its experts as often per token in decode as in its prompt.
 
     Args:
         counts: [N, L, E] prompt tokens of each expert, counted or predicted.

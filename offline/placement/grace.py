@@ -1,4 +1,4 @@
-"""GRACE-MoE's placement in the form that engines load: an equal number of slots a rank."""
+"""GRACE-MoE's placement in the form that engines load: an equal number of slots per rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def grace_placement(
 
     The paper's ranks hold different numbers of experts; an engine's ranks have equally many slots. So a group
     is at most as large as a rank's slots, a replica needs a free one, and the remaining slots get the experts
-    with most load a copy (`fill_slots`). Without redundant slots groups are uniform.
+    with most load per copy (`fill_slots`). Without redundant slots groups are uniform.
 
     Args:
         affinity: [L, E, E], from `co_activation`.
@@ -44,7 +44,7 @@ def grace_placement(
 
     Returns:
         int[L, P], and a report: ratio, U and S (Eq. 1, means over layers), mean and largest load skew
-        before replicas, replicas by skew and by filling (means a layer).
+        before replicas, replicas by skew and by filling (means per layer).
 
     Raises:
         ValueError: shapes that do not match, or slots that cannot hold the experts.
@@ -89,7 +89,7 @@ def slots_per_rank(num_experts: int, num_physical: int, ranks: int) -> int:
     """Return P / G.
 
     Raises:
-        ValueError: slots that do not divide by the ranks, fewer than experts, or more a rank than experts.
+        ValueError: slots that do not divide by the ranks, fewer than experts, or more per rank than experts.
     """
     if num_physical % ranks:
         raise ValueError(f"{num_physical} slots do not divide by {ranks} ranks")

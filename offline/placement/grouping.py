@@ -133,7 +133,7 @@ def hierarchical_groups(
 
     Args:
         ratio: non-uniformity within a node.
-        capacity: maximum experts a rank; None: any number.
+        capacity: maximum experts per rank; None: any number.
 
     Raises:
         ValueError: fewer experts than ranks, or more than their capacity.
@@ -152,7 +152,7 @@ def hierarchical_groups(
 def node_groups(
     affinity: Floats, topology: Topology, *, capacity: int | None = None, seed: int = 0
 ) -> list[Ints]:
-    """Return the experts of each node: non-uniform, but with one to `capacity` experts a rank."""
+    """Return the experts of each node: non-uniform, but with one to `capacity` experts per rank."""
     n, each = len(affinity), topology.ranks // topology.nodes
     initial = spectral_groups(affinity, topology.nodes, seed=seed)
     max_size = n if capacity is None else each * capacity

@@ -1,6 +1,6 @@
 """Pack expert replicas into the slots of ranks so that the slowest rank is fast; all layers at once.
 
-Arrays: L layers, E experts, G ranks, C slots a rank. Slots are int[L, G, C]; the id E marks an empty
+Arrays: L layers, E experts, G ranks, C slots per rank. Slots are int[L, G, C]; the id E marks an empty
 slot. A price list is float[L, E + 1, G]: the cost of one replica on each rank, s; the last row is zero.
 """
 
@@ -49,7 +49,7 @@ def held_by(slots: Ints, experts: int) -> NDArray[np.bool_]:
 
 
 def replicated(token_s: Floats, spare: int, ranks: int, enough_s: Floats) -> Ints:
-    """Return int[L, E] replicas: each spare slot goes to the expert with the most work a replica.
+    """Return int[L, E] replicas: each spare slot goes to the expert with the most work per replica.
 
     An expert gets none if that work is at most `enough_s` [L], or if every rank has it.
     """

@@ -66,7 +66,7 @@ def _solved(price: Floats, room: Ints) -> tuple[float, Floats]:
     rows = np.concatenate([column, np.arange(columns), columns + column])
     places = np.concatenate([variable, np.full(columns, n), variable])
     values = np.concatenate([price.reshape(-1) / scale, np.full(columns, -1.0), np.ones(n)])
-    found = linprog(  # type: ignore[call-overload]  # its stubs know no sparse constraints
+    result = linprog(  # type: ignore[call-overload]  # its stubs know no sparse constraints
         np.append(np.zeros(n), 1.0),
         A_ub=csr_array((values, (rows, places)), shape=(2 * columns, n + 1)),
         b_ub=np.concatenate([np.zeros(columns), room]),
@@ -75,9 +75,9 @@ def _solved(price: Floats, room: Ints) -> tuple[float, Floats]:
         bounds=(0, None),
         method="highs",
     )
-    if found.x is None:  # unreachable: even shares satisfy every constraint
-        raise RuntimeError(f"the placement LP has no solution: {found.message}")
-    return float(found.fun) * scale, found.x[:n].reshape(experts, columns)
+    if result.x is None:  # unreachable: even shares satisfy every constraint
+        raise RuntimeError(f"the placement LP has no solution: {result.message}")
+    return float(result.fun) * scale, result.x[:n].reshape(experts, columns)
 
 
 def slots_bound(token_s: Floats, active_s: Floats, ranks: int, slots: int) -> Floats:

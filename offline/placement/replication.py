@@ -38,7 +38,7 @@ def with_replicas(
 
     Args:
         replicas: copies of each; None: by the load skew (Eq. 2). The paper's fixed count is 1.
-        capacity: maximum experts a rank; the hottest come first. None: any number.
+        capacity: maximum experts per rank; the hottest come first. None: any number.
     """
     hosts: Bools = primary[:, None] == np.arange(ranks)
     if ranks == 1:
@@ -59,8 +59,8 @@ def with_replicas(
 def fill_slots(load: Floats, hosts: Bools, capacity: int) -> Bools:
     """Return `hosts` with `capacity` experts on every rank, since engines need equally many slots.
 
-    The rank with room and the least predicted load takes the expert with the most load a copy that it lacks.
-    This balances tokens, and also gives more of them a local copy.
+    The rank with room and the least predicted load takes the expert with the most load per copy that it
+    lacks. This balances tokens, and also gives more of them a local copy.
 
     Raises:
         ValueError: more slots than experts, or a rank that holds more than its slots.
@@ -69,7 +69,7 @@ def fill_slots(load: Floats, hosts: Bools, capacity: int) -> Bools:
     held = filled.sum(axis=0)
     if capacity > len(load) or held.max() > capacity:
         raise ValueError(
-            f"{capacity} slots a rank do not fit {len(load)} experts, {held.max()} of them on one rank"
+            f"{capacity} slots per rank do not fit {len(load)} experts, {held.max()} of them on one rank"
         )
     while (held < capacity).any():
         share = load / filled.sum(axis=1)

@@ -86,12 +86,12 @@ def from_status(status: dict[str, Any], where: str) -> FittedCost:
     Raises:
         SimulationError: the service has not yet seen enough steps.
     """
-    found = dict(status.get("step_cost") or {})
+    step_cost = dict(status.get("step_cost") or {})
     try:
-        steps, error = int(found.pop("steps")), float(found.pop("relative_error"))
+        steps, error = int(step_cost.pop("steps")), float(step_cost.pop("relative_error"))
         return FittedCost(
-            cost=StepCost(**found), steps=max(1, steps), rms_relative_error=error, median_relative_error=None,
-            source=where,
+            cost=StepCost(**step_cost), steps=max(1, steps), rms_relative_error=error,
+            median_relative_error=None, source=where,
         )  # fmt: skip
     except (KeyError, ValueError, TypeError) as error:
         raise SimulationError(f"{where} has fitted no step cost yet; send it some load first") from error

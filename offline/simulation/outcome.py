@@ -25,8 +25,8 @@ class Outcome:
         tokens: int64[N], output tokens.
         hit_tokens: int64[N], prompt tokens that were in the prefill worker's cache.
         preempted: number of preemptions by full workers.
-        batch, experts, seconds, step_worker: one entry a decode step; experts summed over layers.
-        imbalance, spread: one entry a sample: sum over workers of (largest - own) and largest -
+        batch, experts, seconds, step_worker: one entry per decode step; experts summed over layers.
+        imbalance, spread: one entry per sample: sum over workers of (largest - own) and largest -
             smallest KV tokens of the running requests.
         sample_s: time of each sample.
         saving: the shadow's estimate, if there was a shadow.

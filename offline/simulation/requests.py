@@ -131,7 +131,7 @@ class Experts:
         steps: int = 64,
         seed: int = 0,
     ) -> Experts:
-        """Draw steps from activation probabilities: top_k experts a layer, without replacement.
+        """Draw steps from activation probabilities: top_k experts per layer, without replacement.
 
         Args:
             counts, count_tokens: as in the class.

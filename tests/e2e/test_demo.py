@@ -11,8 +11,8 @@ from service import Demo
 
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 FIRST = re.compile(
-    r"marginal-cost reads \d+\.\d % (fewer|more) experts a step than shortest-queue \[.*?\]"
-    r".*?; its steps take \d+\.\d % (less|more) CPU time a token \[.*?\]"
+    r"marginal-cost reads \d+\.\d % (fewer|more) experts per step than shortest-queue \[.*?\]"
+    r".*?; its steps take \d+\.\d % (less|more) CPU time per token \[.*?\]"
 )
 
 

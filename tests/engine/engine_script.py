@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from operators import Operators
 
-CHUNK = 48  # tokens a step: every longer prompt is prefilled in chunks
+CHUNK = 48  # tokens per step: every longer prompt is prefilled in chunks
 BLOCK = 32
 KV_TOKENS = 768  # far fewer than the prompts of a batch need
 # (seed, prompts, tokens generated for each) of each batch. The second batch repeats the first, and the fifth

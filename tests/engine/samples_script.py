@@ -25,7 +25,7 @@ from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.engine.protocol import EngineRequest, Sampling
 from eldr_serve.experts.signature import pack_counts
 
-CHUNK = 48  # tokens a step: longer prompts are prefilled in pieces
+CHUNK = 48  # tokens per step: longer prompts are prefilled in pieces
 BLOCKS = 24  # of 32 tokens: too few for the concurrent requests, so that some are preempted
 AT_ONCE = 8
 TOKENS = 40  # length of an answer

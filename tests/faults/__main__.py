@@ -34,7 +34,7 @@ _CORES = os.cpu_count() or 1
 
 def simulate(
     *,
-    seeds: Annotated[int, typer.Option(help="runs, one a seed", min=1)] = 1000,
+    seeds: Annotated[int, typer.Option(help="runs, one per seed", min=1)] = 1000,
     first: Annotated[int, typer.Option(help="the first seed")] = 0,
     seed: Annotated[int | None, typer.Option(help="run only this seed, and print all its events")] = None,
     processes: _Processes = _CORES,

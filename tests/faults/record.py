@@ -24,7 +24,7 @@ APART = ("own_connection", "behind_proxy", "nobody_listened")
 
 
 class Record:
-    """An append-only file of JSON lines of kind `run`, `sent`, `fault` or `end`, one key a line.
+    """An append-only file of JSON lines of kind `run`, `sent`, `fault` or `end`, one key per line.
 
     Args:
         path: the file, whose lines are kept; None: nothing is written.

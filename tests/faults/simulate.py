@@ -33,7 +33,7 @@ from tests.faults.world import CALL_S, CLIENT_TIMEOUT_S, LEASE_S, QUEUE_S, WAIT_
 
 ALLOWED = ("ok", "left", "http 503", "http 429")  # outcomes that a client may always see
 LOST_AFTER = 2  # faults; with fewer no stream may be lost, since an answer is resumed once
-_LONG, _LONG_S = 100, 2.0  # tokens and seconds a token of the streams that run while leases are compared
+_LONG, _LONG_S = 100, 2.0  # tokens and seconds per token of the streams that run while leases are compared
 _STOP_S = 2.0  # duration of the router's stop
 _WAITED_S = 1.6  # time after the stop at which clients no longer wait for it
 _LEFT_S = 2.0  # longer than a client needs to connect again

@@ -128,7 +128,7 @@ class Load:
 
         try:
             async with asyncio.timeout(PATIENCE_S if leaves_s is None else leaves_s):
-                # Use one connection a request: the kernel spreads connections over ingress replicas.
+                # Use one connection per request: the kernel spreads connections over ingress replicas.
                 async with (
                     httpx.AsyncClient(timeout=None) as http,
                     http.stream(

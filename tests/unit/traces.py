@@ -52,7 +52,7 @@ def synthetic_trace(
 
 
 def _tokens(domain: np.ndarray, lengths: np.ndarray, seed: int) -> dict[str, Any]:
-    """Of ten token ids a domain, and ten that all share."""
+    """Of ten token ids per domain, and ten that all share."""
     rng = np.random.default_rng([seed, 1])
     owner = np.repeat(domain, lengths)
     shared = rng.uniform(size=len(owner)) < 0.5

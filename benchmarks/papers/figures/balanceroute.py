@@ -147,18 +147,18 @@ def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> 
         }
 
     rows: Rows = []
-    for (path, g), found in each_seed(options, product(traffics, sizes), run):
-        rows += _rows(path.name, g, {arm.label: mean([run[arm.label] for run in found]) for arm in chosen})
+    for (path, g), runs in each_seed(options, product(traffics, sizes), run):
+        rows += _rows(path.name, g, {arm.label: mean([run[arm.label] for run in runs]) for arm in chosen})
     return rows
 
 
 def _rows(trace: str, g: int, means: dict[str, dict[str, Any]]) -> Rows:
     rows = []
-    for label, found in means.items():
+    for label, figures in means.items():
         keys = ("imbalance_tokens", "tpot_p95_ms", "output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms")
         row: dict[str, Any] = {"trace": trace, "workers": g, "method": label}
-        row |= {key: found[key] for key in keys}
-        row["imbalance_below_jsq"] = means["shortest-queue"]["imbalance_tokens"] / found["imbalance_tokens"]
+        row |= {key: figures[key] for key in keys}
+        row["imbalance_below_jsq"] = means["shortest-queue"]["imbalance_tokens"] / figures["imbalance_tokens"]
         columns = ("paper_imbalance", "paper_tpot_p95_ms", "paper_tokens_per_s")
         paper = PAPER_TABLE_1.get(label) if g == 16 else None
         row |= zip(columns, paper or (None,) * 3, strict=True)

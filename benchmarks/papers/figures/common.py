@@ -82,12 +82,12 @@ def each_seed(
     options: Options, cases: Iterable[Case], run: Callable[[Case, int], Found]
 ) -> Iterator[tuple[Case, list[Found]]]:
     """Yield each case with the results of `run` for each seed."""
-    found: list[Found] = []
+    results: list[Found] = []
     for case in steps(case for case in cases for _ in options.seeds):
-        found.append(run(case, options.seeds[len(found)]))
-        if len(found) == len(options.seeds):
-            yield case, found
-            found = []
+        results.append(run(case, options.seeds[len(results)]))
+        if len(results) == len(options.seeds):
+            yield case, results
+            results = []
 
 
 def mean(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ def latency(options: Options) -> Rows:
         return _policies(options, traces[case[0]], case[1], RANKS, seed)
 
     rows: Rows = []
-    for (path, name), found in each_seed(options, product(traces, CLUSTERS), run):
-        rows += _compared({"trace": traces[path].model, "cluster": name}, found)
+    for (path, name), runs in each_seed(options, product(traces, CLUSTERS), run):
+        rows += _compared({"trace": traces[path].model, "cluster": name}, runs)
     return rows
 
 
@@ -41,8 +41,8 @@ def gpus(options: Options) -> Rows:
         return _policies(options, traces[case[0]], "H200", case[1], seed)
 
     rows: Rows = []
-    for (path, ranks), found in each_seed(options, product(traces, (4, 8, 16, 32)), run):
-        for row in _compared({"trace": traces[path].model, "gpus": ranks}, found):
+    for (path, ranks), runs in each_seed(options, product(traces, (4, 8, 16, 32)), run):
+        for row in _compared({"trace": traces[path].model, "gpus": ranks}, runs):
             paper = {4: -11, 32: -48}.get(ranks) if row["placement"] == "proactive, oracle" else None
             rows.append(row | {"paper_pct": paper})
     return rows

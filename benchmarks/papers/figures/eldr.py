@@ -57,15 +57,15 @@ def rates(options: Options) -> Rows:
 def pool_size(options: Options) -> Rows:
     """Compare with round-robin: means over the rates for pools of 8 to 1,024 decode workers."""
     policies = ("round-robin", "shortest-queue", "locality-band", "marginal-cost")
-    found = []
+    changed = []
     for k in (8, 16, 24, 64, 256, 1024):
         rows = _swept(options, [k], (60,) if k > 64 else RATES, policies)
         for workload, policy in product(WORKLOADS, policies[2:]):
             mine = mean([r for r in rows if r["workload"] == workload and r["policy"] == policy])
             row = {"workload": workload, "decode_workers": k, "policy": policy}
             changes = (f"{q}_change_pct" for q in ("tpot_p50", "tpot_p99", "active_experts"))
-            found.append(row | {change: mine[change] for change in changes})
-    return found
+            changed.append(row | {change: mine[change] for change in changes})
+    return changed
 
 
 def prefix_cache(options: Options) -> Rows:
@@ -79,8 +79,8 @@ def prefix_cache(options: Options) -> Rows:
 
     cases = product((False, True), ("round-robin", "locality-band", "marginal-cost"))
     rows = [
-        {"prefix_cache": cached, "policy": policy} | mean(found)
-        for (cached, policy), found in each_seed(options, cases, run)
+        {"prefix_cache": cached, "policy": policy} | mean(runs)
+        for (cached, policy), runs in each_seed(options, cases, run)
     ]
     for cached in (False, True):
         group = [row for row in rows if row["prefix_cache"] == cached]
@@ -108,7 +108,7 @@ def drift(options: Options) -> Rows:
         changes = [Change(float(work.requests.arrival_s[n // 2]), table=second)]
         return _halves(_outcome(work, scenario, policy, seed, first, changes))
 
-    rows = [{"case": case} | mean(found) for case, found in each_seed(options, CHANGED, run)]
+    rows = [{"case": case} | mean(runs) for case, runs in each_seed(options, CHANGED, run)]
     return _against(rows, "case", "shortest-queue", HALVES)
 
 
@@ -130,8 +130,8 @@ def scaling(options: Options) -> Rows:
     for sizes in ((16, 24), (16, 8)):
         workload = f"{sizes[0]} to {sizes[1]} workers"
         group = [
-            {"workload": workload, "case": case} | mean(found)
-            for case, found in each_seed(options, CHANGED, partial(run, sizes))
+            {"workload": workload, "case": case} | mean(runs)
+            for case, runs in each_seed(options, CHANGED, partial(run, sizes))
         ]
         rows += _against(group, "case", "shortest-queue", HALVES)
     return rows
@@ -145,8 +145,8 @@ def _swept(options: Options, sizes: Sequence[int], rates_: Sequence[int], polici
         return {policy: _outcome(work, scenario, policy, seed).summary() for policy in policies}
 
     rows: Rows = []
-    for case, found in each_seed(options, product(WORKLOADS, sizes, rates_), run):
-        rows += _compared(*case, {policy: mean([run[policy] for run in found]) for policy in policies})
+    for case, runs in each_seed(options, product(WORKLOADS, sizes, rates_), run):
+        rows += _compared(*case, {policy: mean([run[policy] for run in runs]) for policy in policies})
     return rows
 
 
@@ -154,13 +154,13 @@ def _compared(workload: str, k: int, rate: float, means: dict[str, dict[str, Any
     times = ("tpot_p50_ms", "tpot_p99_ms")
     best = {key: min(means[p][key] for p in means if p in BALANCERS) for key in times}
     rows = []
-    for policy, found in means.items():
+    for policy, figures in means.items():
         row = {"workload": workload, "decode_workers": k, "rate_per_s": rate * k / 16, "policy": policy}
-        row |= {key: found[key] for key in (*times, "ttft_p50_ms", "batch_size", "active_experts")}
+        row |= {key: figures[key] for key in (*times, "ttft_p50_ms", "batch_size", "active_experts")}
         for key in (*times, "active_experts"):
-            row[f"{key.removesuffix('_ms')}_change_pct"] = change_pct(found[key], means["round-robin"][key])
+            row[f"{key.removesuffix('_ms')}_change_pct"] = change_pct(figures[key], means["round-robin"][key])
         for q, key in zip(("p50", "p99"), times, strict=True):
-            row[f"{q}_vs_best_balancer_pct"] = change_pct(found[key], best[key])
+            row[f"{q}_vs_best_balancer_pct"] = change_pct(figures[key], best[key])
         rows.append(row)
     return rows
 

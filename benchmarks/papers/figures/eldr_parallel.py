@@ -58,8 +58,8 @@ def expert_parallel(options: Options) -> Rows:
         }  # fmt: skip
 
     rows: Rows = []
-    for (group, rate), found in each_seed(options, product(groups, RATES), run):
-        rows += _compared(group, rate, {arm: mean([run[arm] for run in found]) for arm in ARMS})
+    for (group, rate), runs in each_seed(options, product(groups, RATES), run):
+        rows += _compared(group, rate, {arm: mean([run[arm] for run in runs]) for arm in ARMS})
     return rows
 
 
@@ -108,18 +108,18 @@ def _compared(group: str, rate: float, means: dict[tuple[str, str], dict[str, An
     keys = ("tpot_p50_ms", "tpot_p99_ms", "active_experts")
     best = {key: min(means[balancer, "linear"][key] for balancer in BALANCERS) for key in keys}
     rows = []
-    for (policy, placement), found in means.items():
+    for (policy, placement), figures in means.items():
         papers = group != "task" and (policy, placement) == ("locality-band", "own")
         row = {"workload": group, "rate_per_s": rate, "policy": policy, "placement": placement}
-        row |= {key: found[key] for key in (*keys, "batch_size")}
-        row |= {f"{k.removesuffix('_ms')}_change_pct": change_pct(found[k], best[k]) for k in keys}
+        row |= {key: figures[key] for key in (*keys, "batch_size")}
+        row |= {f"{k.removesuffix('_ms')}_change_pct": change_pct(figures[k], best[k]) for k in keys}
         rows.append(row | {key: value if papers else None for key, value in PAPER.items()})
     return rows
 
 
 FIGURES = {
     "expert-parallel": Figure(
-        "TPOT at 2P8D with TP=4 and EP=4 a worker (Figure 18)",
+        "TPOT at 2P8D with TP=4 and EP=4 per worker (Figure 18)",
         "locality-band with per-decoder placement against the best load balancer, language, 24 to 56 "
         "requests/s: median -2.7 to -4.3 %, p99 -0.6 to -2.0 % (Qwen3-235B-A22B)",
         expert_parallel,

@@ -123,20 +123,20 @@ def concentration(options: Options) -> Rows:
         topology = TOPOLOGIES[0]
         fit = Fit.on(trace, _halves(trace, seed)[0], topology)
         primary = fit.grouped(knee_ratio(fit.affinity, topology))
-        found: Rows = []
+        result: Rows = []
         for layer, (load, rank) in enumerate(zip(fit.load, primary, strict=True)):
             by_rank = np.bincount(rank, load, minlength=topology.ranks)
             skew = load_skew(load, rank, topology.ranks)
             members = np.flatnonzero(rank == by_rank.argmax())
             hot = hot_experts(load, members, num_replicas(skew, topology.ranks))
             share = 100 * by_rank / by_rank.sum()
-            found.append(
+            result.append(
                 {"layer": layer, "load_skew": skew, "heaviest_group_pct": float(share.max()),
                  "lightest_group_pct": float(share.min()), "experts_in_heaviest": float(len(members)),
                  "replicas": float(num_replicas(skew, topology.ranks)), "hot_experts": float(len(hot)),
                  "hot_load_pct": 100 * float(load[hot].sum() / load[members].sum())}
             )  # fmt: skip
-        return found
+        return result
 
     return _averaged(options, rows)
 
@@ -145,7 +145,7 @@ def ratios(options: Options) -> Rows:
     """Measure affinity within groups and deviation of sizes by non-uniformity ratio; the knee (Eq. 1)."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
-        found: Rows = []
+        result: Rows = []
         for topology, fit, batches in _fitted(trace, options, seed):
             chosen = knee_ratio(fit.affinity, topology)
             for ratio in RATIOS:
@@ -153,11 +153,11 @@ def ratios(options: Options) -> Rows:
                 judged = _judged(evaluate(batches, fit.hosts(grouped), topology, serve_even))
                 layers = zip(fit.affinity, grouped, strict=True)
                 use, deviation = np.mean([utilisation(a, g, topology.ranks) for a, g in layers], axis=0)
-                found.append(
+                result.append(
                     {"ranks": _shown(topology), "ratio": ratio, "affinity_within_pct": 100 * float(use),
                      "size_deviation_experts": float(deviation), "knee_ratio": chosen} | judged
                 )  # fmt: skip
-        return found
+        return result
 
     return _averaged(options, rows)
 
@@ -185,7 +185,7 @@ def components(options: Options) -> Rows:
     """Compare grouping, replication and routing, each with its predecessor; and in equal slots (Figure 5)."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
-        found: Rows = []
+        result: Rows = []
         for topology, fit, batches in _fitted(trace, options, seed):
             judged = {
                 name: (_judged(evaluate(batches, hosts, topology, rule)), replicas)
@@ -199,8 +199,8 @@ def components(options: Options) -> Rows:
                     key = column.removesuffix("_pct")
                     row[f"{key}_change_pct"] = change_pct(mine[column], judged[base][0][column])
                     row[f"paper_{key}_change"] = PAPER.get(name, {}).get(key)
-                found.append(row)
-        return found
+                result.append(row)
+        return result
 
     return _averaged(options, rows)
 
@@ -218,7 +218,7 @@ def generalisation(options: Options) -> Rows:
             name: fit.replicated(fit.grouped(knee_ratio(fit.affinity, topology)), None)
             for name, fit in fits.items()
         }
-        found: Rows = []
+        result: Rows = []
         for domain, (_, held_out) in parts.items():
             batches = _batches(trace, held_out, options, seed)
             judged = {
@@ -227,24 +227,24 @@ def generalisation(options: Options) -> Rows:
             }
             linear = _judged(evaluate(batches, fits[domain].linear, topology, serve_even))["copies"]
             for name, mine in judged.items():
-                found.append(
+                result.append(
                     {"evaluated_on": domain, "fitted_on": name, "copies": mine["copies"],
                      "load_std_pct": mine["load_std_pct"],
                      "against_own_domain_pct": change_pct(mine["copies"], judged[domain]["copies"]),
                      "against_linear_pct": change_pct(mine["copies"], linear)}
                 )  # fmt: skip
-        others = [row for row in found if row["fitted_on"] not in ("mixture", row["evaluated_on"])]
-        mixture = [row for row in found if row["fitted_on"] == "mixture"]
+        others = [row for row in result if row["fitted_on"] not in ("mixture", row["evaluated_on"])]
+        mixture = [row for row in result if row["fitted_on"] == "mixture"]
         for name, group in (("worst of other domains", others), ("worst of mixture", mixture)):
             worst = {key: max(row[key] for row in group) for key in group[0] if not key.endswith("_on")}
-            found.append({"evaluated_on": "all", "fitted_on": name} | worst)
-        return found
+            result.append({"evaluated_on": "all", "fitted_on": name} | worst)
+        return result
 
     return _averaged(options, rows)
 
 
 def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
-    """Return (name, hosts, rule, replicas a layer) of each arm of figure 5, and its equal-slot variants."""
+    """Return (name, hosts, rule, replicas per layer) of each arm of figure 5, and its equal-slot variants."""
     topology, experts = fit.topology, fit.load.shape[1]
     primary = fit.grouped(knee_ratio(fit.affinity, topology))
     fixed, dynamic = fit.replicated(primary, 1), fit.replicated(primary, None)
@@ -272,10 +272,10 @@ def _local(fit: Fit, hosts: Bools, seed: int) -> Rule:
     return local_rule(fit.load, hosts, fit.topology, seed=seed)
 
 
-def _judged(found: dict[str, float]) -> dict[str, float]:
+def _judged(figures: dict[str, float]) -> dict[str, float]:
     """Return the columns of the figures; `copies` is all traffic, per token and layer."""
     columns = ("near_forwarded", "far_forwarded", "load_std_pct", "idle_pct", "experts_worst_rank")
-    return {"copies": found["near_forwarded"] + found["far_forwarded"]} | {c: found[c] for c in columns}
+    return {"copies": figures["near_forwarded"] + figures["far_forwarded"]} | {c: figures[c] for c in columns}
 
 
 def _halves(trace: CalibrationTrace, seed: int, domain: str | None = None) -> tuple[Ints, Ints]:

@@ -32,7 +32,7 @@ RATIOS = (1.0, 1.125, 1.25, 1.5)
 BATCHES = 40  # drawn for each seed
 
 # An A100: 1.555 TB/s and 312 TFLOP/s at 40 %, which makes the FFN about as long as in Figure 6 (281 to
-# 370 us); Qwen3-30B-A3B's layer of 128 experts, 8 a token, 2 bytes a weight.
+# 370 us); Qwen3-30B-A3B's layer of 128 experts, 8 per token, 2 bytes per weight.
 BYTES_PER_S, FLOP_PER_S = 0.4 * 1.555e12, 0.4 * 312e12
 EXPERTS, TOP_K, WEIGHTS = 128, 8, 3 * 2048 * 768
 REST_S = 180e-6  # of a layer, for any batch: METRO's saving in Figure 11, 81 - 29 us, is 10 % of it
@@ -153,13 +153,13 @@ def figure_5(options: Options) -> Rows:
         first: dict[str, float] = {}
         for ratio in ratios:
             works = _works(options, halves, ratio, size, ("even",))["even"]
-            found = {"activated": _mean(map(worst, works))}
-            found["tpot"] = _mean(float(cost.layer_s(work).sum(axis=-1).mean()) for work in works)
-            first, last = first or found, ratio == ratios[-1]
+            means = {"activated": _mean(map(worst, works))}
+            means["tpot"] = _mean(float(cost.layer_s(work).sum(axis=-1).mean()) for work in works)
+            first, last = first or means, ratio == ratios[-1]
             row = {"model": halves[0].name, "batch_a_rank": size // RANKS, "replication": ratio}
-            row["most_activated"] = found["activated"]
+            row["most_activated"] = means["activated"]
             for name, paper in (("activated", 30), ("tpot", 14)):
-                row[f"{name}_pct"] = change_pct(found[name], first[name])
+                row[f"{name}_pct"] = change_pct(means[name], first[name])
                 row[f"paper_{name}_pct"] = paper if last else None
             rows.append(row)
     return rows
@@ -171,11 +171,11 @@ def figure_8(options: Options) -> Rows:
     for halves, size in steps(product(_sources(options), (32, 256))):
         for ratio in halves[0].ratios[1:]:
             works = _works(options, halves, ratio, size, ("even", "greedy", "metro", "optimum"))
-            found = {key: _mean(map(worst, works[key])) for key in works}
-            row = {"model": halves[0].name, "batch_size": size, "replication": ratio} | found
+            means = {key: _mean(map(worst, works[key])) for key in works}
+            row = {"model": halves[0].name, "batch_size": size, "replication": ratio} | means
             for name in ("metro", "greedy", "even"):
-                row[f"{name}_above_optimum_pct"] = change_pct(found[name], found["optimum"])
-            below = {"metro_below_even_pct": -change_pct(found["metro"], found["even"])}
+                row[f"{name}_above_optimum_pct"] = change_pct(means[name], means["optimum"])
+            below = {"metro_below_even_pct": -change_pct(means["metro"], means["even"])}
             rows.append(row | below | {"paper_above_optimum_pct": 10.9, "paper_below_even_pct": 42.3})
     return rows
 
@@ -190,13 +190,13 @@ def _works(
     options: Options, halves: Halves, ratio: float, size: int, routings: tuple[str, ...]
 ) -> dict[str, list[LayerWork]]:
     """Return the work of the same batches by routing, one entry per seed."""
-    found: dict[str, list[LayerWork]] = {routing: [] for routing in routings}
+    works: dict[str, list[LayerWork]] = {routing: [] for routing in routings}
     for seed, half in zip(options.seeds, halves, strict=True):
         plan = half.plan(ratio)
         tokens = half.batches(size, options.requests or BATCHES, seed)
         for routing in routings:
-            found[routing].append(LayerWork.gathered(served(routing, plan, tokens)))
-    return found
+            works[routing].append(LayerWork.gathered(served(routing, plan, tokens)))
+    return works
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -207,7 +207,7 @@ _PANELS = ("model", "batch_size", "batch_a_rank")
 FIGURES = {
     "fig4": Figure(
         "What balancing tokens does to activated experts: the example",
-        "2 activated experts a GPU when tokens are balanced, 1 in the ideal",
+        "2 activated experts per GPU when tokens are balanced, 1 in the ideal",
         figure_4,
     ),
     "fig5": Figure(

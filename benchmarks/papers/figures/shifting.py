@@ -29,7 +29,7 @@ STEPS = 256  # decode steps of a batch; observed steps repeat
 PER_RANK = 64  # requests per rank
 _CONCENTRATION = 0.3  # concentration of the Dirichlet mix: one or two domains dominate a batch
 
-# Qwen3-30B-A3B in bf16: 3 matrices of 2048 x 768 an expert, hidden states of 2048.
+# Qwen3-30B-A3B in bf16: 3 matrices of 2048 x 768 per expert, hidden states of 2048.
 EXPERT_BYTES = 3 * 2048 * 768 * 2.0
 TOKEN_BYTES = 2048 * 2.0
 _FLOPS = 2 * 3 * 2048 * 768  # per token and expert
@@ -44,8 +44,8 @@ def _cluster(hbm: float, flops: float, near: float, far: float) -> tuple[LayerCo
     return cost, Links(expert_bytes=EXPERT_BYTES, near_byte_s=1 / near, far_byte_s=1 / far, commit_s=1e-6)
 
 
-# The paper's clusters, 8 GPUs a node, by data sheets: H200 with NVLink 4 (450 GB/s a direction) and
-# InfiniBand NDR (400 Gb/s a GPU); RTX 4090 with PCIe 4.0 x16 (32 GB/s) and one such adapter a node.
+# The paper's clusters, 8 GPUs per node, by data sheets: H200 with NVLink 4 (450 GB/s per direction) and
+# InfiniBand NDR (400 Gb/s per GPU); RTX 4090 with PCIe 4.0 x16 (32 GB/s) and one such adapter per node.
 CLUSTERS = {
     "H200": _cluster(4.8e12, 989e12, 450e9, 50e9),
     "RTX 4090": _cluster(1.008e12, 165e12, 32e9, 50e9 / 8),
@@ -110,12 +110,12 @@ def _tokens(
     steps = int(trace.decode_steps[0])
     _, layers, experts = trace.prefill_counts.shape
     routes = trace.routes.reshape(-1, steps, layers, trace.top_k)
-    found = np.zeros((steps, layers, ranks, experts), np.float32)
+    tokens = np.zeros((steps, layers, ranks, experts), np.float32)
     step, layer, _ = np.ogrid[:steps, :layers, : trace.top_k]
     for place, request in enumerate(chosen):
         mine = np.roll(routes[request], int(rng.integers(steps)), axis=0)
-        found[step, layer, place % ranks, mine] += 1  # the experts of a token are distinct
-    return found
+        tokens[step, layer, place % ranks, mine] += 1  # the experts of a token are distinct
+    return tokens
 
 
 def correction(trace: CalibrationTrace, past: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -53,18 +53,18 @@ def policies(options: Options) -> Rows:
         table, _ = fit_table(trace.subset(fit), WORKERS, seed=seed)
         requests = _requests(traffic, experts, options, load, seed)
         requests = replace(requests, kind=rng.choice(held_out, len(requests)))
-        found = {}
+        summaries = {}
         for name, parameters in POLICIES:
             policy: Any = make_policy(name, **parameters).with_table(table)
             policy.update_cost_model(cost)
             if hasattr(policy, "predictor"):
                 traffic.teach(policy.predictor)
-            found[name] = simulate(requests, policy, cluster, experts=experts, seed=seed).summary()
-        return found
+            summaries[name] = simulate(requests, policy, cluster, experts=experts, seed=seed).summary()
+        return summaries
 
     rows: Rows = []
-    for (load, barrier), found in each_seed(options, product(LOADS, (False, True)), run):
-        means = {name: mean([run[name] for run in found]) for name, _ in POLICIES}
+    for (load, barrier), runs in each_seed(options, product(LOADS, (False, True)), run):
+        means = {name: mean([run[name] for run in runs]) for name, _ in POLICIES}
         rows += _rows(f"load {load:g}, {'barrier' if barrier else 'no barrier'}", means)
     return rows
 

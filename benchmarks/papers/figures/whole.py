@@ -106,27 +106,27 @@ def policies(options: Options) -> Rows:
 
         def outcome(policy: Policy, step_cost: StepCost, known: Experts = own) -> dict[str, Any]:
             policy.update_cost_model(step_cost)
-            found = simulate(requests, policy, cluster, experts=known, seed=seed)
-            summary = found.summary()
-            cached = 100 * float(found.hit_tokens.sum() / requests.prompt_tokens.sum())
+            simulated = simulate(requests, policy, cluster, experts=known, seed=seed)
+            summary = simulated.summary()
+            cached = 100 * float(simulated.hit_tokens.sum() / requests.prompt_tokens.sum())
             keys = (*METRICS, "output_tokens_per_s", "active_experts", "batch_size")
-            per_s = number / float(np.nanmax(found.last_s) - requests.arrival_s[0])
+            per_s = number / float(np.nanmax(simulated.last_s) - requests.arrival_s[0])
             return {key: summary[key] for key in keys} | {"cached_pct": cached, "requests_per_s": per_s}
 
-        found = {name: outcome(make(), cost) for name, make in BASELINES.items()}
-        found[DECODE_ALONE] = outcome(make_policy(OURS), replace(cost, per_prompt_token_s=0.0))
-        found[OURS] = outcome(make_policy(OURS), cost)
-        found[TRUE_COUNTS] = outcome(make_policy(OURS), cost, replace(own, predicted=None))
-        return found
+        figures = {name: outcome(make(), cost) for name, make in BASELINES.items()}
+        figures[DECODE_ALONE] = outcome(make_policy(OURS), replace(cost, per_prompt_token_s=0.0))
+        figures[OURS] = outcome(make_policy(OURS), cost)
+        figures[TRUE_COUNTS] = outcome(make_policy(OURS), cost, replace(own, predicted=None))
+        return figures
 
     rows: Rows = []
-    for (name, workers), found in each_seed(options, product(WORKLOADS, WORKERS), run):
-        for policy in found[0]:
+    for (name, workers), runs in each_seed(options, product(WORKLOADS, WORKERS), run):
+        for policy in runs[0]:
             row = {"workload": name, "workers": workers, "policy": policy}
-            row |= mean([one[policy] for one in found])
+            row |= mean([one[policy] for one in runs])
             for metric in METRICS:
-                best = [min(one[balancer][metric] for balancer in BASELINES) for one in found]
-                changes = [change_pct(one[policy][metric], it) for one, it in zip(found, best, strict=True)]
+                best = [min(one[balancer][metric] for balancer in BASELINES) for one in runs]
+                changes = [change_pct(one[policy][metric], it) for one, it in zip(runs, best, strict=True)]
                 row |= over_seeds(metric.replace("_ms", "_change_pct"), changes)
             rows.append(row)
     return rows

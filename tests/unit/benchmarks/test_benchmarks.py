@@ -75,7 +75,7 @@ def test_the_count_caches_share_falls_with_the_block_size() -> None:
     assert small == pytest.approx(2 * large)
     assert small == pytest.approx(100 * 48 * 128 / (16 * 2 * 48 * 2 * 4 * 128))
     assert smallest_block_size(shape, 2, 1) == 13
-    # With two bytes of KV a token, blocks are so large that one byte cannot count their tokens.
+    # With two bytes of KV per token, blocks are so large that one byte cannot count their tokens.
     assert smallest_block_size(Shape(1, 1024, ((1, 1, 1),)), 1, 1) == 4 * 102_400
     assert smallest_block_size(Shape(1, 2, ((1, 1, 1),)), 1, 1) == 200
     assert smallest_block_size(Shape(1, 3, ((1, 1, 1),)), 1, 1) == 2 * 300
@@ -182,6 +182,45 @@ def test_the_tables_in_the_pages_equal_the_results() -> None:
         text = page.read_text()
         assert "<!-- end -->" in text
         assert tables.filled(text) == text, f"run python -m benchmarks.lib.tables: {page.name} is older"
+
+
+@pytest.mark.parametrize(
+    ("key", "heading"),
+    [
+        ("active_experts_change_pct", "active experts change, %"),
+        ("tpot_p50_ms_change_pct", "TPOT p50 change, %"),
+        ("ours_engine_ms_per_token_pct", "ours engine ms per token, %"),
+        ("rate_per_s", "rate per s"),
+        ("silent_over_15_s", "silent over 15 s"),
+        ("moved_a_token", "moved per token"),
+    ],
+)
+def test_a_heading_has_the_unit_of_its_column(key: str, heading: str) -> None:
+    assert tables.heading(key) == heading
+
+
+def test_a_column_shows_a_value_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {
+            "a_pct": -17.24,
+            "a_pct_low": -20.5,
+            "a_pct_high": -13.8,
+            "b_ms": 5.0,
+            "low_ms": 4.0,
+            "high_ms": 6.0,
+        },
+        {"a_pct": None, "a_pct_low": None, "a_pct_high": None, "b_ms": 7.0},
+    ]
+    monkeypatch.setattr(tables, "read_rows", lambda name: rows)
+    page = "<!-- table x a_pct [_low _high], b_ms [low_ms high_ms], b_ms -->\n<!-- end -->"
+    assert tables.filled(page).splitlines()[1:-1] == [
+        "| a, % | b, ms | b, ms |",
+        "| --- | --- | --- |",
+        "| -17.2 [-20.5, -13.8] | 5 [4, 6] | 5 |",
+        "| - | 7 | 7 |",
+    ]
+    with pytest.raises(KeyError, match="no row of x has b_ms_low"):
+        tables.filled(page.replace("low_ms", "_low"))
 
 
 def _in(claim: dict[str, Any], row: dict[str, Any]) -> bool:

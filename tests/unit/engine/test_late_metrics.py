@@ -1,4 +1,4 @@
-"""Metrics that are sent to Ray once a second equal those that are sent in each step."""
+"""Metrics that are sent to Ray once per second equal those that are sent in each step."""
 
 from __future__ import annotations
 

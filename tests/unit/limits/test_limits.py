@@ -99,7 +99,7 @@ async def test_each_tenant_has_its_own_rate_limits(tmp_path: Path) -> None:
             answer = await app.post(COMPLETIONS, HELLO, tenant)
             error = answer.json()["error"]
             assert (answer.status_code, error["type"]) == (429, "rate_limit_exceeded")
-            assert f"{what} a minute" in error["message"]
+            assert f"{what} per minute" in error["message"]
             assert int(answer.headers["retry-after"]) >= 1
         for _ in range(9):
             assert (await app.post(COMPLETIONS, HELLO, "c")).status_code == 200

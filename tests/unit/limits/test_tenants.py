@@ -74,7 +74,7 @@ def test_a_request_is_charged_for_the_tokens_it_used(used: int) -> None:
     tenant = Tenant("a", Limits(tokens_per_minute=100), clock)
     reservation = TokenReservation(tenant)
     reservation.reserve(510)  # more than a minute allows: it runs, and later ones wait
-    with pytest.raises(RateLimited, match="100 tokens a minute") as refused:
+    with pytest.raises(RateLimited, match="100 tokens per minute") as refused:
         TokenReservation(tenant).reserve(2)
     assert refused.value.retry_after_s == math.ceil((510 + 1 - 100) * 0.6)
     reservation.used = lambda: used

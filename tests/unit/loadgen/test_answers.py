@@ -107,21 +107,21 @@ def test_the_first_sentence_is_the_effect_of_placement() -> None:
         step_row("x", (-2.0, -5.0, 1.0), (-50.0, None, None), base=base),
     ]
     assert step_answers(rows, clock="CPU time") == [
-        "marginal-cost reads 12.0 % fewer experts a step than shortest-queue [10.0, 14.0]; "
-        "its steps take 9.0 % less CPU time a token [7.0, 11.0].",
-        "locality-band reads 3.0 % more experts a step than shortest-queue [1.0, 5.0]; "
-        "its steps take 2.0 % more CPU time a token [-1.0, 5.0], not significant in these rounds.",
-        "x reads 2.0 % fewer experts a step than shortest-queue [-1.0, 5.0], not significant in these "
-        "rounds; its steps take 50.0 % less CPU time a token (one round, so no interval).",
+        "marginal-cost reads 12.0 % fewer experts per step than shortest-queue [10.0, 14.0]; "
+        "its steps take 9.0 % less CPU time per token [7.0, 11.0].",
+        "locality-band reads 3.0 % more experts per step than shortest-queue [1.0, 5.0]; "
+        "its steps take 2.0 % more CPU time per token [-1.0, 5.0], not significant in these rounds.",
+        "x reads 2.0 % fewer experts per step than shortest-queue [-1.0, 5.0], not significant in these "
+        "rounds; its steps take 50.0 % less CPU time per token (one round, so no interval).",
     ]
-    assert "less engine time a token" in step_answers(rows)[0]
+    assert "less engine time per token" in step_answers(rows)[0]
 
 
 def test_each_step_figure_names_its_own_baseline() -> None:
     row = step_row("x", (-2.0, -3.0, -1.0), (-2.0, -3.0, -1.0), base="random")
     (said,) = step_answers([row | {"engine_ms_per_token_baseline": "round-robin"}])
-    assert "experts a step than random" in said
-    assert "time a token than round-robin" in said
+    assert "experts per step than random" in said
+    assert "time per token than round-robin" in said
     assert step_answers([{"policy": "random"}]) == []
     unmeasured = {f"{key}_change_pct": None for key in ("active_experts", "engine_ms_per_token")}
     assert step_answers([row | unmeasured]) == []

@@ -82,7 +82,7 @@ def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
     compare(**options(service, out))
     said = capsys.readouterr().out
     assert "locality-band:band=0.1 reads 0.0 % " in said
-    assert said.index("experts a step") < said.index("TPOT p50 ")
+    assert said.index("experts per step") < said.index("TPOT p50 ")
     assert "one round has no interval" in said
     assert said.index("TPOT p50 ") < said.index("requests, none failed") < said.index("figure")
     assert service.policy == OWN

@@ -64,10 +64,10 @@ def test_terminal_and_report_begin_with_the_effect_of_placement(
     publish(tmp_path, 4)
     said = capsys.readouterr().out
     first, second = (
-        "marginal-cost reads 10.0 % fewer experts a step than shortest-queue [10.0, 10.0]; "
-        "its steps take 5.0 % less CPU time a token [5.0, 5.0].",
-        "locality-band reads 20.0 % fewer experts a step than shortest-queue [20.0, 20.0]; "
-        "its steps take 2.0 % more CPU time a token [2.0, 2.0].",
+        "marginal-cost reads 10.0 % fewer experts per step than shortest-queue [10.0, 10.0]; "
+        "its steps take 5.0 % less CPU time per token [5.0, 5.0].",
+        "locality-band reads 20.0 % fewer experts per step than shortest-queue [20.0, 20.0]; "
+        "its steps take 2.0 % more CPU time per token [2.0, 2.0].",
     )
     assert said.startswith(f"{first}\n{second}\nGREEDY\n")
     assert re.search(r"4 engines, the ingress and the load generator share \d+ cores", said)

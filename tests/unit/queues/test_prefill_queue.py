@@ -24,7 +24,7 @@ QUICK = (Phase.explicit, Phase.generate)  # shrinking a failing load takes minut
 
 @dataclass
 class Server:
-    """Computes prompts one after the other, and reports its queue once a second."""
+    """Computes prompts one after the other, and reports its queue once per second."""
 
     clock: Clock
     rate: float

@@ -130,7 +130,7 @@ class Constant:
 @pytest.mark.parametrize(
     ("predictor", "calls", "expected", "ages", "options"),
     [
-        # A prediction holds until the next and falls by one a token.
+        # A prediction holds until the next and falls by one per token.
         (Constant(0.5, 4.0), 2, [7, 6, 5, 4, 7], range(5), {}),
         # A prediction that runs out is renewed at once and never becomes zero.
         (Constant(1.0, 2.0), 3, [2, 1, 2, 1, 2], range(5), {}),
