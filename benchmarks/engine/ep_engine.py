@@ -187,14 +187,8 @@ def ep_shift(
         windows = [[data.tokens[n][-PROMPT:] for n in coming] for coming in traffic[turn]]
         return _followed(engine, plans[name], traffic[turn], windows, start, tokens, turn)
 
-    started = partial(
-        EpEngine,
-        model,
-        ranks=ranks,
-        redundant=slots - experts,
-        moves_per_slice=moves_per_slice,
-        max_batch=batch,
-    )
+    extra = {"redundant": slots - experts, "moves_per_slice": moves_per_slice, "max_batch": batch}
+    started = partial(EpEngine, model, ranks=ranks, **extra)
     found = in_turns(journal, keys, started, measure, minutes)
     rows = list(shift_rows({name: [found[turn, name] for turn in range(rounds)] for name in plans}, seed))
     inputs = settings | {"rounds": rounds}

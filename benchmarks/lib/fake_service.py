@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from benchmarks.lib.client import Answer
 from benchmarks.lib.cluster import local_ray, wait_ready
+from benchmarks.lib.fake_names import APPLICATION, MODEL
 
-MODEL, APPLICATION = "fake", "bench-streams"
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
 # Serve's environment variable: no other component tracks the replicas.
 NO_DRAINING = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"}

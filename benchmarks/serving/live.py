@@ -85,18 +85,15 @@ def live(
                 write_prompts(sent, (p for p in fit_in if p.id in held_out))
                 table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
                 comparison.measure(table, load | {"prompts": sent}, port=port)
-    rows: list[dict[str, Any]] = [
-        {"workload": group, **row} for group, c in comparisons.items() for row in c.rows()
-    ]
+    rows: list[Any] = [{"workload": group, **row} for group, c in comparisons.items() for row in c.rows()]
     # All workloads have the same inputs except the prompts, which are parts of one sample.
-    last = list(comparisons.values())[-1].result
-    assert last is not None
+    last = list(comparisons.values())[-1].result or {}
     inputs = {k: v for k, v in last["inputs"].items() if not k.startswith("prompts")}
     path = publish("live", rows, seed=seed, out=out, notes=last["notes"], inputs=inputs | about)
     value = "tpot_p50_ms_change_pct"
     interval = (f"{value}_low", f"{value}_high")
-    of_the_best = dict.fromkeys((value, *interval), 0.0)  # the best balancer has no change
-    plotted = [of_the_best | row for row in rows if row["clock"] == "even"]
+    unchanged = dict.fromkeys((value, *interval), 0.0)  # the best balancer
+    plotted = [unchanged | row for row in rows if row["clock"] == "even"]
     bars(plotted, "policy", value, path.with_suffix(".png"), interval=interval)
     for comparison in comparisons.values():
         comparison.finish()

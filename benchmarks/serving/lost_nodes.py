@@ -28,7 +28,8 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, session
 from benchmarks.lib.cluster import RAY_ENV, python_path, wait_ready
-from benchmarks.lib.fake_service import APPLICATION, check_text, request_body
+from benchmarks.lib.fake_names import APPLICATION
+from benchmarks.lib.fake_service import check_text, request_body
 from eldr_serve.command_errors import run
 from loadgen.results import publish
 

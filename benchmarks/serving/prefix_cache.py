@@ -75,11 +75,9 @@ def prefix_cache(
             with serving(arguments, port=port):
                 comparison.measure(table, load | {"prompts": repeated}, port=port)
         rows += [{"prefix_cache": state, **row} for row in comparison.rows()]
-    last = comparisons["off"].result
-    assert last is not None
-    path = publish(
-        "prefix_cache", rows, seed=seed, out=out, notes=last["notes"], inputs=last["inputs"] | about
-    )
+    last = comparisons["off"].result or {}
+    inputs = last["inputs"] | about
+    path = publish("prefix_cache", rows, seed=seed, out=out, notes=last["notes"], inputs=inputs)
     named = [
         row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in rows if row["clock"] == "even"
     ]

@@ -25,8 +25,8 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, most_open, session
+from benchmarks.lib.fake_names import APPLICATION
 from benchmarks.lib.fake_service import (
-    APPLICATION,
     HAPROXY,
     NO_DRAINING,
     check_text,

@@ -75,18 +75,7 @@ class OpenAIEndpoints:
         prompt_tokens = len(body) // _BYTES_PER_TOKEN
         reservation.reserve(prompt_tokens + count * max_new_tokens(fields))
         self._client.start()
-        tenant = reservation.tenant
-        asked = Request(
-            method,
-            body,
-            fields,
-            _headers_for_engines(request),
-            request.headers.get(DOMAIN_HEADER),
-            tenant.name,
-            tenant.priority,
-            tenant_salt(tenant.name, fields),
-        )
-        context = self._log.begin(request.scope["path"], asked)
+        context = self._log.begin(request.scope["path"], _request(method, request, body, fields))
         reservation.used = partial(context.used_tokens, prompt_tokens)
         request.state.named = {"x-eldr-request": context.request_id}
         if context.trace_id:
@@ -165,6 +154,21 @@ class OpenAIEndpoints:
         if fields.model and fields.model != self._model_card["id"]:
             raise _no_model(fields.model)
         return fields
+
+
+def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFields) -> Request:
+    """Return the request as the pipeline takes it."""
+    tenant = request.state.reservation.tenant
+    return Request(
+        method,
+        body,
+        fields,
+        _headers_for_engines(request),
+        request.headers.get(DOMAIN_HEADER),
+        tenant.name,
+        tenant.priority,
+        tenant_salt(tenant.name, fields),
+    )
 
 
 def _placement_headers(lease: Lease) -> dict[str, str]:

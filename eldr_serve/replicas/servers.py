@@ -81,13 +81,14 @@ class EngineServer:
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a call of an ingress replica."""
         if method == "generate":
-            waited_s = await self._generate(EngineRequest(body=body, **header), answer.send)
+            waited_s = await self.generate(EngineRequest(body=body, **header), answer.send)
             if waited_s is not None:
                 answer.about = {WAITED_S: waited_s}
         else:
             await self._engine.answer(EngineRequest(method, body, **header), answer.send)
 
-    async def _generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+        """Send the engine's answer; see protocol.Engine."""
         return await self._engine.generate(request, send)
 
     def _describe(self, error: Exception) -> tuple[int, bytes]:
@@ -224,7 +225,7 @@ class DecodeServer(EngineServer):
         else:
             await super().answer(method, header, body, answer)
 
-    async def _generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> float | None:
         """Answer a request. Measure its prompt if this engine prefills it, and sample some requests."""
         with ExitStack() as stack:
             if request.prompt_tokens:
@@ -232,7 +233,7 @@ class DecodeServer(EngineServer):
             if _may_be_sampled(request):
                 sampled = stack.enter_context(self._sampler.admit(request.id))
                 request = replace(request, sampled=sampled)
-            return await super()._generate(request, send)
+            return await super().generate(request, send)
 
     @contextmanager
     def _measured(self, prompt_tokens: float, send: Send) -> Iterator[Send]:

@@ -21,8 +21,10 @@ from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.messages import Counted, Place, Restore, decoder, encode
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.state import RouterState
-from eldr_serve.router.status import router_status
+from eldr_serve.router.status import live_status, router_status
 from eldr_serve.scheduling import Decision, Lease, Loads, PlacementRequest, QueuedPolicy, State
+
+_REPORTS: dict[str, Callable[[RouterState], dict[str, Any]]] = {"status": router_status, "live": live_status}
 
 
 def router_state(
@@ -58,6 +60,7 @@ def place_one(state: RouterState, name: str, centroid: int | None = None, **fiel
 def release(state: RouterState, *names: str) -> None:
     for name in names:
         state.finish(name)
+    state.place([])  # as a turn of the event loop does
 
 
 def client_lease(name: str, replica: str, client: str = "c", **fields: Any) -> Lease:
@@ -182,8 +185,11 @@ class FakeActor(RouterCalls):
         return Mock(on_note=on_note, on_close=handler.on_close, on_lost=handler.on_lost)
 
     async def _answer(self, method: str, header: Any, body: bytes, answer: Answer) -> None:
-        member = getattr(self.state, method)
-        result = member(*_ARGUMENTS[method](body)) if callable(member) else member
+        if method in _REPORTS:
+            result = _REPORTS[method](self.state)
+        else:
+            member = getattr(self.state, method)
+            result = member(*_ARGUMENTS[method](body)) if callable(member) else member
         answer.send(encode(result))
 
     async def configure(self, settings: Any) -> None:
@@ -245,7 +251,7 @@ async def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> No
 
 async def wait_until_idle(client: RouterClient, actor: FakeActor) -> None:
     """Wait until neither router nor client has a lease or a waiting request."""
-    await wait_until(lambda: not actor.state.queue_size and not actor.running)
+    await wait_until(lambda: not (actor.state.queue_size or actor.running or actor.sessions.open))
     assert set(loads(actor.state).values()) <= {(0, 0)}
     assert not client.lease_count
     assert not client.leases

@@ -81,7 +81,7 @@ async def test_the_wait_for_a_slot_is_that_of_the_replica_with_the_shortest() ->
     assert decode.wait_s() == 0.0
 
 
-def test_the_estimate_of_a_replica_that_has_gone_is_dropped() -> None:
+async def test_the_estimate_of_a_replica_that_has_gone_is_dropped() -> None:
     directory = SimpleNamespace(metadata={"a": {SLOTS: 2}, "b": {SLOTS: 2}}, reports={})
     fleet: Any = SimpleNamespace(directory=directory, in_flight={"a": 12, "b": 12}, live=["a", "b"])
     decode = DecodeTurns(fleet)

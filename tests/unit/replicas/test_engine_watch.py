@@ -41,17 +41,17 @@ class Core(FakeEngine):
 
     async def ping(self) -> None:
         self.pings += 1
-        await self._step()
+        await self._answers()
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
-        await self._step()
+        await self._answers()
         return await super().generate(request, send)
 
     async def check_health(self) -> None:
         if self.dead:
             raise RuntimeError("EngineCore exited")
 
-    async def _step(self) -> None:
+    async def _answers(self) -> None:
         await self.runs.wait()
         if self.dead:
             raise RuntimeError("EngineCore exited")

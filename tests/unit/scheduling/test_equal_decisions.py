@@ -28,6 +28,8 @@ from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.requests import Requests
 from offline.simulation.run import Change, simulate
 
+# Names of reasons when the decisions were recorded.
+RECORDED_REASONS = {"no-counts": "no-signature", "bad-counts": "bad-signature"}
 RECORD = ROOT / "tests/unit/recorded/decisions.json"
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "balance-band": ("balance-band", {"slots": 3}),
@@ -116,9 +118,8 @@ class Traffic:
         lease = replace(placed, request=request, queued_at_s=0.0)
         self.waiting[client].pop(lease.request_id, None)
         self.held[client][lease.request_id] = lease
-        self.placed.append(
-            [lease.request_id, lease.replica, lease.num_candidates, lease.reason, bool(lease.best)]
-        )
+        reason = RECORDED_REASONS.get(lease.reason, lease.reason)
+        self.placed.append([lease.request_id, lease.replica, lease.num_candidates, reason, bool(lease.best)])
 
     def run(self, steps: int) -> list[list[Any]]:
         for step in range(steps):
