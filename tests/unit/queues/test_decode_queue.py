@@ -198,6 +198,7 @@ class Conservation(RuleBasedStateMachine):
             self.tokens.pop(name, None)  # otherwise the lease is restored with its known tokens
         self.leases[name] = (client, replica)
         self.state.hold(lease)
+        self.state.place([])  # as the router does at the end of an iteration
 
     @rule(number=_NUMBERS, client=_CLIENTS, tokens=st.integers(0, 50))
     def progress(self, number: int, client: str, tokens: int) -> None:
