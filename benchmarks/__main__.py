@@ -13,19 +13,36 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 
 _GROUPS = {  # modules of several commands
     "ep_engine": ("ep_choice", "ep_shift"),
     "expert_use": (
-        "activation_by_domain", "prefill_decode", "same_domain", "signature_quality", "signature_space",
+        "activation_by_domain",
+        "prefill_decode",
+        "same_domain",
+        "signature_quality",
+        "signature_space",
     ),
     "replays": (
-        "balanced_clusters", "band_width", "decode_replay", "pool_size", "rates", "signature_transforms",
+        "balanced_clusters",
+        "band_width",
+        "decode_replay",
+        "pool_size",
+        "rates",
+        "signature_transforms",
+        "tail_replay",
     ),
-}  # fmt: skip
+}
 # `papers` also has the methods that figures compare.
-_OF_PAPERS = ("balance_dispatch", "ep_policies", "fit_time", "shadow_simulated", "simulator_validation")
+_OF_PAPERS = (
+    "balance_dispatch",
+    "ep_policies",
+    "fit_time",
+    "shadow_simulated",
+    "simulator_validation",
+    "tail_price",
+)
 _FOLDER = Path(__file__).parent
 MODULES = {  # by the benchmark's name, without `benchmarks.`
     name: f"{folder}.{stem}".lstrip(".")
@@ -40,26 +57,43 @@ MODULES = {  # by the benchmark's name, without `benchmarks.`
 NAMES = sorted(MODULES)
 # Engines or Ray Serve for minutes each; one engine for up to an hour each.
 SERVING = {
-    "backlog", "capture_overhead", "ep_choice", "ep_policies", "ep_shift", "handover", "live", "lost_nodes",
-    "model_families", "peers", "prefix_cache", "ray_idle", "ray_up", "scaling", "shadow", "stream_faults",
-    "streams", "whole_replicas",
-}  # fmt: skip
+    "backlog",
+    "capture_overhead",
+    "channel_or_grpc",
+    "ep_choice",
+    "ep_policies",
+    "ep_shift",
+    "handover",
+    "live",
+    "lost_nodes",
+    "model_families",
+    "peers",
+    "prefix_cache",
+    "ray_idle",
+    "ray_up",
+    "scaling",
+    "shadow",
+    "stream_faults",
+    "streams",
+    "whole_replicas",
+}
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
-ON_A_GPU = {"gpu", "gpu_application", "step_cost"}  # these run only on a GPU
+# They need a GPU, an extra, and published routes.
+NOT_HERE = {"gpu", "gpu_application", "step_cost", "gpu_cost", "tail_price"}
 
 
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Benchmarks; `all`: every one that needs no GPU. Default: the short ones."),
+        typer.Argument(help="Benchmarks; `all`: without those for GPUs. Default: the short ones."),
     ] = None,
 ) -> None:
     """Run benchmarks, write results to benchmarks/results, and rewrite the tables of the pages."""
-    here = [name for name in NAMES if name not in ON_A_GPU]
+    here = [name for name in NAMES if name not in NOT_HERE]
     chosen = here if names == ["all"] else names or [n for n in here if n not in SERVING | REPLAYS]
     unknown = [name for name in chosen if name not in NAMES]
     if unknown:
-        raise BadInput(f"there is no benchmark {unknown[0]!r}; choose from {', '.join(NAMES)}")
+        raise UserInputError(f"there is no benchmark {unknown[0]!r}; choose from {', '.join(NAMES)}")
     grouped = {name for names in _GROUPS.values() for name in names}
     commands = [[MODULES[name], *([name] if name in grouped else [])] for name in chosen]
     for module, *rest in [*commands, ["lib.tables"], ["lib.plots"]]:

@@ -26,7 +26,7 @@ import psutil
 import typer
 
 from benchmarks.lib.cluster import ROOT, python_path, unwind_on_sigterm
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from loadgen.results import print_table, publish
 
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL
@@ -75,18 +75,24 @@ def gpu(
     chosen = [step for step in STEPS if not steps or step.letter in steps]
     unknown = sorted(set(steps) - {step.letter for step in STEPS} - set(", "))
     if unknown:
-        raise BadInput(f"--steps has {unknown[0]!r}; choose from {''.join(step.letter for step in STEPS)}")
+        raise UserInputError(
+            f"--steps has {unknown[0]!r}; choose from {''.join(step.letter for step in STEPS)}"
+        )
     if dry_run:
         return print_table("plan", [_planned(step, out) for step in chosen])
     if not shutil.which("nvidia-smi"):
-        raise BadInput("there is no nvidia-smi here: run this on a machine with an NVIDIA GPU")
+        raise UserInputError("there is no nvidia-smi here: run this on a machine with an NVIDIA GPU")
     out.mkdir(parents=True, exist_ok=True)
     unwind_on_sigterm()
     rows = run_steps(chosen, out.resolve(), seconds)
     publish(
-        "gpu", rows, inputs={"seconds": seconds}, seed=0, out=out / "gpu.json",
+        "gpu",
+        rows,
+        inputs={"seconds": seconds},
+        seed=0,
+        out=out / "gpu.json",
         notes="state of each step; left out: what was left of the time is less than the step needs",
-    )  # fmt: skip
+    )
     if any(row["state"].startswith(("failed", "timed out")) for row in rows):
         raise typer.Exit(1)
 
@@ -126,10 +132,14 @@ def _run(step: Step, out: Path, limit_s: float) -> tuple[str, float]:
     _say(f"{step.name}: started, at most {limit_s:.0f} s; log in {log}")
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *step.command, "--out", str(result)], stdin=subprocess.DEVNULL, stdout=file,
-            stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
+            [sys.executable, *step.command, "--out", str(result)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=ROOT,
             env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path()},
-        )  # fmt: skip
+        )
     others = {child.pid for child in psutil.Process().children()} - {process.pid}
     try:
         while process.poll() is None and time.monotonic() - start < limit_s:

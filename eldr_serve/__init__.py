@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from eldr_serve.app import build_app
     from eldr_serve.client import Client, ServiceError
     from eldr_serve.errors import ConfigurationError
-    from eldr_serve.experts.placement import ExpertPlacement
+    from eldr_serve.experts.parallel.placement import ExpertPlacement
     from eldr_serve.experts.routing_table import RoutingTable
     from eldr_serve.records import ArtifactError
     from eldr_serve.scheduling import (
@@ -52,7 +52,7 @@ _MODULES = {
     "RoutingTable": "experts.routing_table",
     "Client": "client",
     "ServiceError": "client",
-    "ExpertPlacement": "experts.placement",
+    "ExpertPlacement": "experts.parallel.placement",
     "ArtifactError": "records",
     "build_app": "app",
     "check_policy": "scheduling.policies.checks",

@@ -13,24 +13,26 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from ray import serve
 from ray.serve.deployment import Application
+from starlette.applications import Starlette
 
 from eldr_serve.config import DRAIN_S, SCALING, EldrArgs, parse
-from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.engine.protocol import EngineRole
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.ingress.deployment import EldrIngress, decode_directory, prefill_directory
 from eldr_serve.ingress.http_application import application
 from eldr_serve.ingress.openapi import openapi_document
+from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.replicas.llm_servers import LLMDecodeServer, LLMPrefillServer
 from eldr_serve.router.actor import actor_name
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.signatures.settings import PoolSettings
-from eldr_serve.validation import problem
+from eldr_serve.validation import first_problem
 
 if TYPE_CHECKING:
-    from eldr_serve.engine.chosen import EngineSpec
+    from eldr_serve.engine.active_backend import EngineSpec
 
-_ROUTER = "eldr_serve.replicas.request_router.DirectoryRouter"
+_REPLICA_PUBLISHER = "eldr_serve.replicas.request_router.ReplicaPublisher"
 _PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
 _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 
@@ -56,10 +58,10 @@ def build_app(args: dict[str, Any]) -> Application:
     """Build the Ray Serve application: ingress, decode deployment, and prefill deployment if there is one.
 
     Args:
-        args: see EldrArgs.
+        args: the application's arguments in the deployment file (EldrArgs).
 
     Raises:
-        ConfigurationError: `args` are invalid; one sentence.
+        ConfigurationError: `args` are invalid.
     """
     return build(args).application
 
@@ -68,7 +70,7 @@ def build(args: dict[str, Any]) -> Built:
     """Build the application like build_app and return it with its parts. Ray need not be running.
 
     Raises:
-        ConfigurationError: `args` are invalid; one sentence.
+        ConfigurationError: `args` are invalid.
     """
     ENGINES.check()
     parsed = parse(args)
@@ -93,7 +95,7 @@ def build(args: dict[str, Any]) -> Built:
         )
     options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
     with _naming_part("ingress_deployment_config"):
-        ingress = serve.deployment(serve.ingress(application)(EldrIngress), name="EldrIngress", **options)
+        ingress = serve.deployment(_ingress_class(parsed.ingress), name="EldrIngress", **options)
     bound = ingress.bind(
         prefill=prefill,
         decode=decode,
@@ -101,16 +103,26 @@ def build(args: dict[str, Any]) -> Built:
         model_card=decode_spec.model_card,
         openapi=openapi_document(ENGINES.requests()),
         application=parsed.name,
-        router=router_settings(parsed, decode_spec.model_id),
+        router_settings=router_settings(parsed, decode_spec.model_id),
         options=parsed.ingress,
         path_options=parsed.path,
-        max_load_ratio=parsed.prefill_router.max_load_ratio,
-        max_kv_usage=parsed.prefill_router.max_kv_usage,
+        prefill_options=parsed.prefill_router,
         admin_key_sha256=_admin_key_sha256(parsed),
         engine_version=ENGINES.version(),
     )
     names = (f"{_PREFIX[role]}{spec.deployment_name}" for role, spec in specs.items())
     return Built(parsed, specs, bound, (ingress.name, *names))
+
+
+def _ingress_class(options: IngressOptions) -> type:
+    """Return the class of an ingress replica, with its HTTP application."""
+    origins = options.cors_origins  # the function below, with what it uses, is sent to the replicas
+
+    def http() -> Starlette:
+        return application(origins)
+
+    ingress: type = serve.ingress(http)(EldrIngress)
+    return ingress
 
 
 def router_settings(parsed: EldrArgs, model_id: str) -> RouterSettings:
@@ -123,14 +135,19 @@ def router_settings(parsed: EldrArgs, model_id: str) -> RouterSettings:
 
 
 @contextmanager
-def _naming_part(where: str) -> Iterator[None]:
-    """Turn errors of Serve or an engine into a ConfigurationError that names the part of the file."""
+def _naming_part(where: str, given: dict[str, Any] | None = None) -> Iterator[None]:
+    """Turn errors of Serve or an engine into a ConfigurationError that names the part of the file.
+
+    Args:
+        where: name of the part.
+        given: its content, see first_problem.
+    """
     try:
         yield
-    except ConfigurationError:
-        raise
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}.{error}") from error
     except ValidationError as error:
-        raise ConfigurationError(problem(error, where=where)) from error
+        raise ConfigurationError(first_problem(error, given, where=where)) from error
     except (ValueError, TypeError) as error:
         raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
 
@@ -169,18 +186,11 @@ def engine_spec(
     if deployment.get("autoscaling_config"):
         deployment["autoscaling_config"].setdefault("policy", {"policy_function": SCALING})
     deployment["request_router_config"] = (deployment.get("request_router_config") or {}) | {
-        "request_router_class": _ROUTER,
+        "request_router_class": _REPLICA_PUBLISHER,
         "request_router_kwargs": {"directory_name": directory_name},
     }
-    where = _CONFIG[role]
-    try:
+    with _naming_part(_CONFIG[role], config):
         return ENGINES.spec(role, config, kv_lease_s=kv_lease_s)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{where}.{error}") from error
-    except ValidationError as error:
-        raise ConfigurationError(problem(error, config, where=where)) from error
-    except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
 
 
 def _admin_key_sha256(args: EldrArgs) -> str | None:

@@ -10,106 +10,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
-from typer.main import get_command
+from typer.core import TyperGroup
 
-from eldr_serve.home import ROOT
+from eldr_serve.command_errors import USER_ERRORS, UserInputError
+from eldr_serve.data_root import ROOT
+from eldr_serve.lazy_command import LazyCommand
 
 _JOBS = "Jobs"
 _REPOSITORY = "In a checkout of the repository"
 _SERVICE = "A running service"
 _DEPLOYMENT = "A deployment"
-# Name -> panel of `eldr --help`, summary; `_imported` has the functions.
-_LAZY = {
-    "check": (_DEPLOYMENT, "Check whether a deployment would start on a described cluster."),
-    "demo": (_JOBS, "Serve the demo model and show what placement changes, policy by policy."),
-    "calibrate": (_JOBS, "Record which experts prompts use, on one engine."),
-    "fit": (_JOBS, "Fit a routing table on a calibration trace."),
-    "fit-predictor": (
-        _JOBS,
-        "Fit a predictor of a prompt's experts from its tokens, on a calibration trace.",
-    ),
-    "refit": (_JOBS, "Fit a table to recent traffic or to a trace, and swap it in."),
-    "place": (_JOBS, "Place experts on the ranks of an expert-parallel engine."),
-    "simulate": (_JOBS, "Run a scenario's policies in simulation."),
-    "compare": (_JOBS, "Compare policies on a running service, with intervals."),
-    "reproduce": (_REPOSITORY, "Draw a paper's figure in simulation."),
-    "bench": (_REPOSITORY, "Run benchmarks; results in benchmarks/results."),
-}
-
-
-def _imported(name: str) -> Any:
-    """Import the function of a subcommand of `_LAZY`."""
-    command: Any
-    match name:
-        case "check":
-            from eldr_serve.preflight.command import check as command
-        case "demo":
-            from offline.demo import demo as command
-        case "calibrate":
-            from offline.calibrate import calibrate as command
-        case "fit":
-            from offline.fit import fit as command
-        case "fit-predictor":
-            from offline.fit_predictor import fit_predictor as command
-        case "refit":
-            from offline.refit import refit as command
-        case "place":
-            from offline.place import place as command
-        case "simulate":
-            from offline.simulate import simulate as command
-        case "compare":
-            from loadgen.compare import compare as command
-        case "reproduce":
-            from benchmarks.papers.reproduce import reproduce as command
-        case "bench":
-            from benchmarks.__main__ import bench as command
-    return command
-
-
-class _Lazy(TyperCommand):
-    """A command that is imported when it is run, completed or shows its help."""
-
-    def __init__(self, name: str, panel: str, summary: str) -> None:
-        super().__init__(name, help=summary, rich_help_panel=panel)
-
-    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        """Return the context of the imported command."""
-        return self.loaded().make_context(info_name, args, parent, **extra)
-
-    def loaded(self) -> Any:
-        """Import the command; raise ValueError, one sentence, if a requirement is not installed."""
-        assert self.name is not None
-        app = typer.Typer(add_completion=False)
-        try:
-            app.command(self.name)(_imported(self.name))
-        except ModuleNotFoundError as error:
-            missing = str(error.name).partition(".")[0]
-            if missing == "benchmarks":
-                raise ValueError(
-                    f"it is part of the repository, not of the installed package: clone the repository, run "
-                    f"`make setup` in it, then `.venv/bin/eldr {self.name}`"
-                ) from None
-            raise ValueError(
-                f"it needs the Python package {missing}, which is not installed: install "
-                "eldr-serve[cpu] or eldr-serve[gpu]"
-            ) from None
-        return get_command(app)
 
 
 class _Group(TyperGroup):
     """All subcommands; a refusal prints one sentence and exits with status 2."""
 
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        lazy = {name: _Lazy(name, *where) for name, where in _LAZY.items()}
-        self.commands = lazy | dict(self.commands)
-
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand."""
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError) as error:
+        except USER_ERRORS as error:
             print(f"eldr {ctx.invoked_subcommand}: {' '.join(str(error).split())}", file=sys.stderr)
             raise typer.Exit(2) from None
 
@@ -123,13 +43,8 @@ AdminKey = Annotated[
 _URL = "http://127.0.0.1:8000"
 
 
-def loaded(command: Any) -> Any:
-    """Return the subcommand with its arguments and options; import it if necessary."""
-    return command.loaded() if isinstance(command, _Lazy) else command
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"eldr-serve {version('eldr-serve')}")
         raise typer.Exit
 
@@ -143,6 +58,110 @@ def _eldr(
     """Expert-locality-aware serving of mixture-of-experts models: jobs, studies and operation."""
 
 
+@app.command("check", cls=LazyCommand, rich_help_panel=_DEPLOYMENT)
+def _check() -> Any:
+    """Check whether a deployment would start on a described cluster."""
+    from eldr_serve.preflight.command import check
+
+    return check
+
+
+@app.command("demo", cls=LazyCommand, rich_help_panel=_JOBS)
+def _demo() -> Any:
+    """Serve the demo model and show what placement changes, policy by policy."""
+    from offline.demo import demo
+
+    return demo
+
+
+@app.command("calibrate", cls=LazyCommand, rich_help_panel=_JOBS)
+def _calibrate() -> Any:
+    """Record which experts prompts use, on one engine."""
+    from offline.calibrate import calibrate
+
+    return calibrate
+
+
+@app.command("fit", cls=LazyCommand, rich_help_panel=_JOBS)
+def _fit() -> Any:
+    """Fit a routing table on a calibration trace."""
+    from offline.fit import fit
+
+    return fit
+
+
+@app.command("fit-predictor", cls=LazyCommand, rich_help_panel=_JOBS)
+def _fit_predictor() -> Any:
+    """Fit a predictor of a prompt's experts from its tokens, on a calibration trace."""
+    from offline.fit_predictor import fit_predictor
+
+    return fit_predictor
+
+
+@app.command("refit", cls=LazyCommand, rich_help_panel=_JOBS)
+def _refit() -> Any:
+    """Fit a table to recent traffic or to a trace, and swap it in."""
+    from offline.refit import refit
+
+    return refit
+
+
+@app.command("place", cls=LazyCommand, rich_help_panel=_JOBS)
+def _place() -> Any:
+    """Place experts on the ranks of an expert-parallel engine."""
+    from offline.place import place
+
+    return place
+
+
+@app.command("cost", cls=LazyCommand, rich_help_panel=_JOBS)
+def _cost() -> Any:
+    """Write what a decode step of a model costs on a GPU, from measured kernel times."""
+    from offline.cost import cost
+
+    return cost
+
+
+@app.command("routes", cls=LazyCommand, rich_help_panel=_JOBS)
+def _routes() -> Any:
+    """Convert published expert choices of a real model to a calibration trace."""
+    from offline.routes import routes
+
+    return routes
+
+
+@app.command("simulate", cls=LazyCommand, rich_help_panel=_JOBS)
+def _simulate() -> Any:
+    """Run a scenario's policies in simulation."""
+    from offline.simulate import simulate
+
+    return simulate
+
+
+@app.command("compare", cls=LazyCommand, rich_help_panel=_JOBS)
+def _compare() -> Any:
+    """Compare policies on a running service, with intervals."""
+    from loadgen.compare import compare
+
+    return compare
+
+
+@app.command("reproduce", cls=LazyCommand, rich_help_panel=_REPOSITORY)
+def _reproduce() -> Any:
+    """Draw a paper's figure in simulation."""
+    from benchmarks.papers.reproduce import reproduce
+
+    return reproduce
+
+
+@app.command("bench", cls=LazyCommand, rich_help_panel=_REPOSITORY)
+def _bench() -> Any:
+    """Run benchmarks; results in benchmarks/results."""
+    from benchmarks.__main__ import bench
+
+    return bench
+
+
 @app.command(rich_help_panel=_SERVICE)
 def status(
     url: Url = _URL,
@@ -152,11 +171,11 @@ def status(
     """Show workers and their loads, policy, table and counters; details need the admin key."""
     from eldr_serve.status_text import show_status
 
-    found = _client(url, admin_key).status()
+    answer = _client(url, admin_key).status()
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        _print_json(answer)
     else:
-        show_status(found)
+        show_status(answer)
 
 
 @app.command(rich_help_panel=_SERVICE)
@@ -173,11 +192,11 @@ def policy(
     from eldr_serve.client import parse_parameters
 
     if name is None and parameters:
-        raise ValueError("--set needs the name of a policy")
+        raise UserInputError("--set needs the name of a policy")
     client = _client(url, admin_key)
     if name is None:
-        found = client.status()
-        _print_json({key: found.get(key) for key in ("policy", "parameters", "settings_version")})
+        answer = client.status()
+        _print_json({key: answer.get(key) for key in ("policy", "parameters", "settings_version")})
     else:
         _print_json(client.set_policy(name, parse_parameters(parameters or ())))
 
@@ -195,7 +214,7 @@ def table(
     from eldr_serve.files import write_whole
 
     if file is not None and out is not None:
-        raise ValueError("give either a file to swap in or --out")
+        raise UserInputError("give either a file to swap in or --out")
     client = _client(url, admin_key)
     if out is not None:
         write_whole(out, client.table())
@@ -212,7 +231,7 @@ def trace(
 ) -> None:
     """Save the expert counts of recent requests for fits, simulations and predictors.
 
-    The file holds the prompts' token ids, unless the deployment says `keep_token_ids: false`.
+    The file holds the prompts' token ids, unless the deployment sets `keep_token_ids: false`.
     """
     from eldr_serve.files import write_whole
 
@@ -257,6 +276,17 @@ def experts(
     _print_json(client.place_experts(file.read_bytes(), described.read_bytes(), replica))
 
 
+@app.command(rich_help_panel=_SERVICE)
+def drain(
+    replica: Annotated[str, typer.Argument(help="Decode replica, as in `eldr status`.")],
+    wait: Annotated[float, typer.Option(min=0, help="Maximum wait until it has no requests, s.")] = 60.0,
+    url: Url = _URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Move the answers of a decode replica to others, and send it no further requests."""
+    _print_json(_client(url, admin_key).drain(replica, wait))
+
+
 @app.command(rich_help_panel=_DEPLOYMENT)
 def deployments(
     name: Annotated[str | None, typer.Argument(help="File to show; without it, list all.")] = None,
@@ -268,11 +298,11 @@ def deployments(
     files = {str(path.relative_to(folder)): path for path in paths}
     if name is None:
         if copy is not None:
-            raise ValueError("--copy needs the name of a file")
+            raise UserInputError("--copy needs the name of a file")
         typer.echo("\n".join(files))
         return
     if name not in files:
-        raise ValueError(f"there is no {name!r}: {', '.join(files)}")
+        raise UserInputError(f"there is no {name!r}: {', '.join(files)}")
     content = files[name].read_text()
     if copy is None:
         typer.echo(content, nl=False)
@@ -320,12 +350,12 @@ def list_keys(file: KeysFile = _KEYS_FILE) -> None:
     """Show tenants, their limits and the first digits of their keys' SHA-256."""
     from eldr_serve.limits.keys import read_keys
 
-    found = read_keys(file)
+    content = read_keys(file)
     _print_json(
         {
             name: limits.model_dump(exclude_none=True)
-            | {"keys": {k.sha256[:12]: str(k.created) for k in found.keys if k.tenant == name}}
-            for name, limits in found.tenants.items()
+            | {"keys": {k.sha256[:12]: str(k.created) for k in content.keys if k.tenant == name}}
+            for name, limits in content.tenants.items()
         }
     )
 
@@ -352,8 +382,8 @@ def _client(url: str, admin_key: str | None = None) -> Any:
     return Client(url, admin_key)
 
 
-def _print_json(found: Any) -> None:
-    typer.echo(json.dumps(found, indent=1))
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1))
 
 
 if __name__ == "__main__":

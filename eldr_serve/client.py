@@ -9,19 +9,14 @@ from typing import Any
 
 import httpx
 
-# Names in the status -> names in `decode_totals`
-_TOTALS = {
-    "steps": "steps",
-    "requests": "batch",
-    "active_experts": "active",
-    "seconds": "seconds",
-    "token_seconds": "waited",
-}
+from eldr_serve.errors import UserInputError
+
 _SWAP_S = 600.0  # engines are swapped one after the other, in slices between decode steps
+_DRAIN_POLL_S = 0.5  # each request is a line of the audit log
 _STABLE_S = 3.0  # decode replicas report their steps every second
 
 
-class ServiceError(ValueError):
+class ServiceError(UserInputError):
     """The service cannot be reached or refuses a request; the message is one sentence."""
 
 
@@ -74,8 +69,8 @@ class Client:
 
     def refit(self) -> dict[str, Any]:
         """Fit a table to recent traffic and swap it in; return its entry in the status."""
-        found: dict[str, Any] = self._ask("PUT", "/eldr/refit", timeout=_SWAP_S)["table"]
-        return found
+        entry: dict[str, Any] = self._ask("PUT", "/eldr/refit", timeout=_SWAP_S)["table"]
+        return entry
 
     def trace(self) -> bytes:
         """Return recent traffic as a CalibrationTrace file."""
@@ -98,6 +93,19 @@ class Client:
         body = {"map": json.loads(placement), "meta": json.loads(described), "replicas": replicas}
         return self._ask("PUT", "/eldr/experts", json=body, timeout=_SWAP_S)
 
+    def drain(self, replica: str, timeout_s: float) -> dict[str, Any]:
+        """Drain a decode replica and wait until it has no calls, at most `timeout_s`.
+
+        Returns:
+            `replica`, and `in_flight`: the calls that still run there.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = self._ask("PUT", "/eldr/drain", json={"replica": replica})
+            if not found.get("in_flight") or time.monotonic() >= deadline:
+                return found
+            time.sleep(_DRAIN_POLL_S)
+
     def wait_idle(self, timeout_s: float = 300.0) -> None:
         """Wait until no request holds a lease."""
         deadline = time.monotonic() + timeout_s
@@ -109,14 +117,14 @@ class Client:
     def decode_totals(self, status: dict[str, Any] | None = None) -> dict[str, float] | None:
         """Return sums over all reported decode steps; None while there are no reports.
 
-        Keys: `steps`; `batch`, requests; `active`, active experts, mean over layers; `seconds`; `waited`,
-        seconds times requests.
+        Keys: `steps`, `requests`, `active_experts` (mean over layers), `seconds` and `token_seconds`, the
+        sum of seconds times requests.
 
         Args:
             status: status to read the sums from; by default the current one.
         """
-        totals = (self.status() if status is None else status).get("decode_totals")
-        return totals and {ours: totals[theirs] for theirs, ours in _TOTALS.items()}
+        totals: dict[str, float] | None = (self.status() if status is None else status).get("decode_totals")
+        return totals
 
     def settled_totals(self, *, at_rest: bool = False) -> dict[str, float] | None:
         """Wait until decode_totals no longer change, and return them.
@@ -138,12 +146,12 @@ class Client:
     def _ask(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         answer = self._answer(method, path, **kwargs)
         try:
-            found = answer.json()
+            content = answer.json()
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            content = None
+        if not isinstance(content, dict):
             raise self._unexpected(answer)
-        return found
+        return content
 
     def _answer(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         url = f"{self.url}{path}"
@@ -167,13 +175,13 @@ def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     """Parse `band=0.1` to {"band": 0.1}; values that are not JSON are text.
 
     Raises:
-        ValueError: a pair is not of the form name=value.
+        UserInputError: a pair is not of the form name=value.
     """
     parameters: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not (key and equals and value):
-            raise ValueError(f"{pair!r} is no parameter: write name=value")
+            raise UserInputError(f"{pair!r} is no parameter: write name=value")
         try:
             parameters[key] = json.loads(value)
         except ValueError:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import typer
+from pydantic import ValidationError
 
+from eldr_serve.errors import UserInputError
 
-class BadInput(ValueError):  # noqa: N818 - the user's error, not the program's
-    """Unusable user input; the message is one sentence."""
+__all__ = ["USER_ERRORS", "UserInputError", "app_of", "bad_input_exits", "run"]
+
+# Any other exception is a fault of the program and ends with a traceback. A full disk or a lost connection is
+# an OSError without the name of a file.
+USER_ERRORS = (UserInputError, ValidationError, UnicodeDecodeError, json.JSONDecodeError, OSError)
 
 
 def bad_input_exits(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that ValueError (ArtifactError, PolicyError, ...) and OSError exit with status 2."""
+    """Wrap a command so that USER_ERRORS exit with status 2."""
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except (ValueError, OSError) as error:
+        except USER_ERRORS as error:
             sentence = " ".join(str(error).split())
             print(f"{command.__name__}: {sentence}", file=sys.stderr)
             raise typer.Exit(2) from None

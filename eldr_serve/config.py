@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from eldr_serve.deployment_options import check_options
-from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.ingress.options import IngressOptions
-from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.signatures.settings import SignatureOptions
-from eldr_serve.validation import problem
+from eldr_serve.validation import first_problem
 
 DRAIN_S = 600.0  # time for open streams to end when a replica is scaled down or updated
 SCALING = "eldr_serve.replicas.autoscaling:by_requests_in_flight"
@@ -25,23 +25,6 @@ _MIN_CORES_FOR_TWO = 4  # on the building machine, so that two ingresses leave s
 def default_ingresses() -> int:
     """Return 2 if there are enough cores, so that one serves while the other is lost or replaced, else 1."""
     return 2 if len(os.sched_getaffinity(0)) >= _MIN_CORES_FOR_TWO else 1
-
-
-class PrefillRouterOptions(BaseModel):
-    """Prefix-hash routing of prompts to prefill replicas."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    max_load_ratio: float = Field(
-        default=1.25, ge=1.0, description="a replica whose load exceeds the mean by this factor is skipped"
-    )
-    max_kv_usage: float = Field(
-        default=0.95,
-        gt=0,
-        le=1,
-        description="a replica with more than this share of its KV blocks in use gets no new prompt; 1, or "
-        "`disable_log_stats`: no bound",
-    )
 
 
 class EldrArgs(BaseModel):
@@ -94,12 +77,12 @@ def parse(args: Any) -> EldrArgs:
     """Validate the `args` of an application as far as possible without importing engine code.
 
     Raises:
-        ConfigurationError: a name or value is invalid; one sentence on the first.
+        ConfigurationError: a name or value is invalid; the first one is named.
     """
     try:
         parsed = EldrArgs.model_validate(args)
     except ValidationError as error:
-        raise ConfigurationError(problem(error, args, model=EldrArgs)) from error
+        raise ConfigurationError(first_problem(error, args, model=EldrArgs)) from error
     check_options("ingress_deployment_config", parsed.ingress_deployment_config, engines=False)
     for where, config in _engine_configs(parsed):
         ENGINES.check_config(where, config)

@@ -12,7 +12,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema
 
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.validation import problem, shown, unknown_name
+from eldr_serve.validation import first_problem, format_value, unknown_name
 
 _UNSUPPORTED = {"_func_or_class", "version"}
 _PLACEMENT_OPTIONS = {"placement_group_bundles", "placement_group_strategy"}
@@ -25,7 +25,7 @@ _NESTED: dict[str, type[BaseModel]] = {
 
 
 def check_options(where: str, options: Mapping[str, Any], *, engines: bool) -> None:
-    """Raise ConfigurationError, with one sentence, unless Serve accepts these options of a deployment.
+    """Raise ConfigurationError unless Serve accepts these options of a deployment.
 
     Args:
         where: location of the options in the file.
@@ -46,20 +46,22 @@ def check_options(where: str, options: Mapping[str, Any], *, engines: bool) -> N
     try:
         DeploymentSchema.model_validate({"name": "any"} | {k: v for k, v in options.items() if v is not None})
     except ValidationError as error:
-        raise ConfigurationError(problem(error, options, where=where, model=DeploymentSchema)) from error
+        raise ConfigurationError(
+            first_problem(error, options, where=where, model=DeploymentSchema)
+        ) from error
 
 
 def _check_num_replicas(where: str, options: Mapping[str, Any]) -> None:
     number = options["num_replicas"]
     if options.get("autoscaling_config"):
         raise ConfigurationError(
-            f"{where} has num_replicas {shown(number)} and autoscaling_config: "
+            f"{where} has num_replicas {format_value(number)} and autoscaling_config: "
             "Serve accepts one of them, not both: remove one"
         )
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         remedy = ", or autoscaling_config with min_replicas and max_replicas" if number == "auto" else ""
         raise ConfigurationError(
-            f"{where}.num_replicas is {shown(number)}: must be a whole number, at least 1{remedy}"
+            f"{where}.num_replicas is {format_value(number)}: must be a whole number, at least 1{remedy}"
         )
 
 
@@ -67,7 +69,7 @@ def _check_schema(where: str, given: Any, model: type[BaseModel]) -> None:
     try:
         model.model_validate(given)
     except ValidationError as error:
-        raise ConfigurationError(problem(error, given, where=where, model=model)) from error
+        raise ConfigurationError(first_problem(error, given, where=where, model=model)) from error
 
 
 def _check_names(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -1,4 +1,7 @@
-"""Exceptions for refused requests and configurations; each message is one sentence."""
+"""Exceptions for refused requests and configurations.
+
+The message of every exception that this package raises for bad input is one sentence.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,19 @@ import json
 from pydantic import ValidationError
 
 
-class ConfigurationError(ValueError):
+class UserInputError(ValueError):
+    """Unusable user input; the message is one sentence."""
+
+
+class ConfigurationError(UserInputError):
     """The deployment YAML is invalid or cannot be served."""
 
 
-class SwapRefused(ValueError):  # noqa: N818 - the answer to a request, not an internal error
+class SwapRefusedError(UserInputError):
     """A new table or policy was rejected; the old one stays live."""
 
 
-class Refused(RuntimeError):  # noqa: N818
+class RequestRefusedError(RuntimeError):
     """A request is refused with an HTTP status.
 
     Attributes:
@@ -34,21 +41,30 @@ class Refused(RuntimeError):  # noqa: N818
         self.retry_after_s = retry_after_s
 
 
-class BadRequest(Refused):
+class BadRequestError(RequestRefusedError):
     """The request is invalid; no engine can serve it."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message, status=400, param=param)
 
 
-class Overloaded(Refused):
+class OverloadedError(RequestRefusedError):
     """There is no capacity now; the client should retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, status: int = 503, retry_after_s: int = 1) -> None:
         super().__init__(message, status=status, retry_after_s=retry_after_s)
 
 
-class RateLimited(Refused):
+class EnginesLostError(RequestRefusedError):
+    """The request has lost so many engines that it may be the cause; it should not be sent again."""
+
+    kind = "engines_lost"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=500)
+
+
+class RateLimitedError(RequestRefusedError):
     """The tenant has used up one of its limits for the next `retry_after_s` seconds."""
 
     kind = "rate_limit_exceeded"
@@ -57,7 +73,7 @@ class RateLimited(Refused):
         super().__init__(message, status=429, retry_after_s=retry_after_s)
 
 
-def sentence(error: BaseException) -> str:
+def one_line_message(error: BaseException) -> str:
     """Return an error's message as one line of bounded length and valid UTF-8."""
     text = str(error) or type(error).__name__
     if isinstance(error, ValidationError):

@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from eldr_serve.errors import sentence
+from eldr_serve.errors import UserInputError, one_line_message
 
 A = TypeVar("A")
 R = TypeVar("R", bound="Record")
 
 
-class ArtifactError(ValueError):
+class ArtifactError(UserInputError):
     """A file is invalid; the message is one sentence."""
 
 
@@ -48,7 +48,7 @@ def parse_record(record: type[R], text: str | bytes, name: str) -> R:
     try:
         return record.model_validate_json(text)
     except ValidationError as error:
-        raise ArtifactError(f"{name} has a record that does not fit, {sentence(error)}") from error
+        raise ArtifactError(f"{name} has a record that does not fit, {one_line_message(error)}") from error
 
 
 def build(name: str, make: Callable[[], A]) -> A:

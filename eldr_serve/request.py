@@ -1,4 +1,4 @@
-"""What a client asked: the request for generated text and its fields that placement reads."""
+"""A client's request for generated text, and those of its fields that placement reads."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ class RequestFields(BaseModel):
     prompt: Any = None
     prompt_embeds: Any = None
     messages: Any = None
+    system: Any = None
+    input: Any = None
+    instructions: Any = None
     n: int | None = None
     best_of: int | None = None
     use_beam_search: bool | None = False
@@ -28,6 +31,7 @@ class RequestFields(BaseModel):
     logprobs: int | bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
     cache_salt: str | None = Field(default=None, min_length=1)
 
 
@@ -35,7 +39,7 @@ class RequestFields(BaseModel):
 class Request:
     """A request for generated text."""
 
-    method: str  # "chat" or "completions"
+    method: str  # "chat", "completions", "messages" or "responses"
     body: bytes  # JSON, as the client sent it
     fields: RequestFields
     headers: dict[str, str] = field(default_factory=dict)
@@ -47,9 +51,10 @@ class Request:
 
 def sequences(fields: RequestFields) -> int:
     """Return the number of requested answers: prompts x n; vLLM does not read `best_of`."""
-    prompts = len(fields.prompt) if several_prompts(fields.prompt) else 1
-    if isinstance(fields.prompt_embeds, list):
-        prompts += len(fields.prompt_embeds)
+    embeds = fields.prompt_embeds
+    prompts = len(embeds) if isinstance(embeds, list) else 0
+    if fields.prompt is not None:
+        prompts += len(fields.prompt) if several_prompts(fields.prompt) else 1
     return max(prompts, 1) * max(fields.n or 1, 1)
 
 
@@ -70,7 +75,7 @@ def needs_whole_engine(method: str, fields: RequestFields) -> str | None:
     if method == "completions":
         if several_prompts(fields.prompt):
             return "several-prompts"
-        if fields.prompt is None:
+        if fields.prompt is None or fields.prompt_embeds is not None:
             return "prompt-embeddings"
         if fields.echo and fields.logprobs is not None:
             return "echo-logprobs"
@@ -87,9 +92,21 @@ def tenant_salt(tenant: str, fields: RequestFields) -> str:
     return hashlib.sha256(json.dumps([tenant, fields.cache_salt]).encode()).hexdigest()
 
 
+def conversation(fields: RequestFields) -> Any:
+    """Return the messages of a chat, of Anthropic's API or of the Responses API, the system prompt first."""
+    messages, system = fields.messages, fields.system
+    if messages is None and fields.input is not None:
+        system = fields.instructions
+        given = fields.input
+        messages = given if isinstance(given, list) else [{"role": "user", "content": given}]
+    if system is None or not isinstance(messages, list):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
 def prompt_key(fields: RequestFields) -> str:
     """Return a key that depends only on the prompt, not on other fields."""
-    prompt = fields.messages if fields.prompt is None else fields.prompt
+    prompt = conversation(fields) if fields.prompt is None else fields.prompt
     return hashlib.blake2b(repr(prompt).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -100,10 +117,11 @@ def prompt_head(fields: RequestFields, prefix_tokens: int = 64) -> bytes:
         return repr(prompt[:prefix_tokens]).encode()
     if isinstance(prompt, list) and prompt:
         prompt = prompt[0]
-    if prompt is None and isinstance(fields.messages, list):
+    messages = conversation(fields)
+    if prompt is None and isinstance(messages, list):
         prompt = "\n".join(
             f"{message.get('role')}:{message.get('content')}"
-            for message in fields.messages
+            for message in messages
             if isinstance(message, dict)
         )
     return str(prompt)[: 4 * prefix_tokens].encode(errors="surrogatepass")
@@ -111,5 +129,6 @@ def prompt_head(fields: RequestFields, prefix_tokens: int = 64) -> bytes:
 
 def max_new_tokens(request: Any) -> int:
     """Return the maximum number of tokens in the answer; 0 if the request has no limit."""
-    limit = getattr(request, "max_completion_tokens", None) or getattr(request, "max_tokens", None)
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    limit = next(filter(None, (getattr(request, name, None) for name in names)), None)
     return limit if isinstance(limit, int) else 0

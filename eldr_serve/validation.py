@@ -10,9 +10,10 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 _MANY = 20  # maximum number of names to list
-_LONGEST = 80  # maximum number of characters to show of a value
+_MAX_CHARACTERS = 80  # maximum number of characters to show of a value
 _SECRET = re.compile(r"(^|_)(key|token|password|secret)$", re.IGNORECASE)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_RAISED = ("value_error", "assertion_error")  # by a validator
 _MUST_BE = {
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -47,7 +48,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f"there are {', '.join(names)}" if 0 < len(names) <= _MANY else ""
 
 
-def shown(value: Any, name: object = "") -> str:
+def format_value(value: Any, name: object = "") -> str:
     """Format a value for a sentence: in YAML's notation, shortened, with secrets hidden."""
     if _SECRET.search(str(name)):
         return ""
@@ -58,7 +59,7 @@ def shown(value: Any, name: object = "") -> str:
     if isinstance(value, list | tuple | set):
         return "a list"
     text = repr(value) if isinstance(value, str | bytes) else str(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 def unknown_name(where: str, name: object, known: Iterable[str], what: str = "key") -> str:
@@ -68,8 +69,22 @@ def unknown_name(where: str, name: object, known: Iterable[str], what: str = "ke
     return f"{where}: {message}" if where else message
 
 
-def problem(error: ValidationError, given: Any = None, *, where: str = "", model: type | None = None) -> str:
+def first_problem(
+    error: ValidationError, given: Any = None, *, where: str = "", model: type | None = None
+) -> str:
     """Return one sentence about the first problem in a pydantic error.
+
+    Problems with unknown names precede all others, since a misspelt name often causes the others.
+
+    | input | sentence |
+    | --- | --- |
+    | `port: 0` | port is 0: must be at least 1 |
+    | `prot: 1` | unknown key 'prot': did you mean 'port'? |
+    | a required field is absent | name is missing: it must be given |
+    | `admin_key: 5`, a secret | admin_key: must be text: put it in quotes |
+    | `kind: c` selects one of several classes | kind is 'c': must be one of 'a', 'b' |
+    | a validator of a whole mapping raises "low must be below high" | low is 3: must be below high |
+    | the same without a field's name, such as "give a or b" | give a or b |
 
     Args:
         error: the pydantic error.
@@ -77,64 +92,73 @@ def problem(error: ValidationError, given: Any = None, *, where: str = "", model
         where: location of the input, a prefix of the fields' names.
         model: the class that validated the input; it provides the known names.
     """
-    found = error.errors(include_url=False)
-    first = next((e for e in found if e["type"] in _UNKNOWN), found[0])
-    cause = _cause(first)
-    loc = [part for part in first["loc"] if part != "__root__"]
+    problems = error.errors(include_url=False)
+    problem = next((p for p in problems if p["type"] in _UNKNOWN), problems[0])
+    location = [part for part in problem["loc"] if part != "__root__"]
+    path, parent = _path(location, given), _path(location[:-1], given)
+    cause = _cause(problem)
     if cause is not None:
-        inner = _inside(given, loc)
-        return problem(cause, inner, where=_joined(where, _path(loc, given)), model=_class_at(model, loc))
-    if first["type"] in _UNKNOWN:
-        known = _fields(_class_at(model, _path(loc[:-1], given)))
-        return unknown_name(_joined(where, _path(loc[:-1], given)), loc[-1], known)
-    if first["type"] in ("missing", "missing_argument"):
-        return f"{_joined(where, [*_path(loc[:-1], given), loc[-1]])} is missing: it must be given"
-    names, value, text = _path(loc, given), first["input"], _must_be(first)
+        nested = _inside(given, location)
+        return first_problem(cause, nested, where=_joined(where, path), model=_class_at(model, location))
+    if problem["type"] in _UNKNOWN:
+        return unknown_name(_joined(where, parent), location[-1], _fields(_class_at(model, parent)))
+    if problem["type"] in ("missing", "missing_argument"):
+        return f"{_joined(where, [*parent, location[-1]])} is missing: it must be given"
+    value, must_be = problem["input"], _must_be(problem)
     if hasattr(value, "kwargs"):  # the input of a dataclass is pydantic's ArgsKwargs
         value = value.kwargs or {}
     if isinstance(value, Mapping):
-        name = first["ctx"]["discriminator"].strip("'") if first["type"] == "union_tag_invalid" else ""
-        name = name or text.partition(" must ")[0]  # a validator of the whole input may name a field
-        if name in value:
-            names, value, text = [*names, name], value[name], text.removeprefix(f"{name} ")
-    path = _joined(where, names)
-    given_value = shown(value, path.rpartition(".")[2])
-    whole = isinstance(value, Mapping | list) and first["type"] in ("value_error", "assertion_error")
-    named = path and given_value and not whole
-    return f"{path} is {given_value}: {text}" if named else f"{path}: {text}".removeprefix(": ")
+        field = _field_at_fault(problem, must_be)
+        if field in value:
+            path, value, must_be = [*path, field], value[field], must_be.removeprefix(f"{field} ")
+    place = _joined(where, path)
+    formatted = format_value(value, place.rpartition(".")[2])
+    refused_as_a_whole = isinstance(value, Mapping | list) and problem["type"] in _RAISED
+    if place and formatted and not refused_as_a_whole:
+        return f"{place} is {formatted}: {must_be}"
+    return f"{place}: {must_be}" if place else must_be
 
 
-def _must_be(found: Any) -> str:
-    context = found.get("ctx") or {}
-    if found["type"] in _MUST_BE:
+def _field_at_fault(problem: Any, must_be: str) -> str:
+    """Return the field of a mapping that its problem is about, if the problem names one."""
+    if problem["type"] == "union_tag_invalid":
+        discriminator: str = problem["ctx"]["discriminator"].strip("'")
+        return discriminator
+    return must_be.partition(" must ")[0]  # a validator of the whole mapping may begin with the field
+
+
+def _must_be(problem: Any) -> str:
+    """Return what the value must be, "must ..." if possible."""
+    context = problem.get("ctx") or {}
+    if problem["type"] in _MUST_BE:
         bounds = {name: f"{value:g}" for name, value in context.items() if isinstance(value, int | float)}
-        return _MUST_BE[found["type"]].format(**bounds)
-    if found["type"] == "union_tag_invalid":
+        return _MUST_BE[problem["type"]].format(**bounds)
+    if problem["type"] == "union_tag_invalid":
         return f"must be one of {context['expected_tags']}"
-    if found["type"] in ("literal_error", "enum"):
+    if problem["type"] in ("literal_error", "enum"):
         expected = str(context.get("expected", ""))
         names = re.findall(r"'([^']*)'", expected)
-        near = did_you_mean(found["input"], names)
+        near = did_you_mean(problem["input"], names)
         return f"unknown, {near}" if near.startswith("did") else f"must be {expected}"
     raised = context.get("error")
-    text = str(raised) if isinstance(raised, Exception) else found["msg"]
+    text = str(raised) if isinstance(raised, Exception) else problem["msg"]
     text = " ".join(text.split()).removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return re.sub("^Input should", "must", text)
 
 
-def _cause(found: Any) -> ValidationError | None:
+def _cause(problem: Any) -> ValidationError | None:
     """Return the pydantic error behind a validator's error; None if the validator's own text suffices."""
-    raised = (found.get("ctx") or {}).get("error")
+    raised = (problem.get("ctx") or {}).get("error")
     cause = raised.__cause__ if type(raised) is ValueError else raised
     return cause if isinstance(cause, ValidationError) else None
 
 
-def _path(loc: Sequence[Any], given: Any) -> list[Any]:
+def _path(location: Sequence[Any], given: Any) -> list[Any]:
     """Return the parts of a location, without pydantic's names of union members."""
     if given is None:
-        return list(loc)
+        return list(location)
     path, here = [], given
-    for part in loc:
+    for part in location:
         if part in here if isinstance(here, Mapping) else _is_index(part, here):
             path.append(part)
             here = here[part]
@@ -145,8 +169,9 @@ def _is_index(part: Any, of: Any) -> bool:
     return isinstance(of, list | tuple) and isinstance(part, int) and part < len(of)
 
 
-def _inside(given: Any, loc: Sequence[Any]) -> Any:
-    for part in _path(loc, given) if given is not None else ():
+def _inside(given: Any, location: Sequence[Any]) -> Any:
+    """Return the part of the input at a location."""
+    for part in _path(location, given) if given is not None else ():
         given = given[part]
     return given
 
@@ -155,8 +180,9 @@ def _joined(where: str, path: Sequence[Any]) -> str:
     return ".".join(str(part) for part in (where, *path) if part != "")
 
 
-def _class_at(model: type | None, loc: Sequence[Any]) -> type | None:
-    for part in loc:
+def _class_at(model: type | None, location: Sequence[Any]) -> type | None:
+    """Return the class that validates the input at a location; None if it is not known."""
+    for part in location:
         if isinstance(part, int):
             continue
         field = _fields(model).get(part)

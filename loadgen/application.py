@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from eldr_serve.client import Client, ServiceError
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.ray_settings import QUIET
 
 NAME = "eldr"
@@ -21,11 +21,11 @@ _POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that t
 
 
 def check_port(port: int) -> None:
-    """Raise BadInput if another process listens at this port or the next one."""
+    """Raise UserInputError if another process listens at this port or the next one."""
     for wanted in (port, port + 1):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", wanted)) == 0:
-                raise BadInput(f"something listens at port {wanted} already; give another --port")
+                raise UserInputError(f"something listens at port {wanted} already; give another --port")
 
 
 def start(
@@ -50,7 +50,7 @@ def start(
         A client of the application, and the address of Ray's dashboard.
 
     Raises:
-        BadInput: the application does not start.
+        UserInputError: the application does not start.
     """
     # Before ray is imported: a cluster of this process alone, which needs no token and reports to nobody.
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -86,12 +86,12 @@ def start(
 
 
 def _wait_until_ready(service: Client, tell: Callable[[str], None]) -> None:
-    """Wait until all replicas run and the engines are warm; raise BadInput if the application fails."""
+    """Wait until all replicas run and the engines are warm; raise UserInputError if the application fails."""
     from ray import serve
 
     while (state := serve.status().applications[NAME]).status != "RUNNING":
         if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise BadInput(f"the application did not start: {state.message}")
+            raise UserInputError(f"the application did not start: {state.message}")
         tell(_replicas_up(state.deployments))
         time.sleep(_POLL_S)
     while not (ingress := _ingress_status(service)).get("ready"):
@@ -107,7 +107,7 @@ def deploy(arguments: dict[str, Any]) -> None:
     serve.run_many([target], wait_for_applications_running=False)
 
 
-def whole() -> bool:
+def all_replicas_running() -> bool:
     """Return whether Serve has as many running replicas of each deployment as it wants, and no others."""
     from ray import serve
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.workload import Prompt
 
 
@@ -33,10 +33,10 @@ def poisson(rate: float, seed: int = 0) -> Iterator[float]:
         rate: mean requests/s, above 0.
 
     Raises:
-        BadInput: the rate is not above 0.
+        UserInputError: the rate is not above 0.
     """
     if not (math.isfinite(rate) and rate > 0):
-        raise BadInput(f"the rate is {rate}, it must be above 0 requests/s")
+        raise UserInputError(f"the rate is {rate}, it must be above 0 requests/s")
     return _poisson(rate, random.Random(f"{seed}/arrivals"))
 
 
@@ -44,12 +44,12 @@ def output_lengths(max_tokens: int, *, min_tokens: int | None = None, seed: int 
     """Return endless output lengths, tokens, uniform from `min_tokens` (None: `max_tokens`) to `max_tokens`.
 
     Raises:
-        BadInput: `min_tokens` is below 1 or above `max_tokens`.
+        UserInputError: `min_tokens` is below 1 or above `max_tokens`.
     """
     if min_tokens is None:
         return itertools.repeat(max_tokens)
     if not 1 <= min_tokens <= max_tokens:
-        raise BadInput(
+        raise UserInputError(
             f"the least output is {min_tokens} tokens, it must be from 1 to the most, {max_tokens}"
         )
     rng = random.Random(f"{seed}/lengths")
@@ -109,7 +109,7 @@ def _prompts_and_lengths(
 
 def _cycle(prompts: list[Prompt], seed: int, workers: int) -> Iterator[Prompt]:
     if len(prompts) < workers:
-        raise BadInput(f"{len(prompts)} prompts are too few for {workers} workers")
+        raise UserInputError(f"{len(prompts)} prompts are too few for {workers} workers")
     order = list(prompts)
     random.Random(seed).shuffle(order)
     # Keep a multiple of the workers: when the prompts repeat, each worker gets its own again.

@@ -30,20 +30,29 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eldr_serve.client import Client
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.data_root import ROOT
 from eldr_serve.files import write_whole
-from eldr_serve.home import ROOT
-from loadgen.answers import client_answers, step_answers
-from loadgen.figures import method, policy_rows
+from loadgen.figures import method, policy_rows, tpot_by_domain
 from loadgen.journal import Journal
 from loadgen.load import LATE_S, verdict
 from loadgen.report import figures_table, html_report
 from loadgen.results import environment, print_table, write_result
+from loadgen.sentences import client_sentences, step_sentences
 from loadgen.statistics import Slo
-from loadgen.trial import JOURNAL, RESTORE, LoadSpec, ScheduledTrial, Trial, drive, order, parse_policy
+from loadgen.trial import (
+    JOURNAL,
+    RESTORE,
+    LoadSpec,
+    ScheduledTrial,
+    Trial,
+    drive,
+    parse_policy,
+    schedule_trials,
+)
 from loadgen.workload import read_prompts
 
-_SCHEMA = "eldr-compare/7"  # version of the journal's format
+_SCHEMA = "eldr-compare/8"  # version of the journal's format
 _PER_WORKER = 8  # requests in flight per decode worker, by default
 
 
@@ -99,16 +108,23 @@ def compare(
     service = Client(host, os.environ.get(admin_key_env, ""))
     per_s, users = _loop(rate, in_flight, users, service)
     load = LoadSpec(
-        str(prompts), model or service.model(), per_s, trial_seconds, warm_up_seconds, users, max_tokens,
-        temperature, min_tokens,
-    )  # fmt: skip
+        str(prompts),
+        model or service.model(),
+        per_s,
+        trial_seconds,
+        warm_up_seconds,
+        users,
+        max_tokens,
+        temperature,
+        min_tokens,
+    )
     settings = _settings(names, load, rounds, burn_in_seconds, seed, host, prompts)
     if out.exists() and any(out.iterdir()) and not (out / JOURNAL).exists():
-        raise BadInput(f"{out} is not empty and has no comparison of this version: give another --out")
+        raise UserInputError(f"{out} is not empty and has no comparison of this version: give another --out")
     journal = Journal(out / JOURNAL, settings)
-    scheduled = order(names, rounds, seed)
+    scheduled = schedule_trials(names, rounds, seed)
     console = Console(soft_wrap=True)
-    if left := [one for one in scheduled if one.key not in journal.known]:
+    if left := [slot for slot in scheduled if slot.key not in journal.known]:
         if rate is None and in_flight is None:
             console.print(f"closed loop of {users} requests in flight; change it with --in-flight or --rate")
         try:
@@ -122,7 +138,7 @@ def compare(
             console.print(f"stopped; the same command resumes from the trials in {out}")
             raise typer.Exit(130) from None
     slo = Slo(slo_ttft_ms, slo_tpot_ms)
-    trials = [Trial(**journal.get(one.key)) for one in scheduled]
+    trials = [Trial(**journal.get(slot.key)) for slot in scheduled]
     good = _publish(console, out, names, trials, load, slo, settings, seed)
     if not good:
         raise typer.Exit(1)
@@ -131,22 +147,22 @@ def compare(
 def _loop(rate: float | None, in_flight: int | None, users: int, service: Client) -> tuple[float, int]:
     """Return requests/s and users of the loop."""
     if rate is not None and in_flight is not None:
-        raise BadInput("give either --rate, for an open loop, or --in-flight, for a closed one")
+        raise UserInputError("give either --rate, for an open loop, or --in-flight, for a closed one")
     if rate is None and in_flight is None:
         return 0.0, _PER_WORKER * max(1, service.num_workers())
     if in_flight is not None:
         if in_flight < 1:
-            raise BadInput(f"--in-flight is {in_flight}, it must be at least 1")
+            raise UserInputError(f"--in-flight is {in_flight}, it must be at least 1")
         return 0.0, in_flight
     if not (rate is not None and math.isfinite(rate) and rate > 0):
-        raise BadInput(f"--rate is {rate}, it must be above 0 requests/s")
+        raise UserInputError(f"--rate is {rate}, it must be above 0 requests/s")
     return rate, users
 
 
 def _settings(
     names: list[str], load: LoadSpec, rounds: int, burn_in_s: int, seed: int, host: str, prompts: Path
 ) -> dict[str, Any]:
-    """Return everything that the figures depend on; raise BadInput for an unusable value."""
+    """Return everything that the figures depend on; raise UserInputError for an unusable value."""
     for option, value, minimum in (
         ("--trial-seconds", load.seconds, 1),
         ("--warm-up-seconds", load.warm_up_s, 0),
@@ -158,9 +174,9 @@ def _settings(
         ("--seed", seed, 0),
     ):
         if value < minimum:
-            raise BadInput(f"{option} is {value}, it must be at least {minimum}")
+            raise UserInputError(f"{option} is {value}, it must be at least {minimum}")
     if not names or len(set(names)) < len(names):
-        raise BadInput(f"--policies are {', '.join(names) or 'none'}: name each once")
+        raise UserInputError(f"--policies are {', '.join(names) or 'none'}: name each once")
     for name in names:
         parse_policy(name)
     texts = "\0".join(repr(astuple(prompt)) for prompt in read_prompts([prompts]))
@@ -211,19 +227,19 @@ def _measure(
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(scheduled) * load_s)
-        for number, one in enumerate(scheduled):
-            progress.update(bar, description=f"{one.policy}, round {one.round + 1}")
-            trial = Trial(one.policy, one.round)
+        for number, slot in enumerate(scheduled):
+            progress.update(bar, description=f"{slot.policy}, round {slot.round + 1}")
+            trial = Trial(slot.policy, slot.round)
 
             def tick(elapsed_s: float, first_s: float = number * load_s) -> None:
                 progress.update(bar, completed=first_s + min(elapsed_s, load_s))
 
-            drive(service, trial, load, seed=one.seed, scratch=scratch, tick=tick)
-            journal.put(one.key, asdict(trial))
+            drive(service, trial, load, seed=slot.seed, scratch=scratch, tick=tick)
+            journal.put(slot.key, asdict(trial))
             left_s = (time.perf_counter() - start) / (number + 1) * (len(scheduled) - number - 1)
             failed = sum("error" in record for record in trial.requests)
             progress.console.print(
-                f"round {one.round + 1}, {one.policy}: {len(trial.requests)} requests, {failed} failed; "
+                f"round {slot.round + 1}, {slot.policy}: {len(trial.requests)} requests, {failed} failed; "
                 f"about {left_s / 60:.1f} min left"
             )
 
@@ -239,11 +255,14 @@ def _publish(
     seed: int,
 ) -> bool:
     """Print and write the figures; return False if requests failed."""
-    rows = policy_rows(names, trials, warm_up_s=load.warm_up_s, seconds=load.seconds, slo=slo, seed=seed)
+    measured = {"warm_up_s": load.warm_up_s, "seconds": load.seconds}
+    rows = policy_rows(names, trials, **measured, slo=slo, seed=seed)
+    for row in rows:
+        row["domains"] = tpot_by_domain(row["policy"], trials, **measured)
     failures = sum(row["failures"] for row in rows)
-    answered, remarks = step_answers(rows), client_answers(rows, settings["rounds"])
+    sentences, remarks = step_sentences(rows), client_sentences(rows, settings["rounds"])
     line, bad = _verdict(trials, failures)
-    for text in [line, *answered, *remarks] if bad else [*answered, *remarks, line]:
+    for text in [line, *sentences, *remarks] if bad else [*sentences, *remarks, line]:
         console.print(text, style="bold red" if bad and text is line else "bold", markup=False)
     notes = (
         f"{method(settings['rounds'])}; requests of a round are paired between policies; experts and batch "
@@ -261,7 +280,7 @@ def _publish(
     report = html_report(
         rows,
         trials,
-        answers=answered,
+        sentences=sentences,
         remarks=remarks,
         verdict=line,
         bad=bad,

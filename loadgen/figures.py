@@ -26,10 +26,10 @@ TIMES = ("ttft", "tpot", "itl", "end", "handover")
 QUANTILES = (0.5, 0.99)
 # Figures of decode steps: name -> (numerator, denominator, factor); the first two are engine totals.
 STEPS = {
-    "active_experts": ("active", "steps", 1),
-    "experts_per_token": ("active", "batch", 1),  # each request of a step gets one token
-    "engine_ms_per_token": ("seconds", "batch", 1000),
-    "step_ms_per_token": ("waited", "batch", 1000),
+    "active_experts": ("active_experts", "steps", 1),
+    "experts_per_token": ("active_experts", "requests", 1),  # each request of a step gets one token
+    "engine_ms_per_token": ("seconds", "requests", 1000),
+    "step_ms_per_token": ("token_seconds", "requests", 1000),
 }
 
 
@@ -106,6 +106,19 @@ def policy_rows(
     return [{key: _known(value) for key, value in row.items()} for row in rows]
 
 
+def tpot_by_domain(policy: str, trials: list[Trial], *, warm_up_s: int, seconds: int) -> list[dict[str, Any]]:
+    """Return a row for each domain: the policy's measured requests that have a TPOT, its p50 and p99."""
+    times: dict[str, list[float]] = {}
+    for record in (r for b in trials if b.policy == policy for r in b.measured(warm_up_s, seconds)):
+        if "error" not in record and record.get("tpot_s") is not None:
+            times.setdefault(record.get("domain", ""), []).append(1000 * record["tpot_s"])
+    return [
+        {"domain": domain, "requests": len(ms)}
+        | {f"tpot_p{100 * q:.0f}_ms": float(np.quantile(ms, q)) for q in QUANTILES}
+        for domain, ms in sorted(times.items())
+    ]
+
+
 def step_figure_by_round(policy: str, trials: list[Trial], name: str) -> dict[int, float]:
     """Return one of STEPS for each round of a policy; rounds without reported steps are left out."""
     above, below, factor = STEPS[name]
@@ -130,14 +143,15 @@ def _paired(mine: dict[int, float], its: dict[int, float]) -> Interval:
 def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) -> dict[str, Any]:
     late = [1000 * r["late_s"] for r in requests if r["late_s"] is not None]
     engines = [b.engines for b in trials if b.engines]
-    totals = {key: sum(e[key] for e in engines) for key in ("steps", "batch", "active", "seconds", "waited")}
+    names = ("steps", "requests", "active_experts", "seconds", "token_seconds")
+    totals = {key: sum(e[key] for e in engines) for key in names}
     placed, best = sum(b.placed for b in trials), sum(b.best for b in trials)
     return {
         "policy": policy,
         "requests": len(requests),
         "failures": sum("error" in r for b in trials for r in b.requests),
         "late_p99_ms": float(np.quantile(late, 0.99)) if late else math.nan,
-        "batch_size": totals["batch"] / (totals["steps"] or math.nan),
+        "batch_size": totals["requests"] / (totals["steps"] or math.nan),
         **{
             name: factor * totals[above] / (totals[below] or math.nan)
             for name, (above, below, factor) in STEPS.items()

@@ -7,19 +7,27 @@ from collections.abc import Sequence
 import httpx
 
 from eldr_serve.client import Client
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.trial import parse_policy
 from loadgen.workload import Prompt
+
+GREEDY_TOKENS = 24  # default length of the compared answers
+ANSWER_TIMEOUT_S = 120.0
 
 
 def greedy_answers(service: Client, model: str, prompts: Sequence[Prompt], max_tokens: int) -> list[str]:
     """Return answers at temperature 0, one request at a time, since engines are not batch-invariant."""
-    with httpx.Client(base_url=service.url, timeout=120) as http:
+    with httpx.Client(base_url=service.url, timeout=ANSWER_TIMEOUT_S) as http:
         return [_answer(http, model, prompt, max_tokens) for prompt in prompts]
 
 
 def differing_answers(
-    service: Client, model: str, policies: Sequence[str], prompts: Sequence[Prompt], *, max_tokens: int = 24
+    service: Client,
+    model: str,
+    policies: Sequence[str],
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int = GREEDY_TOKENS,
 ) -> dict[str, list[str]]:
     """Return, by policy, the ids of prompts whose answers differ from those under the first policy.
 
@@ -47,9 +55,14 @@ def greedy_sentence(differing: dict[str, list[str]], prompts: int) -> str:
 
 def _answer(http: httpx.Client, model: str, prompt: Prompt, max_tokens: int) -> str:
     body = {"model": model, "messages": prompt.chat, "max_tokens": max_tokens, "temperature": 0}
-    answer = http.post("/v1/chat/completions", json=body)
+    try:
+        answer = http.post("/v1/chat/completions", json=body)
+    except httpx.TimeoutException as error:
+        raise UserInputError(
+            f"prompt {prompt.id!r} was not answered within {ANSWER_TIMEOUT_S:g} s: is the service overloaded?"
+        ) from error
     if answer.status_code != 200:
-        raise BadInput(
+        raise UserInputError(
             f"prompt {prompt.id!r} was not answered: HTTP {answer.status_code}: {answer.text[:200]}"
         )
     return str(answer.json()["choices"][0]["message"]["content"])

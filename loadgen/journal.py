@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.files import write_whole
 
 _SETTINGS = "settings"  # key of the first line
@@ -21,7 +21,7 @@ class Journal:
         settings: everything that the measurements depend on; any path in them is kept as text.
 
     Raises:
-        BadInput: the file has measurements of another run, or is not a journal.
+        UserInputError: the file has measurements of another run, or is not a journal.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -29,7 +29,9 @@ class Journal:
         wanted = json.loads(json.dumps(settings, default=str))
         inputs, self._known = _read(path) if path.exists() else ({}, {})
         if self._known and (other := [k for k in {**inputs, **wanted} if inputs.get(k) != wanted.get(k)]):
-            raise BadInput(f"{path} has a run with another {', '.join(other)}: give the same, or remove it")
+            raise UserInputError(
+                f"{path} has a run with another {', '.join(other)}: give the same, or remove it"
+            )
         self._first_line = "" if self._known else json.dumps([_SETTINGS, wanted])
 
     @staticmethod
@@ -37,7 +39,7 @@ class Journal:
         """Return the entries of a journal with any settings.
 
         Raises:
-            BadInput: the file does not exist or is not a journal.
+            UserInputError: the file does not exist or is not a journal.
         """
         return _read(path)[1]
 
@@ -73,10 +75,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         lines = [_parsed(line) for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} cannot be read: {error}") from error
+        raise UserInputError(f"{path} cannot be read: {error}") from error
     entries: dict[str, Any] = dict(entry for entry in lines if isinstance(entry, list) and len(entry) == 2)
     if next(iter(entries), None) != _SETTINGS:
-        raise BadInput(f"{path} is not a journal of this version: remove it or name another place")
+        raise UserInputError(f"{path} is not a journal of this version: remove it or name another place")
     return entries.pop(_SETTINGS), entries
 
 

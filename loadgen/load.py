@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.arrivals import Arrival, closed_loop, open_loop, share
 from loadgen.statistics import Slo
 from loadgen.traces import read_trace, replay
@@ -28,7 +28,7 @@ class Load:
         horizon_s: requests that are due later, or that without a due time are taken later, are not sent.
 
     Raises:
-        BadInput: an unusable workload, trace or value.
+        UserInputError: an unusable workload, trace or value.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class Load:
             try:
                 self._file = path.open("w")
             except OSError as error:
-                raise BadInput(f"the record cannot be written: {error}") from error
+                raise UserInputError(f"the record cannot be written: {error}") from error
         self._start: float | None = None
         self._began = threading.Event()
 
     def _stream(self, workers: int) -> Iterator[Arrival]:
         options = self.options
         if options.max_tokens < (0 if options.trace else 1):
-            raise BadInput(f"--max-tokens is {options.max_tokens}, it must be above 0")
+            raise UserInputError(f"--max-tokens is {options.max_tokens}, it must be above 0")
         prompts = read_prompts([Path(options.prompts)])
         if options.trace:
             if options.min_tokens:
-                raise BadInput("--min-tokens and --trace exclude each other: a trace has lengths")
+                raise UserInputError("--min-tokens and --trace exclude each other: a trace has lengths")
             if options.rate:
-                raise BadInput("--rate and --trace exclude each other: a trace has its own arrivals")
+                raise UserInputError("--rate and --trace exclude each other: a trace has its own arrivals")
             return replay(
                 read_trace(Path(options.trace)),
                 prompts,

@@ -29,7 +29,7 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import LocalRunner, MasterRunner, Runner, WorkerRunner
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.arrivals import Arrival
 from loadgen.load import Load, verdict
 from loadgen.sse import StreamError, StreamTiming, read_stream
@@ -55,6 +55,7 @@ _OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
     ("slo-tpot-ms", 100.0, "objective of goodput: TPOT, ms"),
     ("record", "", "file for one JSON line per request"),
     ("seed", 0, "seed of the order of prompts and of arrivals"),
+    ("sampling-seed", -1, "seed of each request's sampling; -1: none, since streams with one cannot resume"),
 )
 
 
@@ -114,7 +115,7 @@ def _init(environment: Environment, **_: Any) -> None:
     try:
         # Reads all input, so that bad input ends the command before a request is sent.
         Load(_without_record(options) if isinstance(runner, MasterRunner) else options).close()
-    except BadInput as error:
+    except UserInputError as error:
         print(f"locust: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     if options.headless:
@@ -139,7 +140,7 @@ def _begin(environment: Environment, **_: Any) -> None:
         _session.load = Load(
             options, index=_session.index, workers=_session.workers, horizon_s=_session.horizon_s
         )
-    except BadInput as error:
+    except UserInputError as error:
         print(f"locust: {error}", file=sys.stderr)
         environment.process_exit_code = 2
         runner.quit()
@@ -260,10 +261,10 @@ class StreamingUser(HttpUser):
             "max_tokens": arrival.max_tokens,
             "temperature": options.temperature,
             "ignore_eos": options.ignore_eos,
-            "seed": options.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
             **({"cache_salt": options.cache_salt} if options.cache_salt else {}),
+            **({"seed": options.sampling_seed} if options.sampling_seed >= 0 else {}),
         }
         start = time.perf_counter()
         with self.client.post(

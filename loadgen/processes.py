@@ -23,7 +23,7 @@ _MAX_EXIT_S = 5.0  # maximum time until a large process has ended
 _UNACCEPTED = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # of connections not yet accepted
 
 
-def of(role: str) -> list[psutil.Process]:
+def with_role(role: str) -> list[psutil.Process]:
     """Return the live processes of a role of the application `eldr`, oldest first."""
     return named(_TITLES[role])
 
@@ -72,7 +72,7 @@ def stop(process: psutil.Process) -> None:
     os.kill(process.pid, signal.SIGSTOP)
 
 
-def go_on(process: psutil.Process) -> None:
+def resume(process: psutil.Process) -> None:
     """Send SIGCONT."""
     if process.is_running():
         os.kill(process.pid, signal.SIGCONT)
@@ -81,7 +81,7 @@ def go_on(process: psutil.Process) -> None:
 def resources(role: str) -> list[tuple[int, float, int]]:
     """Return (pid, MiB of memory, file descriptors) of each process of a role."""
     usage = []
-    for process in of(role):
+    for process in with_role(role):
         try:
             usage.append((process.pid, process.memory_info().rss / 2**20, process.num_fds()))
         except psutil.NoSuchProcess:

@@ -39,6 +39,7 @@ _STEPS = {
     "engine_ms_per_token": "step time per token, ms",
     "experts_per_token": "experts per step / batch size",
     "step_ms_per_token": "step that a token waits for, ms",
+    "h100_ms_per_token": "the same share of experts on an H100, per token, ms",
 }
 _COUNTED = ("requests", "failures", "late_p99_ms", "batch_size", "best_worker_share")
 
@@ -48,7 +49,7 @@ def figures_table(rows: list[dict[str, Any]], keys: Sequence[str] = ()) -> list[
 
     Args:
         rows: rows of loadgen.figures.
-        keys: the figures, in this order; all by default.
+        keys: the figures, in this order; by default all that the rows have.
     """
     known: dict[str, tuple[str, Callable[[dict[str, Any], str], str]]] = {
         **{key: (name, _step_cell) for key, name in _STEPS.items()},
@@ -57,7 +58,7 @@ def figures_table(rows: list[dict[str, Any]], keys: Sequence[str] = ()) -> list[
     }
     return [
         {"figure": known[key][0]} | {row["policy"]: known[key][1](row, key) for row in rows}
-        for key in keys or known
+        for key in keys or [key for key in known if any(key in row for row in rows)]
     ]
 
 
@@ -94,7 +95,7 @@ def page(
     pictures: Sequence[tuple[str, Figure]],
     settings: dict[str, Any],
     *,
-    answers: Sequence[str] = (),
+    sentences: Sequence[str] = (),
     lead: tuple[str, Figure] | None = None,
     remarks: Sequence[str] = (),
     verdict: str = "",
@@ -104,24 +105,31 @@ def page(
 
     Args:
         rows: rows of the table; the keys of the first row are the columns.
-        answers: sentences at the top.
-        lead: picture after the answers, with its description.
+        sentences: paragraphs at the top.
+        lead: picture after the sentences, with its description.
         remarks: sentences between picture and table.
         verdict: sentence after the remarks; if `bad`, it is shown first and in red.
     """
     return _PAGES.get_template("report.html").render(
-        style=style(), title=title, answers=answers, lead=lead and (lead[0], _png(lead[1])),
-        remarks=remarks, verdict=verdict, bad=bad, rows=_cells(rows), explanation=explanation,
+        style=style(),
+        title=title,
+        sentences=sentences,
+        lead=lead and (lead[0], _png(lead[1])),
+        remarks=remarks,
+        verdict=verdict,
+        bad=bad,
+        rows=_cells(rows),
+        explanation=explanation,
         pictures=[(heading, _png(figure)) for heading, figure in pictures],
         settings=_cells([{"setting": key, "value": value} for key, value in settings.items()]),
-    )  # fmt: skip
+    )
 
 
 def html_report(
     rows: list[dict[str, Any]],
     trials: list[Trial],
     *,
-    answers: Sequence[str],
+    sentences: Sequence[str],
     remarks: Sequence[str],
     verdict: str,
     bad: bool,
@@ -134,7 +142,7 @@ def html_report(
 
     Args:
         rows: rows of loadgen.figures.
-        answers, remarks: results of step_answers and client_answers of loadgen.answers.
+        sentences, remarks: results of step_sentences and client_sentences of loadgen.sentences.
         verdict: whether the run can be trusted.
     """
     policies = [row["policy"] for row in rows]
@@ -151,7 +159,7 @@ def html_report(
             ("Load over time", load_over_time(policies, trials)),
         ],
         settings,
-        answers=answers,
+        sentences=sentences,
         lead=("What placement changes in the engines", placement_effects(rows, trials)),
         remarks=remarks,
         verdict=verdict,

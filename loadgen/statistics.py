@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import bootstrap, t
 
+# scipy.stats is imported where it is used: each process of the load generator imports this module for Slo,
+# and would take a second longer to start.
 CONFIDENCE = 0.95
 DRAWS = 2000
 ROUNDS_TO_RESAMPLE = 4  # fewer rounds say too little about differences between rounds
@@ -73,6 +74,8 @@ def paired_ratio_percent(values: Sequence[float], base: Sequence[float]) -> Inte
     Mean and interval are computed on the logarithms of the ratios, so that swapping the two sides inverts the
     result. With fewer than two pairs the ends of the interval are NaN.
     """
+    from scipy.stats import t
+
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(np.asarray(values, float) / np.asarray(base, float))
     if not len(logs):
@@ -84,10 +87,17 @@ def paired_ratio_percent(values: Sequence[float], base: Sequence[float]) -> Inte
 
 
 def _bootstrap(value: float, samples: Sequence[Any], statistic: Callable[..., Any], seed: int) -> Interval:
+    from scipy.stats import bootstrap
+
     resampled = bootstrap(
-        samples, statistic, paired=len(samples) > 1, n_resamples=DRAWS, confidence_level=CONFIDENCE,
-        method="percentile", rng=np.random.default_rng(seed),
-    ).confidence_interval  # fmt: skip
+        samples,
+        statistic,
+        paired=len(samples) > 1,
+        n_resamples=DRAWS,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
     return Interval(value, float(resampled.low), float(resampled.high))
 
 

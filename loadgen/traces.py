@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.arrivals import Arrival
-from loadgen.lines import numbered_lines
+from loadgen.text_files import numbered_lines
 from loadgen.workload import Prompt
 
 BLOCK_TOKENS = 512  # prompt tokens per hash id of a Mooncake trace
@@ -40,15 +40,15 @@ def read_trace(path: Path) -> list[TraceRequest]:
     output_tokens and hash_ids, one id for every 512 prompt tokens.
 
     Raises:
-        BadInput: the file, or a line that the message names, is not such a trace.
+        UserInputError: the file, or a line that the message names, is not such a trace.
     """
     name = path.name.removesuffix(".gz")
     parse = {".csv": _csv_request, ".jsonl": _json_request}.get(Path(name).suffix)
     if parse is None:
-        raise BadInput(f"{path} is not a trace: its name must end in .csv, .jsonl or either with .gz")
+        raise UserInputError(f"{path} is not a trace: its name must end in .csv, .jsonl or either with .gz")
     requests = list(_requests(path, parse))
     if not requests:
-        raise BadInput(f"{path} has no request")
+        raise UserInputError(f"{path} has no request")
     return requests
 
 
@@ -72,13 +72,13 @@ def replay(
         chars_per_token: of the tokenizer on such text; prompt lengths are as accurate as this.
 
     Raises:
-        BadInput: a speed or a cap that is not above 0.
+        UserInputError: a speed or a cap that is not above 0.
     """
     for name, value in (("trace speed", speed), ("characters per token", chars_per_token)):
         if not (math.isfinite(value) and value > 0):
-            raise BadInput(f"{name} is {value}, it must be above 0")
+            raise UserInputError(f"{name} is {value}, it must be above 0")
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
-        raise BadInput(f"the cap of prompts is {max_prompt_tokens} tokens, it must be above 0")
+        raise UserInputError(f"the cap of prompts is {max_prompt_tokens} tokens, it must be above 0")
     longest = max(request.prompt_tokens for request in trace)
     scale = min(1.0, max_prompt_tokens / longest) if max_prompt_tokens else 1.0
     text = _Text(prompts, chars_per_token * scale, seed)
@@ -136,15 +136,15 @@ def _requests(path: Path, parse: Callable[[str], TraceRequest]) -> Iterator[Trac
     for number, line in numbered_lines(path):
         if number == 1 and parse is _csv_request:
             if line.strip() != _CSV_HEADER:
-                raise BadInput(f"{path}, line 1: the columns are not {_CSV_HEADER}")
+                raise UserInputError(f"{path}, line 1: the columns are not {_CSV_HEADER}")
             continue
         try:
             request = parse(line)
             _check(request, last_s)
         except KeyError as error:
-            raise BadInput(f"{path}, line {number}: {error.args[0]} is missing") from error
+            raise UserInputError(f"{path}, line {number}: {error.args[0]} is missing") from error
         except (ValueError, TypeError) as error:
-            raise BadInput(f"{path}, line {number}: {error}") from error
+            raise UserInputError(f"{path}, line {number}: {error}") from error
         last_s = request.due_s
         yield request
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_serve.client import Client, ServiceError, parse_parameters
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.scheduling import policy_names
 from loadgen.journal import Journal
 
@@ -50,7 +50,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     try:
         return name, parse_parameters(pairs)
     except ValueError as error:
-        raise BadInput(f"{text!r} is not a policy: write name:parameter=value") from error
+        raise UserInputError(f"{text!r} is not a policy: write name:parameter=value") from error
 
 
 @dataclass
@@ -95,7 +95,7 @@ class ScheduledTrial:
         return f"trial {self.number:04d}, {self.policy}"
 
 
-def order(policies: list[str], rounds: int, seed: int) -> list[ScheduledTrial]:
+def schedule_trials(policies: list[str], rounds: int, seed: int) -> list[ScheduledTrial]:
     """Return randomised trials: each round has every policy once, in its own order."""
     rng = random.Random(f"{seed}/order")
     scheduled: list[ScheduledTrial] = []
@@ -109,7 +109,7 @@ def read_trials(folder: Path) -> list[Trial]:
     """Read the finished trials of the comparison in a folder.
 
     Raises:
-        BadInput: there are none.
+        UserInputError: there are none.
     """
     known = Journal.read(folder / JOURNAL)
     return [Trial(**known[key]) for key in sorted(known) if key != RESTORE]
@@ -133,7 +133,7 @@ def drive(
         tick: called about twice per second with the seconds since the load began.
 
     Raises:
-        BadInput: the server refused the policy, or locust could not run.
+        UserInputError: the server refused the policy, or locust could not run.
     """
     service.set_policy(*parse_policy(trial.policy))
     service.wait_idle()
@@ -146,10 +146,10 @@ def drive(
     trial.requests = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
     trial.placed, trial.best = (now.get(k, 0) - counters.get(k, 0) for k in ("placed", "best_worker"))
-    began_s = min((r["sent_unix_s"] - r["sent_s"] for r in trial.requests), default=math.inf)
-    trial.load = [(s.unix_s - began_s, s.in_flight) for s in seen if s.unix_s >= began_s]
-    from_s = began_s + load.warm_up_s
-    trial.engines = increase(seen, from_s, from_s + load.seconds)
+    start_s = load_start_unix_s(trial.requests, seen)
+    trial.load = [(s.unix_s - start_s, s.in_flight) for s in seen if s.unix_s >= start_s]
+    from_s = start_s + load.warm_up_s
+    trial.engines = totals_between(seen, from_s, from_s + load.seconds)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,16 @@ class StatusSample:
     totals: dict[str, float] | None  # Client.decode_totals
 
 
-def increase(seen: list[StatusSample], from_s: float, until_s: float) -> dict[str, float] | None:
+def load_start_unix_s(requests: list[dict[str, Any]], seen: list[StatusSample]) -> float:
+    """Return the time at which a load began on an idle service, s since 1970; infinity if it never did.
+
+    On a slow machine no request of a short closed loop may end; then the first busy sample is the start.
+    """
+    busy_s = next((sample.unix_s for sample in seen if any(sample.in_flight)), math.inf)
+    return min((r["sent_unix_s"] - r["sent_s"] for r in requests), default=busy_s)
+
+
+def totals_between(seen: list[StatusSample], from_s: float, until_s: float) -> dict[str, float] | None:
     """Return the increase of the totals between the first and the last sample of a period.
 
     If the status was so slow that only one sample lies in the period, in its second half, the last sample
@@ -194,6 +203,7 @@ def _command(url: str, load: LoadSpec, seed: int, record: Path) -> list[str]:
         # Other trials sent the same prompts: a shared prefix cache would put the first one at a disadvantage.
         "--cache-salt": uuid.uuid4().hex,
         "--seed": seed,
+        "--sampling-seed": seed,
     }
     flags = ["--headless", "--ignore-eos", "--only-summary", *["--abandon"] * load.abandon]
     pairs = [str(part) for option in options.items() for part in option]
@@ -218,8 +228,8 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
                     process.kill()
                     process.wait()
     if process.returncode not in (0, 1):  # 1: requests failed; their records say which
-        said = log.read_bytes()[size:].decode(errors="replace").strip().splitlines() or ["nothing"]
-        raise BadInput(f"locust ended with status {process.returncode}: {said[-1]} (see {log})")
+        output = log.read_bytes()[size:].decode(errors="replace").strip().splitlines() or ["nothing"]
+        raise UserInputError(f"locust ended with status {process.returncode}: {output[-1]} (see {log})")
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.files import write_whole
-from loadgen.lines import numbered_lines
+from loadgen.text_files import numbered_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 
@@ -45,11 +45,11 @@ def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
     line of OpenAI's batch files, {"custom_id", "body"}.
 
     Raises:
-        BadInput: a file is missing or a line is not a record; no line is skipped silently.
+        UserInputError: a file is missing or a line is not a record; no line is skipped silently.
     """
     prompts = [prompt for path in paths for file in _files(path) for prompt in _read(file)]
     if not prompts:
-        raise BadInput("the workload has no prompt")
+        raise UserInputError("the workload has no prompt")
     return prompts
 
 
@@ -62,6 +62,11 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
         for p in prompts
     )
     write_whole(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def traffic_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:
+    """Return `count` random prompts, in random order, so that domains have their shares of the traffic."""
+    return random.Random(seed).sample(prompts, min(count, len(prompts)))
 
 
 def balanced_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:
@@ -86,10 +91,10 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES))
         if not files:
-            raise BadInput(f"{path} has no .jsonl or .jsonl.gz file")
+            raise UserInputError(f"{path} has no .jsonl or .jsonl.gz file")
         return files
     if not path.is_file():
-        raise BadInput(f"{path} does not exist")
+        raise UserInputError(f"{path} does not exist")
     return [path]
 
 
@@ -100,14 +105,14 @@ def _read(path: Path) -> Iterator[Prompt]:
         try:
             yield _prompt(json.loads(line), f"{path.name}:{number}")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise BadInput(f"{path}, line {number}: not a prompt record ({error})") from error
+            raise UserInputError(f"{path}, line {number}: not a prompt record ({error})") from error
 
 
 def _prompt(record: dict[str, Any], place: str) -> Prompt:
     name, domain = record.get("custom_id") or record.get("id", place), str(record.get("domain", ""))
     body = record.get("body", record)
-    asked = body.get("max_completion_tokens") or body.get("max_tokens")
-    max_tokens = None if asked is None else max(1, int(asked))
+    requested = body.get("max_completion_tokens") or body.get("max_tokens")
+    max_tokens = None if requested is None else max(1, int(requested))
     if "messages" not in body:
         if not isinstance(body["prompt"], str):
             raise ValueError("`prompt` must be one text")

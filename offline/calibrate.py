@@ -1,6 +1,6 @@
 """Run prompts through engines and record which experts they use: a CalibrationTrace.
 
-    python -m offline.calibrate --deployment deployments/cpu_demo.yaml --prompts prompts/ \\
+    eldr calibrate --deployment deployments/cpu_demo.yaml --prompts prompts/ \\
         --out trace.safetensors
 
 It uses a pool of Ray actors, one engine each, with the engine settings of the deployment's decode workers,
@@ -21,21 +21,22 @@ import numpy as np
 import ray
 import typer
 import yaml
+from ray.exceptions import RayTaskError
 from ray.util.actor_pool import ActorPool
 
-from eldr_serve.command_errors import BadInput, run
-from eldr_serve.engine.chosen import ENGINES
-from eldr_serve.engine.protocol import Sampling, Tracer
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.data_root import model_folder
+from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.protocol import CalibrationEngine, Sampling
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import unpack_counts
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
-from eldr_serve.home import model_folder
 from eldr_serve.signatures.window import SampleWindow, trace_of
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar
-from loadgen.workload import Prompt, balanced_sample, read_prompts
+from loadgen.workload import Prompt, balanced_sample, read_prompts, traffic_sample
 
 _FIRST_PORT = 25600  # NIXL side channels; one range each, for the ranks of tensor parallelism
 _BATCH = 16  # prompts of an actor's call; also the most that a resumed run repeats, per actor
@@ -45,29 +46,41 @@ class EngineActor:
     """An engine that reports the experts of each prompt's prefill and decode."""
 
     def __init__(self, kwargs: dict[str, Any], port: int) -> None:
-        self._tracer = ENGINES.tracer(kwargs, port)
+        self._engine = ENGINES.start_calibration(kwargs, port)
 
     def trace(self, prompts: list[Prompt], sampling: Sampling, chat: bool) -> list[dict[str, Any]]:
-        """Do the work of trace_texts."""
-        return trace_texts(self._tracer, prompts, sampling, chat)
+        """Trace prompts with this engine, see trace_texts."""
+        return trace_texts(self._engine, prompts, sampling, chat)
 
 
 def trace_texts(
-    tracer: Tracer, prompts: Sequence[Prompt], sampling: Sampling, chat: bool
+    engine: CalibrationEngine, prompts: Sequence[Prompt], sampling: Sampling, chat: bool
 ) -> list[dict[str, Any]]:
-    """Return one record per prompt; prompts that exceed the context are cut at their end."""
-    room = tracer.max_model_len - sampling.max_tokens
-    tokens = [prompt_tokens(tracer.tokenizer, p.text, chat)[:room] for p in prompts]
-    return trace_tokens(tracer, prompts, tokens, [sampling] * len(tokens))
+    """Return one record per prompt; prompts that exceed the context are cut at their end.
+
+    Raises:
+        UserInputError: the context has no room for a prompt beside its answer.
+    """
+    longest_prompt = engine.max_model_len - sampling.max_tokens
+    if longest_prompt < 1:
+        raise UserInputError(
+            f"max_tokens is {sampling.max_tokens}, but the engine's context (max_model_len) has "
+            f"{engine.max_model_len} tokens: set --max-tokens below that, so that a prompt fits too"
+        )
+    tokens = [prompt_tokens(engine.tokenizer, p.text, chat)[:longest_prompt] for p in prompts]
+    return trace_tokens(engine, prompts, tokens, [sampling] * len(tokens))
 
 
 def trace_tokens(
-    tracer: Tracer, prompts: Sequence[Prompt], tokens: Sequence[list[int]], sampling: Sequence[Sampling]
+    engine: CalibrationEngine,
+    prompts: Sequence[Prompt],
+    tokens: Sequence[list[int]],
+    sampling: Sequence[Sampling],
 ) -> list[dict[str, Any]]:
     """Return one record per prompt, given as token ids."""
     return [
         {"id": prompt.id, "domain": prompt.domain, **traced}
-        for prompt, traced in zip(prompts, tracer.trace(tokens, sampling), strict=True)
+        for prompt, traced in zip(prompts, engine.calibrate(tokens, sampling), strict=True)
     ]
 
 
@@ -84,7 +97,7 @@ def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, st
     """Return model id, engine arguments, environment and resources of a deployment's decode workers.
 
     Raises:
-        BadInput: the file is not a deployment of eldr-serve.
+        UserInputError: the file is not a deployment of eldr-serve.
     """
     try:
         document = yaml.safe_load(deployment.read_text())
@@ -92,10 +105,10 @@ def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, st
         loading = config["model_loading_config"]
         model_id, source = loading["model_id"], loading.get("model_source", loading["model_id"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, IndexError) as error:
-        raise BadInput(f"{deployment} is not a deployment with a decode_config ({error!r})") from error
+        raise UserInputError(f"{deployment} is not a deployment with a decode_config ({error!r})") from error
     device = (config.get("accelerator_config") or {}).get("kind", "gpu")
     arguments = copy.deepcopy(config.get("engine_kwargs") or {})
-    engine, environment = ENGINES.tracing(model_folder(source) or source, device, arguments)
+    engine, environment = ENGINES.calibration_settings(model_folder(source) or source, device, arguments)
     environment |= (config.get("runtime_env") or {}).get("env_vars") or {}
     gpus = float(engine.get("tensor_parallel_size", 1)) if device == "gpu" else 0.0
     return model_id, engine, environment, {"num_gpus": gpus, "num_cpus": 0.1}
@@ -110,17 +123,17 @@ def build_trace(
         vocabulary: of the tokenizer that made the token ids.
 
     Raises:
-        BadInput: an engine reported no counts.
+        UserInputError: an engine reported no counts.
     """
     missing = [r["id"] for r in records if not r.get("eldr_prefill")]
     if missing:
-        raise BadInput(
+        raise UserInputError(
             f"the engine reported no expert counts for {len(missing)} prompts, first {missing[0]!r}"
         )
     window = SampleWindow(len(records))
     if window.add(map(_sample_of, records)) < len(records):
         why, number = window.refused.most_common(1)[0]
-        raise BadInput(f"the counts of {number} prompts cannot be used: {why}")
+        raise UserInputError(f"the counts of {number} prompts cannot be used: {why}")
     trace = trace_of(
         window.samples,
         model_id,
@@ -128,7 +141,7 @@ def build_trace(
         vocabulary=1 + max(vocabulary.values()),
     )
     if trace.top_k != top_k:
-        raise BadInput(
+        raise UserInputError(
             f"engines counted {trace.top_k} experts per token, the model's configuration has {top_k}"
         )
     if not routes:
@@ -158,7 +171,10 @@ def calibrate(
     ],
     out: Annotated[Path, typer.Option(help="CalibrationTrace file to write (safetensors).")],
     actors: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
-    limit: Annotated[int, typer.Option(min=2, help="Maximum prompts, evenly over the domains.")] = 1000,
+    limit: Annotated[int, typer.Option(min=2, help="Maximum prompts, drawn at random.")] = 1000,
+    balanced: Annotated[
+        bool, typer.Option(help="Draw evenly over the domains, not by their shares.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=2, help="Maximum output tokens of a prompt.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.8,
     routes: Annotated[bool, typer.Option(help="Keep each decode step's experts, for replay.")] = False,
@@ -169,11 +185,12 @@ def calibrate(
     """Capture prefill and decode expert counts of prompts on a pool of engines."""
     model_id, kwargs, environment, resources = decode_settings(deployment)
     kwargs["seed"] = seed
-    chosen = balanced_sample(read_prompts(prompts), limit, seed)
+    draw = balanced_sample if balanced else traffic_sample
+    chosen = draw(read_prompts(prompts), limit, seed)
     if len({p.id for p in chosen}) != len(chosen):
-        raise BadInput("two prompts have the same id; ids must be unique over all files")
+        raise UserInputError("two prompts have the same id; ids must be unique over all files")
     if not out.parent.is_dir():
-        raise BadInput(f"the folder {out.parent} does not exist")
+        raise UserInputError(f"the folder {out.parent} does not exist")
     domains = sorted({p.domain for p in chosen})
     typer.echo(
         f"{len(chosen)} prompts of {len(domains)} domains, {max_tokens} tokens each, {actors} engine(s)"
@@ -181,9 +198,15 @@ def calibrate(
     if dry_run:
         return
     settings = {
-        "model": model_id, "engine": kwargs, "max_tokens": max_tokens, "temperature": temperature,
-        "routes": routes, "chat": chat, "seed": seed, "token_ids": True,
-    }  # fmt: skip
+        "model": model_id,
+        "engine": kwargs,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "routes": routes,
+        "chat": chat,
+        "seed": seed,
+        "token_ids": True,
+    }
     journal = Journal(out.with_name(f"{out.name}.partial"), settings)
     todo = [p for p in chosen if p.id not in journal.known]
     if len(todo) < len(chosen):
@@ -215,12 +238,18 @@ def _run_pool(
     with progress_bar() as progress:
         bar = progress.add_task("starting engines", total=len(todo))
         work = ActorPool(pool)
-        for done in work.map_unordered(lambda actor, batch: actor.trace.remote(batch, *arguments), batches):
-            for record in done:
-                journal.put(record["id"], record)
-            progress.update(bar, advance=len(done), description="calibrating")
-    for actor in pool:
-        ray.kill(actor)
+        try:
+            for records in work.map_unordered(
+                lambda actor, batch: actor.trace.remote(batch, *arguments), batches
+            ):
+                for record in records:
+                    journal.put(record["id"], record)
+                progress.update(bar, advance=len(records), description="calibrating")
+        except RayTaskError as error:  # its text contains the actor's traceback
+            raise error.cause if isinstance(error.cause, UserInputError) else error from None
+        finally:
+            for actor in pool:
+                ray.kill(actor)
 
 
 def _vocabulary(model: str) -> dict[str, int]:
@@ -238,7 +267,7 @@ def _top_k(model: str) -> int:
     for name in ("num_experts_per_tok", "experts_per_token", "moe_topk", "top_k_experts"):
         if getattr(text_config, name, None):
             return int(getattr(text_config, name))
-    raise BadInput(f"the configuration of {model} does not set the number of experts per token uses")
+    raise UserInputError(f"the configuration of {model} does not set the number of experts that a token uses")
 
 
 if __name__ == "__main__":

@@ -28,20 +28,21 @@ import typer
 from rich.console import Console
 
 from eldr_serve.client import Client
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.data_root import ROOT
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.files import write_whole
-from eldr_serve.home import ROOT
 from loadgen import application
-from loadgen.answers import client_answers, step_answers
 from loadgen.figures import method, policy_rows
-from loadgen.greedy import differing_answers, greedy_sentence
+from loadgen.gpu_steps import add_gpu_steps
+from loadgen.greedy import GREEDY_TOKENS, differing_answers, greedy_sentence
 from loadgen.plots import signature_space
 from loadgen.report import distributions, figures_table, load_over_time, page, placement_effects
 from loadgen.results import environment, print_table, write_result
+from loadgen.sentences import client_sentences, step_sentences
 from loadgen.statistics import Slo
-from loadgen.trial import LoadSpec, Trial, drive, order
+from loadgen.trial import LoadSpec, Trial, drive, schedule_trials
 from loadgen.workload import balanced_sample, read_prompts
 from offline.demo_arguments import demo_arguments
 
@@ -53,9 +54,19 @@ _STRETCHES = 6  # of load for the routing table, at most
 _TABLE_S = 30.0  # time limit for the routing table once there are enough samples
 _CLOCKS = {"cpu": "CPU time"}  # by kind of accelerator; else "engine time"
 _SHOWN = (
-    "active_experts", "experts_per_token", "engine_ms_per_token", "batch_size", "tpot_p50_ms", "tpot_p99_ms",
-    "ttft_p50_ms", "ttft_p99_ms", "requests", "failures", "best_worker_share",
-)  # fmt: skip
+    "active_experts",
+    "experts_per_token",
+    "engine_ms_per_token",
+    "h100_ms_per_token",
+    "batch_size",
+    "tpot_p50_ms",
+    "tpot_p99_ms",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "requests",
+    "failures",
+    "best_worker_share",
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +130,7 @@ def _step(what: str) -> Iterator[Callable[[str], None]]:
 def _begin(module: str, *arguments: object, log: Path) -> Callable[[], None]:
     """Start one of the project's commands and return a function that waits for its end.
 
-    The function raises BadInput with the last line of the log if the command fails.
+    The function raises UserInputError with the last line of the log if the command fails.
     """
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -131,7 +142,7 @@ def _begin(module: str, *arguments: object, log: Path) -> Callable[[], None]:
     def wait() -> None:
         if process.wait():
             last = (log.read_text().strip().splitlines() or ["no output"])[-1]
-            raise BadInput(f"{module} failed: {last} (all of it in {log})")
+            raise UserInputError(f"{module} failed: {last} (all of it in {log})")
 
     return wait
 
@@ -211,7 +222,9 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
         if live:
             break
     else:
-        raise BadInput(f"no routing table after {_STRETCHES} times {plan.table_load_s} s of load: {note}")
+        raise UserInputError(
+            f"no routing table after {_STRETCHES} times {plan.table_load_s} s of load: {note}"
+        )
     trace, table = plan.out / "trace.safetensors", plan.out / "table.safetensors"
     write_whole(trace, service.trace())
     write_whole(table, service.table())
@@ -221,55 +234,66 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
 def _rounds(service: Client, plan: _Plan) -> list[Trial]:
     """Measure every policy once in each round, in random order."""
     trials = []
-    for step in order(POLICIES, plan.rounds, plan.seed):
+    for step in schedule_trials(POLICIES, plan.rounds, plan.seed):
         trial = Trial(step.policy, step.round)
         what = f"round {step.round + 1} of {plan.rounds}: {step.policy}"
         _load(service, plan, trial, plan.load, seed=1 + step.seed, what=what)
         trials.append(trial)
         if e := trial.engines:
-            batch, cost = e["batch"] / e["steps"], 1000 * e["seconds"] / e["batch"]
+            batch, cost = e["requests"] / e["steps"], 1000 * e["seconds"] / e["requests"]
             console.print(
-                f"     {e['active'] / e['steps']:.1f} experts per step of {batch:.1f} requests, "
+                f"     {e['active_experts'] / e['steps']:.1f} experts per step of {batch:.1f} requests, "
                 f"{cost:.2f} ms of {plan.clock} per token",
                 style="dim",
             )
+        if not trial.measured(plan.load.warm_up_s, plan.load.seconds):
+            console.print(f"     no answer ended in the measured {plan.load.seconds} s: give more --seconds")
     return trials
 
 
 def _compare_greedy(service: Client, plan: _Plan) -> str:
     with _step("greedy answers under every policy"):
         prompts = balanced_sample(read_prompts([Path(plan.load.prompts)]), plan.greedy, plan.seed)
-        differing = differing_answers(service, plan.load.model, POLICIES, prompts)
-    told = greedy_sentence(differing, len(prompts))
+        max_tokens = min(GREEDY_TOKENS, plan.load.max_tokens)
+        differing = differing_answers(service, plan.load.model, POLICIES, prompts, max_tokens=max_tokens)
+    sentence = greedy_sentence(differing, len(prompts))
     if any(differing.values()):
-        raise BadInput(told)
-    return told
+        raise UserInputError(sentence)
+    return sentence
 
 
 def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted: Path) -> None:
-    """Print the figures, and write demo.json and report.html; raise BadInput if requests failed."""
+    """Print the figures, and write demo.json and report.html; raise UserInputError if requests failed."""
     load = plan.load
     rows = policy_rows(
         POLICIES, trials, warm_up_s=load.warm_up_s, seconds=load.seconds, slo=Slo(1000, 100), seed=plan.seed
     )
-    answered = step_answers(rows, clock=plan.clock)
+    sentences = step_sentences(rows, clock=plan.clock)
+    calibration = CalibrationTrace.load(trace)
     prefill, decode = plan.engines
     remarks = [
         greedy,
-        *client_answers(rows, plan.rounds),
+        *add_gpu_steps(rows, calibration.decode_counts.shape[2]),
+        *client_sentences(rows, plan.rounds),
         f"{prefill + decode} engines, the ingress and the load generator share {plan.hardware}, so "
         "what a client waits for is the work of all of them.",
     ]
-    for text in [*answered, *remarks]:
-        console.print(text, style="bold" if text in answered else None, soft_wrap=True, markup=False)
+    for text in [*sentences, *remarks]:
+        console.print(text, style="bold" if text in sentences else None, soft_wrap=True, markup=False)
     table = figures_table(rows, _SHOWN)
     print_table("the same stream of prompts under three policies", table, lines=True)
     notes = f"closed loop; all engines share this machine's {plan.hardware}; {method(plan.rounds)}; {greedy}"
     inputs = {
-        "prompts": Path(load.prompts).name, "in_flight": load.users, "seconds": load.seconds,
-        "warm_up_s": load.warm_up_s, "rounds": plan.rounds, "max_tokens": load.max_tokens,
-        "min_tokens": load.min_tokens, "decode_engines": decode, "model": plan.model,
-    }  # fmt: skip
+        "prompts": Path(load.prompts).name,
+        "in_flight": load.users,
+        "seconds": load.seconds,
+        "warm_up_s": load.warm_up_s,
+        "rounds": plan.rounds,
+        "max_tokens": load.max_tokens,
+        "min_tokens": load.min_tokens,
+        "decode_engines": decode,
+        "model": plan.model,
+    }
     write_result(plan.out / "demo.json", "demo", rows, inputs=inputs, seed=plan.seed, notes=notes)
     report = plan.out / "report.html"
     content = page(
@@ -277,7 +301,7 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
         table,
         f"[low, high]: 95 % interval; below it, the change against {POLICIES[0]}. {notes}",
         [
-            ("Signature space", signature_space(CalibrationTrace.load(trace), RoutingTable.load(fitted))),
+            ("Signature space", signature_space(calibration, RoutingTable.load(fitted))),
             (
                 "Time per output token and to the first",
                 distributions(POLICIES, trials, load.warm_up_s, load.seconds),
@@ -285,14 +309,14 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
             ("Load", load_over_time(POLICIES, trials)),
         ],
         inputs | environment(),
-        answers=answered,
+        sentences=sentences,
         lead=("What placement changes in the engines", placement_effects(rows, trials, plan.clock)),
         remarks=remarks,
     )
     write_whole(report, content)
     console.print(f"report: {report}; figures: {plan.out / 'demo.json'}", soft_wrap=True)
     if failures := sum(row["failures"] for row in rows):
-        raise BadInput(f"{failures} requests failed; see {plan.out}/locust.log")
+        raise UserInputError(f"{failures} requests failed; see {plan.out}/locust.log")
 
 
 def _until_interrupted(what: str) -> None:
@@ -309,7 +333,7 @@ def demo(
         typer.Option(help="JSONL file or folder of prompts with domains.", show_default="the demo model's"),
     ] = ROOT / "examples/demo_model/prompts",
     deployment: Annotated[
-        Path, typer.Option(help="Deployment YAML.", show_default="cpu_demo.yaml, which comes along")
+        Path, typer.Option(help="Deployment YAML.", show_default="the bundled cpu_demo.yaml")
     ] = ROOT / "deployments/cpu_demo.yaml",
     decode_engines: Annotated[
         int, typer.Option(min=0, help="Decode engines, with 0.25 GiB of KV cache each; 0: as deployed.")
@@ -343,9 +367,17 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)
     model, model_ready = _widening(intermediate, out)
     load = LoadSpec(
-        str(prompts), "eldr-demo", 0.0, seconds, warm_up_seconds, in_flight, max_tokens, temperature=0.8,
-        min_tokens=max(1, max_tokens // 2), abandon=True,
-    )  # fmt: skip
+        str(prompts),
+        "eldr-demo",
+        0.0,
+        seconds,
+        warm_up_seconds,
+        in_flight,
+        max_tokens,
+        temperature=0.8,
+        min_tokens=max(1, max_tokens // 2),
+        abandon=True,
+    )
     arguments = demo_arguments(deployment, model, decode_engines, first_table, gpu=gpu)
     plan = _Plan(arguments, load, rounds, greedy, out, seed, table_seconds)
     with _application(plan, port, keep, model_ready) as service:

@@ -11,29 +11,34 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.clustering import STARTS
 from eldr_serve.experts.fitting.table import compare_transforms, fit_table
+from eldr_serve.experts.signature import DEFAULT_TRANSFORM, TRANSFORMS
 from eldr_serve.files import write_whole
 from loadgen.plots import save, signature_space
 
 
 def fit(
-    trace: Annotated[Path, typer.Option(help="CalibrationTrace file, from `eldr calibrate`.")],
+    trace: Annotated[Path, typer.Option(help="CalibrationTrace, from `eldr calibrate` or `eldr routes`.")],
     workers: Annotated[int, typer.Option(min=1, help="Decode workers K, one centroid each.")],
     out: Annotated[Path, typer.Option(help="RoutingTable file to write (safetensors).")],
     report: Annotated[Path | None, typer.Option(help="Write the results of the fit (JSON).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the signature space (PNG or SVG).")] = None,
-    transform: Annotated[str, typer.Option(help="count, count-idf, sqrt-count or binary.")] = "count-idf",
+    transform: Annotated[str, typer.Option(help=f"{', '.join(TRANSFORMS)}.")] = DEFAULT_TRANSFORM,
     band: Annotated[float, typer.Option(min=0.0, max=2.0, help="Band width, cosine similarity.")] = 0.1,
+    starts: Annotated[
+        int, typer.Option(min=1, help="Starts of balanced K-means, of which the best is kept.")
+    ] = STARTS,
     seed: Annotated[int, typer.Option(help="Seed of pairs and clustering.")] = 0,
 ) -> None:
     """Fit IDF, layer mask and balanced clusters; write the table and a report."""
     for path in filter(None, (out, report, plot)):
         if not path.parent.is_dir():
-            raise BadInput(f"the folder {path.parent} does not exist")
+            raise UserInputError(f"the folder {path.parent} does not exist")
     loaded = CalibrationTrace.load(trace)
-    table, quality = fit_table(loaded, workers, transform=transform, band=band, seed=seed)
+    table, quality = fit_table(loaded, workers, transform=transform, band=band, starts=starts, seed=seed)
     if report is not None:
         quality["transforms"] = compare_transforms(loaded, seed=seed)
         write_whole(report, json.dumps(quality, indent=1) + "\n")

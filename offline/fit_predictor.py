@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_whole
 from loadgen.progress import progress_bar
@@ -30,7 +30,7 @@ def fit_predictor(
     """Fit what each token adds to a prompt's experts; print how well it predicts held-out prompts."""
     for path in filter(None, (out, report)):
         if not path.parent.is_dir():
-            raise BadInput(f"the folder {path.parent} does not exist")
+            raise UserInputError(f"the folder {path.parent} does not exist")
     loaded = CalibrationTrace.load(trace)
     with progress_bar() as progress:
         bar = progress.add_task("fitting, fold by fold", total=FOLDS + 1)

@@ -3,13 +3,15 @@
     ray job submit --no-wait --working-dir . -- python -m offline.live_placement --cost COST --top-k K
 
 This applies DIRECTOR's idea to a service (docs/proactive_placement.md): the forecast is what prefill has
-counted of the newest prompts, which the router keeps.
+counted of the prompts that decode or wait for a decode worker; if there are none, of the newest prompts. If
+the service samples its traffic, the decode correction is learnt from it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,26 +24,31 @@ from ray.exceptions import RayError
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.client import Client, ServiceError
 from eldr_serve.command_errors import run
-from eldr_serve.errors import sentence
-from eldr_serve.experts.placement import Topology, hosts_of
+from eldr_serve.errors import UserInputError, one_line_message
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.parallel.placement import Topology
 from eldr_serve.experts.routing_table import ExpertPlacement
 from eldr_serve.router.actor import actor_name
-from offline.placement.alignment import aligned
 from offline.placement.cost import LayerCost
-from offline.placement.director import director_placement, placed_work
-from offline.placement.forecast import expected_workload
+from offline.placement.director import director_placement, renewed_placement
+from offline.placement.forecast import decode_correction, workload_by_rank
 
-Ints = NDArray[np.int64]
+_CHECKS_PER_CORRECTION = 10  # checks between two fetches of the sampled traffic
 
 
 def live_placement(
     cost: Annotated[Path, typer.Option(help="LayerCost (JSON) of the ranks, from `eldr bench ep_layer`.")],
     top_k: Annotated[int, typer.Option(min=1, help="Experts that the model chooses per token.")],
     every: Annotated[float, typer.Option(min=0.1, help="Time between two checks, s.")] = 30.0,
-    prompts: Annotated[int, typer.Option(min=1, help="Newest prompts used for the forecast.")] = 128,
+    prompts: Annotated[
+        int, typer.Option(min=1, help="Prompts used for the forecast, at most; the newest.")
+    ] = 128,
     min_gain: Annotated[
         float, typer.Option(min=0, help="Share of the slowest ranks' time that a swap must save.")
     ] = 0.05,
+    token_bytes: Annotated[
+        float, typer.Option(min=0, help="Bytes that a token sends to a rank; 0: all ranks see all tokens.")
+    ] = 0,
     url: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
     admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="Its admin key.")] = None,
     application: Annotated[str, typer.Option(help="`name` in the deployment's args.")] = "eldr",
@@ -50,17 +57,32 @@ def live_placement(
     """Move the experts of decode engines to where the next prompts need them."""
     if not ray.is_initialized():
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
-    client, planner = Client(url, admin_key), Planner(LayerCost.load(cost), top_k, prompts, min_gain, seed)
-    while True:
+    planner = Planner(LayerCost.load(cost), top_k, prompts, min_gain, seed, token_bytes)
+    client = Client(url, admin_key)
+    for check in count():
         try:
-            recent = ray.get(find_actor(actor_name(application)).recent_counts.remote())
-            if (result := update_placement(planner, client, recent)) is not None:
+            if check % _CHECKS_PER_CORRECTION == 0:
+                planner.correction = learnt_correction(client)
+            router = find_actor(actor_name(application))
+            pending, recent = ray.get([router.pending_counts.remote(), router.recent_counts.remote()])
+            if (result := update_placement(planner, client, pending or recent)) is not None:
                 typer.echo(result)
         except ServiceError as error:
-            typer.echo(f"placement unchanged: {sentence(error)}")
+            typer.echo(f"placement unchanged: {one_line_message(error)}")
         except (RayError, ValueError) as error:  # the actor is away, or restarts with another deployment
-            typer.echo(f"the router of {application!r} does not answer: {sentence(error)}")
+            typer.echo(f"the router of {application!r} does not answer: {one_line_message(error)}")
         time.sleep(every)
+
+
+def learnt_correction(client: Client) -> NDArray[np.float64] | None:
+    """Return `decode_correction` [L, E] of the traffic that the service has sampled; None without samples."""
+    try:
+        trace = CalibrationTrace.from_bytes(client.trace())
+    except ServiceError:  # no signature pool, or no samples yet
+        return None
+    decoded = trace.decode_steps > 0
+    columns = (trace.prefill_counts, trace.prompt_tokens, trace.decode_counts, trace.decode_steps)
+    return decode_correction(*(column[decoded] for column in columns)) if decoded.any() else None
 
 
 def update_placement(planner: Planner, client: Client, recent: Sequence[NDArray[Any]]) -> str | None:
@@ -89,12 +111,25 @@ class Planner:
         prompts: number of newest prompts in the forecast.
         min_gain: share of the slowest ranks' time that a swap must save.
         seed: of the rounding.
+        token_bytes: bytes that a token sends to a rank which serves it.
+
+    Attributes:
+        correction: float[L, E], factor of each expert's prefill counts (`decode_correction`); None: 1.
     """
 
-    def __init__(self, cost: LayerCost, top_k: int, prompts: int, min_gain: float, seed: int) -> None:
+    def __init__(
+        self,
+        cost: LayerCost,
+        top_k: int,
+        prompts: int,
+        min_gain: float,
+        seed: int,
+        token_bytes: float = 0.0,
+    ) -> None:
         self._cost, self._top_k, self._prompts = cost, top_k, prompts
-        self._min_gain, self._seed = min_gain, seed
+        self._min_gain, self._seed, self._token_bytes = min_gain, seed, token_bytes
         self._last: ExpertPlacement | None = None
+        self.correction: NDArray[np.float64] | None = None
 
     def plan(
         self,
@@ -111,39 +146,44 @@ class Planner:
             model: id of the model.
 
         Raises:
-            ValueError: the replicas have different shapes, so that no single placement fits.
+            UserInputError: the replicas have different shapes, so that no single placement fits.
         """
         shapes = {(engine["ranks"], engine["slots"]) for engine in held.values()}
         if len(shapes) > 1:
-            raise ValueError(f"decode replicas have {len(shapes)} kinds of slots: no one placement fits them")
+            raise UserInputError(
+                f"decode replicas have {len(shapes)} kinds of slots: no one placement fits them"
+            )
         ((ranks, slots),) = shapes
         newest = recent[-self._prompts :]
-        counts = np.stack([one for one in newest if one.shape == newest[-1].shape]).astype(float)
+        counts = np.stack([counts for counts in newest if counts.shape == newest[-1].shape]).astype(float)
         tokens = np.maximum(counts[:, 0].sum(axis=1) / self._top_k, 1)
-        work, topology = expected_workload(counts, tokens, 1), Topology(ranks=ranks)
+        corrected = False
+        if self.correction is not None and self.correction.shape == counts.shape[1:]:
+            counts, corrected = counts * self.correction, True
+        topology = Topology(ranks=ranks)
+        work = workload_by_rank(counts, tokens, 1, topology)
+        engine: dict[str, Any] = {"topology": topology, "slots": slots // ranks, "cost": self._cost}
+        engine |= {"token_bytes": self._token_bytes, "seed": self._seed}
         last = self._last
-        if last is not None and any(engine["placement"] != last.id for engine in held.values()):
+        if last is not None and any(replica["placement"] != last.id for replica in held.values()):
             last = None  # another process has moved them, or a replica is new
-        start = None if last is None else last.physical_to_logical
-        rows = director_placement(
-            work, topology=topology, slots=slots // ranks, cost=self._cost, start=start, seed=self._seed
-        )[0]
         gain = None  # of the first placement only the id is known
-        if start is not None:
-            rows = aligned(start, rows, ranks, alike=True)
-            gain = 1 - self._seconds(work, rows, topology) / self._seconds(work, start, topology)
+        if last is None:
+            rows = director_placement(work, **engine)[0]
+        else:
+            rows, gain = renewed_placement(work, last.physical_to_logical, **engine)
             if gain < self._min_gain:
                 return None
         self._last = ExpertPlacement(
-            rows, ranks, work.shape[1], model=model, method="director, live", report={"gain": gain}
+            rows,
+            ranks,
+            work.shape[2],
+            model=model,
+            method="director, live",
+            report={"gain": gain, "corrected": corrected},
+            expected_tokens=np.round(work.sum(axis=1), 4),
         )
         return self._last
-
-    def _seconds(self, work: NDArray[np.float64], rows: Ints, topology: Topology) -> float:
-        """Return the time of all layers according to the cost."""
-        hosts = hosts_of(rows, work.shape[1], topology.ranks)
-        done = placed_work(work, hosts, topology=topology)
-        return float(self._cost.layer_s(done).sum())
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
-from eldr_serve.experts.placement import Topology, hosts_of
+from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from eldr_serve.experts.routing_table import ExpertPlacement, RoutingTable
 from eldr_serve.files import write_all
 from loadgen.results import print_table
@@ -31,7 +31,7 @@ BATCHES = 64  # held-out decode steps that evaluate a placement
 
 
 Trace = Annotated[
-    Path, typer.Option(help="Routes: a CalibrationTrace (offline.calibrate --routes) or GPT-OSS records.")
+    Path, typer.Option(help="CalibrationTrace with routes, or published routes of a known model.")
 ]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="One placement per decode worker, from its cluster's steps.")
@@ -70,11 +70,11 @@ def place(
 ) -> None:
     """Fit a placement to half of the requests, report on the other half, and write it."""
     if method not in METHODS:
-        raise BadInput(f"unknown method {method!r}; there are {', '.join(METHODS)}")
+        raise UserInputError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
     if groups != 1 and method != "eplb":
-        raise BadInput(f"--groups is an option of method eplb, not of {method}")
+        raise UserInputError(f"--groups is an option of method eplb, not of {method}")
     if not out.parent.is_dir():
-        raise BadInput(f"the folder {out.parent} does not exist")
+        raise UserInputError(f"the folder {out.parent} does not exist")
     topology = _topology(ranks, nodes)
     layer_cost = None if cost is None else LayerCost.load(cost)
     loaded = observed(routes_of(trace))
@@ -88,9 +88,16 @@ def place(
     files: dict[Path, bytes] = {}
     for name, path, mine, others in _parts(loaded, fit, held_out, workers, cluster_of, out, seed):
         problem = Problem(
-            loaded.decode_routes(mine), num_experts, num_slots, topology, batch, groups, layer_cost,
-            token_bytes, seed,
-        )  # fmt: skip
+            loaded.decode_routes(mine),
+            num_experts,
+            num_slots,
+            topology,
+            batch,
+            groups,
+            layer_cost,
+            token_bytes,
+            seed,
+        )
         placement, new_rows = _placed(problem, method, loaded, fingerprint, name, others, expert_bytes)
         rows += new_rows
         files |= placement.files(path)
@@ -123,9 +130,16 @@ def _placed(
     ]
     topology = problem.topology
     placement = ExpertPlacement(
-        placed, topology.ranks, problem.num_experts, trace.model, method, topology.nodes, fingerprint,
+        placed,
+        topology.ranks,
+        problem.num_experts,
+        trace.model,
+        method,
+        topology.nodes,
+        fingerprint,
         report | {"held_out": rows},
-    )  # fmt: skip
+        np.round(problem.load * problem.batch / len(problem.routes), 4),
+    )
     return placement, rows
 
 
@@ -138,13 +152,13 @@ def _linear(problem: Problem) -> Ints:
 
 def _topology(ranks: int, nodes: int) -> Topology:
     if ranks % nodes:
-        raise BadInput(f"{ranks} ranks do not divide by {nodes} nodes")
+        raise UserInputError(f"{ranks} ranks do not divide by {nodes} nodes")
     return Topology(ranks=ranks, nodes=nodes)
 
 
 def _slots(num_experts: int, slots: int | None, redundant: int | None) -> int:
     if slots is not None and redundant is not None:
-        raise BadInput("give --slots or --redundant, not both")
+        raise UserInputError("give --slots or --redundant, not both")
     return slots if slots is not None else num_experts + (redundant or 0)
 
 
@@ -168,18 +182,20 @@ def _parts(
         sizes = (fitted.num_layers, fitted.num_experts)
         if (fitted.model, *sizes) != (trace.model, *trace.prefill_counts.shape[1:]):
             shape = trace.prefill_counts.shape
-            raise BadInput(
+            raise UserInputError(
                 f"{table} is a table of {fitted.model} with {sizes[0]} x {sizes[1]} experts, the trace is of "
                 f"{trace.model} with {shape[1]} x {shape[2]}"
             )
         if workers not in (None, len(fitted.centroids)):
-            raise BadInput(f"{table} has {len(fitted.centroids)} clusters, not {workers}")
+            raise UserInputError(f"{table} has {len(fitted.centroids)} clusters, not {workers}")
     cluster = np.array([int(fitted.similarity(counts).argmax()) for counts in trace.prefill_counts])
     parts = []
     for worker in range(len(fitted.centroids)):
         mine, others = (part[cluster[part] == worker] for part in (fit, held_out))
         if not len(mine) or not len(others):
-            raise BadInput(f"too few requests are nearest to worker {worker} to fit to and to evaluate on")
+            raise UserInputError(
+                f"too few requests are nearest to worker {worker} to fit to and to evaluate on"
+            )
         parts.append((str(worker), out.with_stem(f"{out.stem}.{worker}"), mine, others))
     return parts
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 
@@ -50,11 +51,7 @@ def token_weights(shares: csr_array) -> Floats:
 
 
 def fit_signature_predictor(
-    trace: CalibrationTrace,
-    *,
-    rank: int = 64,
-    seed: int = 0,
-    done: Callable[[], None] = lambda: None,
+    trace: CalibrationTrace, *, rank: int = 64, seed: int = 0, done: Callable[[], None] = lambda: None
 ) -> tuple[SignaturePredictor, dict[str, Any]]:
     """Fit to the prefill counts of a trace with token ids; the penalty is chosen on held-out prompts.
 
@@ -68,10 +65,12 @@ def fit_signature_predictor(
         and the `agreement` of held-out prompts with their predictions at full rank.
 
     Raises:
-        ValueError: the trace has no token ids, or too few prompts.
+        UserInputError: the trace has no token ids, or too few prompts.
     """
     if len(trace.ids) < 2 * FOLDS:
-        raise ValueError(f"{len(trace.ids)} prompts are too few to fit a predictor; give {2 * FOLDS} or more")
+        raise UserInputError(
+            f"{len(trace.ids)} prompts are too few to fit a predictor; give {2 * FOLDS} or more"
+        )
     start = time.perf_counter()
     shares = token_shares(trace.prompts, trace.vocabulary)
     weights = token_weights(shares)
@@ -83,10 +82,8 @@ def fit_signature_predictor(
     (dual,) = dual_ridge(kernel, y - mean, [chosen["penalty"]])
     directions = _directions(kernel @ dual, rank)
     tokens = (features.T @ (dual @ directions.T)) * weights[:, None]
-    # The ridge as a Bayesian regression, without covariances between tokens.
     noise = _NOISE * kernel.trace() / len(kernel)
     seen = np.asarray((shares * shares).sum(axis=0))
-    variance = 1 / (noise / weights**2 + seen)
     shape = trace.prefill_counts.shape[1:]
     predictor = SignaturePredictor(
         model=trace.model,
@@ -95,7 +92,7 @@ def fit_signature_predictor(
         mean=mean.reshape(shape).astype(np.float32),
         tokens=tokens.astype(np.float32),
         experts=directions.reshape(-1, *shape).astype(np.float32),
-        variance=variance.astype(np.float32),
+        variance=_variance(noise, weights, seen).astype(np.float32),
         fingerprint=trace.fingerprint,
     )
     done()
@@ -109,6 +106,12 @@ def fit_signature_predictor(
         "seconds": time.perf_counter() - start,
     }
     return predictor, report
+
+
+def _variance(noise: float, weights: Floats, seen: Floats) -> Floats:
+    """Return the variance of each token's effect: the ridge as a Bayesian regression without covariances."""
+    variance: Floats = 1 / (noise / weights**2 + seen)
+    return variance
 
 
 def agreement(predicted: Floats, true: Floats, mean: Floats) -> dict[str, float]:

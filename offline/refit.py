@@ -20,8 +20,8 @@ import typer
 
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.client import Client
-from eldr_serve.command_errors import BadInput, run
-from eldr_serve.errors import Overloaded, SwapRefused
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.errors import OverloadedError, SwapRefusedError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.router.actor import actor_name
@@ -55,17 +55,17 @@ def refit(
     """Fit a table for the present decode replicas and hot-swap it."""
     if trace is None:
         if out is not None or workers is not None:
-            raise BadInput("--out and --workers require --trace: the service fits for its own replicas")
-        made = _of_recent_traffic(application, url, admin_key)
+            raise UserInputError("--out and --workers require --trace: the service fits for its own replicas")
+        entry = _of_recent_traffic(application, url, admin_key)
         typer.echo(
-            f"table version {made['version']} is live: {made['samples']} recent requests, "
-            f"{made['workers']} decode replicas"
+            f"table version {entry['version']} is live: {entry['samples']} recent requests, "
+            f"{entry['workers']} decode replicas"
         )
         return
     if not swap and out is None:
-        raise BadInput("nothing to do: give --swap, --out or both")
+        raise UserInputError("nothing to do: give --swap, --out or both")
     if workers is None and not swap:
-        raise BadInput("give --workers, or --swap to fit for the live replicas")
+        raise UserInputError("give --workers, or --swap to fit for the live replicas")
     _of_trace(CalibrationTrace.load(trace), workers, swap, out, application, band, seed)
 
 
@@ -75,8 +75,8 @@ def _of_recent_traffic(application: str, url: str | None, admin_key: str | None)
     _join_cluster()
     try:
         return asyncio.run(PoolControl(application).refit())
-    except (SwapRefused, Overloaded) as error:
-        raise BadInput(str(error)) from None
+    except (SwapRefusedError, OverloadedError) as error:
+        raise UserInputError(str(error)) from None
 
 
 def _of_trace(
@@ -92,7 +92,7 @@ def _of_trace(
     if workers is None:
         workers = len(ray.get(router.status.remote())["workers"])  # type: ignore[union-attr]
         if workers == 0:
-            raise BadInput(f"application {application!r} has no decode replica now; give --workers")
+            raise UserInputError(f"application {application!r} has no decode replica now; give --workers")
     start = time.perf_counter()
     table, report = fit_table(trace, workers, band=band, seed=seed)
     typer.echo(
@@ -118,14 +118,14 @@ def _router(application: str) -> Any:
     try:
         return find_actor(actor_name(application))
     except ValueError:
-        raise BadInput(f"no application {application!r} runs on this Ray cluster") from None
+        raise UserInputError(f"no application {application!r} runs on this Ray cluster") from None
 
 
 def _swap(router: Any, table: bytes) -> Any:
     try:
         return ray.get(router.swap_table.remote(table))
-    except SwapRefused as error:
-        raise BadInput(f"the router keeps its table: {getattr(error, 'cause', error)}") from None
+    except SwapRefusedError as error:
+        raise UserInputError(f"the router keeps its table: {getattr(error, 'cause', error)}") from None
 
 
 if __name__ == "__main__":

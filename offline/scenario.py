@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -11,14 +12,14 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from eldr_serve.command_errors import BadInput
-from eldr_serve.errors import sentence
+from eldr_serve.command_errors import UserInputError
+from eldr_serve.errors import one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import Policy, make_policy
 from loadgen.traces import TraceRequest, read_trace
-from offline.gptoss import read_gptoss
+from offline.route_files import read_trace_of_routes
 from offline.simulation.cluster import Cluster
 from offline.simulation.requests import Experts, Requests
 
@@ -47,17 +48,44 @@ class Trace(_Part):
     speed: float = Field(default=1.0, gt=0, description="how much faster than recorded")
     limit: int | None = Field(default=None, ge=1, description="only the first requests; None: all")
     repeat: int = Field(default=1, ge=1, description="copies of the trace at once, each shifted in time")
+    rate_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="mean requests/s over the whole cluster, in place of speed, limit and repeat; needs "
+        "`requests`",
+    )
+    requests: int | None = Field(
+        default=None,
+        ge=1,
+        description="total requests, drawn from the whole trace; its course is stretched or shortened to "
+        "requests / rate_per_s seconds",
+    )
     min_output_tokens: int = Field(default=1, ge=1, description="omit requests with shorter answers")
-    share_prefixes: bool = Field(default=True, description="prompts share the trace's prefix blocks")
+    share_prefixes: bool = Field(
+        default=True, description="prompts share the trace's prefix blocks; never with rate_per_s"
+    )
+
+    @model_validator(mode="after")
+    def _one_way_of_scaling(self) -> Self:
+        if (self.rate_per_s is None) != (self.requests is None):
+            raise ValueError("rate_per_s and requests go together: give both or neither")
+        if self.rate_per_s is not None and (self.speed, self.limit, self.repeat) != (1.0, None, 1):
+            raise ValueError("rate_per_s replaces speed, limit and repeat: omit them")
+        return self
 
 
 class Routes(_Part):
     """The experts that requests use, as observed."""
 
-    kind: Literal["trace", "gpt-oss"] = Field(
-        description="a CalibrationTrace with routes, or GPT-OSS-20B records"
+    kind: Literal["trace", "routes", "gpt-oss"] = Field(
+        description="a CalibrationTrace with routes; published routes of a known model; GPT-OSS-20B's"
     )
     path: Path
+    fit_path: Path | None = Field(
+        default=None,
+        description="trace of the same model that tables are fitted to, so that all of `path` is simulated; "
+        "None: to fit_share of `path`",
+    )
     sampled: bool = Field(
         default=False, description="draw steps from probabilities, rather than replay routes"
     )
@@ -65,6 +93,26 @@ class Routes(_Part):
     fit_share: float = Field(
         default=0.4, gt=0, lt=1, description="share that tables are fitted to; the rest is simulated"
     )
+    centroids: int | None = Field(
+        default=None,
+        ge=1,
+        description="centroids of tables, at most one for each request that they are fitted to; more workers "
+        "share them; None: one for each worker, and no table if there are fewer requests",
+    )
+    parts: int = Field(
+        default=1,
+        ge=1,
+        description="observed requests of one domain that make up a simulated one; 1: copies, so that many "
+        "workers run copies of the same request; above: distinct mixtures, `mixtures` of them",
+    )
+    mixtures: int = Field(default=2048, ge=1, description="number of mixtures of `parts`")
+
+
+class Objectives(_Part):
+    """Service-level objectives; a request is good if it meets both."""
+
+    ttft_ms: float = Field(gt=0, description="maximum time from arrival to the end of the first decode step")
+    tpot_ms: float = Field(gt=0, description="maximum time per output token after the first")
 
 
 class PolicyChoice(_Part):
@@ -75,7 +123,7 @@ class PolicyChoice(_Part):
     label: str | None = Field(default=None, description="name in tables; None: the policy's name")
 
     @model_validator(mode="after")
-    def _can_be_made(self) -> Self:
+    def _check_policies(self) -> Self:
         make_policy(self.name, **self.parameters)
         return self
 
@@ -93,6 +141,7 @@ class Scenario(_Part):
     policies: tuple[PolicyChoice, ...] = Field(min_length=1)
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     band: float = Field(default=0.1, ge=0, le=2, description="band width of fitted tables, cosine similarity")
+    objectives: Objectives | None = Field(default=None, description="adds goodput to the rows")
 
 
 class Work:
@@ -103,34 +152,56 @@ class Work:
         self.experts: Experts | None = None
         self.table: RoutingTable | None = None
         self.fitted_on = np.zeros(0, np.int64)  # observed requests behind the table, not simulated
+        self.mix: dict[str, float] = {}  # requests of each domain that the table is fitted to
         kinds: NDArray[np.int64] | None = None
         if scenario.experts is not None:
             trace = observed(scenario.experts)
             chosen = np.isin(trace.domains, scenario.experts.domains or trace.domains)
             if not chosen.any():
-                raise BadInput(
+                raise UserInputError(
                     f"{scenario.experts.path} holds no request of {', '.join(scenario.experts.domains)}"
                 )
-            order = self.rng.permutation(np.flatnonzero(chosen))
-            cut = max(1, round(scenario.experts.fit_share * len(order)))
-            self.fitted_on, kinds = order[:cut], order[cut:]
-            if len(self.fitted_on) >= scenario.cluster.decode.workers:
-                self.table, _ = fit_table(
-                    trace.subset(self.fitted_on),
-                    scenario.cluster.decode.workers,
-                    band=scenario.band,
-                    seed=seed,
-                )
+            kinds = self.rng.permutation(np.flatnonzero(chosen))
+            if scenario.experts.fit_path is None:
+                cut = max(1, round(scenario.experts.fit_share * len(kinds)))
+                self.fitted_on, kinds = kinds[:cut], kinds[cut:]
+                fit = trace.subset(self.fitted_on)
+            else:
+                fit = _trace_to_fit(scenario.experts, scenario.experts.fit_path, trace)
+            self.mix = {name: float(n) for name, n in Counter(fit.domains).items()}
+            centroids = min(scenario.experts.centroids or scenario.cluster.decode.workers, len(fit.ids))
+            if scenario.experts.centroids or centroids == scenario.cluster.decode.workers:
+                self.table, _ = fit_table(fit, centroids, band=scenario.band, seed=seed)
             self.experts = (
                 Experts.sampled(
-                    trace.prefill_counts, trace.prompt_tokens.astype(np.int64), trace.decode_probability,
-                    trace.top_k, trace.domains, seed=seed,
+                    trace.prefill_counts,
+                    trace.prompt_tokens.astype(np.int64),
+                    trace.decode_probability,
+                    trace.top_k,
+                    trace.domains,
+                    seed=seed,
                 )
                 if scenario.experts.sampled
                 else Experts.replayed(trace)
-            )  # fmt: skip
+            )
+            if scenario.experts.parts > 1:
+                number = scenario.experts.mixtures
+                self.experts = self.experts.mixed(kinds, scenario.experts.parts, number, self.rng)
+                kinds = np.arange(number)
         self._capacity = scenario.cluster.decode.kv_tokens
         self.requests = self._requests(scenario.arrivals, kinds)
+
+    def require_domains(self) -> list[str]:
+        """Return the domain of each kind of request; raise UserInputError if the model is dense."""
+        if self.experts is None:
+            raise UserInputError("requests have no domains without `experts`: name a trace there")
+        return self.experts.domains
+
+    @property
+    def domains(self) -> list[str]:
+        """Return the domain of each request; raise UserInputError if the model is dense."""
+        by_kind = self.require_domains()
+        return [by_kind[kind] for kind in self.requests.kind]
 
     def policy(self, choice: PolicyChoice, cluster: Cluster) -> Policy:
         """Return a new policy with the scenario's table and cost."""
@@ -140,7 +211,8 @@ class Work:
 
     def _requests(self, arrivals: Poisson | Trace, kinds: NDArray[np.int64] | None) -> Requests:
         if isinstance(arrivals, Trace):
-            return self._replayed(arrivals, kinds)
+            resampled = arrivals.rate_per_s is not None
+            return self._resampled(arrivals, kinds) if resampled else self._replayed(arrivals, kinds)
         n = arrivals.requests
         times = np.cumsum(self.rng.exponential(1 / arrivals.rate_per_s, n))
         kind = self._kinds(n, kinds)
@@ -149,15 +221,13 @@ class Work:
         elif self.experts is not None:
             prompt = self.experts.count_tokens[kind]
         else:
-            raise BadInput("arrivals.prompt_tokens is missing; without experts there is no other source")
+            raise UserInputError(
+                "arrivals.prompt_tokens is missing; without experts there is no other source"
+            )
         return Requests(times, prompt, np.full(n, arrivals.output_tokens), kind)
 
     def _replayed(self, arrivals: Trace, kinds: NDArray[np.int64] | None) -> Requests:
-        everything = read_trace(arrivals.path)
-        self._check_lengths(arrivals.path, everything)
-        records = [r for r in everything if r.output_tokens >= arrivals.min_output_tokens][: arrivals.limit]
-        if not records:
-            raise BadInput(f"{arrivals.path} holds no answer of {arrivals.min_output_tokens} tokens or more")
+        records = self._records(arrivals)
         span = records[-1].due_s or 1.0
         rows = []
         for copy in range(arrivals.repeat):
@@ -176,11 +246,45 @@ class Work:
             else (),
         )
 
+    def _resampled(self, arrivals: Trace, kinds: NDArray[np.int64] | None) -> Requests:
+        """Return requests drawn evenly from the whole recording, at the wanted rate.
+
+        Each record occurs n / records times, rounded up or down at random. Copies are spread evenly between
+        their record and the next later one, so that the load rises and falls as recorded.
+        """
+        records = self._records(arrivals)
+        n, rate = arrivals.requests, arrivals.rate_per_s
+        assert n is not None
+        assert rate is not None
+        times = np.array([r.due_s for r in records])
+        later = np.unique(times)
+        ends = np.append(later, 2 * later[-1] - later[-2] if len(later) > 1 else later[-1] + 1.0)
+        copies, rest = divmod(n, len(records))
+        chosen = np.concatenate(
+            [np.tile(np.arange(len(records)), copies), self.rng.choice(len(records), rest, replace=False)]
+        )
+        gaps = ends[np.searchsorted(later, times[chosen]) + 1] - times[chosen]
+        at = times[chosen] + gaps * self.rng.uniform(size=n) - times[0]
+        order = np.argsort(at, kind="stable")
+        chosen, at = chosen[order], at[order] * (n / rate / (ends[-1] - times[0]))
+        prompt, output = np.array([(r.prompt_tokens, r.output_tokens) for r in records])[chosen].T
+        return Requests(at, prompt, output, self._kinds(n, kinds))
+
+    def _records(self, arrivals: Trace) -> list[TraceRequest]:
+        everything = read_trace(arrivals.path)
+        self._check_lengths(arrivals.path, everything)
+        records = [r for r in everything if r.output_tokens >= arrivals.min_output_tokens][: arrivals.limit]
+        if not records:
+            raise UserInputError(
+                f"{arrivals.path} holds no answer of {arrivals.min_output_tokens} tokens or more"
+            )
+        return records
+
     def _check_lengths(self, path: Path, records: list[TraceRequest]) -> None:
         header = ".csv" in path.suffixes
         for line, r in enumerate(records, 1 + header):
             if self._capacity is not None and r.prompt_tokens + r.output_tokens > self._capacity:
-                raise BadInput(
+                raise UserInputError(
                     f"{path}, line {line}: {r.prompt_tokens} + {r.output_tokens} tokens are more than the "
                     f"{self._capacity} KV tokens of a decode worker"
                 )
@@ -193,23 +297,40 @@ def read_scenario(path: Path) -> Scenario:
     """Read a scenario from a YAML file; paths in it are relative to the file.
 
     Raises:
-        BadInput: no such file, or an invalid field, which the message names.
+        UserInputError: no such file, or an invalid field, which the message names.
     """
     try:
         content = yaml.safe_load(path.read_text())
-        for part in ("arrivals", "experts"):
-            if isinstance(content, dict) and isinstance(content.get(part), dict) and "path" in content[part]:
-                content[part]["path"] = path.parent / content[part]["path"]
+        for part, name in (("arrivals", "path"), ("experts", "path"), ("experts", "fit_path")):
+            found = content.get(part) if isinstance(content, dict) else None
+            if isinstance(found, dict) and found.get(name) is not None:
+                found[name] = path.parent / found[name]
         return Scenario.model_validate(content)
     except yaml.YAMLError as error:
-        raise BadInput(f"{path} is not YAML ({error})") from error
+        raise UserInputError(f"{path} is not YAML ({error})") from error
     except ValidationError as error:
-        raise BadInput(f"{path}, {sentence(error)}") from error
+        raise UserInputError(f"{path}, {one_line_message(error)}") from error
+
+
+def _trace_to_fit(experts: Routes, path: Path, simulated: CalibrationTrace) -> CalibrationTrace:
+    """Return the requests of another trace that tables are fitted to, of the same domains."""
+    fit = observed(routes_of(path))
+    shapes = [(trace.model, *trace.prefill_counts.shape[1:]) for trace in (fit, simulated)]
+    if shapes[0] != shapes[1]:
+        (model, *size), (own, *own_size) = shapes
+        raise UserInputError(
+            f"{path} is of {model} with {size[0]} x {size[1]} experts, but {experts.path} is of {own} with "
+            f"{own_size[0]} x {own_size[1]}"
+        )
+    chosen = np.flatnonzero(np.isin(fit.domains, experts.domains or fit.domains))
+    if not len(chosen):
+        raise UserInputError(f"{path} holds no request of {', '.join(experts.domains)}")
+    return fit.subset(chosen)
 
 
 def routes_of(path: Path, *, domains: tuple[str, ...] = ()) -> Routes:
-    """Return a calibration trace, or GPT-OSS-20B's records, by the file's name."""
-    return Routes(kind="trace" if path.suffix == ".safetensors" else "gpt-oss", path=path, domains=domains)
+    """Return a calibration trace, or published routes of a known model, by the file's name."""
+    return Routes(kind="trace" if path.suffix == ".safetensors" else "routes", path=path, domains=domains)
 
 
 def observed(routes: Routes) -> CalibrationTrace:
@@ -217,6 +338,8 @@ def observed(routes: Routes) -> CalibrationTrace:
     return _read_routes(routes.kind, routes.path)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # of requests to simulate, and to fit to
 def _read_routes(kind: str, path: Path) -> CalibrationTrace:
-    return CalibrationTrace.load(path) if kind == "trace" else read_gptoss(path)
+    if kind == "trace":
+        return CalibrationTrace.load(path)
+    return read_trace_of_routes(path, "gpt-oss-20b" if kind == "gpt-oss" else None)

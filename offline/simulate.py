@@ -11,17 +11,20 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from eldr_serve.client import Client
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.progress import progress_bar
 from loadgen.results import publish
-from offline.scenario import PolicyChoice, Scenario, Work, read_scenario
-from offline.simulation.calibration import FittedCost, fit_steps, from_status
+from loadgen.statistics import Slo
+from offline.scenario import PolicyChoice, Scenario, Work, read_scenario, routes_of
+from offline.simulation.calibration import fit_steps, from_status
 from offline.simulation.cluster import Cluster
 from offline.simulation.run import simulate as run_simulation
 
@@ -30,7 +33,22 @@ def simulate(
     out: Annotated[Path, typer.Option(help="JSON to write: rows of a result, or a step cost.")],
     config: Annotated[Path | None, typer.Option(help="Scenario (YAML): cluster, workload, policies.")] = None,
     cost: Annotated[
-        Path | None, typer.Option(help="Step cost (JSON, from --calibrate-from), replaces the scenario's.")
+        Path | None,
+        typer.Option(help="Step cost (JSON, from --calibrate-from or `eldr cost`), replaces the scenario's."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="CalibrationTrace whose requests run, replaces the scenario's experts.path."),
+    ] = None,
+    fit_trace: Annotated[
+        Path | None,
+        typer.Option(help="CalibrationTrace that tables are fitted to; default: a share of the other."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Decode workers; prefill workers and arrivals (rate_per_s) grow in proportion."
+        ),
     ] = None,
     calibrate_from: Annotated[
         str | None,
@@ -39,45 +57,72 @@ def simulate(
     processes: Annotated[
         int, typer.Option(min=1, help="Parallel runs; above 1 they are tasks of a Ray cluster.")
     ] = 1,
+    by_domain: Annotated[bool, typer.Option(help="Add a row of TPOT for each domain.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Check everything and print what would run.")] = False,
 ) -> None:
     """Run each policy and seed; print a table and write JSON."""
     if (config is None) == (calibrate_from is None):
-        raise BadInput("give either --config or --calibrate-from")
+        raise UserInputError("give either --config or --calibrate-from")
     if not out.parent.is_dir():
-        raise BadInput(f"the folder {out.parent} does not exist")
+        raise UserInputError(f"the folder {out.parent} does not exist")
     if calibrate_from is not None:
         _calibrate(calibrate_from, out)
         return
     assert config is not None
-    scenario = read_scenario(config)
-    if cost is not None:
-        scenario = with_cost(scenario, FittedCost.load(cost))
-    runs = len(scenario.seeds) * len(scenario.policies)
-    requests = len(Work(scenario, scenario.seeds[0]).requests)
+    scenario = _changed(read_scenario(config), cost, trace, fit_trace, workers)
+    first = Work(scenario, scenario.seeds[0])
+    if by_domain:
+        first.require_domains()
     if dry_run:
-        typer.echo(f"{runs} runs of {requests} requests on {scenario.cluster.decode.workers} workers")
+        runs, workers = len(scenario.seeds) * len(scenario.policies), scenario.cluster.decode.workers
+        typer.echo(f"{runs} runs of {len(first.requests)} requests on {workers} workers")
         return
-    rows = simulated(scenario, runs * requests, processes)
+    rows = simulated(scenario, first, processes, by_domain=by_domain)
     publish(
-        "simulate", rows, seed=scenario.seeds[0], out=out, inputs=json.loads(scenario.model_dump_json()),
+        "simulate",
+        rows,
+        seed=scenario.seeds[0],
+        out=out,
+        inputs=json.loads(scenario.model_dump_json()),
         notes="simulated; nothing here was measured on an engine",
-    )  # fmt: skip
+    )
 
 
-def simulated(scenario: Scenario, total: int, processes: int) -> list[dict[str, Any]]:
-    """Return a row for each policy and seed, seed by seed; show progress to `total` requests."""
+def simulated(
+    scenario: Scenario, first: Work, processes: int, *, by_domain: bool = False
+) -> list[dict[str, Any]]:
+    """Return a row for each policy and seed, seed by seed, and show the progress.
+
+    Args:
+        first: the work of the first seed.
+        by_domain: also return a row for each domain after it; the domain of the others is "all".
+    """
+    total = len(scenario.seeds) * len(scenario.policies) * len(first.requests)
     with progress_bar() as progress:
         bar = progress.add_task("simulating", total=total)
-        if processes == 1:
-            rows = []
-            for seed in scenario.seeds:
-                work = Work(scenario, seed)
+        rows: list[dict[str, Any]] = []
+        if processes > 1:
+            advance = partial(progress.advance, bar)
+            rows = _in_parallel(scenario, processes, by_domain, lambda runs: advance(total / runs))
+        else:
+            for number, seed in enumerate(scenario.seeds):
+                work = Work(scenario, seed) if number else first
                 for choice in scenario.policies:
                     progress.update(bar, description=f"{choice.shown}, seed {seed}")
-                    rows.append(one_run(scenario, choice, seed, work, lambda n: progress.advance(bar, n)))
-            return rows
-        return _in_parallel(scenario, processes, lambda runs: progress.advance(bar, total / runs))
+                    rows.append(
+                        one_run(scenario, choice, seed, work, partial(progress.advance, bar), by_domain)
+                    )
+    return [line for row in rows for line in _lines(row)]
+
+
+def _lines(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the row, and behind it those of its domains, if it has them."""
+    domains = row.pop("domains", None)
+    if domains is None:
+        return [row]
+    run = {key: row.pop(key) for key in ("policy", "seed")}
+    whole = {"domain": "all", "requests": sum(domain["requests"] for domain in domains)}
+    return [run | line for line in (whole | row, *domains)]
 
 
 def one_run(
@@ -86,8 +131,13 @@ def one_run(
     seed: int,
     work: Work | None = None,
     on_finished: Callable[[int], None] = lambda n: None,
+    by_domain: bool = False,
 ) -> dict[str, Any]:
-    """Return the row of one policy and seed; `work` is the seed's, if already made."""
+    """Return the row of one policy and seed, with those of its `domains` if wanted.
+
+    Args:
+        work: that of the seed, if already made.
+    """
     work = work or Work(scenario, seed)
     started = time.perf_counter()
     outcome = run_simulation(
@@ -99,13 +149,26 @@ def one_run(
         on_finished=on_finished,
     )
     seconds = time.perf_counter() - started
-    return {
+    goals = scenario.objectives
+    row = {
         "policy": choice.shown,
         "seed": seed,
-        **outcome.summary(),
+        **outcome.summary(Slo(goals.ttft_ms, goals.tpot_ms) if goals else None),
         "steps": len(outcome.batch),
         "simulated_steps_per_s": len(outcome.batch) / seconds,
     }
+    return row | ({"domains": outcome.by_domain(work.domains)} if by_domain else {})
+
+
+def _changed(
+    scenario: Scenario, cost: Path | None, trace: Path | None, fit_trace: Path | None, workers: int | None
+) -> Scenario:
+    """Return the scenario with what the command line replaces."""
+    if cost is not None:
+        scenario = with_cost(scenario, FittedCost.load(cost))
+    if trace is not None or fit_trace is not None:
+        scenario = with_traces(scenario, trace, fit_trace)
+    return scenario if workers is None else with_workers(scenario, workers)
 
 
 def with_cost(scenario: Scenario, fitted: FittedCost) -> Scenario:
@@ -115,7 +178,44 @@ def with_cost(scenario: Scenario, fitted: FittedCost) -> Scenario:
     return scenario.model_copy(update={"cluster": cluster})
 
 
-def _in_parallel(scenario: Scenario, processes: int, on_row: Callable[[int], None]) -> list[dict[str, Any]]:
+def with_traces(scenario: Scenario, trace: Path | None, fit_trace: Path | None) -> Scenario:
+    """Return the scenario with other requests to run, or to fit tables to."""
+    experts = scenario.experts
+    if trace is not None:
+        named = routes_of(trace)
+        changes = {"path": trace, "kind": named.kind}
+        experts = named if experts is None else experts.model_copy(update=changes)
+    if experts is None:
+        raise UserInputError("--fit-trace needs --trace, since the scenario has no experts")
+    if fit_trace is not None:
+        experts = experts.model_copy(update={"fit_path": fit_trace})
+    return scenario.model_copy(update={"experts": experts})
+
+
+def with_workers(scenario: Scenario, workers: int) -> Scenario:
+    """Return the scenario with other decode workers, and prefill workers and arrivals in proportion.
+
+    Raises:
+        UserInputError: the arrivals are recorded and have no rate_per_s.
+    """
+    arrivals, cluster = scenario.arrivals, scenario.cluster
+    if arrivals.rate_per_s is None or arrivals.requests is None:
+        raise UserInputError(
+            "--workers needs arrivals.rate_per_s and arrivals.requests: set both for the trace"
+        )
+    ratio = workers / cluster.decode.workers
+    changed: dict[str, Any] = {"decode": cluster.decode.model_copy(update={"workers": workers})}
+    if cluster.prefill is not None:
+        prefill = max(1, round(ratio * cluster.prefill.workers))
+        changed["prefill"] = cluster.prefill.model_copy(update={"workers": prefill})
+    requests = max(1, round(ratio * arrivals.requests))
+    more = arrivals.model_copy(update={"rate_per_s": ratio * arrivals.rate_per_s, "requests": requests})
+    return scenario.model_copy(update={"cluster": cluster.model_copy(update=changed), "arrivals": more})
+
+
+def _in_parallel(
+    scenario: Scenario, processes: int, by_domain: bool, on_row: Callable[[int], None]
+) -> list[dict[str, Any]]:
     import ray
 
     if not ray.is_initialized():
@@ -127,7 +227,7 @@ def _in_parallel(scenario: Scenario, processes: int, on_row: Callable[[int], Non
     todo = [(choice, seed) for seed in scenario.seeds for choice in scenario.policies]
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(processes) as waiting:
-        for row in waiting.map(lambda job: ray.get(task.remote(scenario, *job)), todo):
+        for row in waiting.map(lambda job: ray.get(task.remote(scenario, *job, by_domain=by_domain)), todo):
             rows.append(row)
             on_row(len(todo))
     return rows

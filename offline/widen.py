@@ -21,8 +21,8 @@ import typer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from eldr_serve.command_errors import BadInput, run
-from eldr_serve.home import ROOT
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.data_root import ROOT
 
 _WEIGHTS = ROOT / "examples/demo_model/weights"
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
@@ -35,9 +35,9 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
         heads: attention heads; None: unchanged.
 
     Raises:
-        BadInput: `model` is not a Qwen3-MoE directory, `intermediate` is not a larger multiple of 32 (vLLM's
-            CPU kernel needs whole blocks of 32), `heads` is not a larger multiple of the key-value heads,
-            or `out` exists.
+        UserInputError: `model` is not a Qwen3-MoE directory, `intermediate` is not a larger multiple of 32
+            (vLLM's CPU kernel needs whole blocks of 32), `heads` is not a larger multiple of the key-value
+            heads, or `out` exists.
     """
     try:
         config = json.loads((model / "config.json").read_text("utf-8"))
@@ -47,16 +47,20 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
         with safe_open(model / "model.safetensors", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
-        raise BadInput(
+        raise UserInputError(
             f"{model} is not a mixture-of-experts model in one safetensors file: {error}"
         ) from error
     if intermediate < present or intermediate % 32:
-        raise BadInput(f"--intermediate must be a multiple of 32 and at least {present}, not {intermediate}")
+        raise UserInputError(
+            f"--intermediate must be a multiple of 32 and at least {present}, not {intermediate}"
+        )
     heads = present_heads if heads is None else heads
     if heads < present_heads or heads % groups:
-        raise BadInput(f"--heads must be a multiple of {groups} and at least {present_heads}, not {heads}")
+        raise UserInputError(
+            f"--heads must be a multiple of {groups} and at least {present_heads}, not {heads}"
+        )
     if out.exists():
-        raise BadInput(f"{out} exists already")
+        raise UserInputError(f"{out} exists already")
     for name, tensor in tensors.items():
         match = _EXPERT.search(name)
         if match:

@@ -1,11 +1,9 @@
 """Options and output shared by all parts of the test suite."""
 
-from __future__ import annotations
-
 import os
 import runpy
 
-import cpu_features
+from tests.support import cpu_features
 
 _best = os.environ.get(cpu_features.VARIABLE)
 # Set here because conftest files below import torch; pytest-xdist workers inherit the variables.

@@ -4,8 +4,6 @@ The parts run one after the other: each has all cores and the memory for its eng
 The output of each part is also in out/suite.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -21,7 +21,7 @@ import typer
 import yaml
 
 from benchmarks.lib import options
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.engine.vllm.block_counts import BlockExpertCounts, cell_dtype
 from eldr_serve.engine.vllm.config import engine_kwargs
 from loadgen.results import publish
@@ -54,17 +54,20 @@ SHAPES = {
 
 
 def shape_of(source: str) -> Shape:
-    """Return the shape of a model by its folder or its id; raise BadInput if neither is known."""
+    """Return the shape of a model by its folder or its id; raise UserInputError if neither is known."""
     if source in SHAPES:
         return SHAPES[source]
     path = Path(source) / "config.json"
     if not path.exists():
-        raise BadInput(f"the shape of model {source!r} is not known, and it is not a folder")
+        raise UserInputError(f"the shape of model {source!r} is not known, and it is not a folder")
     config = json.loads(path.read_text())
     layers, heads, dim = (config[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
     moe_layers = layers - len(config.get("mlp_only_layers") or [])
-    return Shape(moe_layers, config["num_experts" if "num_experts" in config else "num_local_experts"],
-                 ((layers, heads, dim),))  # fmt: skip
+    return Shape(
+        moe_layers,
+        config["num_experts" if "num_experts" in config else "num_local_experts"],
+        ((layers, heads, dim),),
+    )
 
 
 def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_gib: float) -> dict[str, Any]:
@@ -74,10 +77,13 @@ def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_g
     cache = BlockExpertCounts(num_blocks, block_size, shape.moe_layers, shape.experts)
     kv_bytes = num_blocks * block_bytes
     return {
-        "blocks": num_blocks, "kv_block_bytes": block_bytes, "row_bytes": cache.nbytes // num_blocks,
-        "kv_cache_mib": kv_bytes / 2**20, "signature_cache_mib": cache.nbytes / 2**20,
+        "blocks": num_blocks,
+        "kv_block_bytes": block_bytes,
+        "row_bytes": cache.nbytes // num_blocks,
+        "kv_cache_mib": kv_bytes / 2**20,
+        "signature_cache_mib": cache.nbytes / 2**20,
         "share_of_kv_pct": 100 * cache.nbytes / kv_bytes,
-    }  # fmt: skip
+    }
 
 
 def smallest_block_size(shape: Shape, dtype_bytes: int, ranks: int) -> int:
@@ -113,11 +119,15 @@ def cache_memory(
             met = row["share_of_kv_pct"] < GOAL_PCT
             rows.append(row | {"goal_met": met, "smallest_block_size_tokens": smallest})
     if not rows:
-        raise BadInput(f"no deployment YAML in {deployments}")
+        raise UserInputError(f"no deployment YAML in {deployments}")
     publish(
-        "cache_memory", rows, inputs={"kv_gib": kv_gib, "goal_pct": GOAL_PCT}, seed=0,
-        notes="one rank of a prefill engine; decode engines have no signature cache", out=out,
-    )  # fmt: skip
+        "cache_memory",
+        rows,
+        inputs={"kv_gib": kv_gib, "goal_pct": GOAL_PCT},
+        seed=0,
+        notes="one rank of a prefill engine; decode engines have no signature cache",
+        out=out,
+    )
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ from benchmarks.lib.synthetic import (
     table_near,
     write_config,
 )
-from eldr_serve.command_errors import BadInput, run
-from eldr_serve.engine.vllm.capture import ExpertCapture
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.engine.vllm.device_capture import DeviceCapture
 from eldr_serve.experts.signature import pack_counts, unpack_counts
 from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
 from loadgen.results import publish, time_calls
@@ -56,6 +56,12 @@ PAPER_TTFT_MS = 0.86 / 0.012  # of which 0.86 ms are 1.2 %
 _WARM_UP = 8  # prompts
 _MODEL = Path("examples/demo_model/weights")
 _VOCABULARY = 4096  # the demo model's
+_SIZES = {"L": L, "E": E, "top_k": TOP_K, "workers": WORKERS}
+_NOTES = (
+    "parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model, "
+    "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; "
+    "wide engine: the same with random weights, bfloat16"
+)
 _KEPT = 80 * L  # prompts times layers whose blocks a GPU engine keeps for a second
 
 
@@ -76,9 +82,9 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     torch.set_num_threads(1)
     blocks = -(-tokens // block_size)
     routers = [_Router() for _ in range(L)]
-    capture = ExpertCapture(
+    capture = DeviceCapture(
         routers, max_tokens=tokens, device=device, num_blocks=4 * blocks, block_size=block_size
-    )  # fmt: skip
+    )
     scores = rng.gumbel(size=(L, tokens, E)) + 2 * rng.normal(size=(L, 1, E))
     chosen = torch.tensor(np.argsort(-scores, axis=-1)[..., :TOP_K].astype(np.int32), device=device)
     ids = torch.tensor(rng.permutation(4 * blocks)[:blocks], device=device)
@@ -100,7 +106,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
 
     table = table_near(counts[None], WORKERS, rng, spec=random_spec(rng), noise=tokens // 4)
     policy = make_policy("locality-band").with_table(table)
-    loads = Loads.of(rng.integers(0, 20, WORKERS))
+    loads = Loads.from_counts(rng.integers(0, 20, WORKERS))
 
     measured: dict[str, Callable[[], Any]] = {
         "hooks: copy the choices": hooks,
@@ -122,10 +128,16 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
 def _row(level: str, name: str, seconds: list[float], ttft_ms: float) -> dict[str, Any]:
     middle, low, high = (1000 * v for v in median_ci(seconds))
     return {
-        "level": level, "part": name, "p50_ms": middle, "p50_low_ms": low, "p50_high_ms": high,
-        "ttft_p50_ms": ttft_ms, "share_of_ttft_pct": 100 * middle / ttft_ms,
-        "share_low_pct": 100 * low / ttft_ms, "share_high_pct": 100 * high / ttft_ms,
-    }  # fmt: skip
+        "level": level,
+        "part": name,
+        "p50_ms": middle,
+        "p50_low_ms": low,
+        "p50_high_ms": high,
+        "ttft_p50_ms": ttft_ms,
+        "share_of_ttft_pct": 100 * middle / ttft_ms,
+        "share_low_pct": 100 * low / ttft_ms,
+        "share_high_pct": 100 * high / ttft_ms,
+    }
 
 
 class _Engine:
@@ -136,9 +148,12 @@ class _Engine:
         env = {"PYTHONPATH": python_path(), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.lib.prefill_engine", json.dumps(job)],
-            env=os.environ | ENGINE_ENV | env, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-        )  # fmt: skip
+            env=os.environ | ENGINE_ENV | env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
         stack.callback(self._stop)
 
     def _stop(self) -> None:
@@ -159,7 +174,7 @@ class _Engine:
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)
-            raise BadInput(f"the engine stopped: {' | '.join(self._log.read().splitlines()[-3:])}")
+            raise UserInputError(f"the engine stopped: {' | '.join(self._log.read().splitlines()[-3:])}")
         seconds, counting = json.loads(line)
         return seconds, counting
 
@@ -190,6 +205,13 @@ def _engine(
     ]
 
 
+def _part_rows(measured: dict[str, list[float]], ttft_ms: float) -> list[dict[str, Any]]:
+    """Return a row for each part, and one for the sum of the parts of each call."""
+    per_call = zip(*(v for name, v in measured.items() if not name.startswith("of it")), strict=True)
+    timed = measured | {"sum": [sum(call) for call in per_call]}
+    return [_row("part", name, seconds, ttft_ms) for name, seconds in timed.items()]
+
+
 def capture_overhead(
     tokens: Annotated[int, typer.Option(min=32, help="Prompt tokens of the parts, one step.")] = 1024,
     block_size: Annotated[int, typer.Option(min=1, help="KV block of the parts, tokens.")] = 16,
@@ -213,36 +235,41 @@ def capture_overhead(
     """Time the parts of expert capture, and prefill with and without it."""
     unwind_on_sigterm()
     check_device(device)
-    measured = parts(tokens, block_size, device, calls, seed)
-    per_call = zip(*(v for name, v in measured.items() if not name.startswith("of it")), strict=True)
-    measured["sum"] = [sum(call) for call in per_call]
-    rows = [_row("part", name, seconds, ttft_ms) for name, seconds in measured.items()]
-    job: dict[str, Any] = {
-        "model": str(model.resolve()), "device": device, "block_size": 32, "max_tokens": engine_tokens,
-    }  # fmt: skip
+    rows = _part_rows(parts(tokens, block_size, device, calls, seed), ttft_ms)
+    job: dict[str, Any] = {"model": str(model.resolve()), "device": device, "block_size": 32}
+    job["max_tokens"] = engine_tokens
     if requests:
         rows += _engine("engine", job, requests, port, np.random.default_rng(seed))
+    wide = {
+        "layers": wide_layers,
+        "vocabulary": wide_vocabulary,
+        "hidden": wide_hidden,
+        "intermediate": wide_intermediate,
+    }
     if wide_requests:
         with tempfile.TemporaryDirectory() as folder:
-            made = write_config(
-                Path(folder), layers=wide_layers, vocabulary=wide_vocabulary, hidden=wide_hidden,
-                intermediate=wide_intermediate,
-            )  # fmt: skip
+            made = write_config(Path(folder), **wide)
             room = {"kv_cache_memory_bytes": _KEPT * engine_tokens * KV_BYTES} if device == "cuda" else {}
             job |= {"model": str(made), "arguments": DUMMY | room}
             rows += _engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
     publish(
-        "capture_overhead", rows,
-        inputs={"L": L, "E": E, "top_k": TOP_K, "workers": WORKERS, "tokens": tokens, "device": device,
-                "block_size": block_size, "calls": calls, "requests": requests,
-                "engine_tokens": engine_tokens, "wide_requests": wide_requests, "wide_layers": wide_layers,
-                "wide_vocabulary": wide_vocabulary, "wide_hidden": wide_hidden,
-                "wide_intermediate": wide_intermediate},
-        seed=seed, out=out,
-        notes="parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model, "
-        "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; "
-        "wide engine: the same with random weights, bfloat16",
-    )  # fmt: skip
+        "capture_overhead",
+        rows,
+        inputs=_SIZES
+        | {
+            "tokens": tokens,
+            "device": device,
+            "block_size": block_size,
+            "calls": calls,
+            "requests": requests,
+            "engine_tokens": engine_tokens,
+            "wide_requests": wide_requests,
+            **{f"wide_{name}": value for name, value in wide.items()},
+        },
+        seed=seed,
+        out=out,
+        notes=_NOTES,
+    )
 
 
 if __name__ == "__main__":

@@ -40,16 +40,16 @@ from benchmarks.lib.ep_turns import (
     summary,
 )
 from benchmarks.lib.replay import widened
-from eldr_serve.command_errors import BadInput, run
-from eldr_serve.experts.placement import Topology
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.experts.parallel.placement import Topology
 from loadgen.journal import Journal
 from loadgen.results import RESULTS, publish
 from offline.placement.affinity import co_activation
-from offline.placement.alignment import aligned
+from offline.placement.alignment import minimise_moves
 from offline.placement.cost import LayerCost
-from offline.placement.director import director_placement
+from offline.placement.director import renewed_placement
 from offline.placement.eplb import eplb_placement
-from offline.placement.forecast import expected_workload
+from offline.placement.forecast import workload_by_rank
 from offline.placement.grace import grace_placement
 
 Ints = NDArray[np.int64]
@@ -69,8 +69,8 @@ _SHIFT_NOTES = (
     "rounds and windows of medians over a window's steps, 95 % intervals by bootstrap; step times exclude "
     "the slices of a migration between steps, with_moves_ms spreads them over the window's steps, neither "
     "includes plan_ms; offline: EPLB on the other half of all requests; reactive: EPLB on the window before; "
-    "proactive: DIRECTOR on the window's own prefill counts; ranks are renamed so that fewest experts move; "
-    "paper_pct: DIRECTOR's on 32 GPUs"
+    "proactive: DIRECTOR on the window's own prefill counts by rank, the better of LP with rounding and a "
+    "repair; ranks are renamed so that fewest experts move; paper_pct: DIRECTOR's on 32 GPUs"
 )
 
 
@@ -102,11 +102,17 @@ def ep_choice(
     model = widened(intermediate, work, heads=HEADS)
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
-        raise BadInput(f"a batch of {max(batches)} needs as many held-out requests; there are {len(rest)}")
+        raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
     settings = {
-        "prompts": prompts.name, "batch": batch, "replication": replication, "ranks": ranks,
-        "tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed,
-    }  # fmt: skip
+        "prompts": prompts.name,
+        "batch": batch,
+        "replication": replication,
+        "ranks": ranks,
+        "tokens": tokens,
+        "intermediate": intermediate,
+        "requests": requests,
+        "seed": seed,
+    }
     journal = Journal(work / "ep_choice.jsonl", settings)
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
     experts = load.shape[1]
@@ -164,16 +170,22 @@ def ep_shift(
     model = widened(intermediate, work, heads=HEADS)
     fit, rest = data.split("all", 0.5, seed)
     settings = {
-        "prompts": prompts.name, "batch": batch, "windows": windows, "groups": groups,
-        "replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens,
-        "moves_per_slice": moves_per_slice, "cost": cost.name, "intermediate": intermediate,
-        "requests": requests, "seed": seed,
-    }  # fmt: skip
+        "prompts": prompts.name,
+        "batch": batch,
+        "windows": windows,
+        "groups": groups,
+        "replication": replication,
+        "choice": choice,
+        "ranks": ranks,
+        "tokens": tokens,
+        "moves_per_slice": moves_per_slice,
+        "cost": cost.name,
+        "intermediate": intermediate,
+        "requests": requests,
+        "seed": seed,
+    }
     journal = Journal(work / "ep_shift.jsonl", settings)
-    load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
-    experts = load.shape[1]
-    slots = round(experts * replication / ranks) * ranks
-    start = eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
+    load, slots, start = _eplb_start(data, fit, replication, ranks)
     plans = _plans(data, slots, ranks, LayerCost.load(cost), seed)
     rng = np.random.default_rng([seed, 1])
     traffic, keys = {}, []
@@ -184,26 +196,39 @@ def ep_shift(
     def measure(engine: EpEngine, key: tuple[int, str]) -> list[dict[str, Any]]:
         turn, name = key
         engine.place(start, choice, load)
-        windows = [[data.tokens[n][-PROMPT:] for n in coming] for coming in traffic[turn]]
-        return _followed(engine, plans[name], traffic[turn], windows, start, tokens, turn)
+        return _followed(engine, plans[name], data, traffic[turn], start, tokens, turn)
 
-    extra = {"redundant": slots - experts, "moves_per_slice": moves_per_slice, "max_batch": batch}
+    extra = {"redundant": slots - load.shape[1], "moves_per_slice": moves_per_slice, "max_batch": batch}
     started = partial(EpEngine, model, ranks=ranks, **extra)
     found = in_turns(journal, keys, started, measure, minutes)
     rows = list(shift_rows({name: [found[turn, name] for turn in range(rounds)] for name in plans}, seed))
-    inputs = settings | {"rounds": rounds}
-    publish("ep_shift", rows, inputs=inputs, seed=seed, out=out, notes=_SHIFT_NOTES)
+    publish("ep_shift", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out, notes=_SHIFT_NOTES)
     journal.remove()
 
 
+def _eplb_start(
+    data: Captured, fit: Ints, replication: float, ranks: int
+) -> tuple[NDArray[np.float64], int, Ints]:
+    """Return the fitted load, the slots of a layer, and EPLB's placement for this load."""
+    load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
+    slots = round(load.shape[1] * replication / ranks) * ranks
+    return load, slots, eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
+
+
 def _followed(
-    engine: EpEngine, plan: Plan, traffic: list[Ints], windows: list[list[Any]], start: Ints, tokens: int,
+    engine: EpEngine,
+    plan: Plan,
+    data: Captured,
+    traffic: list[Ints],
+    start: Ints,
+    tokens: int,
     turn: int,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Decode each window's prompts (`traffic` has their indices) under the plan; return summaries."""
-    found: list[dict[str, Any]] = []
+) -> list[dict[str, Any]]:
+    """Decode the prompts of each window, whose indices `traffic` has, under the plan; return summaries."""
+    rows: list[dict[str, Any]] = []
     held, seen = start, None
-    for window, (coming, prompts) in enumerate(zip(traffic, windows, strict=True)):
+    for window, coming in enumerate(traffic):
+        prompts = [data.tokens[n][-PROMPT:] for n in coming]
         began = perf_counter()
         planned = plan(coming, held, seen)
         plan_s = perf_counter() - began
@@ -213,9 +238,9 @@ def _followed(
         row |= {"plan_ms": 1e3 * plan_s, "migration_ms": moved_ms}
         row["with_moves_ms"] = row["step_ms"] + moved_ms / len(decoded.seconds)
         row |= {key: getattr(decoded, key) for key in ("experts_moved", "slices", "slices_left")}
-        found.append(row)
+        rows.append(row)
         held, seen = decoded.placement, decoded.routed
-    return found
+    return rows
 
 
 def _arms(
@@ -236,7 +261,7 @@ def _arms(
                 "grace, none": grace,
             }
         else:
-            placed = {EVEN: eplb, "eplb, metro": eplb}
+            placed = {EVEN: eplb, "eplb, metro": eplb, "eplb, metro-paper": eplb}
             placed |= dict.fromkeys(("grace, metro", "grace, local", "grace, weighted"), grace)
         for name, rows in placed.items():
             arms[ratio, name] = Arm(spread(rows, max(sizes.values()), ranks), name.split(", ")[1])
@@ -262,14 +287,16 @@ def _plans(data: Captured, slots: int, ranks: int, cost: LayerCost, seed: int) -
         if seen is None:
             return None
         target = eplb_placement(seen, slots, groups=1, nodes=1, ranks=ranks)
-        return aligned(held, target, ranks, alike=True), seen.astype(float)
+        return minimise_moves(held, target, ranks, alike=True), seen.astype(float)
 
     def proactive(coming: Ints, held: Ints, seen: Ints | None) -> Planned:
-        expected = expected_workload(data.trace.prefill_counts[coming], data.trace.prompt_tokens[coming], 1)
-        target = director_placement(
-            expected, topology=Topology(ranks=ranks), slots=slots // ranks, cost=cost, start=held, seed=seed
-        )[0]
-        return aligned(held, target, ranks, alike=True), expected
+        counts, tokens = data.trace.prefill_counts[coming], data.trace.prompt_tokens[coming]
+        topology = Topology(ranks=ranks)
+        expected = workload_by_rank(counts, tokens, 1, topology)
+        target, _ = renewed_placement(
+            expected, held, topology=topology, slots=slots // ranks, cost=cost, seed=seed
+        )
+        return target, expected.sum(axis=1)
 
     return {"offline": offline, "reactive": reactive, "proactive": proactive}
 
@@ -279,12 +306,12 @@ def _shifting(
 ) -> Iterator[Ints]:
     """Yield the indices of each window's requests: of the first workload, then of the second."""
     if len(groups) != 2 or not set(groups) <= set(GROUPS):
-        raise BadInput(f"--groups takes two of {', '.join(GROUPS)}, with a comma")
+        raise UserInputError(f"--groups takes two of {', '.join(GROUPS)}, with a comma")
     halves = windows // 2, windows - windows // 2
     for group, number in zip(groups, halves, strict=True):
         there = rest[np.isin(rest, data.group(group))]
         if len(there) < batch * number:
-            raise BadInput(
+            raise UserInputError(
                 f"{number} windows of {batch} need as many held-out {group!r} requests, not {len(there)}"
             )
         yield from disjoint(there, batch, number, rng)

@@ -24,7 +24,7 @@ from benchmarks.lib.capture import Captured, captured
 from benchmarks.lib.ep_ranks import device, on_ranks
 from benchmarks.lib.ep_timing import STAGES, Arm, Plan, layers_together, messages, rank_alone, shares_alone
 from benchmarks.lib.replay import widened
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from loadgen.plots import lines
 from loadgen.results import publish
 from loadgen.statistics import paired_change_percent
@@ -34,6 +34,13 @@ from offline.placement.eplb import eplb_placement
 Floats = NDArray[np.float64]
 RATIOS = (1.0, 1.25, 1.5, 2.0)  # slots / experts
 ARMS = (("even", "all-gather"), ("metro", "all-gather"))
+
+
+_NOTES = (
+    "real experts and routes, random hidden states; means over batches and layers of the slowest "
+    "rank; changes against the even spread by all-gather at the same replication, 95 % intervals by "
+    "bootstrap over batches; the route stage runs in Python; one by one: experts alone, no messages"
+)
 
 
 def ep_layer(
@@ -75,21 +82,25 @@ def ep_layer(
     if cost_out is not None:
         cost.save(cost_out)
     inputs = {
-        "batch": batch, "many_batch": many_batch, "batches": batches, "rounds": rounds,
-        "intermediate": intermediate, "layer_cost": cost.model_dump(),
-    }  # fmt: skip
+        "batch": batch,
+        "many_batch": many_batch,
+        "batches": batches,
+        "rounds": rounds,
+        "intermediate": intermediate,
+        "layer_cost": cost.model_dump(),
+    }
     rows = _rows(f"2 ranks together, {device()}", pair, together, compute, seed)
     rows += _rows(f"{many_ranks} ranks one by one", many, alone, compute, seed)
     path = publish(
-        "ep_layer", rows, inputs=inputs, seed=seed, out=out,
-        notes="real experts and routes, random hidden states; means over batches and layers of the slowest "
-        "rank; changes against the even spread by all-gather at the same replication, 95 % intervals by "
-        "bootstrap over batches; the route stage runs in Python; one by one: experts alone, no messages",
-    )  # fmt: skip
-    lines(
-        [row | {"workload": row["how"]} for row in rows if row["dispatch"] == "all-gather"],
-        "replication", ["experts_ms"], path.with_suffix(".png"), by="routing",
-    )  # fmt: skip
+        "ep_layer",
+        rows,
+        inputs=inputs,
+        seed=seed,
+        out=out,
+        notes=_NOTES,
+    )
+    gathered = [row | {"workload": row["how"]} for row in rows if row["dispatch"] == "all-gather"]
+    lines(gathered, "replication", ["experts_ms"], path.with_suffix(".png"), by="routing")
     _publish_parts(path, _rank_rows(points, compute), moved, inputs, seed)
 
 
@@ -99,16 +110,23 @@ def _publish_parts(
     """Publish the time of one rank's experts and of messages, beside the file of the layers."""
     by_rank = path.with_name(f"{path.stem}_rank.json")
     publish(
-        "ep_layer_rank", alone, inputs=inputs, seed=seed, out=by_rank,
+        "ep_layer_rank",
+        alone,
+        inputs=inputs,
+        seed=seed,
+        out=by_rank,
         notes="one rank's experts alone, by activated experts and tokens of each",
-    )  # fmt: skip
+    )
     lines(alone, "activated_experts", ["latency_p50_ms"], by_rank.with_suffix(".png"), by="tokens_per_expert")
     publish(
-        "ep_layer_messages", moved, inputs=inputs, seed=seed,
+        "ep_layer_messages",
+        moved,
+        inputs=inputs,
+        seed=seed,
         out=path.with_name(f"{path.stem}_messages.json"),
         notes="2 ranks; an all-gather and a reduce-scatter, and two all-to-alls; bytes that reach a rank in "
         "one way",
-    )  # fmt: skip
+    )
 
 
 def _fit(
@@ -119,9 +137,11 @@ def _fit(
         [(_predicted(compute, plan, arm) / alone[arm]["experts"] - 1).ravel() for arm in alone]
     )
     return LayerFit(
-        measurements=measurements, source=source, held_out_mean_relative_error=float(error.mean()),
+        measurements=measurements,
+        source=source,
+        held_out_mean_relative_error=float(error.mean()),
         held_out_median_relative_error=float(np.median(np.abs(error))),
-    )  # fmt: skip
+    )
 
 
 def _rank_rows(points: list[dict[str, Any]], compute: LayerCost) -> list[dict[str, Any]]:
@@ -138,11 +158,17 @@ def _rank_rows(points: list[dict[str, Any]], compute: LayerCost) -> list[dict[st
 
 
 def _plan(
-    data: Captured, model: Path, ranks: int, tokens: int, batches: int, arms: tuple[Arm, ...], rounds: int,
+    data: Captured,
+    model: Path,
+    ranks: int,
+    tokens: int,
+    batches: int,
+    arms: tuple[Arm, ...],
+    rounds: int,
     seed: int,
-) -> Plan:  # fmt: skip
+) -> Plan:
     if tokens % ranks:
-        raise BadInput(f"a batch of {tokens} tokens does not divide by {ranks} ranks")
+        raise UserInputError(f"a batch of {tokens} tokens does not divide by {ranks} ranks")
     fit, rest = data.split("all", 0.5, seed)
     rng = np.random.default_rng([seed, ranks])
     load = data.trace.decode_counts[fit].sum(axis=0)
@@ -205,12 +231,15 @@ def _rows(
     for arm, stages in by_batch.items():
         served = plan.served(arm)
         row: dict[str, Any] = {
-            "how": how, "batch_size": plan.routes.shape[2], "replication": arm[0], "routing": arm[1],
+            "how": how,
+            "batch_size": plan.routes.shape[2],
+            "replication": arm[0],
+            "routing": arm[1],
             "dispatch": arm[2],
             "worst_rank_experts": float((served > 0).sum(axis=2).max(axis=-1).mean()),
             "worst_rank_tokens": float(served.sum(axis=2).max(axis=-1).mean()),
             "predicted_experts_ms": 1e3 * float(_predicted(compute, plan, arm).mean()),
-        }  # fmt: skip
+        }
         for stage in ("experts", "layer"):
             change: Sequence[float | None] = [None] * 3
             if stage in stages:

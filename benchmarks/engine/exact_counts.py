@@ -53,7 +53,7 @@ def exact_counts(
     """Serve the batches under model runners V1 and V2, and compare every integer."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        runpy.run_path(str(ROOT / "tests/tiny_model.py"))["make"](model, seed)
+        runpy.run_path(str(ROOT / "tests/support/tiny_model.py"))["make"](model, seed)
 
         def serve(runner: str) -> dict[str, Any]:
             return _serve(runner, model, Path(folder) / f"{runner}.json", (device, batches, graphs))
@@ -72,11 +72,14 @@ def exact_counts(
     ]
     fields = ("runner", "graphs", "cached_tokens", "preemptions", "decode_steps")
     publish(
-        "exact_counts", rows, seed=seed, out=out,
+        "exact_counts",
+        rows,
+        seed=seed,
+        out=out,
         inputs={"device": device, "graphs": graphs}
         | {runner: {name: report[name] for name in fields} for runner, report in reports.items()},
         notes="tiny random Qwen3-MoE in float32; inputs say how many steps ran in which kind of CUDA graph",
-    )  # fmt: skip
+    )
 
 
 def _serve(runner: str, model: Path, out: Path, how: tuple[str, str, str]) -> dict[str, Any]:
@@ -84,9 +87,11 @@ def _serve(runner: str, model: Path, out: Path, how: tuple[str, str, str]) -> di
     device, batches, graphs = how
     folders = [ROOT / "tests/engine/triton_cpu"] if (device, runner) == ("cpu", "V2") else []
     environment = _ENV[device] | {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(*folders),
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_PORTS[runner]), "VLLM_LOGGING_LEVEL": "WARNING",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": python_path(*folders),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_PORTS[runner]),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     if device == "cuda":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
     elif runner == "V2":

@@ -37,6 +37,7 @@ from benchmarks.lib.capture import TASKS, Captured, captured
 from eldr_serve.command_errors import run
 from eldr_serve.experts.fitting.quality import signature_quality as rho_of
 from eldr_serve.experts.fitting.table import compare_transforms, fit_signature, fit_table
+from eldr_serve.experts.signature import DEFAULT_TRANSFORM
 from loadgen.plots import bars, lines, save
 from loadgen.plots import signature_space as draw_space
 from loadgen.results import publish
@@ -170,11 +171,14 @@ def same_domain(data: Captured, seed: int) -> list[Result]:
             mixed = [active(rng.choice(pool, size, replace=False)) for _ in range(DRAWS)]
             rows.append(
                 {
-                    "workload": workload, "batch_size": size, "domains": int(large.sum()),
-                    "same_domain": float(np.mean(same)), "mixed": float(np.mean(mixed)),
+                    "workload": workload,
+                    "batch_size": size,
+                    "domains": int(large.sum()),
+                    "same_domain": float(np.mean(same)),
+                    "mixed": float(np.mean(mixed)),
                     "change_pct": 100 * float(np.mean(same) / np.mean(mixed) - 1),
                 }
-            )  # fmt: skip
+            )
     draw = partial(lines, rows, "batch_size", ["same_domain", "mixed"])
     notes = "mean distinct experts of a MoE layer in one decode step"
     return [Result(rows, draw, notes, {"draws": DRAWS})]
@@ -222,7 +226,7 @@ def signature_space(data: Captured, seed: int) -> list[Result]:
         for workload, figure in figures.items():
             save(figure, path.with_name(f"{path.stem}_{workload}.png"))
 
-    notes = "balanced K-means over count-idf signatures with the greedy layer mask"
+    notes = f"balanced K-means over {DEFAULT_TRANSFORM} signatures with the greedy layer mask"
     return [Result(rows, draw, notes, {"clusters": CLUSTERS})]
 
 

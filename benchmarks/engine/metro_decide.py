@@ -22,9 +22,9 @@ import typer
 
 from benchmarks.lib import options
 from eldr_serve.command_errors import run
-from eldr_serve.experts.metro import MetroPlan
-from eldr_serve.experts.metro_torch import TorchMetro
-from eldr_serve.experts.placement import hosts_of
+from eldr_serve.experts.parallel.metro import MetroPlan
+from eldr_serve.experts.parallel.metro_torch import TorchMetro
+from eldr_serve.experts.parallel.placement import hosts_of
 from loadgen.results import p50_p99_us, publish, time_calls
 from offline.placement.eplb import eplb_placement
 
@@ -54,23 +54,27 @@ def metro_decide(
                 rows.append(row | {"p50_us_per_layer": row["p50_us"] / layers})
     cuda = "" if torch.cuda.is_available() else "; no CUDA device here, so the kernel is not in the table"
     publish(
-        "metro_decide", rows, seed=seed, out=out, inputs={"calls": calls},
+        "metro_decide",
+        rows,
+        seed=seed,
+        out=out,
+        inputs={"calls": calls},
         notes=f"one core; the three forms choose alike, bit for bit{cuda}",
-    )  # fmt: skip
+    )
 
 
 def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int, Timed]]:
     """Return (name, layers at once, function that times some decisions) of each implementation."""
-    found: list[tuple[str, int, Timed]] = []
+    forms: list[tuple[str, int, Timed]] = []
     for layers in (1, LAYERS):
-        plan = MetroPlan.of(hosts[:layers])
+        plan = MetroPlan.from_hosts(hosts[:layers])
         arrays = [batch[:layers] for batch in batches]
         tensors = [torch.from_numpy(a) for a in arrays]
-        found.append(("numpy", layers, partial(_by_clock, plan.route, arrays)))
-        found.append(("torch, CPU", layers, partial(_by_clock, TorchMetro(plan).route, tensors)))
+        forms.append(("numpy", layers, partial(_by_clock, plan.route, arrays)))
+        forms.append(("torch, CPU", layers, partial(_by_clock, TorchMetro(plan).route, tensors)))
     if torch.cuda.is_available():
-        found.append(("triton, CUDA graph", LAYERS, partial(_by_events, hosts, batches)))
-    return found
+        forms.append(("triton, CUDA graph", LAYERS, partial(_by_events, hosts, batches)))
+    return forms
 
 
 def _by_clock(route: Callable[[Any], object], batches: list[Any], calls: int) -> list[float]:
@@ -80,11 +84,11 @@ def _by_clock(route: Callable[[Any], object], batches: list[Any], calls: int) ->
 def _by_events(hosts: np.ndarray, batches: list[np.ndarray], calls: int) -> list[float]:
     """Time replays of a graph that decides layer by layer, as in a model's step."""
     from benchmarks.lib.cuda_graph import TimedGraph
-    from eldr_serve.experts.metro_triton import TritonMetro
+    from eldr_serve.experts.parallel.metro_triton import TritonMetro
 
     tokens = torch.zeros(batches[0].shape, dtype=torch.int32, device="cuda")
-    given = [torch.from_numpy(batch).cuda() for batch in batches]
-    layers = [TritonMetro(MetroPlan.of(hosts[n : n + 1]), "cuda") for n in range(len(hosts))]
+    tensors = [torch.from_numpy(batch).cuda() for batch in batches]
+    layers = [TritonMetro(MetroPlan.from_hosts(hosts[n : n + 1]), "cuda") for n in range(len(hosts))]
 
     def step() -> None:
         for number, layer in enumerate(layers):
@@ -93,10 +97,10 @@ def _by_events(hosts: np.ndarray, batches: list[np.ndarray], calls: int) -> list
     graph = TimedGraph(step)
     seconds = []
     for n in range(calls):
-        tokens.copy_(given[n % len(given)])
+        tokens.copy_(tensors[n % len(tensors)])
         seconds.append(graph.seconds())
     chosen = torch.cat([layer.chosen for layer in layers]).cpu().numpy()
-    expected = MetroPlan.of(hosts).route(batches[(calls - 1) % len(batches)])
+    expected = MetroPlan.from_hosts(hosts).route(batches[(calls - 1) % len(batches)])
     if not np.array_equal(chosen, expected):
         raise RuntimeError("the kernel in a CUDA graph chose other replicas than MetroPlan")
     return seconds

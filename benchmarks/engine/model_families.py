@@ -34,7 +34,7 @@ from benchmarks.lib.engines import ENGINE_ENV
 from benchmarks.lib.exact import histogram
 from benchmarks.lib.families import FAMILIES, Reference
 from benchmarks.lib.family_engine import CHUNK
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.experts.signature import unpack_counts
 from loadgen.results import RESULTS, publish, read_rows
@@ -67,8 +67,10 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
         (folder / "jobs.json").write_text(json.dumps(jobs))
         ended = subprocess.run(
             [sys.executable, "-m", "benchmarks.lib.family_engine", str(folder / "jobs.json")],
-            env=os.environ | ENGINE_ENV | environment, check=False, cwd=ROOT,
-        ).returncode  # fmt: skip
+            env=os.environ | ENGINE_ENV | environment,
+            check=False,
+            cwd=ROOT,
+        ).returncode
         reports |= {name: report(folder / f"{name}.json", ended) for name in names}
     return reports
 
@@ -112,16 +114,18 @@ def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> d
 def _prompt_exact(record: dict[str, Any]) -> bool:
     """Return whether the counts follow from one of the observed choices of each token."""
     counts = unpack_counts(record["eldr_prefill"]).astype(np.int64)
-    seen = record["seen"][: len(record["prompt"])]
-    shape, several = counts.shape, [known for known in seen if len(known) > 1]
-    rest = counts - sum((histogram(np.array(known), shape) for known in seen if len(known) == 1), 0 * counts)
-    open_ = [np.stack([histogram(np.array([one]), shape) for one in known]) for known in several]
+    choices = record["seen"][: len(record["prompt"])]
+    shape, several = counts.shape, [known for known in choices if len(known) > 1]
+    rest = counts - sum(
+        (histogram(np.array(known), shape) for known in choices if len(known) == 1), 0 * counts
+    )
+    open_ = [np.stack([histogram(np.array([choice]), shape) for choice in known]) for known in several]
     most = [sum((token.max(0) for token in open_[n:]), np.zeros_like(rest)) for n in range(len(open_) + 1)]
 
     def explained(number: int, rest: NDArray[np.int64]) -> bool:
         if (rest < 0).any() or (rest > most[number]).any():
             return False
-        return number == len(open_) or any(explained(number + 1, rest - one) for one in open_[number])
+        return number == len(open_) or any(explained(number + 1, rest - choice) for choice in open_[number])
 
     return explained(0, rest)
 
@@ -129,10 +133,10 @@ def _prompt_exact(record: dict[str, Any]) -> bool:
 def _decode_exact(record: dict[str, Any]) -> bool:
     counts = unpack_counts(record["eldr_decode"])
     routes = np.sort(unpack_routes(record["eldr_routes"]), axis=-1)
-    seen = record["seen"][len(record["prompt"]) :]
+    choices = record["seen"][len(record["prompt"]) :]
     if not np.array_equal(counts, histogram(routes, counts.shape)):
         return False
-    return all(route in known for route, known in zip(routes.tolist(), seen, strict=True))
+    return all(route in known for route, known in zip(routes.tolist(), choices, strict=True))
 
 
 def _fed(record: dict[str, Any]) -> list[int]:
@@ -167,9 +171,11 @@ def _replayed(records: list[dict[str, Any]], reference: Reference) -> dict[str, 
 
 
 def gap(
-    mine: NDArray[np.int64], theirs: NDArray[np.int64], score: NDArray[np.float32],
+    mine: NDArray[np.int64],
+    theirs: NDArray[np.int64],
+    score: NDArray[np.float32],
     groups: tuple[int, int] = (1, 1),
-) -> float:  # fmt: skip
+) -> float:
     """Return how far two choices [k] of a token are from a tie: what `theirs` score more where they differ.
 
     The result is a share of the range of the experts' `score` [E] or, if `mine` has another group, of the
@@ -211,7 +217,7 @@ def model_families(
     names = anew.split(",") if anew else list(FAMILIES)
     unknown = [name for name in names if name not in FAMILIES]
     if unknown:
-        raise BadInput(f"there is no family {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
+        raise UserInputError(f"there is no family {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
     with tempfile.TemporaryDirectory() as work:
         measured = rows(names, RUNNERS, Path(work))
     inputs: dict[str, Any] = {"chunk_tokens": CHUNK}
@@ -222,16 +228,20 @@ def model_families(
         inputs["anew"] = names
         notes = f"; rows of families that are not among inputs.anew are of commit {before} or before"
     publish(
-        "model_families", measured, inputs=inputs, seed=seed, out=out,
+        "model_families",
+        measured,
+        inputs=inputs,
+        seed=seed,
+        out=out,
         notes="tiny random checkpoints in float32, GDN in bfloat16; V2 on a CPU, its kernels under Triton's "
         f"interpreter{notes}",
-    )  # fmt: skip
+    )
 
 
 def with_published(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the published rows with the given ones replaced, and rows of new families appended."""
-    new = {(one["family"], one["runner"]): one for one in measured}
-    rows = [new.pop((one["family"], one["runner"]), one) for one in read_rows("model_families")]
+    new = {(row["family"], row["runner"]): row for row in measured}
+    rows = [new.pop((row["family"], row["runner"]), row) for row in read_rows("model_families")]
     return rows + list(new.values())
 
 

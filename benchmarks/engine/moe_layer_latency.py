@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from loadgen.plots import lines
 from loadgen.results import publish
 
@@ -44,21 +44,27 @@ def moe_layer_latency(
     shapes = shape.split(",")
     unknown = [name for name in shapes if name not in SHAPES]
     if unknown:
-        raise BadInput(f"unknown shape {unknown[0]!r}; there are {', '.join(SHAPES)}")
+        raise UserInputError(f"unknown shape {unknown[0]!r}; there are {', '.join(SHAPES)}")
     os.environ |= {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
     import torch
 
     here: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in (None, here):
-        raise BadInput(f"--device is {device}, but vLLM's kernels here are for {here}; leave the option out")
+        raise UserInputError(
+            f"--device is {device}, but vLLM's kernels here are for {here}; leave the option out"
+        )
     torch.set_num_threads(threads)
     sizes = [int(size) for size in batches.split(",")], [int(many) for many in active.split(",")]
     rows = [row for name in shapes for row in _rows(name, here, *sizes, rounds, seed)]
     path = publish(
-        "moe_layer_latency", rows, inputs={"rounds": rounds, "threads": threads}, seed=seed, out=out,
+        "moe_layer_latency",
+        rows,
+        inputs={"rounds": rounds, "threads": threads},
+        seed=seed,
+        out=out,
         notes="random weights, one layer alone; the kernel that vLLM uses on this device. Least squares over "
         f"all batch sizes: {'; '.join(map(partial(_fitted, rows), shapes))}",
-    )  # fmt: skip
+    )
     for name in shapes:
         picture = path.with_suffix(".png") if len(shapes) == 1 else path.with_name(f"{path.stem}_{name}.png")
         mine = [row for row in rows if row["shape"] == name]
@@ -81,7 +87,7 @@ def _rows(
     rng = np.random.default_rng(seed)
     points = [(b, a) for b in sizes for a in actives if top_k <= a <= min(experts, b * top_k)]
     if not points:
-        raise BadInput("no batch can activate so many experts; see --batches and --active")
+        raise UserInputError("no batch can activate so many experts; see --batches and --active")
     times: dict[tuple[int, int], list[float]] = {point: [] for point in points}
     for _ in range(rounds + 1):  # the first round warms up
         for n in rng.permutation(len(points)):

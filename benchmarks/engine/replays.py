@@ -13,6 +13,7 @@ from benchmarks.lib.replay import Arm
 from benchmarks.lib.replay_command import Replayed, Rows, against, replay_command
 from benchmarks.lib.replay_rows import experts_by_batch
 from eldr_serve.command_errors import run
+from eldr_serve.experts.signature import DEFAULT_TRANSFORM, TRANSFORMS
 from loadgen.figures import BASELINES
 from loadgen.plots import lines
 from loadgen.results import publish
@@ -23,7 +24,7 @@ LOCALITY, MARGINAL = (Arm(name, name) for name in ("locality-band", "marginal-co
 POLICIES = [*(Arm(name, name) for name in (*BASELINES, "domain")), LOCALITY, MARGINAL]
 
 
-def _band(label: str, band: float = 0.1, *, balanced: bool = True, transform: str = "count-idf") -> Arm:
+def _band(label: str, band: float = 0.1, *, balanced: bool = True, transform: str = DEFAULT_TRANSFORM) -> Arm:
     return Arm(label, "locality-band", {"band": band}, balanced=balanced, transform=transform)
 
 
@@ -48,14 +49,18 @@ def _with_active_experts(run: Replayed) -> None:
     ]
     steps = [row for case in run.cases for row in experts_by_batch(case, shown)]
     path = publish(
-        "active_experts", steps, inputs=run.inputs, seed=run.seed,
+        "active_experts",
+        steps,
+        inputs=run.inputs,
+        seed=run.seed,
         notes="the steps of decode_replay: mean distinct experts of a MoE layer by batch size (Figure 13)",
         out=run.out and run.out.with_name(f"{run.out.stem}_active_experts.json"),
-    )  # fmt: skip
+    )
     lines(steps, "batch_from", [f"{label}: active_experts" for label in shown], path.with_suffix(".png"))
 
 
-# In this order, the ELDR paper's Figures 11 to 13; Figures 11 and 12 by rate; 16; 15; 14; Table 2.
+# In this order, the ELDR paper's Figures 11 to 13; Figures 11 and 12 by rate; 16; 15; 14; Table 2; and the
+# price for tails of marginal-cost.
 decode_replay = replay_command(
     "decode_replay",
     [
@@ -70,11 +75,16 @@ decode_replay = replay_command(
     default_intermediate=1536,  # as in the live benchmark
 )
 rates = replay_command(
-    "rates", POLICIES, default_batch="4,8,16,24",
-    report=against(BASELINES, draw=lambda rows, path: lines(
-        rows, "rate_per_s", ["tpot_p50_ms"], path, by="arm", xlabel="requests/s"
-    )),
-)  # fmt: skip
+    "rates",
+    POLICIES,
+    default_batch="4,8,16,24",
+    report=against(
+        BASELINES,
+        draw=lambda rows, path: lines(
+            rows, "rate_per_s", ["tpot_p50_ms"], path, by="arm", xlabel="requests/s"
+        ),
+    ),
+)
 band_width = replay_command(
     "band_width", [ROUND_ROBIN, *(_band(f"band {band}", band) for band in (0.0, 0.1, 0.2, 0.3))]
 )
@@ -83,9 +93,20 @@ balanced_clusters = replay_command(
 )
 signature_transforms = replay_command(
     "signature_transforms",
-    [ROUND_ROBIN, *(_band(t, transform=t) for t in ("count-idf", "count", "sqrt-count", "binary"))],
+    [ROUND_ROBIN, *(_band(t, transform=t) for t in TRANSFORMS)],
 )
 pool_size = replay_command("pool_size", [ROUND_ROBIN, LOCALITY, MARGINAL], default_workers="4,8,16")
+tail_replay = replay_command(
+    "tail_replay",
+    [
+        *(arm for arm in POLICIES if arm.label in BASELINES),
+        *(Arm(f"marginal-cost, tail power {g}", "marginal-cost", {"tail_power": g}) for g in (1, 16)),
+    ],
+    against(BASELINES),
+    default_groups="all,language,task",
+    default_per_worker=48,
+    default_intermediate=1536,
+)
 
 if __name__ == "__main__":
-    run(decode_replay, rates, band_width, balanced_clusters, signature_transforms, pool_size)
+    run(decode_replay, rates, band_width, balanced_clusters, signature_transforms, pool_size, tail_replay)

@@ -23,7 +23,7 @@ from benchmarks.lib.synthetic import TOP_K, E, L
 from eldr_serve.command_errors import run
 from eldr_serve.experts.signature import pack_counts
 from loadgen.results import publish
-from offline.gptoss import read_gptoss
+from offline.route_files import read_trace_of_routes
 
 _LENGTHS = (64, 512, 2048)  # tokens; GPT-OSS-20B's records have enough steps only for the first
 
@@ -63,14 +63,19 @@ def signature_bytes(
         for name, taste in (("even", 0.0), ("tastes", 2.0))
     ]
     if gptoss is not None:
-        counts = read_gptoss(gptoss, prompt_steps=_LENGTHS[0], decode_steps=1).prefill_counts
+        cut = {"prompt_tokens": _LENGTHS[0], "output_tokens": 1, "min_output_tokens": 1}
+        counts = read_trace_of_routes(gptoss, "gpt-oss-20b", **cut).prefill_counts
         counts = counts[rng.permutation(len(counts))[: 8 * prompts]]
         beside = counts.reshape(-1, 2, 4, *counts.shape[1:]).transpose(0, 1, 3, 2, 4).reshape(-1, L, E)
         rows.append(row("GPT-OSS-20B", _LENGTHS[0], list(beside)))
     publish(
-        "signature_bytes", rows, inputs={"gptoss": gptoss and gptoss.name}, seed=seed, out=out,
+        "signature_bytes",
+        rows,
+        inputs={"gptoss": gptoss and gptoss.name},
+        seed=seed,
+        out=out,
         notes="base64 text of zlib's fastest level",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from benchmarks.engine.moe_layer_latency import routes
 from benchmarks.lib import options
 from benchmarks.lib.engines import check_device
-from benchmarks.lib.replay_engine import BLOCK, STEP_TOKENS, ReplayEngine, aligned
+from benchmarks.lib.replay_engine import BLOCK, STEP_TOKENS, ReplayEngine, pad_to_blocks
 from benchmarks.lib.synthetic import (
     DUMMY,
     HIDDEN,
@@ -39,13 +39,17 @@ from benchmarks.lib.synthetic import (
     L,
     write_config,
 )
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.scheduling import StepSums
 from loadgen.plots import lines
 from loadgen.results import publish
 from loadgen.statistics import median_ci
 
 _WARM_UP = 3  # steps of a batch
+_NOTES = (
+    "Qwen3-30B-A3B's shape, made-up weights, bf16, one decode engine; each layer's experts are "
+    "prescribed; package: aiconfigurator-core 0.12.0, measured elsewhere"
+)
 # aiconfigurator-core 0.12.0, Qwen3-30B-A3B, bf16, vLLM 0.24: a MoE layer's time, us, as fixed + per active
 # expert (its balanced rows, within 3 %), and a whole decode step by batch, ms, 1,024 tokens of context.
 PACKAGE: dict[str, tuple[float, float, dict[int, float]]] = {
@@ -71,6 +75,8 @@ class ComposedEngine(ReplayEngine):
         import torch
 
         from eldr_serve.engine.vllm.capture import ExpertCapture
+        from eldr_serve.engine.vllm.device_capture import DeviceCapture
+        from eldr_serve.engine.vllm.host_capture import HostCapture
 
         spread = torch.arange(step_tokens * TOP_K, dtype=torch.int32) % E
         self._table = table = spread.reshape(-1, TOP_K).to("cpu" if device == "cpu" else "cuda")
@@ -82,8 +88,8 @@ class ComposedEngine(ReplayEngine):
 
             return replaced
 
-        for name in ("_copy", "_reference"):  # captured in the graphs, like everything that a hook does
-            setattr(ExpertCapture, name, replacing(getattr(ExpertCapture, name)))
+        for kind in (DeviceCapture, HostCapture):  # captured in the graphs, like everything that a hook does
+            kind.store_choices = replacing(kind.store_choices)  # type: ignore[method-assign]
         super().__init__(model, device=device, max_num_batched_tokens=step_tokens, **arguments)
 
     def start(self, prompts: list[list[int]], tokens: int) -> None:
@@ -137,8 +143,11 @@ def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
     for batch, experts in sorted({(step.requests, step.experts) for step in steps}):
         mine = [step for step in steps if (step.requests, step.experts) == (batch, experts)]
         row: dict[str, Any] = {
-            "level": "point", "batch_size": batch, "active_experts": experts / layers, "steps": len(mine),
-        }  # fmt: skip
+            "level": "point",
+            "batch_size": batch,
+            "active_experts": experts / layers,
+            "steps": len(mine),
+        }
         for name in ("forward", "step"):
             times = [1e3 * getattr(step, f"{name}_s") for step in mine]
             row |= zip((f"{name}_p50_ms", f"{name}_low_ms", f"{name}_high_ms"), median_ci(times), strict=True)
@@ -155,7 +164,7 @@ def fit_rows(steps: list[Step]) -> list[dict[str, Any]]:
     requests, experts = ([getattr(step, name) for step in steps] for name in ("requests", "experts"))
     for name in ("forward", "step"):
         seconds = np.array([getattr(step, f"{name}_s") for step in steps])
-        sums = StepSums.of(requests, np.zeros(len(steps)), experts, seconds)
+        sums = StepSums.from_steps(requests, np.zeros(len(steps)), experts, seconds)
         rows.append({"level": "fit", "of": name, "steps": len(steps)})
         if (cost := sums.fit()) is None:
             continue
@@ -180,6 +189,24 @@ def package_rows(batches: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def _points(batches: str, active: str) -> dict[int, list[int]]:
+    """Return the possible numbers of active experts by batch size, both ascending.
+
+    Raises:
+        UserInputError: no number is possible for a batch size.
+    """
+    given = (("--batches", batches), ("--active", active))
+    sizes, wanted = (sorted(set(options.numbers(*option))) for option in given)
+    points = {b: [a for a in wanted if TOP_K <= a <= min(E, b * TOP_K)] for b in sizes}
+    if impossible := [b for b, possible in points.items() if not possible]:
+        max_experts = min(E, impossible[0] * TOP_K)
+        raise UserInputError(
+            f"a batch of {impossible[0]} activates {TOP_K} to {max_experts} experts per layer; "
+            "give such an --active"
+        )
+    return points
+
+
 def step_cost(
     batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "8,16,32,64",
     active: Annotated[
@@ -197,41 +224,46 @@ def step_cost(
 ) -> None:
     """Time decode steps of composed batches, and fit the cost of a request and of an active expert."""
     check_device(device)
-    given = (("--batches", batches), ("--active", active))
-    sizes, wanted = (sorted(set(options.numbers(*option))) for option in given)
-    points = {b: [a for a in wanted if TOP_K <= a <= min(E, b * TOP_K)] for b in sizes}
-    if impossible := [b for b, possible in points.items() if not possible]:
-        max_experts = min(E, impossible[0] * TOP_K)
-        raise BadInput(
-            f"a batch of {impossible[0]} activates {TOP_K} to {max_experts} experts per layer; "
-            "give such an --active"
-        )
+    points = _points(batches, active)
+    sizes = list(points)
     rng = np.random.default_rng(seed)
-    prompts = [aligned(rng.integers(1, 1024, context).tolist()) for _ in range(sizes[-1])]
+    prompts = [pad_to_blocks(rng.integers(1, 1024, context).tolist()) for _ in range(sizes[-1])]
     longest = len(prompts[0]) + max(map(len, points.values())) * rounds + _WARM_UP
     longest = BLOCK * (1 + -(-longest // BLOCK))
     kv_bytes = (sizes[-1] + 1) * longest * layers * KV_BYTES
     room: dict[str, Any] = {} if device == "cpu" else {"kv_cache_memory_bytes": kv_bytes}
+    shape = {"layers": layers, "vocabulary": vocabulary, "hidden": hidden, "intermediate": intermediate}
     steps: list[Step] = []
     with tempfile.TemporaryDirectory() as folder:
-        write_config(
-            Path(folder), layers=layers, vocabulary=vocabulary, hidden=hidden, intermediate=intermediate
-        )
+        write_config(Path(folder), **shape)
         engine = ComposedEngine(
-            folder, device=device, max_batch=sizes[-1], max_model_len=longest, batches=sizes,
-            step_tokens=min(STEP_TOKENS, sizes[-1] * len(prompts[0])), **DUMMY, **room,
-        )  # fmt: skip
+            folder,
+            device=device,
+            max_batch=sizes[-1],
+            max_model_len=longest,
+            batches=sizes,
+            step_tokens=min(STEP_TOKENS, sizes[-1] * len(prompts[0])),
+            **DUMMY,
+            **room,
+        )
         for size, possible in points.items():
             steps += composed_steps(engine, prompts[:size], possible, rounds, rng)
     rows = [*point_rows(steps, layers), *fit_rows(steps), *package_rows(sizes)]
     path = publish(
-        "step_cost", rows, seed=seed, out=out,
-        inputs={"device": device, "layers": layers, "vocabulary": vocabulary, "hidden": hidden,
-                "intermediate": intermediate, "experts": E, "top_k": TOP_K, "context": context,
-                "rounds": rounds},
-        notes="Qwen3-30B-A3B's shape, made-up weights, bf16, one decode engine; each layer's experts are "
-        "prescribed; package: aiconfigurator-core 0.12.0, measured elsewhere",
-    )  # fmt: skip
+        "step_cost",
+        rows,
+        seed=seed,
+        out=out,
+        inputs={
+            "device": device,
+            **shape,
+            "experts": E,
+            "top_k": TOP_K,
+            "context": context,
+            "rounds": rounds,
+        },
+        notes=_NOTES,
+    )
     measured = [row for row in rows if row["level"] == "point"]
     lines(measured, "active_experts", ["forward_p50_ms"], path.with_suffix(".png"), by="batch_size")
 

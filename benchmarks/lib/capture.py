@@ -24,8 +24,9 @@ from rich.progress import track
 
 from benchmarks.lib import options
 from benchmarks.lib.engines import device_kwargs, weights_name
-from benchmarks.lib.replay_engine import BLOCK, ENGINE_ENV, ROOM, TEMPERATURE, aligned, free_port
-from eldr_serve.command_errors import BadInput, run
+from benchmarks.lib.ports import free_port
+from benchmarks.lib.replay_engine import BLOCK, ENGINE_ENV, ROOM, TEMPERATURE, pad_to_blocks
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.engine.protocol import Sampling
 from eldr_serve.engine.vllm.config import ONE_PROCESS
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -41,10 +42,10 @@ _TOGETHER = 32  # requests in flight during the capture
 
 
 def groups_of(names: str) -> list[str]:
-    """Return the workloads of a list with commas; raise BadInput if one is unknown."""
+    """Return the workloads of a list with commas; raise UserInputError if one is unknown."""
     chosen = names.split(",")
     if unknown := [name for name in chosen if name not in GROUPS]:
-        raise BadInput(f"unknown workload {unknown[0]!r}; choose from {', '.join(GROUPS)}")
+        raise UserInputError(f"unknown workload {unknown[0]!r}; choose from {', '.join(GROUPS)}")
     return chosen
 
 
@@ -89,11 +90,12 @@ def captured(
         arguments = ["--prompts", prompts, "--trace", trace, "--tokens", tokens, "--requests", requests]
         arguments += ["--output-tokens", output_tokens, "--seed", seed, "--device", device]
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.lib.capture", *map(str, arguments)], check=False,
+            [sys.executable, "-m", "benchmarks.lib.capture", *map(str, arguments)],
+            check=False,
             env=os.environ | ENGINE_ENV | ({} if device == "cpu" else ONE_PROCESS),
-        )  # fmt: skip
+        )
         if done.returncode:
-            raise BadInput(f"the capture of {prompts} failed")
+            raise UserInputError(f"the capture of {prompts} failed")
     return Captured(CalibrationTrace.load(trace), json.loads(tokens.read_text()))
 
 
@@ -110,8 +112,8 @@ def capture(
     """Run prompts on one engine; write their expert counts, routes and token ids."""
     from transformers import AutoTokenizer
 
+    from eldr_serve.engine.vllm.calibration_engine import VllmCalibrationEngine
     from eldr_serve.engine.vllm.config import engine_kwargs
-    from eldr_serve.engine.vllm.tracer import VllmTracer
 
     parts: dict[bool, list[Prompt]] = {True: [], False: []}
     for prompt in read_prompts([prompts]):
@@ -119,14 +121,18 @@ def capture(
     chosen = [prompt for part in parts.values() for prompt in balanced_sample(part, requests // 2, seed)]
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     longest = max_prompt_tokens // BLOCK * BLOCK + 1
-    ids = [aligned(prompt_tokens(tokenizer, p.text, chat=True)[-longest:]) for p in chosen]
+    ids = [pad_to_blocks(prompt_tokens(tokenizer, p.text, chat=True)[-longest:]) for p in chosen]
     # vLLM 0.32 cannot split the prefill of a request with a seed on a CPU.
     more = {"enable_chunked_prefill": False} if device == "cpu" else ROOM
     kwargs = engine_kwargs(
-        "calibrate", **device_kwargs(device, range(1, _TOGETHER + 1)), block_size=BLOCK,
-        max_model_len=longest + output_tokens + BLOCK, seed=seed, **more,
-    )  # fmt: skip
-    tracer = VllmTracer({"model": str(WEIGHTS), **kwargs}, free_port())
+        "calibrate",
+        **device_kwargs(device, range(1, _TOGETHER + 1)),
+        block_size=BLOCK,
+        max_model_len=longest + output_tokens + BLOCK,
+        seed=seed,
+        **more,
+    )
+    engine = VllmCalibrationEngine({"model": str(WEIGHTS), **kwargs}, free_port())
     records = []
     for start in track(range(0, len(chosen), _TOGETHER), description="capturing routes"):
         part = slice(start, start + _TOGETHER)
@@ -135,7 +141,7 @@ def capture(
             Sampling(output_tokens + 1, TEMPERATURE, ignore_eos=True, seed=of_prompt, routes=True)
             for of_prompt in range(start, start + len(ids[part]))
         ]
-        records += trace_tokens(tracer, chosen[part], ids[part], sampling)
+        records += trace_tokens(engine, chosen[part], ids[part], sampling)
     trace.parent.mkdir(parents=True, exist_ok=True)
     build_trace("eldr-demo", records, _TOP_K, routes=True, vocabulary=tokenizer.get_vocab()).save(trace)
     write_whole(tokens, json.dumps(ids))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 
 ROOT = Path(__file__).parents[2]
 # For the import of ray: no token, no usage reports. By default Ray's workers have niceness 15; beside a load
@@ -50,9 +50,15 @@ def local_ray(
         logging.getLogger(noisy).setLevel(logging.ERROR)
     options = {} if metrics_port is None else {"_metrics_export_port": metrics_port}
     ray.init(
-        "local", num_cpus=8, log_to_driver=False, logging_level="error", include_dashboard=False,
-        object_store_memory=300_000_000, namespace="serve", **options,
-    )  # fmt: skip
+        "local",
+        num_cpus=8,
+        log_to_driver=False,
+        logging_level="error",
+        include_dashboard=False,
+        object_store_memory=300_000_000,
+        namespace="serve",
+        **options,
+    )
     try:
         if http_port is not None:
             serve.start(http_options={"host": "127.0.0.1", "port": http_port})
@@ -67,7 +73,7 @@ def local_ray(
 
 
 def wait_ready(url: str, seconds: float = 60.0) -> None:
-    """Wait until our application has every pair of engines warm; raise BadInput after `seconds`."""
+    """Wait until our application has every pair of engines warm; raise UserInputError after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with suppress(httpx.TransportError):  # not listening yet
@@ -75,4 +81,4 @@ def wait_ready(url: str, seconds: float = 60.0) -> None:
             if status.status_code == 200 and status.json()["ingress"]["ready"]:
                 return
         time.sleep(0.5)
-    raise BadInput(f"the application was not ready within {seconds:.0f} s")
+    raise UserInputError(f"the application was not ready within {seconds:.0f} s")

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from benchmarks.lib.replay_engine import Arrival, ReplayEngine, Steps
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 
 Served = tuple[dict[str, np.ndarray], Steps]
 
@@ -31,7 +31,7 @@ class Replays(Protocol):
 
 
 class EngineProcesses:
-    """Context of processes in which engines run; raises BadInput on exit if one has died."""
+    """Context of processes in which engines run; raises UserInputError on exit if one has died."""
 
     def __init__(self, processes: int, start: Callable[..., None], *arguments: Any) -> None:
         context = get_context("spawn")
@@ -45,7 +45,7 @@ class EngineProcesses:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
-            raise BadInput(
+            raise UserInputError(
                 "an engine died (out of memory?); results are kept; run the command again to continue"
             ) from error
 
@@ -53,15 +53,17 @@ class EngineProcesses:
 class EnginePool(EngineProcesses):
     """Context with `engines` replay engines of one model, each on its own core, or one on a GPU.
 
-    Raises BadInput for fewer cores than engines, or several engines on a GPU.
+    Raises UserInputError for fewer cores than engines, or several engines on a GPU.
     """
 
     def __init__(self, model: Path, engines: int, device: str = "cpu") -> None:
         cores = sorted(os.sched_getaffinity(0))
         if device != "cpu" and engines > 1:
-            raise BadInput(f"--engines is {engines}, but engines on one GPU slow each other: leave it at 1")
+            raise UserInputError(
+                f"--engines is {engines}, but engines on one GPU slow each other: leave it at 1"
+            )
         if engines > len(cores):
-            raise BadInput(f"--engines is {engines}, but there are {len(cores)} cores")
+            raise UserInputError(f"--engines is {engines}, but there are {len(cores)} cores")
         free = get_context("spawn").SimpleQueue()
         for core in cores[:engines]:
             free.put({core} if device == "cpu" else set(cores))

@@ -21,7 +21,7 @@ import yaml
 
 from benchmarks.lib.cluster import ROOT
 from benchmarks.lib.prompts import MODEL
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.engine.vllm.config import engine_kwargs
 from examples.demo_model import WEIGHTS
 
@@ -35,11 +35,11 @@ ENGINE_ENV = {
 
 
 def check_device(device: str) -> None:
-    """Raise BadInput if a GPU is requested and there is none."""
+    """Raise UserInputError if a GPU is requested and there is none."""
     import torch
 
     if device != "cpu" and not torch.cuda.is_available():
-        raise BadInput(f"--device is {device}, but PyTorch sees no CUDA device here: use cpu")
+        raise UserInputError(f"--device is {device}, but PyTorch sees no CUDA device here: use cpu")
 
 
 def device_kwargs(device: str, batches: Sequence[int] = ()) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[s
 
 
 def wait_http(url: str, what: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:
-    """Wait until `url` answers 200; raise BadInput with the end of the log on process exit or timeout."""
+    """Wait until `url` answers 200; raise UserInputError with the log's end on process exit or timeout."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and what.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
@@ -133,7 +133,7 @@ def wait_http(url: str, what: subprocess.Popen[bytes], log: Path, seconds: float
                 return
         time.sleep(0.5)
     tail = " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
-    raise BadInput(f"{url} did not answer: {tail}")
+    raise UserInputError(f"{url} did not answer: {tail}")
 
 
 @contextmanager
@@ -156,12 +156,16 @@ def vllm_servers(
             for _ in range(config["deployment_config"]["num_replicas"]):
                 number = len(started)
                 command = _server_command(config, kwargs, port + number)
-                env = ENGINE_ENV | config["runtime_env"]["env_vars"] | {
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, as in our application
-                    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 100 + number),
-                    "PYTHONPATH": str(ROOT),
-                }  # fmt: skip
+                env = (
+                    ENGINE_ENV
+                    | config["runtime_env"]["env_vars"]
+                    | {
+                        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, as in our application
+                        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 100 + number),
+                        "PYTHONPATH": str(ROOT),
+                    }
+                )
                 log = logs / f"vllm_{role}_{number}.log"
                 url = f"http://127.0.0.1:{port + number}"
                 started.append((url, stack.enter_context(process(command, env=env, log=log)), log))
@@ -178,9 +182,13 @@ def vllm_router(
     """Run vllm-router number `number` over `servers` (options that name them); yield its URL."""
     front, log = f"http://127.0.0.1:{port + 60 + number}", logs / f"vllm_router_{number}.log"
     command = [
-        str(venv / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", str(port + 60 + number),
-        "--policy", policy, "--prometheus-port", str(port + 80 + number), *servers,
-    ]  # fmt: skip
+        str(venv / "bin" / "vllm-router"),
+        "--host=127.0.0.1",
+        f"--port={port + 60 + number}",
+        f"--policy={policy}",
+        f"--prometheus-port={port + 80 + number}",
+        *servers,
+    ]
     with process(command, env={}, log=log) as router:
         wait_http(f"{front}/health", router, log, 60)
         yield front
@@ -188,10 +196,16 @@ def vllm_router(
 
 def _server_command(config: dict[str, Any], kwargs: dict[str, Any], port: int) -> list[str]:
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",
-        "--port", str(port), "--model", config["model_loading_config"]["model_source"],
-        "--served-model-name", MODEL, "--disable-uvicorn-access-log",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--model",
+        config["model_loading_config"]["model_source"],
+        f"--served-model-name={MODEL}",
+        "--disable-uvicorn-access-log",
+    ]
     for name, value in kwargs.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib.engine_pool import EngineProcesses
 from benchmarks.lib.replay_engine import ENGINE_ENV
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 
 Ints = NDArray[np.int64]
 
@@ -32,7 +32,7 @@ class Decoded:
     experts_moved: int  # by these slices, in all layers
     slices: int
     slices_left: int
-    log: Ints  # [G, N, L, 5], work of each rank (`eldr_serve.engine.vllm.ep.layer.LOGGED`)
+    log: Ints  # [G, N, L, 5], work of each rank (`eldr_serve.engine.vllm.ep.layer.LOG_COLUMNS`)
     routed: Ints  # [L, E], tokens of each expert, including prefill
     placement: Ints  # [L, P] at the end; a migration may be incomplete. -1: an empty slot
 
@@ -57,9 +57,14 @@ class EpEngine(EngineProcesses):
         self._pool.submit(_place, placement, rule, load).result()
 
     def decode(
-        self, prompts: Sequence[list[int]], tokens: int, *, name: str, migrate_to: Ints | None = None,
+        self,
+        prompts: Sequence[list[int]],
+        tokens: int,
+        *,
+        name: str,
+        migrate_to: Ints | None = None,
         load: NDArray[np.float64] | None = None,
-    ) -> Decoded:  # fmt: skip
+    ) -> Decoded:
         """Decode `tokens` tokens of each prompt greedily, all prompts at once.
 
         Args:
@@ -92,16 +97,25 @@ def _start(model: str, ranks: int, redundant: int, moves_per_slice: int, max_bat
     _ranks = ranks
     _engine = LLMEngine.from_engine_args(
         EngineArgs(
-            model=model, max_model_len=1024, max_num_seqs=max_batch, max_num_batched_tokens=4096, seed=0,
-            dtype="float32", block_size=32, enable_prefix_caching=True,
-            enforce_eager=True, async_scheduling=False, skip_tokenizer_init=True,
-            tensor_parallel_size=ranks, enable_expert_parallel=True,
+            model=model,
+            max_model_len=1024,
+            max_num_seqs=max_batch,
+            max_num_batched_tokens=4096,
+            seed=0,
+            dtype="float32",
+            block_size=32,
+            enable_prefix_caching=True,
+            enforce_eager=True,
+            async_scheduling=False,
+            skip_tokenizer_init=True,
+            tensor_parallel_size=ranks,
+            enable_expert_parallel=True,
             worker_extension_cls="eldr_serve.engine.vllm.worker.EldrWorkerExtension",
             additional_config={
                 "eldr_experts": {"redundant_experts": redundant, "moves_per_slice": moves_per_slice}
             },
         )
-    )  # fmt: skip
+    )
 
 
 def _stop() -> None:
@@ -112,7 +126,7 @@ def _ask(method: str, *arguments: Any) -> list[Any]:
     answers: list[Any] = _engine.collective_rpc("eldr_experts", args=(method, *arguments))
     for answer in answers:
         if isinstance(answer, str):
-            raise BadInput(answer)
+            raise UserInputError(answer)
     return answers
 
 
@@ -124,9 +138,12 @@ def _place(placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
 
 
 def _decode(
-    prompts: Sequence[list[int]], tokens: int, name: str, migrate_to: Ints | None,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    name: str,
+    migrate_to: Ints | None,
     load: NDArray[np.float64] | None,
-) -> Decoded:  # fmt: skip
+) -> Decoded:
     global _sent
     from vllm import SamplingParams
 
@@ -164,6 +181,12 @@ def _decode(
     routed = np.array(_ask("routed")[0]) - before
     return Decoded(
         np.array([answers[number] for number in range(len(prompts))]),
-        np.array(seconds)[pure], move_s, after["experts_moved"] - moved, slices, left, log[:, pure], routed,
+        np.array(seconds)[pure],
+        move_s,
+        after["experts_moved"] - moved,
+        slices,
+        left,
+        log[:, pure],
+        routed,
         np.array(after["placement"]),
-    )  # fmt: skip
+    )

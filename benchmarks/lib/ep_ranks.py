@@ -70,9 +70,12 @@ def _rank(
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[-1 - rank % len(cores)]})
     dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo", init_method=rendezvous, rank=rank, world_size=ranks,
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=ranks,
         timeout=timedelta(seconds=timeout_s),
-    )  # fmt: skip
+    )
     try:
         return work(rank, *arguments)
     finally:

@@ -34,18 +34,26 @@ def choice_rows(
         if name == EVEN and ratio < 1.5:
             papers = {}
         yield {
-            "replication": ratio, "batch_size": batch, "placement": placement, "choice": choice,
+            "replication": ratio,
+            "batch_size": batch,
+            "placement": placement,
+            "choice": choice,
             **_interval("step", trials),
-            **_means(trials, ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct",
-                             "moved_a_token")),
+            **_means(
+                trials,
+                ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct", "moved_a_token"),
+            ),
             **_change("change", trials, base, "step_ms", seed),
             **(_change("even", trials, even, "step_ms", seed) if even else {}),
             **({"even_experts_pct": _mean_pct(trials, even, "worst_rank_experts")} if even else {}),
             "none_experts_pct": _mean_pct(trials, base, "worst_rank_experts"),
             "none_moved_pct": _mean_pct(trials, base, "moved_a_token"),
             "requests_equal_pct": _equal_pct(trials, base),
-            "paper_experts_pct": None, "paper_step_pct": None, "paper_moved_pct": None, **papers,
-        }  # fmt: skip
+            "paper_experts_pct": None,
+            "paper_step_pct": None,
+            "paper_moved_pct": None,
+            **papers,
+        }
 
 
 def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> Iterator[dict[str, Any]]:
@@ -59,37 +67,49 @@ def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> It
                 [turn[window] for turn in of for window in part] for of in (turns, measured["offline"])
             )
             yield {
-                "placement": name, "phase": phase, "windows": len(mine),
+                "placement": name,
+                "phase": phase,
+                "windows": len(mine),
                 **_interval("step", mine),
                 **_change("step", mine, base, "step_ms", seed),
                 "with_moves_ms": float(np.median([one["with_moves_ms"] for one in mine])),
                 **_change("with_moves", mine, base, "with_moves_ms", seed),
-                **_means(mine, ("worst_rank_experts", "worst_rank_pairs", "plan_ms", "migration_ms",
-                                 "experts_moved", "slices", "slices_left")),
+                **_means(
+                    mine,
+                    (
+                        "worst_rank_experts",
+                        "worst_rank_pairs",
+                        "plan_ms",
+                        "migration_ms",
+                        "experts_moved",
+                        "slices",
+                        "slices_left",
+                    ),
+                ),
                 "requests_equal_pct": _equal_pct(mine, base),
                 "paper_pct": _PAPER_PROACTIVE if name == "proactive" else None,
-            }  # fmt: skip
+            }
 
 
 def _interval(name: str, trials: list[dict[str, Any]]) -> dict[str, float]:
-    value, low, high = median_ci([one[f"{name}_ms"] for one in trials])
+    value, low, high = median_ci([trial[f"{name}_ms"] for trial in trials])
     return {f"{name}_ms": value, f"{name}_low_ms": low, f"{name}_high_ms": high}
 
 
 def _means(trials: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, float]:
-    return {key: float(np.mean([one[key] for one in trials])) for key in keys}
+    return {key: float(np.mean([trial[key] for trial in trials])) for key in keys}
 
 
 def _change(
     name: str, trials: list[dict[str, Any]], base: list[dict[str, Any]], key: str, seed: int
 ) -> dict[str, float]:
-    mine, its = (np.array([one[key] for one in of]) for of in (trials, base))
+    mine, its = (np.array([trial[key] for trial in of]) for of in (trials, base))
     change = paired_change_percent(mine, its, np.median, seed=seed)
     return dict(zip((f"{name}_pct", f"{name}_low_pct", f"{name}_high_pct"), change, strict=True))
 
 
 def _mean_pct(trials: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> float:
-    mine, its = (float(np.mean([one[key] for one in of])) for of in (trials, base))
+    mine, its = (float(np.mean([trial[key] for trial in of])) for of in (trials, base))
     return 100 * (mine / its - 1)
 
 

@@ -24,8 +24,8 @@ from benchmarks.papers.parallel_layer import (
     top_k_gate,
     vllm_products,
 )
-from eldr_serve.experts.metro import MetroPlan
-from eldr_serve.experts.placement import hosts_of
+from eldr_serve.experts.parallel.metro import MetroPlan
+from eldr_serve.experts.parallel.placement import hosts_of
 
 STAGES = ("dispatch", "gate", "route", "experts", "combine")
 ACTIVATED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -50,7 +50,7 @@ class Plan:
         """Return the arm's choice of replicas in a layer."""
         hosts = hosts_of(self.placements[arm[0]][layer : layer + 1], self.num_experts, self.ranks)[0]
         if arm[1] == "metro":
-            return one_replica(MetroPlan.of(hosts).route, len(hosts))
+            return one_replica(MetroPlan.from_hosts(hosts).route, len(hosts))
         return all_replicas(hosts)
 
     @property
@@ -119,9 +119,12 @@ def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
         everyone = arm[2] == "all-gather"
         recorded = plan.routes[b, layer] if everyone else plan.routes[b, layer, start : start + own]
         part = ParallelLayer(
-            mine.gate(layer, recorded), mine.products(layer, placed.reshape(plan.ranks, -1)[rank]), placed,
-            num_experts=plan.num_experts, route=plan.routing(arm, layer),
-        )  # fmt: skip
+            mine.gate(layer, recorded),
+            mine.products(layer, placed.reshape(plan.ranks, -1)[rank]),
+            placed,
+            num_experts=plan.num_experts,
+            route=plan.routing(arm, layer),
+        )
         x = mine.tokens(own)
         clock = _Clock()
         dist.barrier()
@@ -222,6 +225,9 @@ def _schedule(plan: Plan) -> list[tuple[int, int, int, Arm]]:
     batches, layers = plan.routes.shape[:2]
     cases = [
         (b, layer, turn, arm)
-        for turn in range(plan.rounds) for b in range(batches) for layer in range(layers) for arm in plan.arms
-    ]  # fmt: skip
+        for turn in range(plan.rounds)
+        for b in range(batches)
+        for layer in range(layers)
+        for arm in plan.arms
+    ]
     return [cases[n] for n in np.random.default_rng(plan.seed).permutation(len(cases))]

@@ -16,7 +16,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.lib.ep_engine import Decoded, EpEngine
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.journal import Journal
 
 Ints = NDArray[np.int64]
@@ -31,15 +31,18 @@ Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the sa
 
 
 def in_turns(
-    journal: Journal, keys: Iterable[Key], engine: Callable[[], EpEngine],
-    measure: Callable[[EpEngine, Key], Any], minutes: float | None,
-) -> dict[Key, Any]:  # fmt: skip
+    journal: Journal,
+    keys: Iterable[Key],
+    engine: Callable[[], EpEngine],
+    measure: Callable[[EpEngine, Key], Any],
+    minutes: float | None,
+) -> dict[Key, Any]:
     """Return the measurement of each key, in this order; measure only those that the journal lacks.
 
     Args:
         engine: called if anything is left to measure.
         measure: function that returns a JSON-serialisable result.
-        minutes: time limit, after which BadInput is raised; None: no limit.
+        minutes: time limit, after which UserInputError is raised; None: no limit.
     """
     began, keys = monotonic(), list(keys)
     left = [key for key in keys if journal.get(_name(key)) is None]
@@ -47,7 +50,9 @@ def in_turns(
         with engine() as running:
             for key in left:
                 if minutes is not None and monotonic() - began > 60 * minutes:
-                    raise BadInput("the time is up; results are kept; run the command again to continue")
+                    raise UserInputError(
+                        "the time is up; results are kept; run the command again to continue"
+                    )
                 journal.put(_name(key), measure(running, key))
     return {key: journal.get(_name(key)) for key in keys}
 

@@ -62,13 +62,13 @@ class Cells:
 
 def against_reference(report: dict[str, Any], choices: Choices) -> list[Cells]:
     """Compare each batch's signatures, decode counts, routes and step records with uncached results."""
-    found = [Cells() for _ in report["batches"]]
+    cells_of_batches = [Cells() for _ in report["batches"]]
     for record in report["records"]:
         number, prompt = _batch(record["request"]), len(record["prompt"])
         chosen = choices(record["prompt"] + record["output"])
         decoded = chosen[prompt:-1]  # the last token never reaches the gates
         counts = unpack_counts(record["eldr_prefill"])
-        cells, tokens = found[number], report["batches"][number][2]
+        cells, tokens = cells_of_batches[number], report["batches"][number][2]
         cells.add("signature", counts, histogram(chosen[:prompt], counts.shape))
         cells.add("decode", unpack_counts(record["eldr_decode"]), histogram(decoded, counts.shape))
         cells.add("decode", [record["eldr_decode_steps"]] * 2, [len(decoded), tokens - 1])
@@ -79,23 +79,23 @@ def against_reference(report: dict[str, Any], choices: Choices) -> list[Cells]:
         layers = np.stack([choices(sequences[name])[position] for name, position in fed], 1)  # [L,n,k]
         active = [len(np.unique(layer)) for layer in layers]
         expected = [len(fed), sum(position + 1 for _, position in fed), *active]
-        found[_batch(fed[0][0])].add("step", _integers(step), expected)
-    return found
+        cells_of_batches[_batch(fed[0][0])].add("step", _integers(step), expected)
+    return cells_of_batches
 
 
 def against_report(report: dict[str, Any], other: dict[str, Any]) -> list[Cells]:
     """Compare each batch's tokens, signatures, counts, routes and step records with another engine's."""
-    found = [Cells() for _ in report["batches"]]
+    cells_of_batches = [Cells() for _ in report["batches"]]
     theirs = {record["request"]: record for record in other["records"]}
     for mine in report["records"]:
-        pair, cells = (mine, theirs[mine["request"]]), found[_batch(mine["request"])]
+        pair, cells = (mine, theirs[mine["request"]]), cells_of_batches[_batch(mine["request"])]
         cells.add("token", *(record["output"] for record in pair))
         cells.add("signature", *(unpack_counts(record["eldr_prefill"]) for record in pair))
         cells.add("decode", *(unpack_counts(record["eldr_decode"]) for record in pair))
         cells.add("route", *(np.sort(unpack_routes(record["eldr_routes"])) for record in pair))
     for step, as_step in zip(report["steps"], other["steps"], strict=False):
-        found[_batch(step["fed"][0][0])].add("step", _integers(step), _integers(as_step))
-    return found
+        cells_of_batches[_batch(step["fed"][0][0])].add("step", _integers(step), _integers(as_step))
+    return cells_of_batches
 
 
 def _integers(step: dict[str, Any]) -> list[int]:

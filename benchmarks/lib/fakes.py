@@ -17,7 +17,7 @@ from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.ingress.deployment import EldrIngress, decode_directory, prefill_directory
 from eldr_serve.ingress.http_application import application as http_application
 from eldr_serve.ingress.options import IngressOptions
-from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.replicas.servers import DecodeServer, EngineServer, PrefillServer
 from eldr_serve.router.actor import actor_name
 from eldr_serve.router.settings import RouterSettings
@@ -28,10 +28,16 @@ _STEP_S = 0.03
 
 
 def fake_application(
-    *, decode_replicas: int, prefill_s: float, seed: int, own_port: int | None = None, ingresses: int = 1,
-    prefill_replicas: int = 1, engine_options: Mapping[str, Any] = {},
+    *,
+    decode_replicas: int,
+    prefill_s: float,
+    seed: int,
+    own_port: int | None = None,
+    ingresses: int = 1,
+    prefill_replicas: int = 1,
+    engine_options: Mapping[str, Any] = {},
     ingress_options: Mapping[str, Any] = {},
-) -> Application:  # fmt: skip
+) -> Application:
     """Return our ingress, router actor and channels over engines that compute nothing.
 
     `engine_options` and `ingress_options` are additional deployment options of Serve.
@@ -42,27 +48,37 @@ def fake_application(
 
     def deployed(server: type[EngineServer], directory_name: str, replicas: int, **arguments: Any) -> Any:
         router = RequestRouterConfig(
-            request_router_class="eldr_serve.replicas.request_router.DirectoryRouter",
+            request_router_class="eldr_serve.replicas.request_router.ReplicaPublisher",
             request_router_kwargs={"directory_name": directory_name},
         )
         return serve.deployment(
-            server, name=f"Fake{server.__name__}", num_replicas=replicas, request_router_config=router,
+            server,
+            name=f"Fake{server.__name__}",
+            num_replicas=replicas,
+            request_router_config=router,
             **{"ray_actor_options": {"num_cpus": 0.1}} | dict(engine_options),
-        ).bind(config, engine=FakeEngine.start, stall_limit_s=options.stall_limit_s, **arguments)  # fmt: skip
+        ).bind(config, engine=FakeEngine.start, stall_limit_s=options.stall_limit_s, **arguments)
 
     rng = np.random.default_rng(seed)
     table = table_near(prompt_counts(decode_replicas, rng), decode_replicas, rng, spec=random_spec(rng))
     limits = IngressOptions(port=own_port)
     table_bytes = replace(table, model=MODEL).to_bytes()
     ingress = serve.deployment(
-        serve.ingress(http_application)(EldrIngress), name="EldrIngress", num_replicas=ingresses,
+        serve.ingress(http_application)(EldrIngress),
+        name="EldrIngress",
+        num_replicas=ingresses,
         max_ongoing_requests=2 * limits.max_in_flight,
         **{"ray_actor_options": {"num_cpus": 0.1}} | dict(ingress_options),
-    )  # fmt: skip
+    )
     return ingress.bind(
         prefill=deployed(PrefillServer, prefill_directory(name), prefill_replicas),
         decode=deployed(DecodeServer, decode_directory(name), decode_replicas, router_name=actor_name(name)),
-        tokenizer=str(WEIGHTS), model_card={"id": MODEL, "object": "model"}, openapi={}, application=name,
-        router=RouterSettings(model_id=MODEL, policy="locality-band", table=table_bytes),
-        options=limits, path_options=options,
-    )  # fmt: skip
+        tokenizer=str(WEIGHTS),
+        model_card={"id": MODEL, "object": "model"},
+        openapi={},
+        application=name,
+        router_settings=RouterSettings(model_id=MODEL, policy="locality-band", table=table_bytes),
+        options=limits,
+        path_options=options,
+        prefill_options=PrefillRouterOptions(),
+    )

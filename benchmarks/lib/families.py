@@ -13,13 +13,25 @@ from numpy.typing import NDArray
 
 VOCABULARY = 257
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048,
-    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 _ROUTED_16: dict[str, Any] = {
-    "moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
-}  # fmt: skip
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+}
 _MLA = _ROUTED_16 | {
     "num_key_value_heads": 2,
     "head_dim": 64,
@@ -31,10 +43,22 @@ _MLA = _ROUTED_16 | {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",  # the only one in transformers' V3; vLLM reads it from the checkpoint
 }
+_DEEPSEEK_V2 = _MLA | {
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+}
 _GDN = {
-    "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 def _engine(blocks: int, **others: Any) -> dict[str, Any]:
@@ -113,58 +137,107 @@ FAMILIES = {
     "Dots1": Family("Dots1", _ROUTED_16 | {"n_shared_experts": 1}),
     "GPT-OSS": Family(
         "GptOss",
-        {"num_local_experts": 8, "num_experts_per_tok": 4, "num_hidden_layers": 4,
-         "layer_types": _SLIDING, "sliding_window": 48},
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 4,
+            "layer_types": _SLIDING,
+            "sliding_window": 48,
+        },
         engine=_engine(14),
     ),
     "Gemma-4": Family(
         "Gemma4",
-        {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32, "enable_moe_block": True,
-         "num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-         "sliding_window": 48, "global_head_dim": 64, "num_global_key_value_heads": 1,
-         "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY,
-         "num_kv_shared_layers": 0, "attention_k_eq_v": True},
+        {
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "enable_moe_block": True,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "sliding_window": 48,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "num_kv_shared_layers": 0,
+            "attention_k_eq_v": True,
+        },
         config_class="Gemma4TextConfig",
         engine=_engine(36),
     ),
     "Llama-4": Family(
         "Llama4",
-        {"num_local_experts": 8, "num_experts_per_tok": 1, "num_hidden_layers": 4,
-         "intermediate_size_mlp": 32, "interleave_moe_layer_step": 1, "attention_chunk_size": 64,
-         "layer_types": ["chunked_attention"] * 3 + ["full_attention"]},
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 32,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 64,
+            "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+        },
         config_class="Llama4TextConfig",
         engine=_engine(20, max_model_len=160),
     ),
     "Qwen3-Next": Family(
         "Qwen3Next",
-        _EXPERTS_16 | _GDN | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 32,
-                              "full_attention_interval": 4},
-        exact=False, engine=_RECURRENT,
+        _EXPERTS_16
+        | _GDN
+        | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 32, "full_attention_interval": 4},
+        exact=False,
+        engine=_RECURRENT,
     ),
     "LFM2-MoE": Family(
         "Lfm2Moe",
-        _EXPERTS_16 | {"num_hidden_layers": 4, "num_dense_layers": 1, "conv_L_cache": 3,
-                       "layer_types": ["conv", "conv", "full_attention", "conv"]},
+        _EXPERTS_16
+        | {
+            "num_hidden_layers": 4,
+            "num_dense_layers": 1,
+            "conv_L_cache": 3,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+        },
         engine=_engine(24, compilation_config={"custom_ops": ["-rotary_embedding"]}),  # see moe.py
     ),
     "Qwen3.5-MoE": Family(
         "Qwen3_5Moe",
         _EXPERTS_16 | _GDN | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 32},
         config_class="Qwen3_5MoeTextConfig",
-        exact=False, engine=_RECURRENT, torchvision=True,
+        exact=False,
+        engine=_RECURRENT,
+        torchvision=True,
     ),
-    "DeepSeek-V2": Family("DeepseekV2", _MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1,
-        "topk_method": "greedy", "scoring_func": "softmax"}, exact=False, engine=_MLA_ENGINE),
-    "DeepSeek-V2 for AMX": Family("DeepseekV2", _MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1,
-        "topk_method": "greedy", "scoring_func": "softmax"}, exact=False, mla_for_amx=True,
-        engine=_engine(9, dtype="bfloat16", block_size=32)),
-    "DeepSeek-V3": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2},
-                          exact=False, engine=_MLA_ENGINE),
-    "Kimi-K2": Family("DeepseekV3", _MLA | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1},
-                      exact=False, engine=_MLA_ENGINE),
-    "ERNIE-4.5": Family("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32,
-        "moe_num_shared_experts": 1, "moe_layer_start_index": 1}),
-}  # fmt: skip
+    "DeepSeek-V2": Family("DeepseekV2", _DEEPSEEK_V2, exact=False, engine=_MLA_ENGINE),
+    "DeepSeek-V2 for AMX": Family(
+        "DeepseekV2",
+        _DEEPSEEK_V2,
+        exact=False,
+        mla_for_amx=True,
+        engine=_engine(9, dtype="bfloat16", block_size=32),
+    ),
+    "DeepSeek-V3": Family(
+        "DeepseekV3",
+        _MLA | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2},
+        exact=False,
+        engine=_MLA_ENGINE,
+    ),
+    "Kimi-K2": Family(
+        "DeepseekV3",
+        _MLA | {"q_lora_rank": 32, "n_group": 1, "topk_group": 1},
+        exact=False,
+        engine=_MLA_ENGINE,
+    ),
+    "ERNIE-4.5": Family(
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
+}
 
 
 def choices(folder: Path) -> Callable[[list[int]], NDArray[np.int64]]:

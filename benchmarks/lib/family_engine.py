@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.replay_engine import free_port
+from benchmarks.lib.ports import free_port
 from eldr_serve.engine.vllm.config import ENVIRONMENT, engine_kwargs
 
 CHUNK = 48  # tokens per step, unless blocks are longer
@@ -74,7 +74,7 @@ class Seen:
                     known.append(chosen)
                 row += 1
 
-    def of(self, tokens: list[int]) -> list[list[list[list[int]]]]:
+    def routes(self, tokens: list[int]) -> list[list[list[list[int]]]]:
         """Return [T][choices][L][k], experts sorted."""
         return [self._choices[tuple(tokens[: position + 1])] for position in range(len(tokens))]
 
@@ -85,20 +85,26 @@ def serve(arguments: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        skip_tokenizer_init=True, max_num_seqs=8, max_num_batched_tokens=CHUNK, disable_log_stats=False,
+        skip_tokenizer_init=True,
+        max_num_seqs=8,
+        max_num_batched_tokens=CHUNK,
+        disable_log_stats=False,
         **engine_kwargs("calibrate", device="cpu", **arguments),
-    ).llm_engine  # fmt: skip
+    ).llm_engine
     core = engine.engine_core.engine_core
     seen = Seen(core)
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     connector = core.scheduler.connector
     params = SamplingParams(
-        max_tokens=OUTPUT, temperature=0.0, detokenize=False, ignore_eos=True,
+        max_tokens=OUTPUT,
+        temperature=0.0,
+        detokenize=False,
+        ignore_eos=True,
         extra_args={"kv_transfer_params": {"eldr_calibrate": True, "eldr_routes": True}},
-    )  # fmt: skip
+    )
     records = []
     for turn in range(2):
-        for index, prompt in enumerate(prompts(connector.counted.block_size)):
+        for index, prompt in enumerate(prompts(connector.kv_group.block_size)):
             engine.add_request(f"{turn}-{index}", {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -106,7 +112,7 @@ def serve(arguments: dict[str, Any]) -> dict[str, Any]:
                     tokens = list(output.outputs[0].token_ids)
                     record = {"prompt": output.prompt_token_ids, "output": tokens}
                     record["cached"] = output.num_cached_tokens or 0
-                    record["seen"] = seen.of(output.prompt_token_ids + tokens[:-1])
+                    record["seen"] = seen.routes(output.prompt_token_ids + tokens[:-1])
                     records.append(record | (output.kv_transfer_params or {}))
     samples = {s.name: s.value for family in REGISTRY.collect() for s in family.samples}
     return {

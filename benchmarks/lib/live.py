@@ -22,7 +22,7 @@ from benchmarks.lib.engines import engine_roles, our_arguments
 from benchmarks.lib.normalised_time import NormalisedTime, felt_by_engines, normalised
 from benchmarks.lib.prompts import no_longer_than
 from eldr_serve.client import Client
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.ray_settings import QUIET
 from loadgen.figures import BASELINES, policy_rows
@@ -53,8 +53,9 @@ def wide_arguments(
     for role in engine_roles(arguments):
         arguments[role]["runtime_env"]["env_vars"].pop("VLLM_CPU_KVCACHE_SPACE", None)
         arguments[role]["engine_kwargs"] |= {
-            "kv_cache_memory_bytes": _KV_BYTES, "stream_interval": stream_interval,
-        }  # fmt: skip
+            "kv_cache_memory_bytes": _KV_BYTES,
+            "stream_interval": stream_interval,
+        }
     return arguments
 
 
@@ -86,7 +87,7 @@ def serving(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[C
 
 
 class Comparison:
-    """A comparison in a folder, bound to its first inputs until `finish`; BadInput if they differ."""
+    """A comparison in a folder, bound to its first inputs until `finish`; UserInputError if they differ."""
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -109,10 +110,11 @@ class Comparison:
         with probed(self.folder / "cpu_speed"):
             done = subprocess.run(
                 [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
-                env=os.environ | {"ELDR_ADMIN_KEY": KEY}, check=False,
-            )  # fmt: skip
+                env=os.environ | {"ELDR_ADMIN_KEY": KEY},
+                check=False,
+            )
         if done.returncode:
-            raise BadInput(f"the comparison ended with status {done.returncode}; see {out}")
+            raise UserInputError(f"the comparison ended with status {done.returncode}; see {out}")
         self._journal.put("result", json.loads((out / "compare.json").read_text()))
 
     def rows(self) -> list[dict[str, Any]]:
@@ -123,10 +125,11 @@ class Comparison:
         felt = felt_by_engines(trials, notes, BASELINES)
         clock = notes.as_felt(felt)
         rows = policy_rows(
-            asked["policies"], [normalised(trial, clock) for trial in trials],
+            asked["policies"],
+            [normalised(trial, clock) for trial in trials],
             slo=Slo(asked["slo_ttft_ms"], asked["slo_tpot_ms"]),
             **{name: asked[name] for name in ("warm_up_s", "seconds", "seed")},
-        )  # fmt: skip
+        )
         return [{"clock": "wall", **row} for row in self.result["rows"]] + [
             {"clock": "even", **row, "pace_felt": felt} for row in rows
         ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.trial import Trial
 
 _WINDOW_S = 5.0  # window in which speed is assumed constant
@@ -38,11 +38,11 @@ class NormalisedTime:
 
     @classmethod
     def read(cls, folder: Path) -> NormalisedTime:
-        """Read the records of `probed`; raise BadInput if the folder has none."""
+        """Read the records of `probed`; raise UserInputError if the folder has none."""
         files = sorted(folder.glob("cpu_speed_*.jsonl"))
         notes = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         if not any(notes):
-            raise BadInput(f"{folder} has no records of the cores' speed")
+            raise UserInputError(f"{folder} has no records of the cores' speed")
         return cls([np.array(of_core, float) for of_core in notes if of_core])
 
     def as_felt(self, felt: float) -> NormalisedTime:
@@ -52,7 +52,7 @@ class NormalisedTime:
     def seconds(self, start: float, end: float) -> float:
         """Return the normalised time from one Unix time to another."""
         if start < self._edges[0] - _WINDOW_S or end > self._edges[-1] + _WINDOW_S:
-            raise BadInput("the records of the cores' speed have gaps")
+            raise UserInputError("the records of the cores' speed have gaps")
         return float(np.interp(end, self._edges, self._done) - np.interp(start, self._edges, self._done))
 
     def slowdown(self, start: float, end: float) -> float:
@@ -65,10 +65,10 @@ def felt_by_engines(trials: Sequence[Trial], clock: NormalisedTime, alike: Colle
     """Return `felt` of engine time per token, by a clock with `felt` 1; policies `alike` count as one."""
     groups, slowdowns, seconds = [], [], []
     for trial in trials:
-        if trial.requests and trial.engines and trial.engines["batch"]:
+        if trial.requests and trial.engines and trial.engines["requests"]:
             groups.append("" if trial.policy in alike else trial.policy)
             slowdowns.append(clock.slowdown(*_span(trial)))
-            seconds.append(trial.engines["seconds"] / trial.engines["batch"])
+            seconds.append(trial.engines["seconds"] / trial.engines["requests"])
     return felt(groups, slowdowns, seconds)
 
 
@@ -99,7 +99,7 @@ def normalised(trial: Trial, clock: NormalisedTime) -> Trial:
     engines = trial.engines
     if engines is not None and requests:
         slower = clock.slowdown(*_span(trial))
-        engines = engines | {key: engines[key] / slower for key in ("seconds", "waited")}
+        engines = engines | {key: engines[key] / slower for key in ("seconds", "token_seconds")}
     return replace(trial, requests=requests, engines=engines)
 
 

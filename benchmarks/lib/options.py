@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+import yaml
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
+from eldr_serve.scheduling import make_policy
 
 Prompts = Annotated[Path, typer.Option(envvar="ELDR_PROMPTS", help="Folder of JSONL prompts with domains.")]
 PROMPTS = Path("examples/demo_model/prompts")
@@ -52,16 +54,26 @@ Longest = Annotated[int, typer.Option(min=1, help="Maximum tokens of a prompt; l
 
 
 def two_policies(value: str) -> tuple[str, str]:
-    """Return the two names of `--policies`; raise BadInput unless there are two different ones."""
+    """Return the two names of `--policies`; raise UserInputError unless there are two different ones."""
     names = value.split(",")
     if len(names) != 2 or len(set(names)) != 2:
-        raise BadInput(f"--policies are {value}: name two")
+        raise UserInputError(f"--policies are {value}: name two")
     return names[0], names[1]
 
 
+def policy(option: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Return name and parameters of NAME,KEY=VALUE,...; raise UserInputError for a wrong policy."""
+    name, *pairs = text.split(",")
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise UserInputError(f"{option} {text} has {wrong[0]!r}, which is no KEY=VALUE")
+    parameters = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in pairs)}
+    make_policy(name, **parameters)
+    return name, parameters
+
+
 def numbers(option: str, value: str) -> list[int]:
-    """Return an option's positive numbers, separated by commas; raise BadInput on anything else."""
+    """Return an option's positive numbers, separated by commas; raise UserInputError on anything else."""
     parts = value.split(",")
     if not all(part.isdigit() and int(part) for part in parts):
-        raise BadInput(f"{option} is {value!r}, it must be positive numbers with commas")
+        raise UserInputError(f"{option} is {value!r}, it must be positive numbers with commas")
     return [int(part) for part in parts]

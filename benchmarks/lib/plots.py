@@ -13,7 +13,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.lib.synthetic import L
-from benchmarks.lib.tables import ROOT, Rows, there
+from benchmarks.lib.tables import ROOT, Rows, has_result
+from loadgen.figures import BASELINES
 from loadgen.plots import POLICY_COLOURS, policy_colour, save
 from loadgen.results import read_rows
 
@@ -53,7 +54,7 @@ def tpot() -> None:
                 if policy in POLICY_COLOURS:
                     offset = 0.17 if policy == "locality-band" else -0.17
                     axes.bar(x + offset, change, 0.32, color=policy_colour(policy), label=policy)
-                elif policy in ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens"):
+                elif policy in BASELINES:
                     axes.plot(x, change, "_", color=_GREY, markersize=18, label="load balancers")
             for paper in _PAPER.get(name.split("\n")[0], ()) if percentile == "p50" else ():
                 axes.hlines(paper, x - 0.4, x + 0.4, "black", "dashed", lw=0.8, label="locality-band, paper")
@@ -61,6 +62,67 @@ def tpot() -> None:
         axes.axhline(0, color="black", linewidth=0.6)
         axes.set_ylabel(_BASELINE.format(percentile))
     _save(figure, "tpot")
+
+
+def real_routes() -> None:
+    """Draw the policies on published routes of real models, with the step costs of an H100."""
+    figure, panels = two(
+        "On real routes marginal-cost lowers the median and p99; with tail_power 1 p99 may rise"
+    )
+    rows = read_rows("tail_price")
+    points = list(dict.fromkeys((row["workload"], row["workers"]) for row in rows))
+    ours = {"marginal-cost,tail_power=16": (-0.17, "C0"), "marginal-cost,tail_power=1": (0.17, "C9")}
+    for axes, percentile in zip(panels, ("p50", "p99"), strict=True):
+        column = f"tpot_{percentile}_change_pct"
+        for row in rows:
+            x, change = points.index((row["workload"], row["workers"])), row[column]
+            if row["policy"] in ours:
+                offset, colour = ours[row["policy"]]
+                spread = [[change - row[f"{column}_low"]], [row[f"{column}_high"] - change]]
+                axes.bar(x + offset, change, 0.32, yerr=spread, color=colour, label=row["policy"])
+            elif row["policy"] in BASELINES:
+                axes.plot(x, change, "_", color=_GREY, markersize=18, label="load balancers")
+        names = [f"{name.replace('.held_out', ' held out')}, {workers}" for name, workers in points]
+        axes.set_xticks(range(len(points)), names, fontsize=7, rotation=20, ha="right")
+        axes.axhline(0, color="black", linewidth=0.6)
+        axes.set_ylabel(_BASELINE.format(percentile))
+    _save(figure, "real_routes")
+
+
+def at_scale() -> None:
+    """Draw TPOT by the number of workers, from copies of observed requests and from mixtures."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure.suptitle("Against shortest-queue the gain remains up to 1,024 workers", size=11)
+    panels = figure.subplots(2, 2)
+    colours = {"locality-band": "C1", "marginal-cost,tail_power=16": "C0", "marginal-cost,tail_power=1": "C9"}
+    for name, dashes in (("at_scale", "-"), ("at_scale_mixed", "--")):
+        requests = "copies" if name == "at_scale" else "mixtures"
+        for (trace, policy), rows in _by(read_rows(name), "arrivals", "policy").items():
+            for axes, percentile in zip(panels[int("mooncake" in trace)], ("p50", "p99"), strict=True):
+                if policy in colours:
+                    column = f"tpot_{percentile}_change_pct"
+                    known = {row["workers"]: row for row in rows}  # of several divisions the last one
+                    y = [row[column] for row in known.values()]
+                    spread = [
+                        [sign * (row.get(column + end, row[column]) - row[column]) for row in known.values()]
+                        for end, sign in (("_low", -1), ("_high", 1))
+                    ]
+                    label = f"{policy.replace(',tail_power=', ', power ')}, {requests}"
+                    axes.errorbar([*known], y, spread, fmt=f"o{dashes}", color=colours[policy], label=label)
+                axes.set(xlabel=f"workers, arrivals of {trace.partition('_')[0].title()}", xscale="log")
+                axes.set_ylabel(f"change of TPOT {percentile}, %")
+                axes.set_xticks(*[sorted({row["workers"] for row in read_rows(name)})] * 2)
+                axes.minorticks_off()
+                axes.axhline(0, color="black", linewidth=0.6)
+    _save(figure, "at_scale")
+
+
+def _by(rows: Rows, *columns: str) -> dict[tuple[Any, ...], Rows]:
+    """Return the rows by their values of these columns."""
+    found: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        found.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return found
 
 
 def curves(name: str, title: str, rows: Rows, axis: tuple[str, str], forms: tuple[str, str], by: str) -> None:
@@ -142,28 +204,37 @@ def _save(figure: Figure, name: str) -> None:
     """Save the figure with one legend for all panels, each name once."""
     legends = [axes.get_legend_handles_labels() for axes in figure.axes]
     lines = {name: handle for handles, names in legends for handle, name in zip(handles, names, strict=True)}
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=7, fontsize=8)
+    figure.legend(
+        lines.values(), lines.keys(), loc="outside lower center", ncols=3 if len(lines) > 4 else 4, fontsize=8
+    )
     save(figure, PLOTS / f"{name}.png")
 
 
 def main() -> None:
     """Draw all plots."""
+    real_routes()
+    at_scale()
     tpot()
     experts()
     overload()
-    if there("gpu_step_cost"):
+    if has_result("gpu_step_cost"):
         step_cost()
     curves(
-        "rates", "On languages the median falls further as the rate grows; p99 falls less surely",
+        "rates",
+        "On languages the median falls further as the rate grows; p99 falls less surely",
         [row for row in read_rows("rates") if row["workload"] == "language" and row["arm"] != "domain"],
-        ("rate_per_s", "requests/s, 8 workers, replayed"), ("tpot_{}_ms", "TPOT {}, ms"), "arm",
-    )  # fmt: skip
+        ("rate_per_s", "requests/s, 8 workers, replayed"),
+        ("tpot_{}_ms", "TPOT {}, ms"),
+        "arm",
+    )
     curves(
-        "workers", "Simulated, languages: marginal-cost gains in both percentiles up to 1,024 workers",
+        "workers",
+        "Simulated, languages: marginal-cost gains in both percentiles up to 1,024 workers",
         [row for row in read_rows("eldr_pool-size") if row["workload"] == "language"],
         ("decode_workers", "decode workers"),
-        ("tpot_{}_change_pct", "TPOT {} against round-robin, %"), "policy",
-    )  # fmt: skip
+        ("tpot_{}_change_pct", "TPOT {} against round-robin, %"),
+        "policy",
+    )
 
 
 if __name__ == "__main__":

@@ -31,22 +31,32 @@ def main(job: dict[str, Any], answer: Any) -> None:
     from eldr_serve.engine.vllm.config import engine_kwargs
 
     kwargs = engine_kwargs(
-        "prefill", **device_kwargs(job["device"]), block_size=job["block_size"], async_scheduling=False,
+        "prefill",
+        **device_kwargs(job["device"]),
+        block_size=job["block_size"],
+        async_scheduling=False,
         kv_lease_s=_LEASE_S[job["device"]],
         scheduler_cls="benchmarks.lib.switched.SwitchedScheduler",
         kv_transfer_config={
-            "kv_connector": "SwitchedConnector", "kv_connector_module_path": "benchmarks.lib.switched",
+            "kv_connector": "SwitchedConnector",
+            "kv_connector_module_path": "benchmarks.lib.switched",
         },
-    )  # fmt: skip
+    )
     llm = LLM(
-        model=job["model"], max_model_len=2048, max_num_seqs=8,
-        max_num_batched_tokens=job["max_tokens"], disable_log_stats=False,
-        **({"dtype": "float32"} | job.get("arguments", {})), **kwargs,
-    )  # fmt: skip
+        model=job["model"],
+        max_model_len=2048,
+        max_num_seqs=8,
+        max_num_batched_tokens=job["max_tokens"],
+        disable_log_stats=False,
+        **({"dtype": "float32"} | job.get("arguments", {})),
+        **kwargs,
+    )
     params = SamplingParams(
-        max_tokens=1, temperature=0.0, detokenize=False,
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
         extra_args={"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}},
-    )  # fmt: skip
+    )
     counted = 0.0
     for line in sys.stdin:
         capture, prompt = json.loads(line)

@@ -23,9 +23,14 @@ def no_longer_than(prompts: Iterable[Prompt], tokens: int, *, chat: bool) -> lis
 
 
 def bodies(
-    folder: Path, *, count: int, max_tokens: int, seed: int, min_tokens: int | None = None,
+    folder: Path,
+    *,
+    count: int,
+    max_tokens: int,
+    seed: int,
+    min_tokens: int | None = None,
     max_prompt_tokens: int | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Return `count` greedy completion requests; prompts repeat if there are too few.
 
     Prompts longer than `max_prompt_tokens` are left out. Answers have exactly `max_tokens` tokens, or a

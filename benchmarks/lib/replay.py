@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,10 +31,11 @@ from benchmarks.lib.capture import Captured, captured, groups_of
 from benchmarks.lib.engine_pool import Replays
 from benchmarks.lib.engines import weights_name
 from benchmarks.lib.replay_engine import ENGINE_ENV, Arrival, Steps
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.fitting.clustering import kmeans
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.experts.signature import DEFAULT_TRANSFORM
 from eldr_serve.scheduling import (
     Decision,
     LoadLedger,
@@ -72,7 +74,7 @@ class Arm:
     parameters: dict[str, Any] = field(default_factory=dict)
     true_decode: bool = False  # the policy gets the true decode activations
     balanced: bool = True  # clusters of equal size
-    transform: str = "count-idf"
+    transform: str = DEFAULT_TRANSFORM
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,19 @@ class Bench:
     """The captured requests, one engine, and its step cost."""
 
     def __init__(
-        self, prompts: Path, *, engine_pool: Replays, requests: int, output_tokens: int, intermediate: int,
-        work: Path, seed: int, journal: Journal, device: str = "cpu", fit_requests: int = FIT_REQUESTS,
-    ) -> None:  # fmt: skip
+        self,
+        prompts: Path,
+        *,
+        engine_pool: Replays,
+        requests: int,
+        output_tokens: int,
+        intermediate: int,
+        work: Path,
+        seed: int,
+        journal: Journal,
+        device: str = "cpu",
+        fit_requests: int = FIT_REQUESTS,
+    ) -> None:
         self._journal = journal
         self._engine_pool = engine_pool
         self.data: Captured = captured(
@@ -177,10 +189,13 @@ class Bench:
         self.cost, self.cost_error = self._fit_cost()
         typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
         self.inputs = {
-            "device": device, "intermediate": intermediate, "output_tokens": output_tokens,
-            "captured": requests, "step_cost": self.cost.as_dict(),
+            "device": device,
+            "intermediate": intermediate,
+            "output_tokens": output_tokens,
+            "captured": requests,
+            "step_cost": self.cost.as_dict(),
             "step_cost_relative_error": self.cost_error,
-        }  # fmt: skip
+        }
 
     def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
         """Place and replay every load in every arm; arms alternate, so that all meet the same machine speeds.
@@ -219,7 +234,7 @@ class Bench:
         trace = self.data.trace
         by_arm = {}
         for label, outcome in case.outcomes.items():
-            judge = MarginalCost(affinity=0, cost=self.cost.as_dict())
+            judge = MarginalCost(affinity=0, tail_power=1, cost=self.cost.as_dict())
             ledger = LoadLedger()
             workers = ledger.rows(range(case.load.workers))
             ends: list[tuple[float, int]] = []
@@ -258,10 +273,10 @@ class Bench:
         """Measure the steps of batches of different sizes, of one domain and of all."""
         if (known := self._journal.get("fitting steps")) is not None:
             return Steps(**known)
-        seen, domains = Steps(), np.array(self.data.trace.domains)
+        steps, domains = Steps(), np.array(self.data.trace.domains)
         names, sizes = np.unique(domains, return_counts=True)
         single = names[np.argsort(-sizes)[:2]]
-        asked = []
+        futures = []
         for pool in (domains != "", domains == single[0], domains == single[-1], domains != ""):
             for size in fit_batches(requests):
                 chosen = self._rng.choice(np.flatnonzero(pool), size)
@@ -270,18 +285,21 @@ class Bench:
                     Arrival(f"fit{n}", float(t), self.data.tokens[i], self._output_tokens, int(i))
                     for n, (i, t) in enumerate(zip(chosen, np.cumsum(gaps), strict=True))
                 ]
-                asked.append(self._engine_pool.replay(arrivals, self._probe_s))
-        for future in asked:
-            seen.extend(future.result()[1])
-        self._journal.put("fitting steps", vars(seen))
-        return seen
+                futures.append(self._engine_pool.replay(arrivals, self._probe_s))
+        for future in futures:
+            steps.extend(future.result()[1])
+        self._journal.put("fitting steps", vars(steps))
+        return steps
 
     def _fit_cost(self) -> tuple[StepCost, float]:
-        seen = self._fitted_on
-        sums = StepSums.of(seen.requests, seen.kv_tokens, seen.experts, seen.seconds)
+        steps = self._fitted_on
+        sums = StepSums.from_steps(steps.requests, steps.kv_tokens, steps.experts, steps.seconds)
         cost = sums.fit()
         if cost is None:
-            raise BadInput("the engine's steps do not depend on active experts; widen the model")
+            raise UserInputError(
+                f"no step cost fits the engine's {len(steps.seconds)} steps: they are too few (give more "
+                "--fit-requests), or their time does not depend on active experts (give more --intermediate)"
+            )
         return cost, sums.error(cost)
 
     def _plan(self, load: Load, arms: Sequence[Arm], repeats: int) -> Case:
@@ -298,19 +316,27 @@ class Bench:
             key: self._table(fit, load.workers, *key)
             for key in {(arm.balanced, arm.transform) for arm in arms}
         }
+        mix = {"mix": dict(Counter(self.data.trace.domains[i] for i in fit))}
         outcomes = {}
         for arm in arms:
             table = tables[arm.balanced, arm.transform]
-            policy = make_policy(arm.policy, **arm.parameters).with_table(table)
+            parameters = dict(arm.parameters) | (mix if arm.policy == "domain" else {})
+            policy = make_policy(arm.policy, **parameters).with_table(table)
             policy.update_cost_model(self.cost)
             outcomes[arm.label] = self._simulated(
                 load, chosen, arrival_s, policy, self.cost, true_decode=arm.true_decode
             )
         empty = {arm.label: np.zeros((repeats, number)) for arm in arms}
         return Case(
-            load, rate, chosen, arrival_s, outcomes, empty, copy.deepcopy(empty),
+            load,
+            rate,
+            chosen,
+            arrival_s,
+            outcomes,
+            empty,
+            copy.deepcopy(empty),
             {arm.label: Steps() for arm in arms},
-        )  # fmt: skip
+        )
 
     def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
         trace = self.data.trace.subset(fit)
@@ -321,9 +347,15 @@ class Bench:
         return replace(table, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
 
     def _simulated(
-        self, load: Load, chosen: NDArray[np.int64], arrival_s: NDArray[np.float64], policy: Policy,
-        cost: StepCost, *, true_decode: bool = False,
-    ) -> Outcome:  # fmt: skip
+        self,
+        load: Load,
+        chosen: NDArray[np.int64],
+        arrival_s: NDArray[np.float64],
+        policy: Policy,
+        cost: StepCost,
+        *,
+        true_decode: bool = False,
+    ) -> Outcome:
         experts = self._experts(true_decode)
         requests = Requests(
             arrival_s, experts.count_tokens[chosen], np.diff(experts.offset)[chosen], kind=chosen
@@ -347,7 +379,7 @@ class Bench:
 
 
 def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Load]:
-    """Return each workload with each number of workers and batch size; raise BadInput if one is unknown."""
+    """Return each workload with each number of workers and batch size; raise UserInputError for others."""
     counts, sizes = options.numbers("--workers", workers), options.numbers("--batch", batch)
     return [Load(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]
 

@@ -15,7 +15,7 @@ from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.engines import check_device
 from benchmarks.lib.replay import FIT_REQUESTS, Arm, Bench, Case, loads_of, widened
 from benchmarks.lib.replay_rows import arm_rows
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.files import write_whole
 from loadgen.journal import Journal
 from loadgen.plots import bars
@@ -46,7 +46,7 @@ def chosen_arms(names: str, arms: Sequence[Arm]) -> list[Arm]:
     by_label = {arm.label: arm for arm in arms}
     labels = list(by_label) if names == "all" else names.split(",")
     if unknown := [label for label in labels if label not in by_label]:
-        raise BadInput(f"--arms names {unknown[0]!r}; there are {', '.join(by_label)}")
+        raise UserInputError(f"--arms names {unknown[0]!r}; there are {', '.join(by_label)}")
     return [by_label[label] for label in labels]
 
 
@@ -74,10 +74,17 @@ def against(
 
 
 def replay_command(
-    name: str, all_arms: Sequence[Arm], report: Callable[[Replayed], None] | None = None, *,
-    default_workers: str = "8", default_groups: str = "language,task", default_batch: str = "16",
-    default_per_worker: int = 40, default_repeats: int = 1, default_intermediate: int = 1024,
-) -> Callable[..., None]:  # fmt: skip
+    name: str,
+    all_arms: Sequence[Arm],
+    report: Callable[[Replayed], None] | None = None,
+    *,
+    default_workers: str = "8",
+    default_groups: str = "language,task",
+    default_batch: str = "16",
+    default_per_worker: int = 40,
+    default_repeats: int = 1,
+    default_intermediate: int = 1024,
+) -> Callable[..., None]:
     """Return the command `name` with these arms and `report`, by default `against` round-robin."""
 
     def command(
@@ -103,23 +110,19 @@ def replay_command(
         check_device(device)
         loads = loads_of(groups, workers, batch, per_worker)
         chosen = chosen_arms(arms, all_arms)
-        of_bench: dict[str, Any] = {
-            "requests": requests, "output_tokens": output_tokens, "intermediate": intermediate,
-            "device": device, "seed": seed, "fit_requests": fit_requests,
-        }  # fmt: skip
-        asked = of_bench | {
-            "benchmark": name, "arms": [asdict(arm) for arm in chosen], "loads": [*map(asdict, loads)],
-            "prompts": str(prompts), "repeats": repeats, "engines": engines,
-        }  # fmt: skip
-        journal = Journal(work / f"{name}.jsonl", asked | environment())
+        of_bench: dict[str, Any] = {"requests": requests, "output_tokens": output_tokens, "device": device}
+        of_bench |= {"intermediate": intermediate, "seed": seed, "fit_requests": fit_requests}
+        settings = of_bench | {"benchmark": name, "arms": [*map(asdict, chosen)]}
+        settings |= {"loads": [*map(asdict, loads)], "prompts": str(prompts)}
+        settings |= {"repeats": repeats, "engines": engines}
+        journal = Journal(work / f"{name}.jsonl", settings | environment())
         with EnginePool(widened(intermediate, work), engines, device) as engine_pool:
             bench = Bench(prompts, engine_pool=engine_pool, work=work, journal=journal, **of_bench)
             cases = bench.compare(loads, chosen, repeats)
         slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
-        inputs = bench.inputs | {
-            "per_worker": per_worker, "batch": batch, "repeats": repeats, "engines": engines,
-            "core_slowdown_p1_p50_p99": np.percentile(slowdown, [1, 50, 99]).tolist(),
-        }  # fmt: skip
+        inputs = bench.inputs | {"per_worker": per_worker, "batch": batch, "repeats": repeats}
+        inputs |= {"engines": engines}
+        inputs["core_slowdown_p1_p50_p99"] = np.percentile(slowdown, [1, 50, 99]).tolist()
         (report or against(["round-robin"]))(Replayed(name, bench, cases, inputs, seed, out))
         if steps_out is not None:
             write_whole(steps_out, bench.step_lines())

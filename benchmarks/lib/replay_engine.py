@@ -8,10 +8,7 @@ token, like the first decode step after a transfer.
 from __future__ import annotations
 
 import os
-import random
-import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter, process_time, thread_time
 from typing import Any
@@ -21,6 +18,7 @@ import numpy as np
 from benchmarks.lib import engines
 from benchmarks.lib.cpu_speed import CpuSpeed
 from benchmarks.lib.engines import device_kwargs
+from benchmarks.lib.ports import free_port
 
 ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
 TEMPERATURE = 0.8  # sampling temperature of captures and replays
@@ -64,31 +62,25 @@ class Steps:
             getattr(self, name).extend(getattr(other, name))
 
 
-def aligned(tokens: list[int]) -> list[int]:
+def pad_to_blocks(tokens: list[int]) -> list[int]:
     """Extend the prompt on its left with its own text to 1 token more than whole blocks."""
     length = BLOCK * max(1, -(-(len(tokens) - 1) // BLOCK)) + 1
     return (tokens * -(-length // len(tokens)))[-length:]
-
-
-def free_port() -> int:
-    """Return an unused TCP port below the ephemeral ports of Linux and macOS.
-
-    A starting engine opens many ephemeral ports, and its side channel's port last.
-    """
-    for port in random.sample(range(28000, 32768), 64):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("of 64 ports from 28000 to 32767 none is free")
 
 
 class ReplayEngine:
     """A decode engine of this package on "cpu", "cuda" or "cuda-eager"; one at a time in a process."""
 
     def __init__(
-        self, model: str, *, device: str = "cpu", max_batch: int = 256, max_model_len: int = 2048,
-        batches: Sequence[int] = _GRAPHS, **arguments: Any,
-    ):  # fmt: skip
+        self,
+        model: str,
+        *,
+        device: str = "cpu",
+        max_batch: int = 256,
+        max_model_len: int = 2048,
+        batches: Sequence[int] = _GRAPHS,
+        **arguments: Any,
+    ):
         os.environ |= ENGINE_ENV | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
@@ -150,7 +142,7 @@ class ReplayEngine:
 
     def _number_steps(self) -> None:
         """Store in each record the number of its step."""
-        from eldr_serve.engine.vllm.capture import StepTimer
+        from eldr_serve.engine.vllm.step_timer import StepTimer
 
         finish = StepTimer.finish
 
@@ -193,9 +185,11 @@ class ReplayEngine:
             while waiting and waiting[-1].arrival_s <= now:
                 arrival = waiting.pop()
                 params = SamplingParams(
-                    max_tokens=arrival.output_tokens, temperature=TEMPERATURE, ignore_eos=True,
+                    max_tokens=arrival.output_tokens,
+                    temperature=TEMPERATURE,
+                    ignore_eos=True,
                     seed=arrival.seed,
-                )  # fmt: skip
+                )
                 self._engine.add_request(arrival.request_id, {"prompt_token_ids": arrival.tokens}, params)
             slowdown = self.slowdown(probe_s)
             outputs, took, records = self.step()

@@ -11,9 +11,12 @@ from loadgen.statistics import median_ci
 
 
 def medians(
-    rows: Sequence[dict[str, Any]], *, keys: Sequence[str], with_interval: Sequence[str],
+    rows: Sequence[dict[str, Any]],
+    *,
+    keys: Sequence[str],
+    with_interval: Sequence[str],
     summed: Sequence[str] = (),
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Return one row for each measured case, in order of first appearance.
 
     Args:
@@ -26,10 +29,10 @@ def medians(
         row: dict[str, Any] = dict(zip(keys, key, strict=True)) | {"rounds": len(mine)}
         for name, value in mine[0].items():
             if name in summed:
-                row[name] = sum(one[name] for one in mine)
+                row[name] = sum(other[name] for other in mine)
             elif isinstance(value, int | float) and name not in keys:
-                row[name] = float(np.median([one[name] for one in mine]))
+                row[name] = float(np.median([other[name] for other in mine]))
         for name in with_interval:
-            _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([one[name] for one in mine])
+            _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([other[name] for other in mine])
         summaries.append(row)
     return summaries

@@ -35,7 +35,7 @@ def screenshots(
     """Write live_page.png, live_page_dark.png and live_page_phone.png of a running service."""
     pictures = asyncio.run(taken(f"{url.rstrip('/')}/eldr/", admin_key))
     if report is not None:
-        pictures["report"] = asyncio.run(of_report(report))
+        pictures["report"] = asyncio.run(screenshot_of_report(report))
     out.mkdir(parents=True, exist_ok=True)
     for name, content in pictures.items():
         write_whole(out / f"{name}.png", content)
@@ -67,13 +67,13 @@ async def taken(url: str, admin_key: str | None) -> dict[str, bytes]:
         for name, (width, dark) in VIEWS.items():
             await page.set_viewport_size({"width": width, "height": 900})
             await page.emulate_media(color_scheme="dark" if dark else "light")
-            await page.evaluate("look()")
+            await page.evaluate("refresh()")
             await page.locator("main").wait_for()
             pictures[name] = _small(await page.screenshot(full_page=True))
     return pictures
 
 
-async def of_report(report: Path) -> bytes:
+async def screenshot_of_report(report: Path) -> bytes:
     """Return the top of a comparison's page as PNG; FileNotFoundError if there is none."""
     address = report.resolve(strict=True).as_uri()
     async with browser() as chromium:

@@ -31,11 +31,20 @@ def write_config(folder: Path, *, layers: int, vocabulary: int, hidden: int, int
 
     head: dict[str, Any] = {"head_dim": 128}  # not a declared parameter
     Qwen3MoeConfig(
-        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=4, **head, num_experts=E, num_experts_per_tok=TOP_K, norm_topk_prob=True,
-        moe_intermediate_size=intermediate, architectures=["Qwen3MoeForCausalLM"],
-        max_position_embeddings=4096, dtype="bfloat16",
-    ).save_pretrained(folder)  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        **head,
+        num_experts=E,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        moe_intermediate_size=intermediate,
+        architectures=["Qwen3MoeForCausalLM"],
+        max_position_embeddings=4096,
+        dtype="bfloat16",
+    ).save_pretrained(folder)
     return folder
 
 
@@ -45,9 +54,13 @@ def random_spec(rng: np.random.Generator) -> SignatureSpec:
 
 
 def table_near(
-    prompts: NDArray[np.uint32], workers: int, rng: np.random.Generator, *, spec: SignatureSpec,
+    prompts: NDArray[np.uint32],
+    workers: int,
+    rng: np.random.Generator,
+    *,
+    spec: SignatureSpec,
     noise: int = 3,
-) -> RoutingTable:  # fmt: skip
+) -> RoutingTable:
     """Return a table whose centroids are these prompts in turn, each count raised by less than `noise`."""
     near = prompts[np.arange(workers) % len(prompts)]
     near = near + rng.integers(0, noise, (workers, L, E), dtype=np.uint32)

@@ -3,10 +3,11 @@
     python -m benchmarks.lib.tables
 
 A table stands between `<!-- table NAME column, column ... -->` and `<!-- end -->`, and is filled from
-NAME.json; if the result of a GPU (gpu_*) is missing, the table stays empty. A column is a key of the rows, or
-`KEY [LOW HIGH]`, which prints a value and its interval; `[_low _high]` appends to KEY.
+NAME.json. A column is a key of the rows, or `KEY [LOW HIGH]`, which prints a value and its interval;
+`[_low _high]` appends to KEY. Each result of a GPU gets the page that gpu_pages.yaml describes.
 
-Between `<!-- claims NAME -->` and `<!-- end -->` is that list of claims.yaml, and between
+Between `<!-- claims NAME -->` and `<!-- end -->` is that list of claims.yaml or papers.yaml, between
+`<!-- pages gpu -->` and `<!-- end -->` the list of pages with results of a GPU, and between
 `<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->` the parameters of a policy;
 `beyond` leaves out those that OTHER has with the same default.
 """
@@ -27,10 +28,29 @@ from eldr_serve.scheduling.policies.registry import policy_class
 from loadgen.results import RESULTS, read_rows
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docs/placement.md", *sorted((ROOT / "docs/tables").glob("*.md")))
-CLAIMS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks/claims.yaml").read_text())
-_BLOCK = re.compile(r"(<!-- (table|claims|parameters) (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+TABLES = ROOT / "docs/tables"
+PAGES = (
+    *(ROOT / "docs" / name for name in ("gpu.md", "papers.md", "placement.md", "results.md")),
+    ROOT / "README.md",
+    *sorted(TABLES.glob("*.md")),
+)
+PAPERS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks/papers.yaml").read_text())
+CLAIMS: dict[str, dict[str, Any]] = PAPERS | yaml.safe_load((ROOT / "benchmarks/claims.yaml").read_text())
+GPU_PAGES: dict[str, dict[str, str]] = yaml.safe_load((ROOT / "benchmarks/gpu_pages.yaml").read_text())
+_ZERO = re.compile(r"(?<![\w.])[+-](0(?:\.0+)?)(?![\w.])")
+_BLOCK = re.compile(r"(<!-- (table|claims|pages|parameters) (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
+# Words of a key -> words of its heading
+_HEADINGS = {
+    "arm": "policy or variant",
+    "engine time per token": "engine time per token, ms",
+    "imbalance below JSQ": "imbalance, times below shortest-queue",
+    "intermediate": "neurons per expert",
+    "left": "disconnected",
+    "ok": "answered",
+    "rate/s": "arrivals/s",
+    "way": "way in",
+}
 _UNITS = {"pct": "%", "ms": "ms", "us": "us", "s": "s", "mib": "MiB"}
 _NAMES = {
     name.lower(): name for name in ("TPOT", "TTFT", "CPU", "GPUs", "KV", "EP", "TP", "EPLB", "JSQ", "vLLM")
@@ -49,8 +69,6 @@ def filled(page: str) -> str:
 
 def _table(arguments: str) -> str:
     name, _, columns = arguments.partition(" ")
-    if not there(name):
-        return ""
     rows = read_rows(name)
     keys = [_keys(column.strip()) for column in columns.split(",")]
     if unknown := set(itertools.chain.from_iterable(keys)).difference(*rows):
@@ -79,28 +97,48 @@ def heading(key: str) -> str:
     *name, last = words.split("_")
     has_unit = last in _UNITS and name and name[-1] != "per" and not name[-1].isdigit()
     text = " ".join(_NAMES.get(word, word) for word in (name if has_unit else [*name, last]))
-    return f"{text}, {_UNITS[last]}" if has_unit else text
+    text = text.removesuffix(" per s") + "/s" if text.endswith(" per s") else text.replace(" per s ", "/s ")
+    text = text.replace("pooled change", "change to all balancers").replace("ms per token", "time per token")
+    return f"{text}, {_UNITS[last]}" if has_unit else _HEADINGS.get(text, text)
 
 
-def there(name: str) -> bool:
-    """Return whether to fill a table: only a GPU's result may be missing."""
-    return not name.startswith("gpu_") or (RESULTS / f"{name}.json").exists()
+def has_result(name: str) -> bool:
+    """Return whether the result has been committed; those of a GPU may be missing."""
+    return (RESULTS / f"{name}.json").exists()
 
 
 def _claims(name: str) -> str:
     """Return one line per claim; a cell with fields repeats for each row of the claim's result."""
-    lines = []
-    for claim in CLAIMS[name]["lines"]:
-        rows = read_rows(claim["result"])
-        lines.append([_cell(cell, [row for row in rows if selected(row, claim)]) for cell in claim["cells"]])
+    claims = itertools.chain.from_iterable(map(_each, CLAIMS[name]["lines"]))
+    lines = [[_cell(cell, claim) for cell in claim["cells"]] for claim in claims]
     return _markdown(CLAIMS[name]["columns"], lines)
 
 
-def _cell(cell: str | dict[str, Any], rows: Rows) -> str:
-    if isinstance(cell, dict):
-        (row,) = (row for row in rows if selected(row, cell))
-        return str(cell["text"].format(**row))
-    return "; ".join(cell.format(**row) for row in rows) if "{" in cell else cell
+def _each(claim: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the claim, or one for each combination of the values that `each` has in the result's rows."""
+    if "each" not in claim:
+        return [claim]
+    rows = [row for row in read_rows(claim["result"]) if selected(row, claim)]
+    found = dict.fromkeys(tuple(row[key] for key in claim["each"]) for row in rows)
+    return [
+        claim | {"where": claim["where"] | dict(zip(claim["each"], values, strict=True))} for values in found
+    ]
+
+
+def _cell(cell: str | dict[str, Any], claim: dict[str, Any]) -> str:
+    if isinstance(cell, str) and "{" not in cell:
+        return cell
+    name = cell.get("result") if isinstance(cell, dict) else None
+    rows = [row for row in read_rows(name or claim["result"]) if selected(row, claim)]
+    if isinstance(cell, str):
+        return "; ".join(_formatted(cell, row) for row in rows)
+    (row,) = (row for row in rows if selected(row, cell))
+    return _formatted(cell["text"], row)
+
+
+def _formatted(text: str, row: dict[str, Any]) -> str:
+    """Fill in the row's values; a value that is rounded to zero has no sign."""
+    return _ZERO.sub(r"\1", text.format(**row))
 
 
 def selected(row: dict[str, Any], claim: dict[str, Any]) -> bool:
@@ -119,7 +157,7 @@ def _number(value: Any) -> str:
         return "-"
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return f"{value:z.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def _parameters(arguments: str) -> str:
@@ -135,13 +173,30 @@ def _parameters(arguments: str) -> str:
     return _markdown(["parameter", "value", "default", "meaning"], lines)
 
 
-_KINDS = {"table": _table, "claims": _claims, "parameters": _parameters}
+def _pages(_: str) -> str:
+    measured = [name for name in GPU_PAGES if has_result(name)]
+    lines = [f"- [{GPU_PAGES[name]['title']}](tables/{name}.md)\n" for name in measured]
+    return "".join(lines) or "No step has a result yet.\n"
+
+
+def _gpu_page(name: str) -> str:
+    """Return a page of a GPU's result, with an empty table."""
+    return (
+        f"# {GPU_PAGES[name]['title']}\n\n"
+        f"From `benchmarks/results/{name}.json`, by `make tables`.\nExplained in: [on a GPU](../gpu.md).\n\n"
+        f"<!-- table {name} {GPU_PAGES[name]['columns']} -->\n<!-- end -->\n"
+    )
+
+
+_KINDS = {"table": _table, "claims": _claims, "pages": _pages, "parameters": _parameters}
 
 
 def main() -> None:
     """Rewrite the pages."""
     for page in PAGES:
         write_whole(page, filled(page.read_text()))
+    for name in filter(has_result, GPU_PAGES):
+        write_whole(TABLES / f"{name}.md", filled(_gpu_page(name)))
 
 
 if __name__ == "__main__":

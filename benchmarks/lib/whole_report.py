@@ -12,11 +12,16 @@ from loadgen.statistics import median_ci
 
 OURS = "eldr/marginal-cost"
 METRICS = (
-    "tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms", "ttft_p99_ms", "latency_p50_ms", "requests_per_s",
+    "tpot_p50_ms",
+    "tpot_p99_ms",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "latency_p50_ms",
+    "requests_per_s",
     "engine_ms_per_token",
-)  # fmt: skip
+)
 SERVER_TIMES = {"server_ttft": "time_to_first_token", "server_queue": "request_queue_time"}
-STEPS = {"active_experts": "active", "batch_size": "batch"}
+STEPS = {"active_experts": "active_experts", "batch_size": "requests"}
 
 
 def means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -36,9 +36,14 @@ def many_domains(
 
 
 def sessions(
-    records: Sequence[TraceRequest], prompts: Sequence[Prompt], answers: range, rng: random.Random, *,
-    tag: str, count: int,
-) -> Chains:  # fmt: skip
+    records: Sequence[TraceRequest],
+    prompts: Sequence[Prompt],
+    answers: range,
+    rng: random.Random,
+    *,
+    tag: str,
+    count: int,
+) -> Chains:
     """Return `count` conversations of the trace; each chain has its turns with the trace's prefix blocks.
 
     The second block identifies a session, since all sessions share the first.
@@ -91,7 +96,5 @@ def _text(parts: Sequence[str], chars: int, rng: random.Random) -> str:
 
 def _body(prompt: str, tokens: int, *, key: str | None = None) -> dict[str, Any]:
     """Return a greedy request; balancers by session use the key."""
-    body = {
-        "model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0,
-    }  # fmt: skip
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
     return body if key is None else body | {"user": key}

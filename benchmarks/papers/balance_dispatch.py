@@ -64,9 +64,13 @@ def balance_dispatch(
                 for case, seconds in timed.items()
             ]
     publish(
-        "balance_dispatch", rows, inputs={"slots": slots, "pool": pool, "calls": calls}, seed=seed,
-        notes="one thread; progress is of workers x (slots - 1) requests", out=out,
-    )  # fmt: skip
+        "balance_dispatch",
+        rows,
+        inputs={"slots": slots, "pool": pool, "calls": calls},
+        seed=seed,
+        notes="one thread; progress is of workers x (slots - 1) requests",
+        out=out,
+    )
 
 
 def _fill(policy: QueuedPolicy, workers: int, each: int, rng: np.random.Generator) -> dict[str, int]:

@@ -24,7 +24,7 @@ from benchmarks.lib.capture import Captured, captured
 from benchmarks.lib.ep_engine import EpEngine
 from benchmarks.lib.ep_turns import HEADS, PROMPT, Minutes, Ranks, Rounds, Tokens, disjoint, in_turns, summary
 from benchmarks.lib.replay import widened
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, StepCost, make_policy
@@ -39,8 +39,17 @@ ARMS = (
     BASE,
     ("shortest-queue", "one for all"),
     *((policy, placed) for policy in ("locality-band", "marginal-cost") for placed in ("linear", "own")),
-)  # fmt: skip
+)
 PAPER = {("locality-band", "own"): {"paper_p50_pct": "-2.7..-4.3", "paper_p99_pct": "-0.6..-2.0"}}
+_NOTES = (
+    "requests of `workers` decode workers, placed by the policies; each worker's batch decodes "
+    "alone on one engine of `ranks` ranks, 32 bits, linear or with its own placement; a request's TPOT "
+    "is its worker's median step; changes against shortest-queue with the linear placement, 95 % "
+    "intervals by bootstrap over requests, too narrow since requests of a worker share its steps; "
+    "requests_equal_pct: answers equal to those of that arm, token by token; one for all: a placement "
+    "for all requests of the other half; paper_*: change against the best balancer on 8 workers of "
+    "4 GPUs"
+)
 
 
 def ep_policies(
@@ -61,10 +70,9 @@ def ep_policies(
     """Compare policies over expert-parallel decode engines, with and without per-worker placements."""
     data = captured(prompts, work, requests=requests, seed=seed)
     model = widened(intermediate, work, heads=HEADS)
-    settings = {
-        "prompts": prompts.name, "workers": workers, "batch": batch, "groups": groups, "ranks": ranks,
-        "tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed,
-    }  # fmt: skip
+    settings: dict[str, Any] = {"prompts": prompts.name, "workers": workers, "batch": batch, "groups": groups}
+    settings |= {"ranks": ranks, "tokens": tokens, "intermediate": intermediate}
+    settings |= {"requests": requests, "seed": seed}
     journal = Journal(work / "ep_policies.jsonl", settings)
     experts = data.trace.decode_counts.shape[2]
     names = groups.split(",")
@@ -93,15 +101,13 @@ def ep_policies(
         )
     ]
     publish(
-        "ep_policies", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out,
-        notes="requests of `workers` decode workers, placed by the policies; each worker's batch decodes "
-        "alone on one engine of `ranks` ranks, 32 bits, linear or with its own placement; a request's TPOT "
-        "is its worker's median step; changes against shortest-queue with the linear placement, 95 % "
-        "intervals by bootstrap over requests, too narrow since requests of a worker share its steps; "
-        "requests_equal_pct: answers equal to those of that arm, token by token; one for all: a placement "
-        "for all requests of the other half; paper_*: change against the best balancer on 8 workers of "
-        "4 GPUs",
-    )  # fmt: skip
+        "ep_policies",
+        rows,
+        inputs=settings | {"rounds": rounds},
+        seed=seed,
+        out=out,
+        notes=_NOTES,
+    )
     journal.remove()
 
 
@@ -114,7 +120,9 @@ class Case:
         self._data, self._workers, self._batch, self._ranks, self._seed = data, workers, batch, ranks, seed
         self._fit, rest = data.split(group, 0.5, seed)
         if len(rest) < workers * batch:
-            raise BadInput(f"{workers} x {batch} held-out requests of {group!r} are needed, not {len(rest)}")
+            raise UserInputError(
+                f"{workers} x {batch} held-out requests of {group!r} are needed, not {len(rest)}"
+            )
         self._rounds = disjoint(rest, workers * batch, rounds, np.random.default_rng([seed, 2]))
         self._table, _ = fit_table(data.trace.subset(self._fit), workers, seed=seed)
 
@@ -122,9 +130,15 @@ class Case:
         """Return (requests, placement int[L, E]) for each worker with requests."""
         policy, placement = arm
         before, now = placed(
-            self._data, self._table, policy, self._workers, self._batch, self._fit, self._rounds[turn],
+            self._data,
+            self._table,
+            policy,
+            self._workers,
+            self._batch,
+            self._fit,
+            self._rounds[turn],
             seed=self._seed + turn,
-        )  # fmt: skip
+        )
         layers, experts = self._data.trace.decode_counts.shape[1:]
         make = {
             "linear": lambda history: np.tile(np.arange(experts), (layers, 1)),
@@ -142,13 +156,20 @@ class Case:
 
 
 def placed(
-    data: Captured, table: RoutingTable, policy: str, workers: int, batch: int, before: Ints, now: Ints, *,
+    data: Captured,
+    table: RoutingTable,
+    policy: str,
+    workers: int,
+    batch: int,
+    before: Ints,
+    now: Ints,
+    *,
     seed: int,
-) -> tuple[list[Ints], list[Ints]]:  # fmt: skip
+) -> tuple[list[Ints], list[Ints]]:
     """Return each worker's requests: in a closed loop over `before`, and of `now`, which all run then."""
     chosen = make_policy(policy).with_table(table)
     chosen.update_cost_model(StepCost())
-    placer = Placer(chosen, failed=_fail, seed=seed)
+    placer = Placer(chosen, on_policy_error=_fail, seed=seed)
     names = [f"w{worker}" for worker in range(workers)]
     placer.set_workers(names)
     numbers: list[list[list[int]]] = [[[] for _ in names], [[] for _ in names]]
@@ -175,8 +196,8 @@ def policy_rows(
     base = by_arm[BASE]
     rows = []
     for arm, turns in measured.items():
-        workers = [one for turn in turns for one in turn]
-        held = np.array([len(one["answers"]) for one in workers])
+        workers = [worker for turn in turns for worker in turn]
+        held = np.array([len(worker["answers"]) for worker in workers])
         row: dict[str, Any] = {"workload": group, "policy": arm[0], "placement": arm[1]}
         mine, its = (np.array([of[request][0] for request in base]) for of in (by_arm[arm], base))
         for q in (50, 99):
@@ -185,7 +206,7 @@ def policy_rows(
             change = paired_change_percent(mine, its, of_q, seed=seed)
             row |= zip((f"p{q}_pct", f"p{q}_low_pct", f"p{q}_high_pct"), change, strict=True)
         for key in ("worst_rank_experts", "experts_all_ranks"):
-            row[key] = float(np.average([one[key] for one in workers], weights=held))
+            row[key] = float(np.average([worker[key] for worker in workers], weights=held))
         equal = [by_arm[arm][request][1] == answer for request, (_, answer) in base.items()]
         row["requests_equal_pct"] = 100 * float(np.mean(equal))
         row |= {"largest_batch": int(held.max()), "paper_p50_pct": None, "paper_p99_pct": None}
@@ -196,10 +217,10 @@ def policy_rows(
 def by_request(turns: list[list[dict[str, Any]]]) -> dict[tuple[int, int], tuple[float, str]]:
     """Return {(round, request): (its worker's median step, ms; its answer)}."""
     return {
-        (turn, number): (one["step_ms"], answer)
+        (turn, number): (worker["step_ms"], answer)
         for turn, workers in enumerate(turns)
-        for one in workers
-        for number, answer in zip(one["requests"], one["answers"], strict=True)
+        for worker in workers
+        for number, answer in zip(worker["requests"], worker["answers"], strict=True)
     }
 
 

@@ -61,9 +61,13 @@ def fit_time(
             | {"largest_cluster": max(report["cluster_sizes"])}
         )
     publish(
-        "fit_time", rows, inputs={"L": L, "E": E, "top_k": TOP_K, "rounds": rounds}, seed=seed,
-        notes="synthetic trace of 12 domains", out=out,
-    )  # fmt: skip
+        "fit_time",
+        rows,
+        inputs={"L": L, "E": E, "top_k": TOP_K, "rounds": rounds},
+        seed=seed,
+        notes="synthetic trace of 12 domains",
+        out=out,
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from eldr_serve.experts.moves import pair
-from eldr_serve.experts.placement import Topology
+from eldr_serve.errors import UserInputError
+from eldr_serve.experts.parallel.moves import pair
+from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.cost import Seconds
 
 Ints = NDArray[np.int64]
@@ -63,13 +64,19 @@ class MigrationPlan:
 
 
 def plan_migration(
-    old: ArrayLike, new: ArrayLike, *, topology: Topology, links: Links, windows_s: ArrayLike,
-    gain_s: ArrayLike | None = None, steps: int | None = None,
-) -> MigrationPlan:  # fmt: skip
+    old: ArrayLike,
+    new: ArrayLike,
+    *,
+    topology: Topology,
+    links: Links,
+    windows_s: ArrayLike,
+    gain_s: ArrayLike | None = None,
+    steps: int | None = None,
+) -> MigrationPlan:
     """Schedule the moves: layers with the largest gain per byte first; layers that would not pay stay.
 
     Args:
-        old, new: int[L, P], aligned.
+        old, new: int[L, P], the new one from minimise_moves.
         windows_s: [W] compute windows of one step, s.
         gain_s: [L] saving of the new placement per step, s; None: move everything, whatever it saves.
         steps: expected number of steps of the batch; required with `gain_s`.
@@ -80,14 +87,14 @@ def plan_migration(
     before, after = pair(old, new, topology.ranks)
     windows = np.asarray(windows_s, np.float64)
     if windows.ndim != 1 or not windows.size or not np.isfinite(windows).all() or windows.min() < 0:
-        raise ValueError("compute windows must be a list of times, 0 s or more")
+        raise UserInputError("compute windows must be a list of times, 0 s or more")
     if not windows.sum():
-        raise ValueError("there is no compute window to move experts in")
+        raise UserInputError("there is no compute window to move experts in")
     layers = len(before)
     moved = (before != after).sum(axis=1)
     gain = np.full(layers, np.inf) if gain_s is None else np.asarray(gain_s, np.float64)
     if gain.shape != (layers,) or (gain_s is None) != (steps is None):
-        raise ValueError(f"gain_s must have {layers} numbers, and steps must be given with it")
+        raise UserInputError(f"gain_s must have {layers} numbers, and steps must be given with it")
     timetable = _Timetable(topology, links)
     placement, ready, moves = before.copy(), np.zeros(layers), []
     for layer in np.argsort(-gain / np.maximum(moved, 1), kind="stable"):
@@ -152,11 +159,16 @@ class _Timetable:
                 staged = None
         moves = [
             Move(
-                layer, int(new[slot]), sources[slot], slot, start, end,
+                layer,
+                int(new[slot]),
+                sources[slot],
+                slot,
+                start,
+                end,
                 max([end, *(times[r][1] for r in readers[slot])]),
             )
             for slot, (start, end) in times.items()
-        ]  # fmt: skip
+        ]
         return sorted(moves, key=lambda move: move.start_s)
 
     def _sources(self, layer: int, old: Ints, new: Ints, size: int) -> dict[int, int]:

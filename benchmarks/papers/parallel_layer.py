@@ -35,9 +35,15 @@ class ParallelLayer:
     """
 
     def __init__(
-        self, gate: Gate, products: Products, placement: ArrayLike, *, num_experts: int, route: Routing,
+        self,
+        gate: Gate,
+        products: Products,
+        placement: ArrayLike,
+        *,
+        num_experts: int,
+        route: Routing,
         group: dist.ProcessGroup | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._gate, self._products, self._route, self._group = gate, products, route, group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._slot = slots_of(placement, num_experts, self._ranks)[self._rank]
@@ -68,7 +74,7 @@ class ParallelLayer:
         here = self._route(chosen, home) == self._rank
         on_stage("route")
         spread = x.new_zeros(self._ranks * room, width)
-        spread[rows] = self._served(tokens, weights, np.where(here, chosen, -1))
+        spread[rows] = self._sum_experts(tokens, weights, np.where(here, chosen, -1))
         on_stage("experts")
         out = x.new_empty(room, width)
         dist.reduce_scatter_single(out, spread, group=self._group)
@@ -96,7 +102,7 @@ class ParallelLayer:
             for part in (x[token], weights[token], torch.as_tensor(wanted).to(x.device))
         )
         on_stage("dispatch")
-        partial = self._served(visitors, gates, asked.cpu().numpy())
+        partial = self._sum_experts(visitors, gates, asked.cpu().numpy())
         on_stage("experts")
         back = self._exchange(partial, received, sent.tolist())
         out = torch.zeros(x.shape, device=x.device).index_add_(
@@ -105,7 +111,7 @@ class ParallelLayer:
         on_stage("combine")
         return out.to(x.dtype)
 
-    def _served(self, tokens: Tensor, weights: Tensor, wanted: Ints) -> Tensor:
+    def _sum_experts(self, tokens: Tensor, weights: Tensor, wanted: Ints) -> Tensor:
         """Return [T, H] weighted sums over this rank's experts; wanted int[T, k], -1: served elsewhere."""
         token, choice = np.nonzero(wanted >= 0)
         slot = self._slot[wanted[token, choice]]

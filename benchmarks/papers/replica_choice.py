@@ -1,6 +1,6 @@
 """Baselines for METRO's greedy choice of the replica that serves an expert's tokens.
 
-Arguments and errors are those of `eldr_serve.experts.metro.route_metro`.
+Arguments and errors are those of `eldr_serve.experts.parallel.metro.route_metro`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from eldr_serve.experts.metro import checked
+from eldr_serve.experts.parallel.metro import checked
 
 Ints = NDArray[np.int64]
 

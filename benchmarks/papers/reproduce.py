@@ -15,7 +15,9 @@ from benchmarks.papers.figures import (
     balanceroute,
     director,
     eldr,
+    eldr_domains,
     eldr_parallel,
+    eldr_signatures,
     grace,
     metro,
     predicted,
@@ -23,12 +25,12 @@ from benchmarks.papers.figures import (
     whole,
 )
 from benchmarks.papers.figures.common import Figure, Options
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.results import publish
-from offline.simulation.calibration import FittedCost
 
 PAPERS = {
-    "eldr": eldr.FIGURES | eldr_parallel.FIGURES,
+    "eldr": eldr.FIGURES | eldr_parallel.FIGURES | eldr_signatures.FIGURES | eldr_domains.FIGURES,
     "balanceroute": balanceroute.FIGURES,
     "grace": grace.FIGURES,
     "metro": metro.FIGURES,
@@ -45,9 +47,9 @@ def reproduce(
     trace: Annotated[
         list[Path] | None,
         typer.Option(
-            help="eldr, grace, metro, director: routes, a calibration trace or GPT-OSS-20B records (metro, "
+            help="eldr, grace, metro, director: a calibration trace with routes, or published routes (metro, "
             "director: one or more); balanceroute: request traces; together, whole: one of each; predicted: "
-            "a calibration trace; GPT-OSS-20B records for gptoss."
+            "a calibration trace; GPT-OSS-20B's routes for gptoss."
         ),
     ] = None,
     cost: Annotated[
@@ -65,7 +67,7 @@ def reproduce(
         return
     chosen = _figures(paper).get(figure)
     if chosen is None:
-        raise BadInput(f"{paper} has no figure {figure!r}; choose from {', '.join(_figures(paper))}")
+        raise UserInputError(f"{paper} has no figure {figure!r}; choose from {', '.join(_figures(paper))}")
     path = out or Path("out") / f"{paper}_{figure}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     fitted = FittedCost.load(cost).cost if cost is not None else None
@@ -73,20 +75,25 @@ def reproduce(
     rows = chosen.run(options)
     typer.echo(f"{chosen.title}\npaper: {chosen.paper}")
     publish(
-        f"{paper}_{figure}", rows, seed=0, out=path,
+        f"{paper}_{figure}",
+        rows,
+        seed=0,
+        out=path,
         inputs={
-            "traces": [file.name for file in options.traces], "requests": requests, "seeds": seeds,
+            "traces": [file.name for file in options.traces],
+            "requests": requests,
+            "seeds": seeds,
             "cost": fitted.as_dict() if fitted else None,
         },
         notes=f"simulated. {chosen.title}. Paper: {chosen.paper}",
-    )  # fmt: skip
+    )
     if chosen.plot is not None:
         chosen.plot(rows, path.with_suffix(".png"))
 
 
 def _figures(paper: str) -> dict[str, Figure]:
     if paper not in PAPERS:
-        raise BadInput(f"unknown paper {paper!r}; choose from {', '.join(PAPERS)}")
+        raise UserInputError(f"unknown paper {paper!r}; choose from {', '.join(PAPERS)}")
     return PAPERS[paper]
 
 

@@ -85,30 +85,41 @@ def shadow_simulated(
     for count, per_expert in product(map(int, workers.split(",")), map(float, per_expert_us.split(","))):
         cost = StepCost(per_expert_s=1e-6 * per_expert)
         cluster = Cluster(decode=Decode(workers=count, cost=cost), handover_fixed_s=_HANDOVER_S)
-        found: dict[str, list[dict[str, Any]]] = {"closed": [], "open": []}
+        rows_of_loops: dict[str, list[dict[str, Any]]] = {"closed": [], "open": []}
         for number in range(seed, seed + seeds):
             sent = _requests(experts, count * per_worker, output_tokens, number)
             pair = _pair(names, sent, cluster, experts, count * in_flight, number)
-            found["closed"].append(row(*pair))
+            rows_of_loops["closed"].append(row(*pair))
             rate = len(sent) / float(np.ptp(pair[1].last_s))  # that of the second policy
             sent = _at_rate(sent, rate, number)
-            found["open"].append(row(*_pair(names, sent, cluster, experts, None, number)))
-        for loop, made in found.items():
+            rows_of_loops["open"].append(row(*_pair(names, sent, cluster, experts, None, number)))
+        for loop, made in rows_of_loops.items():
             rows.append({"workers": count, "per_expert_us": per_expert, "loop": loop} | mean(made))
     publish(
-        "shadow_simulated", rows, seed=seed, out=out,
+        "shadow_simulated",
+        rows,
+        seed=seed,
+        out=out,
         inputs={
-            "trace": trace.name if trace else f"{captured_prompts} of {prompts.name}", "policies": policies,
-            "in_flight": in_flight, "per_worker": per_worker, "output_tokens": output_tokens, "seeds": seeds,
+            "trace": trace.name if trace else f"{captured_prompts} of {prompts.name}",
+            "policies": policies,
+            "in_flight": in_flight,
+            "per_worker": per_worker,
+            "output_tokens": output_tokens,
+            "seeds": seeds,
         },
         notes="simulated; batch, step time and error: of the second policy; changes: of the first against it",
-    )  # fmt: skip
+    )
 
 
 def _pair(
-    names: tuple[str, str], sent: Requests, cluster: Cluster, experts: Experts, in_flight: int | None,
+    names: tuple[str, str],
+    sent: Requests,
+    cluster: Cluster,
+    experts: Experts,
+    in_flight: int | None,
     seed: int,
-) -> tuple[Outcome, Outcome]:  # fmt: skip
+) -> tuple[Outcome, Outcome]:
     """Return the outcomes with the first and with the second policy live, the other one as its shadow."""
 
     def outcome(live: str, other: str) -> Outcome:

@@ -33,7 +33,7 @@ class Prompts:
     frequencies: Floats
 
     @classmethod
-    def of(cls, trace: CalibrationTrace) -> Prompts:
+    def from_trace(cls, trace: CalibrationTrace) -> Prompts:
         """Read the prompts of a trace; raise ValueError if it has no token ids."""
         return cls(trace, token_shares(trace.prompts, trace.vocabulary), expert_frequencies(trace))
 

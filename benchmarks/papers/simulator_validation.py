@@ -27,7 +27,7 @@ from benchmarks.engine.replays import POLICIES
 from benchmarks.lib.replay import Bench, Case
 from benchmarks.lib.replay_command import Replayed, replay_command
 from benchmarks.lib.replay_rows import LAYERS
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.scheduling import StepSums
 from loadgen.plots import save
 from loadgen.results import publish
@@ -38,25 +38,29 @@ def report(run: Replayed) -> None:
     cases = [_with_cost_of_the_others(run.bench, case) for case in run.cases]
     rows = [row for case in cases for row in policy_rows(case, run.bench.regret(case))]
     path = publish(
-        run.name, rows, seed=run.seed, out=run.out, inputs=run.inputs,
+        run.name,
+        rows,
+        seed=run.seed,
+        out=run.out,
+        inputs=run.inputs,
         notes="error: simulated against measured; repeats: range of the engine's own repeats; mape and "
         "pearson over requests; the ranking compares the policies' medians. "
         + "; ".join(_ranking(case) for case in cases),
-    )  # fmt: skip
+    )
     _draw(cases, path.with_suffix(".png"))
 
 
 def _with_cost_of_the_others(bench: Bench, case: Case) -> Case:
     """Simulate the same placements with step costs fitted without the policy's own steps."""
     sums = {
-        label: StepSums.of(steps.requests, steps.kv_tokens, steps.experts, steps.seconds)
+        label: StepSums.from_steps(steps.requests, steps.kv_tokens, steps.experts, steps.seconds)
         for label, steps in case.steps.items()
     }
     outcomes = {}
     for label in sums:
         cost = sum((theirs for other, theirs in sums.items() if other != label), StepSums()).fit()
         if cost is None:
-            raise BadInput("too few steps to fit a cost; raise --per-worker or --output-tokens")
+            raise UserInputError("too few steps to fit a cost; raise --per-worker or --output-tokens")
         outcomes[label] = bench.simulated_again(case, label, cost)
     return replace(case, outcomes=outcomes)
 
@@ -115,9 +119,14 @@ def _draw(cases: Sequence[Case], path: Path) -> None:
 
 
 simulator_validation = replay_command(
-    "simulator_validation", POLICIES, report, default_workers="4", default_groups="all,language,task",
-    default_per_worker=56, default_repeats=3,
-)  # fmt: skip
+    "simulator_validation",
+    POLICIES,
+    report,
+    default_workers="4",
+    default_groups="all,language,task",
+    default_per_worker=56,
+    default_repeats=3,
+)
 
 if __name__ == "__main__":
     run(simulator_validation)

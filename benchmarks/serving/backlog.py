@@ -4,7 +4,7 @@
 
 All prompts are sent to a real prefill engine at the same moment, with one token to generate. A refused client
 retries after the answer's Retry-After until it gets 200. Goals: the slowest refusal comes within 2 s;
-most_tries is 2, so that the first retry succeeds; set_aside, duplicate_prefills and errors are 0, since no
+most_tries is 2, so that the first retry succeeds; ejected, duplicate_prefills and errors are 0, since no
 engine fails.
 """
 
@@ -31,7 +31,7 @@ from eldr_serve.command_errors import run
 from loadgen.results import publish
 from loadgen.workload import read_prompts
 
-_MOST_TRIES = 20
+_MAX_TRIES = 20
 
 
 @dataclass
@@ -58,10 +58,10 @@ def texts(folder: Path, count: int, tokens: int, seed: int, model: Path) -> list
 
 
 async def _until_answered(
-    http: aiohttp.ClientSession, url: str, prompt: str, began_s: float, request: _Request
+    http: aiohttp.ClientSession, url: str, prompt: str, start_s: float, request: _Request
 ) -> None:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
-    while len(request.statuses) < _MOST_TRIES:
+    while len(request.statuses) < _MAX_TRIES:
         sent_s = time.perf_counter()
         try:
             async with http.post(f"{url}/v1/completions", json=body) as answer:
@@ -73,14 +73,14 @@ async def _until_answered(
             request.error = f"{type(error).__name__}: {error}"
             return
         if answer.status == 200:
-            request.done_s = time.perf_counter() - began_s
+            request.done_s = time.perf_counter() - start_s
             return
         if answer.status not in (429, 503) or retry_after is None:
             request.error = f"HTTP {answer.status}: {text[:200]}"
             return
         request.retry_after_s.append(float(retry_after))
         await asyncio.sleep(float(retry_after))
-    request.error = f"refused {_MOST_TRIES} times"
+    request.error = f"refused {_MAX_TRIES} times"
 
 
 async def send_all(
@@ -89,9 +89,9 @@ async def send_all(
     """Send all prompts at once and retry refused ones, up to a time limit, s."""
     requests = [_Request() for _ in prompts]
     async with session(timeout_s) as http:
-        began_s = time.perf_counter()
+        start_s = time.perf_counter()
         sent = [
-            asyncio.create_task(_until_answered(http, url, prompt, began_s, request))
+            asyncio.create_task(_until_answered(http, url, prompt, start_s, request))
             for prompt, request in zip(prompts, requests, strict=True)
         ]
         _, pending = await asyncio.wait(sent, timeout=seconds)
@@ -117,7 +117,7 @@ def row(requests: list[_Request], before: dict[str, int], after: dict[str, int])
         "longest_retry_after_s": max((s for r in requests for s in r.retry_after_s), default=0.0),
         "slowest_answer_s": max((r.seconds[-1] for r in answered), default=0.0),
         "all_done_s": max((r.done_s for r in answered), default=0.0),
-        "set_aside": after.get("set_aside", 0) - before.get("set_aside", 0),
+        "ejected": after.get("ejected", 0) - before.get("ejected", 0),
         "duplicate_prefills": after.get("prefill_retries", 0) - before.get("prefill_retries", 0),
         "errors": sum(bool(r.error) for r in requests),
         "not_done": sum(not r.error for r in requests) - len(answered),
@@ -142,27 +142,33 @@ def backlog(
     """Send more prompts at once than engines can prefill within the bound."""
     unwind_on_sigterm()
     allow_open_files(8192)
-    sent = texts(prompts, warm_up + requests, tokens, seed, model)
+    bodies = texts(prompts, warm_up + requests, tokens, seed, model)
     arguments = our_arguments(deployment, model, decode_replicas=1)
     with served(arguments, port=port) as client:
         url, status = client.url, client.status
         if warm_up:
-            asyncio.run(send_all(url, sent[:warm_up], timeout_s))
+            asyncio.run(send_all(url, bodies[:warm_up], timeout_s))
             time.sleep(2.0)  # counters are reported once per second
         before = status()["counters"]
-        answers = asyncio.run(send_all(url, sent[warm_up:], timeout_s, seconds))
+        answers = asyncio.run(send_all(url, bodies[warm_up:], timeout_s, seconds))
         time.sleep(2.0)
         figures = row(answers, before, status()["counters"])
     errors = sorted({request.error for request in answers if request.error})
     publish(
-        "backlog", [figures], seed=seed, out=out,
+        "backlog",
+        [figures],
+        seed=seed,
+        out=out,
         inputs={
-            "requests": requests, "tokens": tokens, "warm_up": warm_up, "deployment": deployment.stem,
+            "requests": requests,
+            "tokens": tokens,
+            "warm_up": warm_up,
+            "deployment": deployment.stem,
             "errors": errors[:5],
         },
         notes="one prefill and one decode engine, one token per answer; engines, ingress and the client "
         "share the cores, and each client waits for its Retry-After",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.engines import check_device
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.files import write_whole
 from loadgen.results import RESULTS
 
@@ -37,14 +37,12 @@ def gpu_application(
     check_device("cuda")
     result = (out or RESULTS / "gpu_application.json").resolve()
     folder = result.with_suffix("")
-    demo_options = [
-        "--gpu", "--decode-engines", "2", "--intermediate", str(intermediate), *_SHORT, *(more or ()),
-    ]  # fmt: skip
+    demo_options = ["--gpu", "--decode-engines=2", f"--intermediate={intermediate}", *_SHORT, *(more or ())]
     done = subprocess.run(
         [sys.executable, "-m", "offline.demo", *demo_options, "--out", str(folder)], check=False
     )
     if done.returncode:
-        raise BadInput(f"the demo ended with status {done.returncode}; its output is in {folder}")
+        raise UserInputError(f"the demo ended with status {done.returncode}; its output is in {folder}")
     write_whole(result, (folder / "demo.json").read_text())
 
 

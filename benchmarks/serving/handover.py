@@ -38,7 +38,7 @@ from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.prompts import MODEL, bodies
 from benchmarks.lib.rounds import medians
 from eldr_serve.client import Client
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.pipeline.stage_latencies import WINDOW
 from eldr_serve.ray_settings import QUIET
 from loadgen.journal import Journal
@@ -113,17 +113,24 @@ def handover(
     """Time the parts of the hand-over on real engines, idle and under load."""
     unwind_on_sigterm()
     allow_open_files(8192)
-    loads = [int(count) for count in in_flight.split(",")]
+    loads = options.numbers("--in-flight", in_flight)
     work = bodies(
-        prompts, count=_WARM_UP + len(loads) * requests, max_tokens=max_tokens,
-        max_prompt_tokens=max_prompt_tokens, seed=seed,
-    )  # fmt: skip
+        prompts,
+        count=_WARM_UP + len(loads) * requests,
+        max_tokens=max_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        seed=seed,
+    )
     arguments = our_arguments(deployment, model, decode_replicas=1)
     inputs = {
-        "in_flight": loads, "requests": requests, "max_tokens": max_tokens, "prompts": prompts.name,
+        "in_flight": loads,
+        "requests": requests,
+        "max_tokens": max_tokens,
+        "prompts": prompts.name,
         "max_prompt_tokens": max_prompt_tokens,
-        "deployment": deployment.stem, "window": WINDOW,
-    }  # fmt: skip
+        "deployment": deployment.stem,
+        "window": WINDOW,
+    }
     journal = Journal(record, inputs) if record else None
     by_round: list[list[dict[str, Any]]] = list(journal.known.values()) if journal else []
     for _ in range(rounds):
@@ -132,13 +139,19 @@ def handover(
         if journal:
             journal.put(str(len(by_round)), by_round[-1])
     if not by_round:
-        raise BadInput("there is no round to report: give --rounds 1 or more, or a --record with rounds")
+        raise UserInputError(
+            "there is no round to report: give --rounds 1 or more, or a --record with rounds"
+        )
     rows = medians([*chain(*by_round)], keys=("in_flight",), with_interval=_SURE, summed=("failures",))
     publish(
-        "handover", rows, inputs=inputs | {"each": by_round}, seed=seed, out=out,
+        "handover",
+        rows,
+        inputs=inputs | {"each": by_round},
+        seed=seed,
+        out=out,
         notes=f"one prefill and one decode engine; times over the newest {WINDOW} requests of a round; all "
         "engines, Ray and the client share the cores",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

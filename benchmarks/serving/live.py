@@ -60,19 +60,15 @@ def live(
 ) -> None:
     """Fit a table, serve, and compare policies under the same load."""
     unwind_on_sigterm()
-    load = {
-        "policies": policies, "rounds": rounds, "seed": seed,
-        **({"rate": rate} if rate else {"in-flight": in_flight}),
-        "trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds,
-        "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
-    }  # fmt: skip
-    about = {
-        "prompts": prompts.name, "captured": requests, "deployment": deployment.stem,
-        "intermediate": intermediate, "stream_interval": stream_interval,
-        "max_prompt_tokens": max_prompt_tokens,
-    }  # fmt: skip
-    asked = load | about | {"prompts": prompts.resolve()}
-    comparisons = {group: Comparison(work / f"live_{group}", asked) for group in groups_of(groups)}
+    load: dict[str, Any] = {"policies": policies, "rounds": rounds, "seed": seed, **lengths(output_tokens)}
+    load |= {"rate": rate} if rate else {"in-flight": in_flight}
+    load |= {"trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds}
+    load |= {"burn-in-seconds": burn_in_seconds}
+    about: dict[str, Any] = {"prompts": prompts.name, "captured": requests, "deployment": deployment.stem}
+    about |= {"intermediate": intermediate, "stream_interval": stream_interval}
+    about["max_prompt_tokens"] = max_prompt_tokens
+    settings = load | about | {"prompts": prompts.resolve()}
+    comparisons = {group: Comparison(work / f"live_{group}", settings) for group in groups_of(groups)}
     data = captured(prompts, work, requests=requests, seed=seed)
     fit_in = fitting(prompts, data.trace.ids, max_prompt_tokens)
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
@@ -81,10 +77,10 @@ def live(
             for group, comparison in missing.items():
                 fit, rest = data.split(group, 0.4, seed)
                 held_out = {data.trace.ids[i] for i in rest}
-                sent = work / f"live_{group}_prompts.jsonl"
-                write_prompts(sent, (p for p in fit_in if p.id in held_out))
+                prompts_file = work / f"live_{group}_prompts.jsonl"
+                write_prompts(prompts_file, (p for p in fit_in if p.id in held_out))
                 table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
-                comparison.measure(table, load | {"prompts": sent}, port=port)
+                comparison.measure(table, load | {"prompts": prompts_file}, port=port)
     rows: list[Any] = [{"workload": group, **row} for group, c in comparisons.items() for row in c.rows()]
     # All workloads have the same inputs except the prompts, which are parts of one sample.
     last = list(comparisons.values())[-1].result or {}

@@ -106,7 +106,7 @@ def _whole(url: str) -> bool:
         return False
     running = [deployment.replica_states.get("RUNNING", 0) for deployment in deployments]
     there = running == [2] * len(running) and status.get("decode_replicas") == _NODES
-    return there and bool(status["ingress"]["ready"]) and not status["ingress"]["router_away"]
+    return there and bool(status["ingress"]["ready"]) and not status["ingress"]["router_unreachable"]
 
 
 async def _drive(
@@ -197,13 +197,20 @@ def lost_nodes(
             serve.start(proxy_location="EveryNode", http_options={"host": "127.0.0.1", "port": port})
             engines = {
                 "ray_actor_options": {"num_cpus": 0.1, "resources": {"engine": 0.5}},
-                "max_replicas_per_node": 1, "health_check_period_s": 1,
-            }  # fmt: skip
+                "max_replicas_per_node": 1,
+                "health_check_period_s": 1,
+            }
             head = {"ray_actor_options": {"num_cpus": 0.1, "resources": {"ingress": 1.0}}}
             application = fake_application(
-                decode_replicas=_NODES, prefill_replicas=_NODES, prefill_s=0.02, seed=seed, own_port=port + 1,
-                ingresses=2, engine_options=engines, ingress_options=head,
-            )  # fmt: skip
+                decode_replicas=_NODES,
+                prefill_replicas=_NODES,
+                prefill_s=0.02,
+                seed=seed,
+                own_port=port + 1,
+                ingresses=2,
+                engine_options=engines,
+                ingress_options=head,
+            )
             serve.run(application, name=APPLICATION, route_prefix="/")
             urls = (f"http://127.0.0.1:{port + 1}", f"http://127.0.0.1:{port}")
             wait_ready(urls[0])

@@ -55,7 +55,7 @@ from benchmarks.lib.engines import ray_pd_arguments, vllm_router, vllm_servers
 from benchmarks.lib.live import wide_arguments
 from benchmarks.lib.prompts import bodies
 from benchmarks.lib.replay import widened
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.ray_settings import QUIET
 from loadgen.journal import Journal
 from loadgen.results import publish
@@ -68,9 +68,7 @@ _NIXL = (
     "plain NIXL spins one core per engine, which the others share; -polled: the same servers with our "
     "connector module, which polls"
 )
-_MEDIANS = (
-    "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "latency_p50_ms", "requests_per_s",
-)  # fmt: skip
+_MEDIANS = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "latency_p50_ms", "requests_per_s")
 _TIMEOUT_S = 60.0  # slower requests count as failed
 
 
@@ -140,7 +138,7 @@ async def _trial(
 
     Requests that begin together would queue for prefill together.
     """
-    found = {}
+    rows = {}
     spent: list[Counter[str]]  # when the first that counts begins, and when the last ends
 
     async def sent(number: int, last: int) -> client.Answer:
@@ -162,8 +160,8 @@ async def _trial(
             counted = answers[warm_up:last]
             row = client.summary(counted, answers[warm_up - 1].end)
             cpu = {part: 1000 * (s - spent[0][part]) / requests for part, s in spent[1].items()}
-            found[str(in_flight)] = row | {"errors": client.errors(counted), "cpu_ms": cpu}
-    return found
+            rows[str(in_flight)] = row | {"errors": client.errors(counted), "cpu_ms": cpu}
+    return rows
 
 
 def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -188,24 +186,24 @@ def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, float]:
     """Compare `system` with vllm-router and with no router, trial by trial in the order of rounds."""
 
-    def of(name: str, column: str) -> list[float]:
+    def values(name: str, column: str) -> list[float]:
         loads = [trial["loads"] for trial in trials if trial["system"] == name]
-        return [found[load][column] for found in loads if load in found]
+        return [rows[load][column] for rows in loads if load in rows]
 
     def compare(key: str, column: str, change: Callable[[float, float], float]) -> dict[str, float]:
-        pairs = zip(of(system, column), of(other, column), strict=False)
+        pairs = zip(values(system, column), values(other, column), strict=False)
         interval = median_ci([change(*pair) for pair in pairs])
         return dict(zip((key, f"{key}_low", f"{key}_high"), interval, strict=True))
 
-    found: dict[str, float] = {}
+    changes: dict[str, float] = {}
     for other in dict.fromkeys(trial["system"] for trial in trials if trial["system"] != system):
         name = re.sub(r"\W", "_", other)
         if other.startswith("vllm-router"):
             for column, short in (("requests_per_s", "requests_per_s"), ("tpot_p50_ms", "tpot")):
-                found |= compare(f"{short}_over_{name}_pct", column, lambda a, b: 100 * (a / b - 1))
+                changes |= compare(f"{short}_over_{name}_pct", column, lambda a, b: 100 * (a / b - 1))
         elif other.startswith("no-router"):
-            found |= compare(f"ttft_beyond_{name}_ms", "ttft_p50_ms", lambda a, b: a - b)
-    return found
+            changes |= compare(f"ttft_beyond_{name}_ms", "ttft_p50_ms", lambda a, b: a - b)
+    return changes
 
 
 Turns = Annotated[
@@ -249,17 +247,17 @@ def peers(
     client.allow_open_files(8192)
     chosen = _chosen(systems, vllm_router_venv, router_policies)
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval, decode_replicas)
-    asked = bodies(
-        prompts, count=512, max_tokens=max_tokens, min_tokens=min_tokens,
-        max_prompt_tokens=max_prompt_tokens, seed=seed,
-    )  # fmt: skip
-    loads = [int(load) for load in in_flight.split(",")]
-    inputs: dict[str, Any] = {
-        "turns": turns, "requests": requests, "warm_up": warm_up, "min_tokens": min_tokens or max_tokens,
-        "max_tokens": max_tokens, "decode_replicas": decode_replicas, "intermediate": intermediate,
-        "stream_interval": stream_interval, "deployment": deployment.stem,
-        "prompts": prompts.name, "max_prompt_tokens": max_prompt_tokens,
-    }  # fmt: skip
+    lengths: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "max_prompt_tokens": max_prompt_tokens,
+    }
+    asked = bodies(prompts, count=512, **lengths, seed=seed)
+    loads = options.numbers("--in-flight", in_flight)
+    inputs: dict[str, Any] = {"turns": turns, "requests": requests, "warm_up": warm_up}
+    inputs |= lengths | {"min_tokens": min_tokens or max_tokens, "decode_replicas": decode_replicas}
+    inputs |= {"intermediate": intermediate, "stream_interval": stream_interval}
+    inputs |= {"deployment": deployment.stem, "prompts": prompts.name}
     journal = Journal(record, inputs) if record else None
     trials: list[dict[str, Any]] = list(journal.known.values()) if journal else []
     order = random.Random(seed + len(trials))
@@ -275,19 +273,19 @@ def peers(
     for _ in range(rounds):
         _measure_round(groups, turns, order, start, trial, keep)
     if not trials:
-        raise BadInput("there is no trial to report")
-    publish(
-        "peers", _rows(trials), inputs=inputs | {"blocks": trials}, seed=seed, out=out,
-        notes=f"closed loop, greedy, {'all systems up' if turns > 1 else 'one system'} at a time; {_NIXL}",
-    )  # fmt: skip
+        raise UserInputError("there is no trial to report")
+    notes = f"closed loop, greedy, {'all systems up' if turns > 1 else 'one system'} at a time; {_NIXL}"
+    publish("peers", _rows(trials), inputs=inputs | {"blocks": trials}, seed=seed, out=out, notes=notes)
 
 
 def _measure_round(
-    groups: list[list[str]], turns: int, order: random.Random,
+    groups: list[list[str]],
+    turns: int,
+    order: random.Random,
     start: Callable[[list[list[str]]], AbstractContextManager[dict[str, client.Send]]],
     trial: Callable[[client.Send], Coroutine[Any, Any, dict[str, Any]]],
     keep: Callable[[str, dict[str, Any]], None],
-) -> None:  # fmt: skip
+) -> None:
     """Start each group alone, or all of them together if their systems take turns; keep each trial."""
     shuffled = order.sample(groups, k=len(groups))
     for up in [shuffled] if turns > 1 else [[group] for group in shuffled]:
@@ -326,12 +324,12 @@ def _up(
 
 
 def _check_together(groups: list[list[str]]) -> None:
-    """Raise BadInput if the groups cannot be up at once."""
+    """Raise UserInputError if the groups cannot be up at once."""
     if sum(group[0] in RAY_SYSTEMS for group in groups) > 1:
-        raise BadInput(f"with --turns one of {', '.join(RAY_SYSTEMS)} can be up at a time")
+        raise UserInputError(f"with --turns one of {', '.join(RAY_SYSTEMS)} can be up at a time")
     spinning = [s for group in groups for s in group if not s.startswith("eldr") and "-polled" not in s]
     if spinning:
-        raise BadInput(f"with --turns idle engines must sleep, and those of {', '.join(spinning)} spin")
+        raise UserInputError(f"with --turns idle engines must sleep, and those of {', '.join(spinning)} spin")
 
 
 def _chosen(systems: str, venv: Path | None, policies: str) -> list[str]:
@@ -340,9 +338,9 @@ def _chosen(systems: str, venv: Path | None, policies: str) -> list[str]:
     chosen: list[str] = []
     for system in systems.split(",") if systems else possible:
         if system not in known:
-            raise BadInput(f"there is no system {system!r}; there are {', '.join(known)}")
+            raise UserInputError(f"there is no system {system!r}; there are {', '.join(known)}")
         if system not in possible:
-            raise BadInput(f"{system} needs --vllm-router-venv")
+            raise UserInputError(f"{system} needs --vllm-router-venv")
         several = system.startswith("vllm-router") and policies != "round_robin"
         chosen += [f"{system}/{policy}" for policy in policies.split(",")] if several else [system]
     return chosen

@@ -58,10 +58,13 @@ def predict_signature(
             row |= {f"{name}_{q}": us for q, us in p50_p99_us(time_calls(timed, calls=calls)).items()}
         rows.append(row | {"file_mib": len(online.predictor.to_bytes()) / 2**20})
     publish(
-        "predict_signature", rows, seed=seed, out=out,
+        "predict_signature",
+        rows,
+        seed=seed,
+        out=out,
         inputs={"L": L, "E": E, "top_k": TOP_K, "vocabulary": VOCABULARY, "calls": calls},
         notes="one thread; a random predictor, token ids by a power law",
-    )  # fmt: skip
+    )
     publish(
         "predict_decision",
         [_decisions(workers, tokens, calls, rng) for workers, tokens in product(WORKERS, (1000, 10_000))],
@@ -78,7 +81,7 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
     online = OnlinePredictor(_random(64, rng))
     prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.uint32)
     policy = make_policy("marginal-cost")
-    placer = Placer(policy, failed=_fail)
+    placer = Placer(policy, on_policy_error=_fail)
     placer.set_workers([f"w{worker}" for worker in range(workers)])
     for number in range(HELD * workers):
         ids = prompts[number % _PROMPTS]
@@ -87,7 +90,7 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         lease = Lease(held, State.LEASED, replica=f"w{number % workers}")
         placer.hold(lease)
         if number < _PROMPTS:
-            placer.prefixes.sent(lease.replica, prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS))
+            placer.prefixes.record_prompt(lease.replica, prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS))
     warm_up, marks = 50, []
     for call in range(warm_up + calls):
         ids = prompts[call % _PROMPTS]
@@ -117,9 +120,14 @@ def _random(rank: int, rng: np.random.Generator) -> SignaturePredictor:
     directions = np.linalg.qr(rng.normal(size=(L * E, rank)))[0].T.reshape(rank, L, E)
     tokens = rng.normal(size=(VOCABULARY, rank)).astype(np.float32) / np.float32(rank)
     return SignaturePredictor(
-        model="m", tokenizer="t", top_k=TOP_K, mean=np.full((L, E), TOP_K / E, np.float32), tokens=tokens,
-        experts=np.ascontiguousarray(directions, np.float32), variance=np.ones(VOCABULARY, np.float32),
-    )  # fmt: skip
+        model="m",
+        tokenizer="t",
+        top_k=TOP_K,
+        mean=np.full((L, E), TOP_K / E, np.float32),
+        tokens=tokens,
+        experts=np.ascontiguousarray(directions, np.float32),
+        variance=np.ones(VOCABULARY, np.float32),
+    )
 
 
 if __name__ == "__main__":

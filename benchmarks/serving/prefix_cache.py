@@ -48,18 +48,15 @@ def prefix_cache(
 ) -> None:
     """Compare policies with the prefix cache on and off."""
     unwind_on_sigterm()
-    load = {
-        "policies": policies, "in-flight": in_flight, "rounds": rounds, "seed": seed,
-        "trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds,
-        "burn-in-seconds": burn_in_seconds, **lengths(output_tokens),
-    }  # fmt: skip
-    about = {
-        "prompts": prompts.name, "captured": requests, "distinct": distinct, "deployment": deployment.stem,
-        "intermediate": intermediate, "stream_interval": stream_interval,
-        "max_prompt_tokens": max_prompt_tokens,
-    }  # fmt: skip
-    asked = load | about | {"prompts": prompts.resolve()}
-    comparisons = {state: Comparison(work / f"prefix_cache_{state}", asked) for state in ("on", "off")}
+    load: dict[str, Any] = {"policies": policies, "in-flight": in_flight, "rounds": rounds, "seed": seed}
+    load |= lengths(output_tokens)
+    load |= {"trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds}
+    load |= {"burn-in-seconds": burn_in_seconds}
+    about: dict[str, Any] = {"prompts": prompts.name, "captured": requests, "distinct": distinct}
+    about |= {"deployment": deployment.stem, "intermediate": intermediate, "stream_interval": stream_interval}
+    about |= {"max_prompt_tokens": max_prompt_tokens}
+    settings = load | about | {"prompts": prompts.resolve()}
+    comparisons = {state: Comparison(work / f"prefix_cache_{state}", settings) for state in ("on", "off")}
     data = captured(prompts, work, requests=requests, seed=seed)
     fit, rest = data.split("all", 0.4, seed)
     held_out = fitting(prompts, [data.trace.ids[i] for i in rest], max_prompt_tokens)
@@ -78,9 +75,8 @@ def prefix_cache(
     last = comparisons["off"].result or {}
     inputs = last["inputs"] | about
     path = publish("prefix_cache", rows, seed=seed, out=out, notes=last["notes"], inputs=inputs)
-    named = [
-        row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in rows if row["clock"] == "even"
-    ]
+    even = [row for row in rows if row["clock"] == "even"]
+    named = [row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in even]
     interval = ("tpot_p50_ms_low", "tpot_p50_ms_high")
     bars(named, "policy", "tpot_p50_ms", path.with_suffix(".png"), interval=interval)
     for comparison in comparisons.values():

@@ -23,7 +23,7 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_time import PARTS, cpu_s
 from benchmarks.lib.fake_service import fake_service, in_new_process
 from benchmarks.lib.rounds import medians
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.ray_settings import QUIET
 from loadgen.journal import Journal
 from loadgen.results import publish
@@ -61,7 +61,7 @@ def summarised(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     bare = [row["idle_pct"] for row in rows if row["setting"] == "none"]
     summaries = medians(rows, keys=("setting",), with_interval=("idle_pct",))
     for row in summaries:
-        mine = [one["idle_pct"] for one in rows if one["setting"] == row["setting"]]
+        mine = [other["idle_pct"] for other in rows if other["setting"] == row["setting"]]
         saved = median_ci([a - b for a, b in zip(bare, mine, strict=False)])
         row |= dict(zip(("saved_pct", "saved_pct_low", "saved_pct_high"), saved, strict=True))
     return summaries
@@ -81,10 +81,13 @@ def ray_idle(
     chosen = settings.split(",") if settings else list(SETTINGS)
     for name in chosen:
         if name not in SETTINGS:
-            raise BadInput(f"there is no setting {name!r}; choose from {', '.join(SETTINGS)}")
+            raise UserInputError(f"there is no setting {name!r}; choose from {', '.join(SETTINGS)}")
     inputs = {
-        "idle_s": idle_s, "settle_s": settle_s, "decode_replicas": _DECODE_REPLICAS, "all": SETTINGS["all"],
-    }  # fmt: skip
+        "idle_s": idle_s,
+        "settle_s": settle_s,
+        "decode_replicas": _DECODE_REPLICAS,
+        "all": SETTINGS["all"],
+    }
     journal = Journal(record, inputs) if record else None
     starts: list[dict[str, Any]] = list(journal.known.values()) if journal else []
     for number in range(rounds):
@@ -95,11 +98,17 @@ def ray_idle(
             if journal:
                 journal.put(str(len(starts)), starts[-1])
     if not starts:
-        raise BadInput("there is no start to report: give --rounds 1 or more, or a --record with starts")
+        raise UserInputError(
+            "there is no start to report: give --rounds 1 or more, or a --record with starts"
+        )
     publish(
-        "ray_idle", summarised(starts), inputs=inputs, seed=0, out=out,
+        "ray_idle",
+        summarised(starts),
+        inputs=inputs,
+        seed=0,
+        out=out,
         notes="idle CPU time of all processes but this one, % of a core; fake engines; dashboard off",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import ROOT, unwind_on_sigterm, wait_ready
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from loadgen.results import publish
 
 _CLUSTER = "ray_cluster_local.yaml"
@@ -61,19 +61,24 @@ def left_behind(folder: Path) -> list[str]:
 
 
 def _execute(name: str, command: str) -> dict[str, Any]:
-    """Run a command and return its row; raise BadInput, after its last output, if it failed."""
+    """Run a command and return its row; raise UserInputError, after its last output, if it failed."""
     typer.echo(f"== {name}: {command or f'until {_URL}/eldr/status says so'}")
     begun = time.monotonic()
     if command:
         program, *rest = shlex.split(command)
         done = subprocess.run(
             [str(Path(sys.executable).with_name(program)), *rest],
-            cwd=ROOT, env=os.environ | {"RAY_AUTH_MODE": "disabled"}, check=False,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            env=os.environ | {"RAY_AUTH_MODE": "disabled"},
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         if done.returncode:
             typer.echo(done.stdout[-4000:], err=True)
-            raise BadInput(f"{name} ended with status {done.returncode}; its last output is above")
+            raise UserInputError(f"{name} ended with status {done.returncode}; its last output is above")
     else:
         wait_ready(_URL, 600)
     return {"step": name, "seconds": time.monotonic() - begun}
@@ -94,7 +99,7 @@ def ray_up(
     (mount,) = yaml.safe_load((ROOT / _CLUSTER).read_text())["file_mounts"]
     folder = Path(mount).expanduser()
     if running := left_behind(folder):
-        raise BadInput(f"a cluster already runs in {folder}; stop it by `{STOP}`: {running[0][:80]}")
+        raise UserInputError(f"a cluster already runs in {folder}; stop it by `{STOP}`: {running[0][:80]}")
     installed = (folder / ".venv").exists()
     rows = []
     try:
@@ -110,13 +115,21 @@ def ray_up(
             typer.echo(f"still running: {command[:160]}", err=True)
     rows.append({"step": "processes left", "count": len(left)})
     publish(
-        "ray_up", rows, seed=0, out=out,
-        inputs={"cluster": _CLUSTER, "deployment": _DEPLOYMENT, "requests": requests,
-                "run_time_s": run_time_s, "installed_before": installed},
+        "ray_up",
+        rows,
+        seed=0,
+        out=out,
+        inputs={
+            "cluster": _CLUSTER,
+            "deployment": _DEPLOYMENT,
+            "requests": requests,
+            "run_time_s": run_time_s,
+            "installed_before": installed,
+        },
         notes="a step's wall-clock time, once; a request or swap that fails ends it",
-    )  # fmt: skip
+    )
     if left:
-        raise BadInput(f"{len(left)} processes still run after `{DOWN}`")
+        raise UserInputError(f"{len(left)} processes still run after `{DOWN}`")
 
 
 if __name__ == "__main__":

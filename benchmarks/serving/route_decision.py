@@ -34,7 +34,7 @@ def route_decision(
     rows = []
     for k in (4, 16, 64, 256, 1024):
         table = table_near(prompts, k, rng, spec=spec)
-        loads = Loads.of(rng.integers(0, 20, k))
+        loads = Loads.from_counts(rng.integers(0, 20, k))
         for name in ("shortest-queue", "locality-band", "marginal-cost"):
             policy = make_policy(name).with_table(table)
             for i in range(4 * k):
@@ -45,9 +45,13 @@ def route_decision(
             )
             rows.append({"policy": name, "workers": k, **p50_p99_us(seconds)})
     publish(
-        "route_decision", rows, inputs={"L": L, "E": E, "top_k": TOP_K, "calls": calls}, seed=seed,
-        notes="one thread, encoding of the counts included", out=out,
-    )  # fmt: skip
+        "route_decision",
+        rows,
+        inputs={"L": L, "E": E, "top_k": TOP_K, "calls": calls},
+        seed=seed,
+        notes="one thread, encoding of the counts included",
+        out=out,
+    )
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ class Caller:
     """Timed client of the router, like an ingress."""
 
     def __init__(self, name: str, table: bytes, workers: int, prompts: NDArray[np.uint32]) -> None:
+        from eldr_serve.replicas.directory import ReplicaDirectory
         from eldr_serve.router.actor import connect
         from eldr_serve.router.calls import RouterCalls
         from eldr_serve.router.client import RouterClient
-        from eldr_serve.router.directory import ReplicaDirectory
         from eldr_serve.router.settings import RouterSettings
 
         replicas = ReplicaDirectory()
@@ -89,9 +89,9 @@ class Caller:
         await asyncio.gather(*(go() for _ in range(in_flight)))
         return (self._number - before) / (time.perf_counter() - start)
 
-    async def own_load(self) -> bool:
-        """Return whether requests were placed by own load, since the router did not answer in time."""
-        return self._client.router_away
+    async def local_fallback(self) -> bool:
+        """Return whether requests were placed by local fallback, since the router did not answer in time."""
+        return self._client.router_unreachable
 
     async def _place(self) -> None:
         from eldr_serve.scheduling import PlacementRequest
@@ -137,8 +137,8 @@ def _measure(
             added.append(float(np.median(places[-1]) - np.median(bares[-1])))
         middle, low, high = median_ci(added)
         row: dict[str, Any] = {"workers": workers, "in_flight": in_flight}
-        for name, taken in (("bare", np.concatenate(bares)), ("place", np.concatenate(places))):
-            row |= {f"{name}_p{q}_ms": 1000 * float(np.percentile(taken, q)) for q in (50, 99)}
+        for kind, taken in (("bare", np.concatenate(bares)), ("place", np.concatenate(places))):
+            row |= {f"{kind}_p{q}_ms": 1000 * float(np.percentile(taken, q)) for q in (50, 99)}
         row |= {
             "added_p50_ms": 1000 * middle,
             "added_p50_low_ms": 1000 * low,
@@ -146,7 +146,7 @@ def _measure(
         }
         row |= {"of_it_scoring_p50_ms": 1000 * float(np.median(score))}
         row |= {"placements_per_s": float(np.median(rates))}
-        rows.append(row | {"placed_by_own_load": ray.get(caller.own_load.remote())})
+        rows.append(row | {"placed_by_local_fallback": ray.get(caller.local_fallback.remote())})
     for actor in (caller, bare, ray.get_actor(name, namespace="eldr")):
         ray.kill(actor)
     return rows
@@ -164,16 +164,19 @@ def router_actor(
     """Time placements through the router actor by number of workers, beside bare calls."""
     rng = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
+    sizes = options.numbers("--workers", workers)
     with local_ray():
-        for count in workers.split(","):
-            rows += _measure(int(count), calls, rounds, seconds, many, rng)
+        for size in sizes:
+            rows += _measure(size, calls, rounds, seconds, many, rng)
     publish(
-        "router_actor", rows,
+        "router_actor",
+        rows,
         inputs={"L": L, "E": E, "calls": calls, "rounds": rounds, "seconds": seconds, "many": many},
-        seed=seed, out=out,
+        seed=seed,
+        out=out,
         notes="policy locality-band; one client process; caller, router and bare actor share the cores; "
         "added: difference of the rounds' medians, median over rounds with 95 % bootstrap interval",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -36,11 +36,9 @@ _KEY = "scaling"
 _TIMEOUT_S = 120.0  # slower requests count as failed
 _PROMPTS = 8
 _STEADY_S = 20.0  # load after a phase has its engines
-_MOST_S = 480.0  # time limit to get them: four engines start on the serving cores
+_MAX_SCALING_S = 480.0  # time limit to get them: four engines start on the serving cores
 _TARGETS = {"prefill_config": 0.05, "decode_config": 4.0}  # requests in flight per engine; prefills are short
-_DELAYS = {
-    "upscale_delay_s": 2, "downscale_delay_s": 10, "look_back_period_s": 5, "metrics_interval_s": 1,
-}  # fmt: skip
+_DELAYS = {"upscale_delay_s": 2, "downscale_delay_s": 10, "look_back_period_s": 5, "metrics_interval_s": 1}
 
 
 class _Service:
@@ -72,7 +70,7 @@ class _Service:
     async def load(self, clients: int, engines: int, most_s: float) -> dict[str, Any]:
         """Load until there are so many engines of each kind, and a little longer; return a row."""
         self.answers, self.wrong = [], 0
-        began_s, over = time.perf_counter(), asyncio.Event()
+        start_s, over = time.perf_counter(), asyncio.Event()
 
         async def user(number: int) -> None:
             rng = random.Random(number)
@@ -82,14 +80,14 @@ class _Service:
         users = [asyncio.create_task(user(number)) for number in range(clients)]
         after_s: float | None = None
         seen: tuple[int, int] | None = None
-        while after_s is None and time.perf_counter() - began_s < most_s:
+        while after_s is None and time.perf_counter() - start_s < most_s:
             await asyncio.sleep(0.5)
             now = await asyncio.to_thread(self.engines)
             if now != seen and all(now):
                 seen = now
-                typer.echo(f"{clients} clients, {time.perf_counter() - began_s:.0f} s: {now}", err=True)
+                typer.echo(f"{clients} clients, {time.perf_counter() - start_s:.0f} s: {now}", err=True)
             if now == (engines, engines):
-                after_s = time.perf_counter() - began_s
+                after_s = time.perf_counter() - start_s
         await asyncio.sleep(_STEADY_S)
         over.set()
         await asyncio.gather(*users)
@@ -106,7 +104,7 @@ async def _phases(service: _Service, work: list[dict[str, Any]], few: int, many:
     for body in work:
         await service.ask(body)
     return [
-        await service.load(clients, engines, _MOST_S)
+        await service.load(clients, engines, _MAX_SCALING_S)
         for clients, engines in ((few, 1), (many, most), (few, 1))
     ]
 
@@ -133,8 +131,10 @@ def scaling(
         scaled = arguments[role]["deployment_config"]
         scaled.pop("num_replicas", None)
         scaled["autoscaling_config"] = {
-            "min_replicas": 1, "max_replicas": engines, "target_ongoing_requests": target,
-        } | _DELAYS  # fmt: skip
+            "min_replicas": 1,
+            "max_replicas": engines,
+            "target_ongoing_requests": target,
+        } | _DELAYS
     work = bodies(
         prompts, count=_PROMPTS, max_tokens=max_tokens, max_prompt_tokens=max_prompt_tokens, seed=seed
     )
@@ -146,15 +146,21 @@ def scaling(
     finally:
         application.stop()
     publish(
-        "scaling", rows,
+        "scaling",
+        rows,
         inputs={
-            "engines": engines, "max_tokens": max_tokens, "prompts": prompts.name,
-            "max_prompt_tokens": max_prompt_tokens, "deployment": deployment.stem,
-            "target_ongoing_requests": _TARGETS, "delays": _DELAYS,
+            "engines": engines,
+            "max_tokens": max_tokens,
+            "prompts": prompts.name,
+            "max_prompt_tokens": max_prompt_tokens,
+            "deployment": deployment.stem,
+            "target_ongoing_requests": _TARGETS,
+            "delays": _DELAYS,
         },
-        seed=seed, out=out,
+        seed=seed,
+        out=out,
         notes="closed loop, greedy; the client and engines that start share the cores with those that serve",
-    )  # fmt: skip
+    )
     if any(row["failures"] or row["wrong_texts"] or row["after_s"] is None for row in rows):
         raise typer.Exit(1)
 

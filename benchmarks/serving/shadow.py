@@ -35,14 +35,14 @@ from benchmarks.lib.live import lengths, serving, wide_arguments
 from benchmarks.lib.prompts import MODEL, no_longer_than
 from benchmarks.lib.replay import widened
 from eldr_serve.client import Client
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import interval, resampled_counts
-from loadgen.trial import LoadSpec, ScheduledTrial, Trial, drive, order, parse_policy
+from loadgen.trial import LoadSpec, ScheduledTrial, Trial, drive, parse_policy, schedule_trials
 from loadgen.workload import read_prompts, write_prompts
 
-_SUMS = ("tokens", "live", "shadow", "steps", "requests", "active", "seconds", "waited")
+_SUMS = ("tokens", "live", "shadow", "steps", "requests", "active_experts", "seconds", "token_seconds")
 _STARTS_S = 4.0  # start of the load generator, whose clock is behind a trial's by this time
 
 
@@ -55,9 +55,9 @@ class Part:
     shadow: float  # and under the shadow policy
     steps: float
     requests: float
-    active: float
+    active_experts: float
     seconds: float
-    waited: float
+    token_seconds: float
     tpot: float  # mean of the requests that ended in this part
     step_cost: dict[str, float]  # fitted at its end
 
@@ -67,8 +67,7 @@ def sums(status: dict[str, Any]) -> NDArray[np.float64]:
     now, totals = status["comparison"]["now"], status["decode_totals"]
     tokens = now.get("tokens") or 0
     priced = [tokens, *(tokens * (now.get(name) or 0.0) / 1e3 for name in ("live_ms", "shadow_ms"))]
-    names = ("steps", "requests", "active_experts", "seconds", "token_seconds")
-    return np.array([*priced, *(totals[name] for name in names)])
+    return np.array([*priced, *(totals[name] for name in _SUMS[3:])])
 
 
 def rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> list[dict[str, Any]]:
@@ -78,10 +77,10 @@ def rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> 
     pairs = {
         f"priced, {ours} live": ([p.live / p.tokens for p in a], [p.shadow / p.tokens for p in a]),
         f"priced, {other} live": ([p.shadow / p.tokens for p in b], [p.live / p.tokens for p in b]),
-        "step": ([p.waited / p.requests for p in a], [p.waited / p.requests for p in b]),
+        "step": ([p.token_seconds / p.requests for p in a], [p.token_seconds / p.requests for p in b]),
         "engine": ([p.seconds / p.requests for p in a], [p.seconds / p.requests for p in b]),
         "tpot": ([p.tpot for p in a], [p.tpot for p in b]),
-        "experts": ([p.active / p.steps for p in a], [p.active / p.steps for p in b]),
+        "experts": ([p.active_experts / p.steps for p in a], [p.active_experts / p.steps for p in b]),
     }
     counts = resampled_counts(np.arange(len(a)), seed=seed, whole_rounds=True)
     step, step_draws = _change(pairs["step"], counts)
@@ -122,11 +121,11 @@ def _measure(service: Client, step: ScheduledTrial, shadow: str, load: LoadSpec,
     trial = Trial(step.policy, step.round)
     drive(service, trial, load, seed=step.seed, scratch=scratch, tick=tick)
     if failed := sum("error" in record for record in trial.requests):
-        raise BadInput(f"{failed} requests of {step.key} failed")
+        raise UserInputError(f"{failed} requests of {step.key} failed")
     tpot = [record["tpot_s"] for record in trial.measured(load.warm_up_s, load.seconds)]
     known = [value for value in tpot if value is not None]
     if len(ends) < len(wanted) or not known or (ends[1] - ends[0])[[0, 4]].min() <= 0:
-        raise BadInput(f"{step.key} measured nothing: make trials longer")
+        raise UserInputError(f"{step.key} measured nothing: make trials longer")
     first, last = ends
     between: dict[str, Any] = dict(zip(_SUMS, (last - first).tolist(), strict=True))
     return Part(**between, tpot=float(np.mean(known)), step_cost=costs)
@@ -152,21 +151,18 @@ def shadow(
     """Measure the saving that the shadow predicts, with each of two policies live in turn."""
     unwind_on_sigterm()
     names, widths = options.two_policies(policies), _widths(intermediate)
-    about = {
-        "policies": policies, "intermediate": intermediate, "prompts": prompts.name, "in_flight": in_flight,
-        "rounds": rounds, "trial_seconds": trial_seconds, "warm_up_seconds": warm_up_seconds,
-        "deployment": deployment.stem, "stream_interval": stream_interval, "output_tokens": output_tokens,
-        "max_prompt_tokens": max_prompt_tokens, "seed": seed,
-    }  # fmt: skip
+    about: dict[str, Any] = {"policies": policies, "intermediate": intermediate, "prompts": prompts.name}
+    about |= {"in_flight": in_flight, "rounds": rounds, "trial_seconds": trial_seconds}
+    about |= {"warm_up_seconds": warm_up_seconds, "deployment": deployment.stem}
+    about |= {"stream_interval": stream_interval, "output_tokens": output_tokens}
+    about |= {"max_prompt_tokens": max_prompt_tokens, "seed": seed}
     journal = Journal(work / "shadow.jsonl", about)
-    steps = order([*names], rounds, seed)
+    steps = schedule_trials([*names], rounds, seed)
     sent, drawn = work / "shadow_prompts.jsonl", lengths(output_tokens)
     work.mkdir(parents=True, exist_ok=True)
     write_prompts(sent, no_longer_than(read_prompts([prompts]), max_prompt_tokens, chat=True))
-    load = LoadSpec(
-        str(sent), MODEL, 0.0, trial_seconds, warm_up_seconds, in_flight, drawn["max-tokens"], 0.8,
-        drawn["min-tokens"],
-    )  # fmt: skip
+    most, least = drawn["max-tokens"], drawn["min-tokens"]
+    load = LoadSpec(str(sent), MODEL, 0.0, trial_seconds, warm_up_seconds, in_flight, most, 0.8, least)
     measured = []
     for width in widths:
         key = partial("{}, {}".format, width)
@@ -183,17 +179,23 @@ def shadow(
         }
         measured += [{"intermediate": width, **row} for row in rows(names, parts, seed)]
     publish(
-        "shadow", measured, inputs=about, seed=seed, out=out,
+        "shadow",
+        measured,
+        inputs=about,
+        seed=seed,
+        out=out,
         notes="ms, except experts; off_pct: the change minus that of step, points; intervals: 95 %, "
         "bootstrap over few rounds",
-    )  # fmt: skip
+    )
     journal.remove()
 
 
 def _widths(text: str) -> list[int]:
     widths = options.numbers("--intermediate", text)
     if min(widths) < 32 or len(set(widths)) < len(widths):
-        raise BadInput(f"--intermediate is {text!r}: numbers of neurons from 32, with commas, each once")
+        raise UserInputError(
+            f"--intermediate is {text!r}: numbers of neurons from 32, with commas, each once"
+        )
     return widths
 
 

@@ -34,7 +34,7 @@ from benchmarks.lib.fake_service import (
     in_new_process,
     request_body,
 )
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from loadgen import processes
 from loadgen.results import publish
 
@@ -120,18 +120,29 @@ def _measure(
             with suppress(httpx.TransportError, ValueError):
                 held = httpx.get(f"{url}/eldr/status", timeout=30).json().get("ingress", {})
             back = all(len(_processes(role)) >= number for role, number in there.items())
-            if back and held and not held["in_flight"] and not held["leases"] and not held["router_away"]:
+            if (
+                back
+                and held
+                and not held["in_flight"]
+                and not held["leases"]
+                and not held["router_unreachable"]
+            ):
                 break
             time.sleep(0.5)
         failed = [answer for answer in answers if answer.error is not None]
         return {
-            "way": way, "killed": ", ".join(kill), "requests": count, "tokens": tokens,
-            "most_open": most_open(answers), "failures": len(failed), "errors": errors(answers),
+            "way": way,
+            "killed": ", ".join(kill),
+            "requests": count,
+            "tokens": tokens,
+            "most_open": most_open(answers),
+            "failures": len(failed),
+            "errors": errors(answers),
             "longest_gap_s": max((max(a.timing.itl_s, default=0.0) for a in answers if own), default=None),
             "longest_s": max(a.end - a.start for a in answers),
             "settled_s": time.perf_counter() - ended,
             "left": {name: held.get(name) for name in ("in_flight", "leases")},
-        }  # fmt: skip
+        }
 
 
 def stream_faults(
@@ -150,7 +161,7 @@ def stream_faults(
     rows: list[dict[str, Any]] = []
     roles = kill.split(",")
     if unknown := (set(ways.split(",")) - set(_WAYS)) | (set(roles) - {*_ROLES, "router"}):
-        raise BadInput(f"there is no {min(unknown)!r}")
+        raise UserInputError(f"there is no {min(unknown)!r}")
     for way in ways.split(","):
         load = (streams, 100, 400.0, ramp_s, roles) if way == "own" else (whole, 100, 60.0, 2.0, ["ingress"])
         rows.append(in_new_process(_measure, way, *load, port, seed))

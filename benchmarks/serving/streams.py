@@ -30,12 +30,11 @@ from benchmarks.lib.client import Answer, allow_open_files, complete, errors, mo
 from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.fake_service import HAPROXY, NO_DRAINING, fake_service, in_new_process, request_body
 from benchmarks.lib.rounds import medians
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.ray_settings import QUIET
 from loadgen.results import publish
 
 _WAYS: dict[str, dict[str, str]] = {"proxy": {}, "haproxy": HAPROXY, "own": {}}
-_IDLE_S = 10.0
 _TIMEOUT_S = 120.0  # slower streams count as failed
 _PARTS = ("ingress", "router", "engines", "proxy", "ray")
 
@@ -52,9 +51,16 @@ async def _load(url: str, streams: int, tokens: int, gap_ms: float, ramp_s: floa
 
 
 def _measure(
-    way: str, counts: list[int], loads: list[tuple[int, float]], ramp_s: float, prefill_s: float,
-    decode_replicas: int, port: int, seed: int,
-) -> list[dict[str, Any]]:  # fmt: skip
+    way: str,
+    counts: list[int],
+    loads: list[tuple[int, float]],
+    ramp_s: float,
+    prefill_s: float,
+    idle_s: float,
+    decode_replicas: int,
+    port: int,
+    seed: int,
+) -> list[dict[str, Any]]:
     """Return one row per count and load. Needs its own process: Ray Serve reads its mode at import."""
     allow_open_files(65536)
     os.environ |= NO_DRAINING | _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
@@ -64,8 +70,8 @@ def _measure(
     ) as url:
         asyncio.run(_load(url, 20, 2, 0.0, 0.5))
         before = cpu_s()
-        time.sleep(_IDLE_S)
-        idle = {name: (after - before[name]) / _IDLE_S for name, after in cpu_s().items()}
+        time.sleep(idle_s)
+        idle = {name: (after - before[name]) / idle_s for name, after in cpu_s().items()}
         for count, (tokens, gap_ms) in product(counts, loads):
             before, start = cpu_s(), time.perf_counter()
             answers = asyncio.run(_load(url, count, tokens, gap_ms, ramp_s))
@@ -97,18 +103,20 @@ def _parsed(loads: str) -> list[tuple[int, float]]:
         pairs = [load.split("@") for load in loads.split(",")]
         return [(int(tokens), float(gap)) for tokens, gap in pairs]
     except ValueError:
-        raise BadInput(f"loads are TOKENS@MILLISECONDS with commas, not {loads!r}") from None
+        raise UserInputError(f"loads are TOKENS@MILLISECONDS with commas, not {loads!r}") from None
 
 
 def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per way, count and load."""
     keys = ("way", "streams", "tokens", "gap_ms")
     summaries = medians(
-        rows, keys=keys, with_interval=("ttft_p99_ms", "tokens_per_s", "server_us_per_token"),
+        rows,
+        keys=keys,
+        with_interval=("ttft_p99_ms", "tokens_per_s", "server_us_per_token"),
         summed=("requests", "failures", "leases_left"),
-    )  # fmt: skip
+    )
     for row in summaries:
-        mine = [one["errors"] for one in rows if all(one[name] == row[name] for name in keys)]
+        mine = [other["errors"] for other in rows if all(other[name] == row[name] for name in keys)]
         row["errors"] = dict(sum(map(Counter, mine), Counter()))
     return summaries
 
@@ -122,6 +130,7 @@ def streams(
     loads: Annotated[str, typer.Option(help="Tokens per stream @ ms between tokens.")] = "20@1000,100@300",
     ramp_s: Annotated[float, typer.Option(min=0, help="Time over which streams are opened, s.")] = 10.0,
     prefill_ms: Annotated[float, typer.Option(min=0, help="Time of a prefill, ms.")] = 20.0,
+    idle_s: Annotated[float, typer.Option(min=1, help="Time without a request, s.")] = 10.0,
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 2,
     port: options.Port = 8310,
     seed: options.Seed = 0,
@@ -133,22 +142,35 @@ def streams(
     chosen = ways.split(",")
     for way in chosen:
         if way.removesuffix("-quiet") not in _WAYS:
-            raise BadInput(f"there is no way {way!r}; choose from {', '.join(_WAYS)}")
+            raise UserInputError(f"there is no way {way!r}; choose from {', '.join(_WAYS)}")
     for way in chosen * rounds:
         rows += in_new_process(
-            _measure, way, [int(count) for count in counts.split(",")], _parsed(loads), ramp_s,
-            prefill_ms / 1000, decode_replicas, port, seed,
-        )  # fmt: skip
+            _measure,
+            way,
+            options.numbers("--counts", counts),
+            _parsed(loads),
+            ramp_s,
+            prefill_ms / 1000,
+            idle_s,
+            decode_replicas,
+            port,
+            seed,
+        )
     publish(
-        "streams", _of_rounds(rows),
+        "streams",
+        _of_rounds(rows),
         inputs={
-            "ramp_s": ramp_s, "prefill_ms": prefill_ms,
-            "decode_replicas": decode_replicas, "rounds": rounds, "quiet": QUIET,
+            "ramp_s": ramp_s,
+            "prefill_ms": prefill_ms,
+            "decode_replicas": decode_replicas,
+            "rounds": rounds,
+            "quiet": QUIET,
         },
-        seed=seed, out=out,
+        seed=seed,
+        out=out,
         notes="one ingress replica; fake engines; the client shares the cores. "
         "TTFT includes the fake prefill; TPOT includes the gap",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ from benchmarks.lib.replay import widened
 from benchmarks.lib.whole_report import at_mean_speed, means, rows
 from benchmarks.lib.whole_systems import POLICIES, Engines
 from benchmarks.lib.whole_workloads import Chains, many_domains, sessions, system_prompts
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar
@@ -105,26 +105,28 @@ async def _trial(
             one.cancel()
         await asyncio.gather(*both, *users, return_exceptions=True)
     if not enough.is_set():
-        raise BadInput(f"the workload has {next(numbers)} requests, a trial needs {warm_up + requests + 1}")
+        raise UserInputError(
+            f"the workload has {next(numbers)} requests, a trial needs {warm_up + requests + 1}"
+        )
     (begun, before), (ended, after) = marks
-    found = summary(counted)
-    found["requests_per_s"] = (requests - found["failures"]) / (ended - begun)
-    found["tokens_per_s"] *= (max(a.end for a in counted) - min(a.start for a in counted)) / (ended - begun)
+    row = summary(counted)
+    row["requests_per_s"] = (requests - row["failures"]) / (ended - begun)
+    row["tokens_per_s"] *= (max(a.end for a in counted) - min(a.start for a in counted)) / (ended - begun)
     cpu = {part: s - before[part] for part, s in after.items()}
-    tokens = found["tokens_per_s"] * (ended - begun)
-    found["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
-    found["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # a request
+    tokens = row["tokens_per_s"] * (ended - begun)
+    row["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
+    row["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # a request
     unix_s = time.time() - time.perf_counter()
-    found["span"] = [unix_s + begun, unix_s + max(a.end for a in counted)]
-    return found | {"errors": errors(counted)}
+    row["span"] = [unix_s + begun, unix_s + max(a.end for a in counted)]
+    return row | {"errors": errors(counted)}
 
 
 def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
     """Fit a predictor to CALIBRATION of the trace's prompts; return it with their ids."""
     if trace.token_ids is None:
-        raise BadInput("the calibration trace has no token ids; make it with eldr calibrate")
+        raise UserInputError("the calibration trace has no token ids; make it with eldr calibrate")
     if len(trace.ids) < CALIBRATION:
-        raise BadInput(f"the calibration trace has {len(trace.ids)} prompts, fewer than {CALIBRATION}")
+        raise UserInputError(f"the calibration trace has {len(trace.ids)} prompts, fewer than {CALIBRATION}")
     fit = trace.subset(np.random.default_rng(seed).permutation(len(trace.ids))[:CALIBRATION])
     return fit_signature_predictor(fit)[0].to_bytes(), set(fit.ids)
 
@@ -134,9 +136,9 @@ def _chosen(what: str, given: str, known: Sequence[str], needing: str, needed: P
     possible = [name for name in known if needed is not None or not name.startswith(needing)]
     for name in (names := given.split(",") if given else possible):
         if name not in known:
-            raise BadInput(f"there is no {what} {name!r}; there are {', '.join(known)}")
+            raise UserInputError(f"there is no {what} {name!r}; there are {', '.join(known)}")
         if name not in possible:
-            raise BadInput(f"the {what} {name!r} needs an option that was not given (see --help)")
+            raise UserInputError(f"the {what} {name!r} needs an option that was not given (see --help)")
     return names
 
 
@@ -177,27 +179,29 @@ def whole_replicas(
     loads = _chosen("workload", workloads, WORKLOADS, "sessions", trace)
     records = read_trace(trace) if trace else []
     if not all(found.hash_ids for found in records):
-        raise BadInput(f"{trace} names no prefix blocks; give Mooncake's conversation trace")
+        raise UserInputError(f"{trace} names no prefix blocks; give Mooncake's conversation trace")
     observed = CalibrationTrace.load(calibration) if calibration else None
     observed = observed or captured(prompts, work, requests=2400, seed=seed).trace
     predictor, fitted_on = _predictor(observed, seed)
-    asked = [p for p in read_prompts([prompts]) if p.id not in fitted_on]
-    asked = no_longer_than(balanced_sample(asked, 2000, seed), max_prompt_tokens, chat=False)
-    inputs: dict[str, Any] = {
-        "in_flight": in_flight, "warm_up": warm_up, "requests": requests, "burn_in": burn_in,
-        "min_tokens": min_tokens, "max_tokens": max_tokens, "max_prompt_tokens": max_prompt_tokens,
-        "intermediate": intermediate, "dtype": dtype, "blocks": blocks, "stream_interval": stream_interval,
-        "deployment": deployment.stem, "prompts": prompts.name, "trace": trace.name if trace else None,
-        "calibration_prompts": CALIBRATION,
-    }  # fmt: skip
+    held_out = [p for p in read_prompts([prompts]) if p.id not in fitted_on]
+    held_out = no_longer_than(balanced_sample(held_out, 2000, seed), max_prompt_tokens, chat=False)
+    inputs: dict[str, Any] = {"in_flight": in_flight, "warm_up": warm_up, "requests": requests}
+    inputs |= {"burn_in": burn_in, "min_tokens": min_tokens, "max_tokens": max_tokens}
+    inputs |= {"max_prompt_tokens": max_prompt_tokens, "intermediate": intermediate, "dtype": dtype}
+    inputs |= {"blocks": blocks, "stream_interval": stream_interval, "deployment": deployment.stem}
+    inputs |= {"prompts": prompts.name, "trace": trace.name if trace else None}
+    inputs |= {"calibration_prompts": CALIBRATION}
     arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
     # So that eight engines fit 24 GiB.
     arguments["decode_config"]["engine_kwargs"] |= {"dtype": dtype, "num_gpu_blocks_override": blocks}
     names = {side: [s.partition("/")[2] for s in wanted if s.startswith(f"{side}/")] for side in SIDES}
+    engines, answers = (
+        Engines(arguments, predictor, vllm_router_venv, port),
+        range(min_tokens, max_tokens + 1),
+    )
     measurement = _Rounds(
-        Engines(arguments, predictor, vllm_router_venv, port), names, asked, records,
-        range(min_tokens, max_tokens + 1), in_flight, warm_up, requests, burn_in, seed,
-    )  # fmt: skip
+        engines, names, held_out, records, answers, in_flight, warm_up, requests, burn_in, seed
+    )
     trials, clock = _measured(measurement, rounds, list(product(loads, wanted)), record, inputs)
     _publish(trials, clock, wanted, loads, inputs, seed, out)
 
@@ -218,9 +222,12 @@ class _Rounds:
     seed: int
 
     def measure(
-        self, number: int, cases: list[tuple[str, str]], order: random.Random,
+        self,
+        number: int,
+        cases: list[tuple[str, str]],
+        order: random.Random,
         keep: Callable[[str, dict[str, Any]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start both sides and keep a trial of each (workload, system)."""
         with ExitStack() as up:
             opened = {
@@ -260,17 +267,20 @@ class _Rounds:
 
 
 def _measured(
-    measurement: _Rounds, rounds: int, cases: list[tuple[str, str]], record: Path | None,
+    measurement: _Rounds,
+    rounds: int,
+    cases: list[tuple[str, str]],
+    record: Path | None,
     inputs: dict[str, Any],
-) -> tuple[dict[str, dict[str, Any]], NormalisedTime]:  # fmt: skip
+) -> tuple[dict[str, dict[str, Any]], NormalisedTime]:
     """Return the trials by `ROUND/WORKLOAD/SYSTEM`, those of `record` included, and the cores' speed."""
     journal = Journal(record, inputs) if record else None
     trials: dict[str, dict[str, Any]] = dict(journal.known) if journal else {}
 
-    def keep(key: str, found: dict[str, Any]) -> None:
-        trials[key] = found
+    def keep(key: str, row: dict[str, Any]) -> None:
+        trials[key] = row
         if journal:
-            journal.put(key, found)
+            journal.put(key, row)
 
     with ExitStack() as stack:
         kept = record.with_suffix(".cpu_speed") if record else None
@@ -282,14 +292,19 @@ def _measured(
                 with probed(speed):
                     measurement.measure(number, left, order, keep)
         if not trials:
-            raise BadInput("there is no trial to report")
+            raise UserInputError("there is no trial to report")
         return trials, NormalisedTime.read(speed)
 
 
 def _publish(
-    trials: dict[str, dict[str, Any]], clock: NormalisedTime, systems: list[str], workloads: list[str],
-    inputs: dict[str, Any], seed: int, out: Path | None,
-) -> None:  # fmt: skip
+    trials: dict[str, dict[str, Any]],
+    clock: NormalisedTime,
+    systems: list[str],
+    workloads: list[str],
+    inputs: dict[str, Any],
+    seed: int,
+    out: Path | None,
+) -> None:
     """Publish the rows by wall clock and at the cores' mean speed."""
     even = at_mean_speed(trials, clock)
     table = [
@@ -299,12 +314,14 @@ def _publish(
     ]
     slow = {key: {name: found[name] for name in ("slow", "slow_cpu")} for key, found in even.items()}
     publish(
-        "whole_replicas", table,
+        "whole_replicas",
+        table,
         inputs=inputs | {"trials": {key: found | slow[key] for key, found in trials.items()}},
-        seed=seed, out=out,
+        seed=seed,
+        out=out,
         notes="closed loop, greedy; two sets of four whole engines, of which one has requests at a time, "
         "share the cores with client and serving layer; cpu_ms includes the idle cost of both sets",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -15,14 +15,15 @@ import typer
 from typer.cli import get_docs_for_click
 from typer.main import get_command
 
-from eldr_serve.cli import app, loaded
+from eldr_serve.cli import app
 from eldr_serve.command_errors import app_of
 from eldr_serve.config import EldrArgs
-from eldr_serve.engine.chosen import ENGINES
-from eldr_serve.home import ROOT
+from eldr_serve.data_root import ROOT
+from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.ingress.http_application import application
 from eldr_serve.ingress.openapi import openapi_document
-from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, ROUTER, Metric
+from eldr_serve.lazy_command import imported
+from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, REPLICA, ROUTER, Metric
 
 # Modules that are commands beside `eldr`, and their functions
 MODULES = {
@@ -62,7 +63,7 @@ def commands_page() -> str:
     context = typer.Context(group, info_name="eldr")
     parts = ["# Commands\n"]
     for name in group.list_commands(context):  # type: ignore[attr-defined]
-        command = loaded(group.get_command(context, name))  # type: ignore[attr-defined]
+        command = imported(group.get_command(context, name))  # type: ignore[attr-defined]
         parts.append(
             get_docs_for_click(
                 obj=command, ctx=typer.Context(command, parent=context), indent=1, name=f"eldr {name}"
@@ -94,8 +95,12 @@ def locust_help() -> str:
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        capture_output=True, text=True, cwd=ROOT, check=True, env=os.environ | {"COLUMNS": "100"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        env=os.environ | {"COLUMNS": "100"},
+    )
     return done.stdout
 
 
@@ -105,7 +110,7 @@ def http_page() -> str:
     parts = [
         "# HTTP\n\nThe routes of an ingress replica.\nFields of requests are vLLM's; engines validate them, "
         "and the ingress reads only what placement needs.\nRefused requests and their status: "
-        "[operations](../operations.md#what-is-refused-before-prefill).\n"
+        "[HTTP API](../http_api.md#what-is-refused-before-prefill).\n"
     ]
     for route in application().routes:
         for method in sorted(route.methods - {"HEAD"}):  # type: ignore[attr-defined]
@@ -120,12 +125,16 @@ def metrics_page() -> str:
     """Return all our metrics, by the process that exports them."""
     parts = [
         "# Metrics\n\nNames as in Prometheus, with Ray's prefix.\nTheir use: "
-        "[watching](../watching.md).\nThe key is that of the same value in `GET /eldr/status`.\n"
+        "[watching](../watching.md).\nAll except those of engines also have the label `application`.\n"
+        "The key is that of the same value in `GET /eldr/status`.\n"
     ]
     for title, metrics in (
-        ("The router", ROUTER), ("Each ingress replica", INGRESS), ("Each engine replica", ENGINE),
+        ("The router", ROUTER),
+        ("Each ingress replica", INGRESS),
+        ("Each engine", ENGINE),
+        ("Each engine replica", REPLICA),
         ("Each of these processes", PROCESS),
-    ):  # fmt: skip
+    ):
         lines = ["| metric | kind | unit | meaning | labels | key |", "| --- | --- | --- | --- | --- | --- |"]
         lines += [_metric(metric) for metric in metrics.values()]
         parts.append(f"## {title}\n\n" + "\n".join(lines) + "\n")

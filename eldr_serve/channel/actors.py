@@ -8,9 +8,10 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from eldr_serve.channel import CallFailed
+from eldr_serve.channel import CallFailedError
 
-AWAY = (RayError, ConnectionError, TimeoutError, CallFailed)  # raised if an actor cannot answer
+# Raised if an actor cannot answer.
+ACTOR_UNAVAILABLE = (RayError, ConnectionError, TimeoutError, CallFailedError)
 _NAMESPACE = "eldr"
 
 

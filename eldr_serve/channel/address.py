@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import ray
 
-from eldr_serve.channel import Channel, ChannelLost, ChannelServer
+from eldr_serve.channel import Channel, ChannelLostError, ChannelServer
 from eldr_serve.channel.frames import VERSION
 from eldr_serve.channel.server import Describe, Handler, OpenMethod
-from eldr_serve.errors import Overloaded
+from eldr_serve.errors import OverloadedError
 
 MAX_CALLS = 1_000_000  # Ray Serve LLM's value for its engines, which queue requests inside
 
@@ -30,7 +30,7 @@ class Address:
     async def connect(self, changed: Callable[[], None] = lambda: None) -> Channel:
         """Open a channel to this address; see Channel.connect."""
         if self.version != VERSION:
-            raise ChannelLost(f"the server speaks version {self.version} of the channel, not {VERSION}")
+            raise ChannelLostError(f"the server speaks version {self.version} of the channel, not {VERSION}")
         return await Channel.connect(self.host, self.port, self.secret, changed)
 
 
@@ -39,6 +39,7 @@ async def open_channel(
     *,
     describe: Describe,
     limit: int = MAX_CALLS,
+    limited_methods: Collection[str] | None = None,
     open_methods: Mapping[str, OpenMethod] = MappingProxyType({}),
     report: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[Address, ChannelServer]:
@@ -46,10 +47,17 @@ async def open_channel(
     secret = secrets.token_hex(16)
 
     def full() -> Exception:
-        return Overloaded(f"{limit} requests are in flight on this engine, the maximum")
+        return OverloadedError(f"{limit} requests are in flight on this engine, the maximum")
 
     server = ChannelServer(
-        secret, handler, describe=describe, limit=limit, full=full, open_methods=open_methods, report=report
+        secret,
+        handler,
+        describe=describe,
+        limit=limit,
+        limited_methods=limited_methods,
+        full=full,
+        open_methods=open_methods,
+        report=report,
     )
     host = ray.util.get_node_ip_address()
     return Address(host, await server.start(host), secret), server

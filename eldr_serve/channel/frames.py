@@ -44,7 +44,7 @@ class Kind(IntEnum):
     NOTE = 11
 
 
-class BrokenFrame(ValueError):  # noqa: N818
+class BrokenFrameError(ValueError):
     """The peer violates the protocol; its connection is closed."""
 
 
@@ -78,7 +78,7 @@ class Frames:
         """Yield (kind, call, tokens, payload) of each complete frame.
 
         Raises:
-            BrokenFrame: a payload is longer than `max_bytes`.
+            BrokenFrameError: a payload is longer than `max_bytes`.
         """
         buffer = self._buffer
         buffer += data
@@ -87,7 +87,7 @@ class Frames:
             while len(buffer) - at >= HEAD.size:
                 length, kind, call, tokens = HEAD.unpack_from(buffer, at)
                 if length > self.max_bytes:
-                    raise BrokenFrame(f"a frame of {length} bytes, the maximum is {self.max_bytes}")
+                    raise BrokenFrameError(f"a frame of {length} bytes, the maximum is {self.max_bytes}")
                 end = at + HEAD.size + length
                 if len(buffer) < end:
                     break

@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from typing import cast
 
-from eldr_serve.channel.frames import PING_S, BrokenFrame, Frames, Kind, frame
+from eldr_serve.channel.frames import PING_S, BrokenFrameError, Frames, Kind, frame
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ class Peer(asyncio.Protocol, ABC):
     Attributes:
         name: address of the other end, for logs.
         logged: whether the log already has the reason for the closed connection.
+        leaving: whether the other end takes no further calls; its open ones should move to other engines.
     """
 
     def __init__(self, max_bytes: int, *, silent_s: float) -> None:
@@ -35,13 +36,13 @@ class Peer(asyncio.Protocol, ABC):
         self._received_at = self._due = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self.name = "?"
-        self.logged = False
+        self.logged = self.leaving = False
 
     # -- implemented or called by the two ends ---------------------------------------------------
 
     @abstractmethod
     def frame_received(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
-        """Process a frame other than a ping; raise BrokenFrame if it violates the protocol."""
+        """Process a frame other than a ping; raise BrokenFrameError if it violates the protocol."""
 
     @abstractmethod
     def on_closed(self, reason: str) -> None:
@@ -55,7 +56,7 @@ class Peer(asyncio.Protocol, ABC):
         """Process the payload of a ping from the other end."""
 
     def send(self, *parts: bytes) -> None:
-        """Send bytes; all writes of one turn of the event loop are sent together."""
+        """Send bytes; all writes of one iteration of the event loop are sent together."""
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out += parts
@@ -97,13 +98,13 @@ class Peer(asyncio.Protocol, ABC):
                     self.ping_received(payload)
                 else:
                     self.frame_received(kind, call, tokens, payload)
-        except BrokenFrame as error:
+        except BrokenFrameError as error:
             self.abort(error)
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = f"the connection was lost: {error}" if error else "the other end has closed it"
         if self._frames.incomplete:
-            self.abort(BrokenFrame(f"{reason}, in the middle of a frame"))
+            self.abort(BrokenFrameError(f"{reason}, in the middle of a frame"))
         else:
             self.close(reason)
 

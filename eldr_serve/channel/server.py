@@ -1,4 +1,4 @@
-"""The engine's end of a channel: a port that serves calls of this application's ingress replicas."""
+"""The server's end of channels: a port of an engine or the router for calls of ingress replicas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import hmac
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from eldr_serve.channel.frames import (
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,
     VERSION,
-    BrokenFrame,
+    BrokenFrameError,
     Kind,
     frame,
 )
@@ -27,7 +28,7 @@ from eldr_serve.channel.peer import Peer
 logger = logging.getLogger(__name__)
 
 _HELLO_S = 5.0
-_LINGER_S = 0.25  # a draining engine waits this long for frames that are still in transit
+_LINGER_S = 0.25  # a draining server waits this long for frames that are still in transit
 _MAX_UNSENT_BYTES = 64 * 2**20
 _SILENT_S = 10.0  # an ingress under load may be late; a dead one is detected by its closed connection
 
@@ -37,13 +38,13 @@ class Answer:
 
     Attributes:
         call: number of the call on its connection.
-        about: report on the call, sent with its end; values that msgpack can encode.
+        engine_report: report on the call, sent with its end; values that msgpack can encode.
     """
 
     def __init__(self, connection: _Connection, call: int) -> None:
         self._connection = connection
         self.call = call
-        self.about: dict[str, Any] = {}
+        self.engine_report: dict[str, Any] = {}
 
     @property
     def peer(self) -> Peer:
@@ -92,13 +93,15 @@ class ChannelServer:
         secret: shared secret that a peer must present.
         handler: answers calls.
         describe: returns the HTTP status and the response body of an exception.
-        limit: maximum calls in flight; a further call fails with the error that `full` returns.
+        limit: maximum calls in flight of `limited_methods`; a further one fails with the error that `full`
+            returns.
+        limited_methods: methods whose calls are limited; None: all.
         open_methods: functions that begin the open calls, by method.
-        report: returns this engine's status report for a ping, in types that msgpack can encode; empty by
-            default.
+        report: returns the status report for a ping, in types that msgpack can encode; empty by default.
 
     Attributes:
         suspended: whether new connections are refused at present.
+        leaving: whether peers are asked to send no further calls.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class ChannelServer:
         *,
         describe: Describe,
         limit: int,
+        limited_methods: Collection[str] | None = None,
         full: Callable[[], Exception],
         open_methods: Mapping[str, OpenMethod] = MappingProxyType({}),
         report: Callable[[], dict[str, Any]] = dict,
@@ -117,14 +121,15 @@ class ChannelServer:
         self._handler = handler
         self._describe = describe
         self._limit = limit
+        self._limited_methods = limited_methods
         self._full = full
         self._server: asyncio.Server | None = None
         self.connections: set[_Connection] = set()
         self.open_methods = open_methods
-        self.suspended = False
+        self.suspended = self.leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.in_flight = 0
+        self._in_flight: Counter[str] = Counter()  # by method
 
     async def start(self, host: str) -> int:
         """Listen on a free port of `host` and return the port."""
@@ -140,15 +145,34 @@ class ChannelServer:
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port
 
+    @property
+    def num_peers(self) -> int:
+        """Return the number of connections that have presented the secret."""
+        return sum(connection.authenticated for connection in self.connections)
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of calls that are being answered."""
+        return self._in_flight.total()
+
+    def in_flight_of(self, methods: Iterable[str]) -> int:
+        """Return the number of calls of these methods that are being answered."""
+        return sum(self._in_flight[method] for method in methods)
+
+    def leave(self) -> None:
+        """Ask the peers, and those that connect later, to send no further calls and to move the open ones."""
+        self.leaving = True
+        for connection in list(self.connections):  # sending may close a connection
+            connection.send(frame(Kind.LEAVING))
+
     async def drain(self) -> None:
-        """Refuse further connections, ask the peers to send no further calls, and wait for the open ones.
+        """Refuse further connections, leave, and wait for the open calls.
 
         Also wait for calls that peers sent before they received this, and for the last answers to arrive.
         """
         if self._server is not None:
             self._server.close()
-        for connection in self.connections:
-            connection.send(frame(Kind.LEAVING))
+        self.leave()
         idle = False
         while not idle:
             await self._idle.wait()
@@ -156,7 +180,7 @@ class ChannelServer:
             idle = self._idle.is_set()
 
     def suspend(self, reason: str) -> None:
-        """Close all connections, and refuse new ones until `resume`; peers treat this engine as lost."""
+        """Close all connections, and refuse new ones until `resume`; peers treat this server as lost."""
         self.suspended = True
         for connection in list(self.connections):
             connection.logged = True  # by the caller
@@ -171,10 +195,10 @@ class ChannelServer:
         if self._server is not None:
             self._server.close()
         for connection in list(self.connections):
-            connection.close("the engine stops")
+            connection.close("the server stops")
 
     def ping(self) -> bytes:
-        """Return a keepalive frame with this engine's status report."""
+        """Return a keepalive frame with the status report."""
         report = self._report()
         return frame(Kind.PING, payload=msgspec.msgpack.encode(report) if report else b"")
 
@@ -185,19 +209,30 @@ class ChannelServer:
     async def run(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> bytes:
         """Answer one call and return its last frame."""
         try:
-            if self.in_flight >= self._limit:
+            if self._is_full_for(method):
                 raise self._full()
-            self.in_flight += 1
+            self._in_flight[method] += 1
             self._idle.clear()
             try:
                 await self._handler(method, header, body, answer)
             finally:
-                self.in_flight -= 1
-                if not self.in_flight:
+                self._in_flight[method] -= 1
+                if not self._in_flight[method]:
+                    del self._in_flight[method]  # a peer may call any name
+                if not self._in_flight:
                     self._idle.set()
         except Exception as error:
             return self.failure(answer.call, error)
-        return frame(Kind.END, answer.call, msgspec.msgpack.encode(answer.about) if answer.about else b"")
+        return frame(
+            Kind.END,
+            answer.call,
+            msgspec.msgpack.encode(answer.engine_report) if answer.engine_report else b"",
+        )
+
+    def _is_full_for(self, method: str) -> bool:
+        if self._limited_methods is None:
+            return self.in_flight >= self._limit
+        return method in self._limited_methods and self.in_flight_of(self._limited_methods) >= self._limit
 
     def failure(self, call: int, error: Exception) -> bytes:
         """Return the last frame of a call that has failed."""
@@ -214,20 +249,20 @@ class _Connection(Peer):
     def __init__(self, server: ChannelServer) -> None:
         super().__init__(MAX_HELLO_BYTES, silent_s=_SILENT_S)
         self._server = server
-        self._authenticated = False
+        self.authenticated = False
         self._calls: dict[int, asyncio.Task[bytes]] = {}
         self._open_calls: dict[int, OpenCallHandler] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if self._server.suspended:
-            self.close("the engine is lost")
+            self.close("the server is suspended")
             return
         self._server.connections.add(self)
         self._loop.call_later(_HELLO_S, self._check_hello_time)
 
     def frame_received(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
-        if not self._authenticated:
+        if not self.authenticated:
             self._check_hello(kind, payload)
         elif kind == Kind.CALL:
             self._begin(call, payload)
@@ -240,15 +275,15 @@ class _Connection(Peer):
             if call in self._open_calls:
                 self._note(self._open_calls[call], payload, tokens)
         else:
-            raise BrokenFrame(f"a frame of kind {kind}")
+            raise BrokenFrameError(f"a frame of kind {kind}")
 
     def _begin(self, call: int, payload: bytes) -> None:
         if call in self._calls or call in self._open_calls:
-            raise BrokenFrame(f"call {call} is open already")
+            raise BrokenFrameError(f"call {call} is open already")
         try:
             method, header, body = _CALL.decode(payload)
         except msgspec.DecodeError as error:
-            raise BrokenFrame(f"a malformed call: {error}") from error
+            raise BrokenFrameError(f"a malformed call: {error}") from error
         answer = Answer(self, call)
         if method not in self._server.open_methods:
             task = self._calls[call] = self._loop.create_task(self._server.run(method, header, body, answer))
@@ -263,7 +298,7 @@ class _Connection(Peer):
         try:
             handler.on_note(payload, tokens)
         except msgspec.DecodeError as error:
-            raise BrokenFrame(f"a malformed note: {error}") from error
+            raise BrokenFrameError(f"a malformed note: {error}") from error
 
     def _send_last(self, call: int, task: asyncio.Task[bytes]) -> None:
         if self._calls.pop(call, None) is None:
@@ -274,7 +309,7 @@ class _Connection(Peer):
             self.send(task.result())
 
     def ping(self) -> bytes:
-        return self._server.ping() if self._authenticated else super().ping()
+        return self._server.ping() if self.authenticated else super().ping()
 
     def send(self, *parts: bytes) -> None:
         if self.unsent_bytes > _MAX_UNSENT_BYTES:
@@ -286,8 +321,10 @@ class _Connection(Peer):
         if self._calls and not self.logged:
             logger.warning(
                 "%d calls of %s are cancelled because its channel is closed: %s",
-                len(self._calls), self.name, reason,
-            )  # fmt: skip
+                len(self._calls),
+                self.name,
+                reason,
+            )
         calls, self._calls = self._calls, {}
         for task in calls.values():
             task.cancel()
@@ -298,15 +335,17 @@ class _Connection(Peer):
     def _check_hello(self, kind: int, payload: bytes) -> None:
         version, secret = payload[:1], payload[1:]
         if kind != Kind.HELLO:
-            raise BrokenFrame("the first frame is not a hello")
+            raise BrokenFrameError("the first frame is not a hello")
         if version != bytes([VERSION]):
-            raise BrokenFrame(f"it speaks version {version[0] if version else '?'} and not {VERSION}")
+            raise BrokenFrameError(f"it speaks version {version[0] if version else '?'} and not {VERSION}")
         if not self._server.accepts_secret(secret):
-            raise BrokenFrame("the secret is wrong")
-        self._authenticated = True
+            raise BrokenFrameError("the secret is wrong")
+        self.authenticated = True
         self._frames.max_bytes = MAX_FRAME_BYTES
         self.send(frame(Kind.WELCOME))
+        if self._server.leaving:
+            self.send(frame(Kind.LEAVING))
 
     def _check_hello_time(self) -> None:
-        if not self._authenticated:
+        if not self.authenticated:
             self.abort(TimeoutError(f"no hello within {_HELLO_S:g} s"))

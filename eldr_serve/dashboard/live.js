@@ -18,7 +18,7 @@ let live = null;     // newest answer of GET live
 
 // -- calls to the ingress ---------------------------------------------------------------------
 
-async function ask(method, path, body) {
+async function send(method, path, body) {
   const key = adminKey;
   const headers = key ? {authorization: `Bearer ${key}`} : {};
   const response = await fetch(path, {method, body, headers, cache: "no-store"});
@@ -38,41 +38,41 @@ function askForKey() {
 // Send a change and show its outcome; return whether it was accepted.
 async function change(method, path, body, done) {
   try {
-    await ask(method, path, body);
+    await send(method, path, body);
   } catch (error) {
-    say(error.message, true);
+    showMessage(error.message, true);
     return false;
   }
-  say(done);
-  await look();
+  showMessage(done);
+  await refresh();
   return true;
 }
 
-function say(text, bad = false) {
-  $("said").textContent = text;
-  $("said").className = bad ? "bad" : "good";
+function showMessage(text, bad = false) {
+  $("message").textContent = text;
+  $("message").className = bad ? "bad" : "good";
 }
 
-async function look() {
+async function refresh() {
   const key = adminKey;
   try {
-    live = await ask("GET", "live");
+    live = await send("GET", "live");
     if (live.live) draw();
     $("key").hidden = true;
     $("connection").textContent = live.router ? `router ${live.router}` : `read at ${new Date().toLocaleTimeString()}`;
-    if ($("said").dataset.lost) { say(""); delete $("said").dataset.lost; }
+    if ($("message").dataset.lost) { showMessage(""); delete $("message").dataset.lost; }
   } catch (error) {
     if (adminKey && key !== adminKey) return;  // the key has changed since this call
     if (adminKey) $("connection").textContent = "not connected";
-    say(error.message, true);
-    $("said").dataset.lost = "yes";
+    showMessage(error.message, true);
+    $("message").dataset.lost = "yes";
   }
 }
 
 function parsed(form) {
   const text = form.elements.parameters.value.trim();
   try { return JSON.stringify({name: form.elements.name.value, parameters: text ? JSON.parse(text) : {}}); }
-  catch { say("The parameters are not a JSON object.", true); }
+  catch { showMessage("The parameters are not a JSON object.", true); }
 }
 
 // -- drawing --------------------------------------------------------------------------------------
@@ -99,17 +99,17 @@ function options(select, names) {
 }
 
 // Return whether the confidence interval excludes 0.
-function differs(found) { return found.low_pct != null && found.low_pct * found.high_pct > 0; }
+function differs(comparison) { return comparison.low_pct != null && comparison.low_pct * comparison.high_pct > 0; }
 
-function verdict(found) {
-  if (found.tokens == null) return "No token has been priced yet.";
-  const percent = `${fixed(Math.abs(found.change_pct))} %`;
-  const ends = [found.low_pct, found.high_pct].map(end => found.change_pct <= 0 ? -end : end).sort((a, b) => a - b);
-  const interval = found.low_pct == null ? "" : ` [${fixed(ends[0])}, ${fixed(ends[1])}]`;
-  const shown = `${percent} ${found.change_pct <= 0 ? "less" : "more"}${interval}`;
-  if (found.low_pct == null) return `Too few tokens for an interval: ${shown}`;
-  if (!differs(found)) return `No significant difference: ${shown}`;
-  return `${percent} ${found.change_pct <= 0 ? "less" : "more"} decode step time per token${interval}`;
+function verdict(comparison) {
+  if (comparison.tokens == null) return "No token has been priced yet.";
+  const percent = `${fixed(Math.abs(comparison.change_pct))} %`;
+  const ends = [comparison.low_pct, comparison.high_pct].map(end => comparison.change_pct <= 0 ? -end : end).sort((a, b) => a - b);
+  const interval = comparison.low_pct == null ? "" : ` [${fixed(ends[0])}, ${fixed(ends[1])}]`;
+  const shown = `${percent} ${comparison.change_pct <= 0 ? "less" : "more"}${interval}`;
+  if (comparison.low_pct == null) return `Too few tokens for an interval: ${shown}`;
+  if (!differs(comparison)) return `No significant difference: ${shown}`;
+  return `${percent} ${comparison.change_pct <= 0 ? "less" : "more"} decode step time per token${interval}`;
 }
 
 function measured({live_ms, measured_ms}) {
@@ -141,9 +141,9 @@ function drawSaving({now, failed, past}, cost) {
   $("saving-figures").innerHTML = html;
   $("swap").hidden = $("shadow-off").hidden = !now;
   $("saving-past").innerHTML = past.length ? `<h2>Before</h2><table>
-    <tr><th>live</th><th>shadow</th><th>live against shadow</th><th>tokens</th></tr>${past.toReversed().map(found => `<tr>
-    <td>${esc(named(found.live))}</td><td>${esc(named(found.shadow))}</td><td>${verdict(found)}</td>
-    <td>${found.tokens}</td></tr>`).join("")}</table>` : "";
+    <tr><th>live</th><th>shadow</th><th>live against shadow</th><th>tokens</th></tr>${past.toReversed().map(comparison => `<tr>
+    <td>${esc(named(comparison.live))}</td><td>${esc(named(comparison.shadow))}</td><td>${verdict(comparison)}</td>
+    <td>${comparison.tokens}</td></tr>`).join("")}</table>` : "";
 }
 
 function drawPath({live: shown, ingress, workers, decode_queue: queue}) {
@@ -205,12 +205,12 @@ function step(most) {
 
 // Split a line where two points are more than `idle` seconds apart.
 function parts(points, idle) {
-  const found = [];
+  const segments = [];
   for (const [i, point] of points.entries()) {
-    if (i === 0 || point[0] - points[i - 1][0] > idle) found.push([]);
-    found.at(-1).push(point);
+    if (i === 0 || point[0] - points[i - 1][0] > idle) segments.push([]);
+    segments.at(-1).push(point);
   }
-  return found;
+  return segments;
 }
 
 // Return an SVG of lines over the seconds before now; lines are interrupted by gaps of more than `idle` seconds.
@@ -286,8 +286,8 @@ $("key").onsubmit = event => {
   event.preventDefault();
   adminKey = $("admin-key").value;
   $("admin-key").value = "";
-  $("said").dataset.lost = "yes";
-  look();
+  $("message").dataset.lost = "yes";
+  refresh();
 };
 $("shadow-form").onsubmit = event => {
   event.preventDefault();
@@ -309,11 +309,11 @@ $("table-form").onsubmit = event => {
   event.preventDefault();
   const file = $("table-file").files[0];
   if (file) change("PUT", "table", file, "The table is swapped in.");
-  else say("Choose a table file first.", true);
+  else showMessage("Choose a table file first.", true);
 };
 
 askForKey();
 (async function poll() {
-  if (adminKey && (!document.hidden || !live)) await look();
+  if (adminKey && (!document.hidden || !live)) await refresh();
   setTimeout(poll, PERIOD_MS);
 })();

@@ -1,4 +1,7 @@
-"""Calls of engines: their headers, and what their answers contain."""
+"""Make the headers of calls to engines, read their answers, and name the keys of `kv_transfer_params`.
+
+Ingresses, replicas and engine cores share this module, which imports no engine software.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.experts.signature import unpack_counts
 
-# Our own key in `kv_transfer_params`, which engines ignore.
-REPLICA = "eldr_replica"  # the replica that a call through a Serve handle must go to
-# Sent at the end of a `generate` call: the engine's return value, see protocol.Engine.
-WAITED_S = "waited_s"
+# Keys that our connector reads or writes in `kv_transfer_params`.
+EXPERT_COUNTS = "eldr_expert_counts"  # in a prefill answer: packed expert counts of the prompt
+REQUEST = "eldr_request"  # the caller's name of a prompt, to abandon its blocks or to get its counts
+CREATED = "eldr_created_cache_tokens"  # in a prefill answer: prompt tokens written to the prefix cache
+CALIBRATE = "eldr_calibrate"  # request decode counts, and prefill counts if the engine prefills
+ROUTES = "eldr_routes"  # with CALIBRATE: request the routes too
+# Key that engines ignore: the replica that a call through a Serve handle must go to.
+REPLICA = "eldr_replica"
+# Headers that only the serving code may send to an engine; clients' own are dropped.
+STEERING_HEADERS = frozenset({"x-vllm-priority", "x-data-parallel-rank"})
+# Key in the engine's report at the end of a `generate` call: s from the call to its first step.
+TRANSPORT_S = "transport_s"
 WARM = "warm-"  # prefix of the ids of warm-up calls
 
-
+_LAST_EVENTS = (b"event: message_stop\n", b"event: response.completed\n")
 _CREATED = re.compile(rb'"created":(\d+)')
 
 
@@ -52,9 +62,12 @@ def prefill_header(
     `generated` (uint32 ids) is the part of the answer that a lost engine has generated.
     """
     return {
-        "method": method, "id": request_id, "headers": headers or {}, "cache_salt": cache_salt,
+        "method": method,
+        "id": request_id,
+        "headers": headers or {},
+        "cache_salt": cache_salt,
         "generated": generated,
-    }  # fmt: skip
+    }
 
 
 def decode_header(
@@ -78,32 +91,51 @@ def decode_header(
     """
     passed = {key: value for key, value in (params or {}).items() if key != EXPERT_COUNTS}
     return {
-        "method": method, "id": request_id, "kv": passed, "token_ids": token_ids, "headers": headers or {},
-        "cache_salt": cache_salt, "generated": generated, "created": created,
-        "domain": domain or "", "expert_counts": (params or {}).get(EXPERT_COUNTS) or "",
-    }  # fmt: skip
+        "method": method,
+        "id": request_id,
+        "kv": passed,
+        "token_ids": token_ids,
+        "headers": headers or {},
+        "cache_salt": cache_salt,
+        "generated": generated,
+        "created": created,
+        "domain": domain or "",
+        "expert_counts": (params or {}).get(EXPERT_COUNTS) or "",
+    }
 
 
 def created_at(chunk: bytes) -> int | None:
     """Return the timestamp in a stream's first chunk, s since 1970; generated text has its quotes escaped."""
-    found = _CREATED.search(chunk)
-    return int(found[1]) if found else None
+    match = _CREATED.search(chunk)
+    return int(match[1]) if match else None
 
 
-def error_event(kind: str, message: str) -> bytes:
+def error_event(kind: str, message: str, method: str = "chat") -> bytes:
     """Return the final bytes of a stream that cannot continue."""
+    if method in ("messages", "responses"):
+        event = {"type": "error", "error": {"type": kind, "message": message}}
+        return f"event: error\ndata: {json.dumps(event)}\n\n".encode()
     error = {"error": {"message": message, "type": kind, "code": 503}}
     return f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode()
 
 
 def is_end(chunk: bytes) -> bool:
     """Return whether a chunk ends its stream; generated text contains no line breaks."""
-    return chunk.endswith(b"data: [DONE]\n\n")
+    if chunk.endswith(b"data: [DONE]\n\n"):
+        return True
+    last = chunk.rfind(b"\n\n", 0, -2)
+    return chunk.startswith(_LAST_EVENTS, 0 if last < 0 else last + 2)
 
 
 def warm_up_body(model_id: str, n: int = 1) -> bytes:
     """Return a synthetic warm-up request for one random token with its log-probability."""
     return json.dumps(
-        {"model": model_id, "prompt": "warm up the transfer of one block", "max_tokens": 1, "n": n,
-         "temperature": 1.0, "logprobs": 0}
-    ).encode()  # fmt: skip
+        {
+            "model": model_id,
+            "prompt": "warm up the transfer of one block",
+            "max_tokens": 1,
+            "n": n,
+            "temperature": 1.0,
+            "logprobs": 0,
+        }
+    ).encode()

@@ -1,4 +1,4 @@
-"""An engine that computes nothing, for tests and benchmarks of the serving code."""
+"""Implement the engine interface without any computation, for tests and benchmarks of the serving code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
-from eldr_serve.engine.keys import EXPERT_COUNTS
+from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Sampling, Send
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.samples import SampleBuffer
-from eldr_serve.errors import Refused
-from eldr_serve.experts.placement import ExpertPlacement
+from eldr_serve.errors import RequestRefusedError
+from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import Counts, pack_counts
 from eldr_serve.scheduling.cost import StepSums
@@ -28,7 +28,7 @@ from eldr_serve.scheduling.cost import StepSums
 
 @dataclass(frozen=True)
 class FakeConfig:
-    """See protocol.EngineConfig.
+    """Settings of fake engines.
 
     Attributes:
         expert_counts: uint32[L,E] each; they are assigned to prompts in turn.
@@ -54,26 +54,26 @@ class InProcess:
     async def place_experts(
         self, placement: ExpertPlacement, load: ArrayLike | None = None
     ) -> dict[str, Any]:
-        """See protocol.Engine."""
-        raise Refused("this engine's experts cannot be moved", status=400)
+        """Refuse: experts cannot be moved."""
+        raise RequestRefusedError("this engine's experts cannot be moved", status=400)
 
     def experts(self) -> dict[str, Any] | None:
-        """See protocol.Engine."""
+        """Return None: no experts can be moved."""
         return None
 
     def slots(self) -> int:
-        """See protocol.Engine."""
+        """Return 0: unknown."""
         return 0
 
     async def ping(self) -> None:
-        """See protocol.Engine."""
+        """Return at once."""
 
     async def check_health(self) -> None:
-        """See protocol.Engine."""
+        """Report good health."""
 
 
 class FakeEngine(InProcess):
-    """See protocol.Engine.
+    """Implement protocol.Engine without a model.
 
     A completion has tokens 0 to `max_tokens` - 1, one every `gap_ms`; both are fields of the request's body.
     The events of a stream have the format of an OpenAI server; other answers are one JSON body.
@@ -99,7 +99,7 @@ class FakeEngine(InProcess):
         return cls(config)
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
-        """See protocol.Engine; the location of the blocks is the request's id."""
+        """Hold a prompt; the location of its blocks is the request's id."""
         _body_fields(request)
         with self._marked_running(request):
             await asyncio.sleep(self._config.prefill_s)
@@ -108,12 +108,12 @@ class FakeEngine(InProcess):
         return Prefilled(ids, {"held": request.id, EXPERT_COUNTS: next(self._packed)})
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
-        """See protocol.Engine; no blocks are transferred."""
+        """Send an answer; no blocks are transferred."""
         body = _body_fields(request)
         gap_steps = max(1, round(body.get("gap_ms", 0) / 1000 / self._config.step_s))
-        made = len(request.generated) // 4
+        num_generated = len(request.generated) // 4
         answer = _Answer(
-            request.id, send, body.get("max_tokens") or 1, gap_steps, bool(body.get("stream")), made
+            request.id, send, body.get("max_tokens") or 1, gap_steps, bool(body.get("stream")), num_generated
         )
         self._due[self._number + 1].append(answer)
         try:
@@ -134,49 +134,49 @@ class FakeEngine(InProcess):
         self._samples.put(request, ids, prefill, pack_counts(decode), steps)
 
     async def expert_counts(self, request_id: str) -> tuple[int, str]:
-        """See protocol.Engine."""
+        """Return the next configured expert counts."""
         await asyncio.sleep(self._config.prefill_s)
         return self._config.prompt_tokens, next(self._packed)
 
     async def answer(self, request: EngineRequest, send: Send) -> None:
-        """See protocol.Engine; this engine has no such endpoints."""
-        raise Refused(f"an engine has no call {request.method!r}", status=400)
+        """Refuse: this engine has no such endpoints."""
+        raise RequestRefusedError(f"an engine has no call {request.method!r}", status=400)
 
     async def release(self, request_id: str) -> None:
-        """See protocol.Engine."""
+        """Remove a prompt that is held."""
         self.held.discard(request_id)
 
     async def shape(self) -> tuple[int, int]:
-        """See protocol.Engine."""
+        """Return the shape of the configured counts."""
         layers, experts = self._config.expert_counts[0].shape
         return layers, experts
 
     def kv_usage(self) -> float:
-        """See protocol.Engine."""
+        """Return 0: there is no KV cache."""
         return 0.0
 
     def prefix_cache(self) -> tuple[int, int]:
-        """See protocol.Engine."""
+        """Return tokens per block, and tokens of the KV cache, as configured."""
         return self._config.prefix_cache
 
     def take_steps(self) -> StepSums:
-        """See protocol.Engine; all sums are zero."""
+        """Return sums of zero."""
         return StepSums()
 
     def take_samples(self) -> list[ExpertSample]:
-        """See protocol.Engine."""
+        """Return the samples since the last call."""
         return self._samples.take()
 
     def status_of(self, error: Exception) -> int:
-        """See protocol.Engine."""
+        """Return 400 for malformed JSON, else 500."""
         return 400 if isinstance(error, msgspec.DecodeError) else 500
 
     def parameter_of(self, error: Exception) -> str | None:
-        """See protocol.Engine."""
+        """Return None: no parameter is known."""
         return None
 
     async def stop(self) -> None:
-        """See protocol.Engine."""
+        """End the steps."""
         self._steps.cancel()
 
     @contextmanager
@@ -207,8 +207,8 @@ class FakeTokenizer:
         return list(text.encode())
 
 
-class FakeTracer:
-    """See protocol.Tracer.
+class FakeCalibrationEngine:
+    """Implement protocol.CalibrationEngine without a model.
 
     Args:
         config: the configuration; its expert counts are assigned to prompts in turn.
@@ -222,14 +222,14 @@ class FakeTracer:
 
     @property
     def tokenizer(self) -> FakeTokenizer:
-        """See protocol.Tracer."""
+        """Return a tokenizer of bytes."""
         return FakeTokenizer()
 
-    def trace(self, prompts: Sequence[list[int]], sampling: Sequence[Sampling]) -> list[dict[str, Any]]:
-        """See protocol.Tracer; prefill makes the first token of an answer."""
-        return [self._trace_one(*pair) for pair in zip(prompts, sampling, strict=True)]
+    def calibrate(self, prompts: Sequence[list[int]], sampling: Sequence[Sampling]) -> list[dict[str, Any]]:
+        """Return a record per prompt; prefill makes the first token of an answer."""
+        return [self._calibrate_one(*pair) for pair in zip(prompts, sampling, strict=True)]
 
-    def _trace_one(self, prompt: list[int], sampling: Sampling) -> dict[str, Any]:
+    def _calibrate_one(self, prompt: list[int], sampling: Sampling) -> dict[str, Any]:
         counts = np.asarray(next(self._expert_counts))
         layers, experts = counts.shape
         steps = sampling.max_tokens - 1
@@ -253,16 +253,16 @@ class _Answer:
     tokens: int
     gap_steps: int
     stream: bool
-    made: int = 0
+    num_generated: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def step(self) -> bool:
         """Send the next token; return whether more follow."""
         if self.ended.is_set():  # the call was cancelled
             return False
-        token = self.made.to_bytes(4, "little")
-        self.made += 1
-        ends = self.made == self.tokens
+        token = self.num_generated.to_bytes(4, "little")
+        self.num_generated += 1
+        ends = self.num_generated == self.tokens
         if self.stream:
             end = b"data: [DONE]\n\n" if ends else b""
             self.send(b"data: " + self._body(" token") + b"\n\n" + end, 1, token)

@@ -1,4 +1,4 @@
-"""The engine interface that serving and calibration use.
+"""Define the engine interface that serving and calibration use.
 
 `eldr_serve.engine.vllm` implements it with vLLM, `eldr_serve.engine.fake` without any computation.
 Array sizes: L MoE layers, E experts per layer, k experts per token, T tokens.
@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.experts.placement import ExpertPlacement
+from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.scheduling.cost import StepSums
 
@@ -81,7 +81,7 @@ class Prefilled:
     Attributes:
         token_ids: uint32[T], without tokens that a lost engine had generated.
         kv: location of the blocks, for `generate` of the other engine; opaque to callers. Under
-            `keys.EXPERT_COUNTS` it has the prompt's expert counts uint32[L,E], see `signature.pack_counts`.
+            `calls.EXPERT_COUNTS` it has the prompt's expert counts uint32[L,E], see `signature.pack_counts`.
     """
 
     token_ids: NDArray[np.uint32]
@@ -91,7 +91,7 @@ class Prefilled:
 class Engine(Protocol):
     """A running engine in this process, for one replica of a deployment.
 
-    A method that refuses a request raises Refused, or CallFailed with the body for the client.
+    A method that refuses a request raises RequestRefusedError, or CallFailedError with the response body.
     `status_of` maps all other errors to an HTTP status. Cancelling a call ends the request in the engine.
     """
 
@@ -105,8 +105,8 @@ class Engine(Protocol):
         """Send the answer: the events of a stream, or one JSON body.
 
         Returns:
-            Time until the first step of the request began, s, including the transfer of its prompt's blocks
-            from another engine, if any; None if unknown.
+            Transport time: from the call to the first step of the request, s, including the transfer of its
+            prompt's blocks from another engine, if any; None if unknown.
         """
 
     async def expert_counts(self, request_id: str) -> tuple[int, str]:
@@ -125,7 +125,7 @@ class Engine(Protocol):
         """Send the answer of an endpoint that generates nothing.
 
         Raises:
-            Refused: the engine has no such endpoint.
+            RequestRefusedError: the engine has no such endpoint.
         """
 
     async def release(self, request_id: str) -> None:
@@ -135,7 +135,7 @@ class Engine(Protocol):
         """Prefill a test prompt and return the shape (L, E) of its counts.
 
         Raises:
-            ConfigurationError: the engine failed the prompt, or does not count experts; one sentence.
+            ConfigurationError: the engine failed the prompt, or does not count experts.
         """
 
     async def place_experts(
@@ -155,8 +155,8 @@ class Engine(Protocol):
             changed slots, `received_bytes` between ranks, `seconds`.
 
         Raises:
-            Refused: the placement does not fit (400), another swap is under way (409), or the engine's
-                experts cannot be moved (400); nothing was changed.
+            RequestRefusedError: the placement does not fit (400), another swap is under way (409), or the
+                engine's experts cannot be moved (400); nothing was changed.
         """
 
     def experts(self) -> dict[str, Any] | None:
@@ -218,7 +218,7 @@ class EngineConfig(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSizes:
     """Sizes of the largest step of one rank.
 
     Attributes:
@@ -242,7 +242,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of a traced prompt.
+    """Sampling parameters of a prompt for calibration.
 
     Attributes:
         max_tokens: maximum number of generated tokens.
@@ -259,7 +259,7 @@ class Sampling:
     routes: bool = False
 
 
-class Tracer(Protocol):
+class CalibrationEngine(Protocol):
     """An engine for calibration, which counts the experts of prefill and decode separately."""
 
     max_model_len: int  # maximum number of tokens of a prompt and its answer
@@ -268,7 +268,7 @@ class Tracer(Protocol):
     def tokenizer(self) -> Any:
         """Return the model's tokenizer, with the interface of transformers."""
 
-    def trace(self, prompts: Sequence[list[int]], sampling: Sequence[Sampling]) -> list[dict[str, Any]]:
+    def calibrate(self, prompts: Sequence[list[int]], sampling: Sequence[Sampling]) -> list[dict[str, Any]]:
         """Generate answers to a batch of tokenized prompts and return the counts of each.
 
         Returns:

@@ -1,4 +1,7 @@
-"""Serialize the routes of one request: the experts that each decode step chose."""
+"""Serialize the routes of one request: the experts that each decode step chose.
+
+The engine core packs them; calibration unpacks them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffer for the samples of an engine."""
+"""Keep the expert samples of finished requests until they are sent to the signature pool, in a replica."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ class SampleBuffer:
         if prefill_counts.shape != decode_counts.shape:
             logger.warning(
                 "no sample of request %s: its prefill counts have shape %s, this engine counts %s",
-                request.id, prefill_counts.shape, decode_counts.shape,
-            )  # fmt: skip
+                request.id,
+                prefill_counts.shape,
+                decode_counts.shape,
+            )
             return
         if len(self._kept) == self._kept.maxlen:
             self.dropped += 1

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from eldr_serve.experts.routing_table import Artifact, pack_file, unpack_file
+from eldr_serve.errors import UserInputError
+from eldr_serve.experts.artifact import Artifact, pack_file, unpack_file
 from eldr_serve.records import Record, build, require
 
 
@@ -106,10 +107,10 @@ class CalibrationTrace(Artifact):
         """Return the token ids of each prompt.
 
         Raises:
-            ValueError: the trace has no token ids.
+            UserInputError: the trace has no token ids.
         """
         if self.token_ids is None:
-            raise ValueError("the trace holds no token ids of its prompts: calibrate again")
+            raise UserInputError("the trace holds no token ids of its prompts: calibrate again")
         return np.split(self.token_ids, np.cumsum(self.prompt_tokens, dtype=np.int64)[:-1])
 
     @property
@@ -127,13 +128,13 @@ class CalibrationTrace(Artifact):
         """Return the experts [steps, L, k] of all decode steps of these requests.
 
         Raises:
-            ValueError: the trace has no routes, or these requests have no decode step.
+            UserInputError: the trace has no routes, or these requests have no decode step.
         """
         if self.routes is None or self.route_offsets is None:
-            raise ValueError("the trace holds no routes: capture it with offline.calibrate --routes")
+            raise UserInputError("the trace holds no routes: capture it with `eldr calibrate --routes`")
         steps = [np.arange(*self.route_offsets[[r, r + 1]]) for r in requests]
         if not sum(map(len, steps)):
-            raise ValueError("none of the requests has a decode step")
+            raise UserInputError("none of the requests has a decode step")
         routes: NDArray[np.unsignedinteger[Any]] = self.routes[np.concatenate(steps)]
         return routes
 
@@ -157,8 +158,8 @@ class CalibrationTrace(Artifact):
         if self.token_ids is None:
             return None
         prompts = self.prompts
-        found: NDArray[np.uint32] = np.concatenate([self.token_ids[:0], *(prompts[i] for i in index)])
-        return found
+        token_ids: NDArray[np.uint32] = np.concatenate([self.token_ids[:0], *(prompts[i] for i in index)])
+        return token_ids
 
     def to_bytes(self) -> bytes:
         """Return the file's content; equal traces give equal bytes."""
@@ -171,9 +172,13 @@ class CalibrationTrace(Artifact):
         if self.token_ids is not None:
             arrays["token_ids"] = self.token_ids
         record = _TraceRecord(
-            model=self.model, top_k=self.top_k, domains=self.domains, ids=self.ids,
-            tokenizer=self.tokenizer, vocabulary=self.vocabulary,
-        )  # fmt: skip
+            model=self.model,
+            top_k=self.top_k,
+            domains=self.domains,
+            ids=self.ids,
+            tokenizer=self.tokenizer,
+            vocabulary=self.vocabulary,
+        )
         return pack_file(arrays, record)
 
     @classmethod

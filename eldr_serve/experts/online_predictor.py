@@ -15,7 +15,7 @@ _MEMORY = 64  # time constant of the recent mean and of the accuracy, prompts
 _MIN_PROMPTS = 16  # number of prompts before the predictor may be switched off
 _MARGIN = 0.02  # gain above which it is switched on again
 _RATE = 0.1  # learning rate of the directions; 0.03 to 0.3 gave similar results
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class OnlinePredictor:
@@ -36,8 +36,8 @@ class OnlinePredictor:
     """
 
     def __init__(self, predictor: SignaturePredictor) -> None:
-        learnt = {name: getattr(predictor, name).copy() for name in ("tokens", "experts", "variance")}
-        self.predictor = replace(predictor, **learnt)
+        state = {name: getattr(predictor, name).copy() for name in ("tokens", "experts", "variance")}
+        self.predictor = replace(predictor, **state)
         self.on, self.prompts, self.cosine = True, 0, 0.0
         self._recent = predictor.mean.copy()
         self._error = self._error_of_mean = 0.0  # squared, over recent prompts
@@ -69,23 +69,23 @@ class OnlinePredictor:
             return
         true /= len(ids)
         hidden = self.predictor.hidden(ids)
-        self._judge(true, self.predictor.frequencies(hidden))
+        self._evaluate(true, self.predictor.frequencies(hidden))
         self._learn(ids, true, hidden)
 
-    def _judge(self, true: Floats, predicted: Floats) -> None:
+    def _evaluate(self, true: Floats, predicted: Floats) -> None:
         self.prompts += 1
         share = 1 / min(self.prompts, _MEMORY)
-        wanted, found = true - self._recent, predicted - self._recent
-        length = float(np.linalg.norm(wanted) * np.linalg.norm(found))
-        cosine = float(np.vdot(wanted, found)) / length if length else 0.0
+        deviation, prediction = true - self._recent, predicted - self._recent
+        length = float(np.linalg.norm(deviation) * np.linalg.norm(prediction))
+        cosine = float(np.vdot(deviation, prediction)) / length if length else 0.0
         self.cosine += share * (cosine - self.cosine)
-        self._error += share * (float(np.square(found - wanted).sum()) - self._error)
-        self._error_of_mean += share * (float(np.square(wanted).sum()) - self._error_of_mean)
-        self._recent += wanted / np.float32(_MEMORY)
+        self._error += share * (float(np.square(prediction - deviation).sum()) - self._error)
+        self._error_of_mean += share * (float(np.square(deviation).sum()) - self._error_of_mean)
+        self._recent += deviation / np.float32(_MEMORY)
         on = self.prompts < _MIN_PROMPTS or self.gain > (0 if self.on else _MARGIN)
         if on != self.on:
             self.on = on
-            _log.warning(
+            logger.warning(
                 "the signature predictor is %s: over recent prompts its gain over their mean is %.2f",
                 "on again" if on else "off",
                 self.gain,
@@ -95,28 +95,29 @@ class OnlinePredictor:
         tokens, variance = self.predictor.tokens, self.predictor.variance
         directions = self.predictor.experts.reshape(tokens.shape[1], true.size)  # a view
         deviation: Floats = (true - self.predictor.mean).reshape(-1)
-        wanted: Floats = directions @ deviation
+        target: Floats = directions @ deviation
         seen, times = np.unique(ids[(ids >= 0) & (ids < len(tokens))], return_counts=True)
         shares = (times / len(ids)).astype(np.float32)
-        towards = variance[seen] * shares
-        gain = towards / (1 + towards @ shares)
-        tokens[seen] += np.outer(gain, wanted - hidden)
-        variance[seen] -= gain * towards
-        missed = deviation - wanted @ directions
-        _turn(directions, shares @ tokens[seen], missed, float(deviation @ deviation))
+        covariance = variance[seen] * shares
+        gain = covariance / (1 + covariance @ shares)
+        tokens[seen] += np.outer(gain, target - hidden)
+        variance[seen] -= gain * covariance
+        residual = deviation - target @ directions
+        _rotate(directions, shares @ tokens[seen], residual, float(deviation @ deviation))
 
 
-def _turn(directions: Floats, hidden: Floats, missed: Floats, scale: float) -> None:
+def _rotate(directions: Floats, hidden: Floats, residual: Floats, scale: float) -> None:
     """Rotate the direction along `hidden` towards the residual, in place.
 
     Args:
-        missed: the residual, orthogonal to all directions.
+        residual: part of the deviation that is orthogonal to all directions.
         scale: squared length of the whole deviation.
     """
-    length, lacking = float(np.linalg.norm(hidden)), float(np.linalg.norm(missed))
-    if not (length and lacking):
+    length, distance = float(np.linalg.norm(hidden)), float(np.linalg.norm(residual))
+    if not (length and distance):
         return
-    angle = np.arctan(_RATE * length * lacking / scale)
+    angle = np.arctan(_RATE * length * distance / scale)
     along = hidden / np.float32(length)
-    step = np.float32(np.cos(angle) - 1) * (along @ directions) + np.float32(np.sin(angle) / lacking) * missed
+    step = np.float32(np.cos(angle) - 1) * (along @ directions)
+    step += np.float32(np.sin(angle) / distance) * residual
     directions += np.outer(along, step)

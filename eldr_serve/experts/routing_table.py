@@ -1,35 +1,22 @@
-"""Artifact files, which capture, fits and the router exchange: safetensors with a JSON record inside.
-
-(`ExpertPlacement` is a JSON file that engines read too; it has its own module.)
-
-Loading checks the schema, every shape, and that numbers are finite; nothing is ever unpickled. An invalid
-file raises ArtifactError with one sentence that names the file.
-"""
+"""The routing table: the signature specification and the cluster centroids of a model, in one file."""
 
 from __future__ import annotations
 
-import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_tensors
-from safetensors.numpy import save as save_tensors
 
-from eldr_serve.experts.placement import ExpertPlacement
-from eldr_serve.experts.signature import Element, SignatureSpec
-from eldr_serve.files import write_whole
-from eldr_serve.records import ArtifactError, R, Record, build, parse_record, read_file, require
+from eldr_serve.errors import UserInputError
+from eldr_serve.experts.artifact import Artifact, pack_file, unpack_file
+from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.signature import DEFAULT_TRANSFORM, Element, SignatureSpec
+from eldr_serve.records import ArtifactError, Record, build, require
 
 __all__ = ["ArtifactError", "ExpertPlacement", "RoutingTable"]
 
-_RECORD = "eldr"
 _UNIT_TOLERANCE = 1e-3
 
 
@@ -41,28 +28,6 @@ class _TableRecord(Record):
     version: int = Field(ge=0)
     seed: int
     domains: list[str]
-
-
-class Artifact(ABC):
-    """An object that is saved as one file."""
-
-    @abstractmethod
-    def to_bytes(self) -> bytes:
-        """Return the file's content; equal artifacts give equal bytes."""
-
-    @classmethod
-    @abstractmethod
-    def from_bytes(cls, data: bytes, *, name: str = "the file") -> Self:
-        """Parse a file's content; raise ArtifactError, with the file's name, if it is invalid."""
-
-    def save(self, path: Path | str) -> None:
-        """Write the file atomically."""
-        write_whole(Path(path), self.to_bytes())
-
-    @classmethod
-    def load(cls, path: Path | str) -> Self:
-        """Read a file; raise ArtifactError if it is missing or invalid."""
-        return cls.from_bytes(read_file(path), name=str(path))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +54,7 @@ class RoutingTable(Artifact):
     domains: list[str]
     band: float = 0.1
     version: int = 0
-    transform: str = "count-idf"
+    transform: str = DEFAULT_TRANSFORM
     seed: int = 0
     fingerprint: str = ""
 
@@ -122,11 +87,13 @@ class RoutingTable(Artifact):
             signature: counts[L,E] or an encoded vector [n*E].
 
         Raises:
-            ValueError: the signature has another shape.
+            UserInputError: the signature has another shape.
         """
         if signature.ndim == 1:
             if signature.shape != (self.spec.dim,):
-                raise ValueError(f"the signature has {signature.shape[0]} numbers, the table {self.spec.dim}")
+                raise UserInputError(
+                    f"the signature has {signature.shape[0]} numbers, the table {self.spec.dim}"
+                )
             return self.centroids @ signature.astype(np.float32, copy=False)
         return self.centroids @ self.spec.encode(signature)
 
@@ -169,21 +136,3 @@ class RoutingTable(Artifact):
                 fingerprint=record.fingerprint,
             ),
         )
-
-
-def pack_file(arrays: Mapping[str, NDArray[Any]], record: Record) -> bytes:
-    """Return the content of a safetensors file with these arrays and this record."""
-    contiguous = {name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())}
-    data: bytes = save_tensors(contiguous, metadata={_RECORD: record.model_dump_json(by_alias=True)})
-    return data
-
-
-def unpack_file(data: bytes, record: type[R], name: str) -> tuple[dict[str, NDArray[Any]], R]:
-    """Return the arrays and the record of a file; raise ArtifactError, with its name, if it is invalid."""
-    try:
-        arrays = load_tensors(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        text = header["__metadata__"][_RECORD]
-    except (SafetensorError, KeyError) as error:
-        raise ArtifactError(f"{name} is not an eldr-serve file, or is truncated: {error}") from error
-    return arrays, parse_record(record, text, name)

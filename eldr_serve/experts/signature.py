@@ -16,15 +16,20 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.errors import UserInputError
+
 Counts = NDArray[np.unsignedinteger[Any]]
 Element = Literal["count", "sqrt", "binary"]
 
-TRANSFORMS: dict[str, tuple[Element, bool]] = {  # name -> element, whether weighted by IDF
-    "count": ("count", False),
-    "count-idf": ("count", True),
-    "sqrt-count": ("sqrt", False),
-    "binary": ("binary", False),
+# Name -> element, and what is added to the IDF of each weight; None: no weights.
+TRANSFORMS: dict[str, tuple[Element, float | None]] = {
+    "count": ("count", None),
+    "count-idf": ("count", 0.0),  # the paper's: experts that every request uses have no weight
+    "count-1+idf": ("count", 1.0),
+    "sqrt-count": ("sqrt", None),
+    "binary": ("binary", None),
 }
+DEFAULT_TRANSFORM = "count-1+idf"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +42,7 @@ class SignatureSpec:
         element: function applied to each count before weighting.
 
     Raises:
-        ValueError: invalid shapes, layers or weights.
+        UserInputError: invalid shapes, layers or weights.
     """
 
     idf: NDArray[np.float32]
@@ -48,11 +53,11 @@ class SignatureSpec:
         idf = np.ascontiguousarray(self.idf, np.float32)
         layers = np.unique(np.asarray(self.layers, np.int64))
         if idf.ndim != 2 or not idf.size or not np.isfinite(idf).all() or (idf < 0).any():
-            raise ValueError("idf must be a finite, non-negative array [L, E]")
+            raise UserInputError("idf must be a finite, non-negative array [L, E]")
         if not len(layers) or layers[0] < 0 or layers[-1] >= len(idf):
-            raise ValueError(f"layers must name at least one of the {len(idf)} layers")
+            raise UserInputError(f"layers must name at least one of the {len(idf)} layers")
         if self.element not in ("count", "sqrt", "binary"):
-            raise ValueError(f"unknown element {self.element!r}")
+            raise UserInputError(f"unknown element {self.element!r}")
         for array in (idf, layers):
             array.setflags(write=False)
         object.__setattr__(self, "idf", idf)
@@ -74,11 +79,11 @@ class SignatureSpec:
             counts: [..., L, E].
 
         Raises:
-            ValueError: the counts have another shape.
+            UserInputError: the counts have another shape.
         """
         array = np.asarray(counts)
         if array.shape[-2:] != self.idf.shape:
-            raise ValueError(
+            raise UserInputError(
                 f"counts have shape {array.shape}, the signature is for [..., L, E] = {self.idf.shape}"
             )
         cells = cells_of(array[..., self.layers, :], self.element)
@@ -110,15 +115,15 @@ def pack_counts(counts: ArrayLike) -> str:
     """Encode counts[L,E] as ASCII text for `kv_transfer_params`.
 
     Raises:
-        ValueError: the counts are not a small [L, E] array of non-negative integers below 2**32.
+        UserInputError: the counts are not a small [L, E] array of non-negative integers below 2**32.
     """
     array = np.asarray(counts)
     if array.ndim != 2 or not 0 < array.size <= _MAX_CELLS or max(array.shape) > 0xFFFF:
-        raise ValueError(
+        raise UserInputError(
             f"counts have shape {array.shape}, they must be [L, E] with at most {_MAX_CELLS} cells"
         )
     if array.dtype.kind not in "ui" or array.min() < 0 or (largest := int(array.max())) > 0xFFFFFFFF:
-        raise ValueError("counts must be integers from 0 to 2**32 - 1")
+        raise UserInputError("counts must be integers from 0 to 2**32 - 1")
     width = next(w for w in (1, 2, 4) if largest < 1 << 8 * w)
     cells = array.astype(f"<u{width}").tobytes()
     body = _stored(cells) if len(cells) <= _STORED_BYTES else zlib.compress(cells, level=1)
@@ -135,7 +140,7 @@ def unpack_counts(text: str) -> NDArray[np.uint32]:
     """Decode the text of pack_counts to uint32[L,E].
 
     Raises:
-        ValueError: the text is invalid; one sentence.
+        ValueError: the text is invalid.
     """
     try:
         data = base64.b64decode(text.encode(), validate=True)

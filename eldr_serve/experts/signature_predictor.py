@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
-from eldr_serve.experts.routing_table import Artifact, pack_file, unpack_file
+from eldr_serve.experts.artifact import Artifact, pack_file, unpack_file
 from eldr_serve.records import Record, build, require
 
 Floats = NDArray[np.float32]
@@ -107,8 +107,8 @@ class SignaturePredictor(Artifact):
         p += self.mean
         np.clip(p, _MIN_FREQUENCY, 1, out=p)
         p *= self.top_k / p.sum(axis=1, keepdims=True)
-        found: Floats = p
-        return found
+        frequencies: Floats = p
+        return frequencies
 
     def hidden(self, token_ids: NDArray[np.int64]) -> Floats:
         """Return the mean row of the tokens, float32[r]; ids outside the vocabulary have zeros."""
@@ -132,10 +132,12 @@ class SignaturePredictor(Artifact):
         """
         served = (model, tokenizer, shape)
         own = (self.model, self.tokenizer, self.mean.shape)
-        for name, mine, theirs in zip(("model", "tokenizer", "layers and experts"), own, served, strict=True):
+        for name, value, expected in zip(
+            ("model", "tokenizer", "layers and experts"), own, served, strict=True
+        ):
             require(
-                theirs is None or mine == theirs,
-                f"the signature predictor is for {name} {mine}, not {theirs}",
+                expected is None or value == expected,
+                f"the signature predictor is for {name} {value}, not {expected}",
             )
 
     def to_bytes(self) -> bytes:
@@ -153,7 +155,13 @@ class SignaturePredictor(Artifact):
         return build(
             name,
             lambda: cls(
-                record.model, record.tokenizer, record.top_k, arrays["mean"], arrays["tokens"],
-                arrays["experts"], arrays["variance"], record.fingerprint,
+                record.model,
+                record.tokenizer,
+                record.top_k,
+                arrays["mean"],
+                arrays["tokens"],
+                arrays["experts"],
+                arrays["variance"],
+                record.fingerprint,
             ),
-        )  # fmt: skip
+        )

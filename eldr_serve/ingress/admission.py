@@ -11,11 +11,11 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eldr_serve.errors import Refused
+from eldr_serve.errors import RequestRefusedError
 from eldr_serve.ingress.audit import Audit
-from eldr_serve.ingress.body import MIB, read_body
+from eldr_serve.ingress.body import MIB, BodyBudget, BodyShare, read_body
 from eldr_serve.ingress.options import IngressOptions
-from eldr_serve.ingress.responses import refused_response
+from eldr_serve.ingress.responses import in_form_of, refused_response
 from eldr_serve.limits.concurrency import ConcurrencyLimiter
 from eldr_serve.limits.keys import bearer_key, digest
 from eldr_serve.limits.tenants import Tenants, TokenReservation
@@ -42,6 +42,9 @@ class Gate:
         self.options = options
         self.tenants = Tenants(options.keys_file)
         self.limiter = ConcurrencyLimiter(options.max_in_flight, options.max_waiting, options.max_wait_s)
+        self.bodies = BodyBudget(
+            int(options.max_pending_mib * MIB), on_refusal=lambda: self.count("refused_pending_bodies")
+        )
         self.count = count
         self._admin_key_sha256 = admin_key_sha256
 
@@ -51,16 +54,20 @@ class Gate:
         return self.limiter.in_flight
 
     def check_key(self, headers: Headers) -> None:
-        """Raise Refused unless the headers carry the admin key."""
+        """Raise RequestRefusedError unless the headers carry the admin key."""
         if self._admin_key_sha256 is None:
-            raise Refused("no admin key is configured: set ELDR_ADMIN_KEY where the app is built", status=403)
+            raise RequestRefusedError(
+                "no admin key is configured: set ELDR_ADMIN_KEY where the app is built", status=403
+            )
         if not self.is_operator(headers):
-            raise Refused("the admin key is missing or wrong: send Authorization: Bearer KEY", status=401)
+            raise RequestRefusedError(
+                "the admin key is missing or wrong: send Authorization: Bearer KEY", status=401
+            )
 
     def is_operator(self, headers: Headers) -> bool:
         """Return whether the headers carry the admin key."""
-        given = bearer_key(headers.get("authorization", ""))
-        return given is not None and hmac.compare_digest(digest(given), self._admin_key_sha256 or "")
+        key = bearer_key(headers.get("authorization", ""))
+        return key is not None and hmac.compare_digest(digest(key), self._admin_key_sha256 or "")
 
 
 class Admission:
@@ -87,42 +94,46 @@ class Admission:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        gate, headers = self._gate(), Headers(scope=scope)
-        administrative = scope["path"].startswith("/eldr/")
+        gate = self._gate()
+        headers = Headers(scope=scope)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # which Serve's route_prefix is part of
+        administrative = path.startswith("/eldr/")
         try:
-            if scope["path"] in _PUBLIC_PATHS:
+            if path in _PUBLIC_PATHS:
                 await self._app(scope, receive, send)
             elif scope["method"] in _READ_METHODS:
                 if not administrative:
-                    gate.tenants.find(headers.get("authorization", "")).admit()
+                    gate.tenants.find(_credentials(headers)).admit()
                 await self._app(scope, receive, send)
             elif administrative:
                 await self._administer(gate, headers, scope, receive, send)
             else:
                 await self._serve(gate, headers, scope, receive, send)
-        except Refused as refused:
+        except RequestRefusedError as refused:
             if refused.status == 429:
                 gate.count("refused_overload" if refused.kind is None else "refused_limits")
-            await refused_response(refused)(scope, receive, send)
+            await in_form_of(path, refused_response(refused))(scope, receive, send)
         except ClientDisconnect:
             return
 
     async def _serve(self, gate: Gate, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = gate.tenants.find(headers.get("authorization", ""))
+        tenant = gate.tenants.find(_credentials(headers))
         tenant.admit()
         limit = int(gate.options.max_body_mib * MIB)
-        body = await read_body(headers, receive, limit, gate.options.body_timeout_s)
         reservation = TokenReservation(tenant)
         scope.setdefault("state", {})["reservation"] = reservation
 
-        async def admitted() -> None:
+        async def answer_if_admitted(receive: Receive) -> None:
             async with gate.limiter.permit(tenant):
                 try:
-                    await self._app(scope, _replay(body), send)
+                    await self._app(scope, receive, send)
                 finally:
                     reservation.settle()
 
-        await _unless_disconnected(receive, admitted())
+        with BodyShare(gate.bodies) as share:
+            body = await read_body(headers, receive, limit, gate.options.body_timeout_s, share.add)
+            share.reduce_to(len(body))
+            await _unless_disconnected(receive, body, answer_if_admitted)
 
     async def _administer(
         self, gate: Gate, headers: Headers, scope: Scope, receive: Receive, send: Send
@@ -132,27 +143,38 @@ class Admission:
             gate.check_key(headers)
             body = await read_body(headers, receive, _MAX_ARTIFACT_BYTES, gate.options.body_timeout_s)
             record.record_request(headers, body)
-            await _unless_disconnected(receive, self._app(scope, _replay(body), record.capture_status(send)))
-        except Refused as refused:
+            recorded_send = record.capture_status(send)
+            await _unless_disconnected(
+                receive, body, lambda receive: self._app(scope, receive, recorded_send)
+            )
+        except RequestRefusedError as refused:
             record.status = refused.status
             raise
         finally:
             record.write()
 
 
-def _replay(body: bytes) -> Receive:
-    """Return an ASGI `receive` that yields this body."""
-
-    async def replayed() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replayed
+def _credentials(headers: Headers) -> str:
+    """Return the Authorization header; Anthropic's clients send a key as `x-api-key`."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization", "" if key is None else f"Bearer {key}")
 
 
-async def _unless_disconnected(receive: Receive, answer: Awaitable[None]) -> None:
-    """Await the answer; cancel it if the client disconnects first."""
-    answering = asyncio.ensure_future(answer)
+async def _unless_disconnected(
+    receive: Receive, body: bytes, answer: Callable[[Receive], Awaitable[None]]
+) -> None:
+    """Await the answer to a body that has been read; cancel it if the client disconnects first.
+
+    Args:
+        answer: gets an ASGI `receive` that returns the body once, and then waits for the disconnection.
+    """
     disconnected = asyncio.ensure_future(_disconnected(receive))
+    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return unread.pop() if unread else await asyncio.shield(disconnected)
+
+    answering = asyncio.ensure_future(answer(receive_again))
     try:
         await asyncio.wait([answering, disconnected], return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -162,6 +184,8 @@ async def _unless_disconnected(receive: Receive, answer: Awaitable[None]) -> Non
             await answering
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> Message:
+    """Return the message that the client has disconnected."""
+    while (message := await receive())["type"] != "http.disconnect":
         pass
+    return message

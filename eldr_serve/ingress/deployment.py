@@ -10,32 +10,36 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray.serve.handle import DeploymentHandle
 
-from eldr_serve.channel.actors import AWAY
+from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.ingress.http_application import application as http_application
 from eldr_serve.ingress.http_server import HttpServer
+from eldr_serve.ingress.metrics import IngressMetrics
 from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
 from eldr_serve.ingress.options import IngressOptions, TracingOptions
 from eldr_serve.ingress.port import Port, owner_of_port
 from eldr_serve.ingress.request_log import RequestLog
+from eldr_serve.ingress.status import IngressStatus
+from eldr_serve.monitoring.ray_metrics import PERIOD_S
+from eldr_serve.monitoring.supervision import supervised
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
-from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas.autoscaling import IN_FLIGHT
+from eldr_serve.replicas.directory import directory
 from eldr_serve.replicas.fleet import Fleet
 from eldr_serve.router.actor import actor_name, connect
 from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.client import RouterClient
-from eldr_serve.router.directory import directory
-from eldr_serve.router.loop_watch import LoopWatch
-from eldr_serve.router.process_metrics import PERIOD_S, IngressMetrics
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.signatures.control import PoolControl
 
@@ -44,7 +48,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LISTEN_DELAY_S, _POLL_S = 5.0, 0.05  # maximum delay of listening without a decode replica
+_LISTEN_DELAY_S = 5.0  # maximum delay of listening without a decode replica
+_POLL_S = 0.05
 
 
 class EldrIngress:
@@ -61,15 +66,17 @@ class EldrIngress:
         model_card: description of the model in `GET /v1/models`.
         openapi: the OpenAPI document.
         application: name of the application, part of the name of the DecodeRouter actor.
-        router: start arguments of that actor.
-        max_load_ratio: a prefill replica whose load exceeds the mean by this factor is skipped.
-        max_kv_usage: a prefill replica with more than this share of its KV blocks in use gets no prompts.
+        router_settings: start arguments of that actor.
+        prefill_options: options of the choice of prefill replicas.
         admin_key_sha256: SHA-256 (hex) of the key for PUT /eldr/*; if None, all of these are refused.
         engine_version: version that `GET /version` returns.
 
     Raises:
-        PortTaken: another application or program has the port of `options`.
+        PortTakenError: another application or program has the port of `options`.
     """
+
+    _started: asyncio.Task[None] | None = None
+    _http: HttpServer | None = None
 
     def __init__(
         self,
@@ -80,36 +87,42 @@ class EldrIngress:
         model_card: dict[str, Any],
         openapi: dict[str, Any],
         application: str,
-        router: RouterSettings,
+        router_settings: RouterSettings,
         options: IngressOptions,
         path_options: PathOptions,
-        max_load_ratio: float = 1.25,
-        max_kv_usage: float = 0.95,
+        prefill_options: PrefillRouterOptions,
         admin_key_sha256: str | None = None,
         engine_version: str = "",
     ) -> None:
         self._prefill = Fleet(directory(prefill_directory(application)))
-        self._prefill.directory.budget.max_usage = max_kv_usage
+        self._prefill.directory.kv_usage.max_usage = prefill_options.max_kv_usage
         self._decode = Fleet(directory(decode_directory(application)))
-        self._calls = RouterCalls(lambda: connect(actor_name(application), router))
+        self._calls = RouterCalls(lambda: connect(actor_name(application), router_settings))
         self._client = RouterClient(self._calls, self._decode, on_predictor=self._start_tokenizer)
         self.gate = Gate(options, admin_key_sha256, self._client.count)
-        self._router = router
-        engines = Engines(self._prefill, self._decode, max_load_ratio, whole=prefill is None)
-        self._tokens = PromptTokens(tokenizer)
+        self._router_settings = router_settings
+        engines = Engines(self._prefill, self._decode, prefill_options, whole=prefill is None)
+        self._tokenizer = PromptTokens(tokenizer)
         self._whole = engines.whole
         self._tokenizer_task: asyncio.Task[None] | None = None
         self._path = RequestPath(
-            engines=engines, client=self._client, options=path_options, tokens=self._tokens
+            engines=engines, client=self._client, options=path_options, tokenizer=self._tokenizer
         )
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
-        self._warmup = Warmup(engines=engines, handles=handles, client=self._client, model_id=router.model_id)
-        self._watch = LoopWatch("ingress")
+        model_id = router_settings.model_id
+        self._warmup = Warmup(engines=engines, handles=handles, client=self._client, model_id=model_id)
+        self._status = IngressStatus(
+            gate=self.gate,
+            client=self._client,
+            engines=engines,
+            path=self._path,
+            warmup=self._warmup,
+            model_id=model_id,
+        )
         self.openai = OpenAIEndpoints(
             path=self._path,
             client=self._client,
-            decode=self._decode,
             log=self._log,
             max_sequences=options.max_sequences,
             model_card=model_card,
@@ -118,19 +131,13 @@ class EldrIngress:
         self.admin = AdminEndpoints(
             gate=self.gate,
             client=self._client,
-            engines=engines,
-            path=self._path,
-            warmup=self._warmup,
-            tokens=self._tokens,
+            status=self._status,
+            decode=self._decode,
+            tokenizer=self._tokenizer,
             pool=PoolControl(application),
-            watch=self._watch,
-            model_id=router.model_id,
             engine_version=engine_version,
         )
-        self._started: asyncio.Task[None] | None = None
-        self._http: HttpServer | None = None
-        owner = owner_of_port(application)
-        self._port = None if options.port is None else Port(options.host, options.port, owner)
+        self._port = _port(options, application)
 
     async def check_health(self) -> None:
         """Raise the exception that ended the background work, if any; the first call starts that work.
@@ -145,24 +152,34 @@ class EldrIngress:
     async def _start(self) -> None:
         self._prefill.start()
         self._decode.start()
-        if self._whole or self._router.predictor is not None:
+        if self._whole or self._router_settings.predictor is not None:
             self._start_tokenizer()
             assert self._tokenizer_task is not None
             await self._tokenizer_task
         try:
-            await self._calls.configure(self._router)
-        except AWAY as error:
+            await self._calls.configure(self._router_settings)
+        except ACTOR_UNAVAILABLE as error:
             logger.warning("DecodeRouter is not up yet: %r", error)
         self._client.start()
-        tenants, name = self.gate.tenants, uuid.uuid4().hex
+        tenants = self.gate.tenants
+        name = uuid.uuid4().hex
+        works: dict[str, Callable[[], Awaitable[None]]] = {
+            "the export of metrics": self._export,
+            "the watch of the event loop": self._status.watch.run,
+            "the watch of the keys file": tenants.watch,
+            "the exchange of tenants' usage": partial(
+                tenants.share_usage, lambda usage: self._client.share_limits(name, usage)
+            ),
+        }
         await asyncio.gather(
             self._warmup.run(),
-            self._listen(),
-            self._export(),
-            self._watch.run(),
-            tenants.watch(),
-            tenants.share_usage(lambda usage: self._client.call("share_limits", name, usage)),
+            self._serve_port(),
+            *(supervised(what, work, count=self._count_failure) for what, work in works.items()),
         )
+
+    def _count_failure(self, work: str) -> None:
+        self._client.count("background_failures")
+        self._client.count(f"failed_work:{work}")
 
     def _start_tokenizer(self) -> None:
         """Load the tokenizer once; a predictor may have been swapped in at another ingress."""
@@ -172,12 +189,12 @@ class EldrIngress:
 
     async def _load_tokenizer(self) -> None:
         try:
-            self._client.scorer.tokenised_by(await self._tokens.fingerprint())
+            self._client.scorer.set_tokenizer(await self._tokenizer.fingerprint())
         except ValueError as error:
             logger.warning("requests are placed without predicted signatures: %s", error)
 
-    async def _listen(self) -> None:
-        """Listen on the replica's own port, once a decode replica is known or after a maximum delay.
+    async def _serve_port(self) -> None:
+        """Serve the replica's own port, once a decode replica is known or after a maximum delay.
 
         Until then, other ingresses of the node get the connections.
         """
@@ -186,18 +203,24 @@ class EldrIngress:
         until = time.monotonic() + _LISTEN_DELAY_S
         while not self._decode.live and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
-        self._http = HttpServer(http_application(), self.gate.options, self._port)
+        options = self.gate.options
+        self._http = HttpServer(http_application(options.cors_origins), options, self._port)
+        await self._http.wait()
 
     async def _export(self) -> None:
         metrics = IngressMetrics()
         while True:
-            metrics.export(self.admin.summary())
+            metrics.export(self._status.own())
             await asyncio.sleep(PERIOD_S)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the requests in flight, for Serve, which does not see those to the replica's own port."""
         return {IN_FLIGHT: float(self.gate.in_flight)}
 
+    # A method of the class, unlike EngineServer's attribute of the object: the class that `serve.ingress`
+    # derives from this one has an asynchronous `__del__` itself, which ends the HTTP application and then
+    # awaits this method. An attribute would hide it from Serve, and Python would still call it when it frees
+    # the object.
     async def __del__(self) -> None:
         """Wait for open responses to end; Serve calls this before it stops the replica."""
         if self._http is not None:
@@ -207,7 +230,10 @@ class EldrIngress:
         await self._log.stop()
 
     async def stop(self) -> None:
-        """Stop the background work and close all channels."""
+        """Stop the background work and close all channels.
+
+        Only an ingress whose process goes on needs this, as in tests: Serve ends the process after `__del__`.
+        """
         if self._started is not None:
             self._started.cancel()
         if self._tokenizer_task is not None:
@@ -224,6 +250,12 @@ def _tracing(options: TracingOptions | None) -> Tracing | None:
     from eldr_serve.ingress.tracing import Tracing  # slow: imports OpenTelemetry
 
     return Tracing(options)
+
+
+def _port(options: IngressOptions, application: str) -> Port | None:
+    if options.port is None:
+        return None
+    return Port(options.host, options.port, owner_of_port(application))
 
 
 def decode_directory(application: str) -> str:

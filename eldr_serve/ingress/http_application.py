@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ray import serve
@@ -14,72 +15,103 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.dashboard import SELF_CONTAINED, live_page
-from eldr_serve.errors import Refused, sentence
+from eldr_serve.errors import RequestRefusedError, one_line_message
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
 from eldr_serve.ingress.admission import Admission
 from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
-from eldr_serve.ingress.responses import refusal, refused_response
+from eldr_serve.ingress.responses import in_form_of, refusal, refused_response
 
 _GROUPS: dict[str, type] = {"openai": OpenAIEndpoints, "admin": AdminEndpoints}
 
 
-def application() -> Starlette:
-    """Return the HTTP application of the ingress replica that runs in this process."""
+def _replica() -> Any:  # an EldrIngress
+    return serve.get_replica_context().servable_object
 
-    def replica() -> Any:  # an EldrIngress
-        return serve.get_replica_context().servable_object
 
-    def endpoint(group: str, name: str, *args: str) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            response: Response = await getattr(getattr(replica(), group), name)(*args, request)
-            return response
+_Endpoint = Callable[[Request], Awaitable[Response]]
 
-        answer.__doc__ = getattr(_GROUPS[group], name).__doc__  # shown in the API reference
-        return answer
 
-    async def page(request: Request) -> Response:
-        return HTMLResponse(live_page(), headers={"Content-Security-Policy": SELF_CONTAINED})
+def _endpoint(group: str, name: str, *args: str) -> _Endpoint:
+    """Return the endpoint that calls this method of the ingress replica in this process."""
 
-    posted = {
-        "/v1/chat/completions": endpoint("openai", "generate", "chat"),
-        "/v1/completions": endpoint("openai", "generate", "completions"),
-        "/v1/embeddings": endpoint("openai", "forward", "embeddings"),
-        "/v1/score": endpoint("openai", "forward", "score"),
-        "/tokenize": endpoint("openai", "forward", "tokenize"),
-        "/detokenize": endpoint("openai", "forward", "detokenize"),
-    }
+    async def answer(request: Request) -> Response:
+        response: Response = await getattr(getattr(_replica(), group), name)(*args, request)
+        return response
+
+    answer.__doc__ = getattr(_GROUPS[group], name).__doc__  # shown in the API reference
+    return answer
+
+
+def _operators_only(name: str) -> _Endpoint:
+    """Return an endpoint that checks the admin key itself, whatever Admission made of the path."""
+    answer = _endpoint("admin", name)
+
+    @functools.wraps(answer)
+    async def checked(request: Request) -> Response:
+        _replica().gate.check_key(request.headers)
+        return await answer(request)
+
+    return checked
+
+
+async def _page(request: Request) -> Response:
+    return HTMLResponse(live_page(), headers={"Content-Security-Policy": SELF_CONTAINED})
+
+
+_POSTS = {
+    "/v1/chat/completions": _endpoint("openai", "generate", "chat"),
+    "/v1/completions": _endpoint("openai", "generate", "completions"),
+    "/v1/responses": _endpoint("openai", "generate", "responses"),
+    "/v1/messages": _endpoint("openai", "generate", "messages"),
+    "/v1/messages/count_tokens": _endpoint("openai", "forward", "count_tokens"),
+    "/v1/embeddings": _endpoint("openai", "forward", "embeddings"),
+    **dict.fromkeys(("/v1/score", "/score"), _endpoint("openai", "forward", "score")),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _endpoint("openai", "forward", "rerank")),
+    "/tokenize": _endpoint("openai", "forward", "tokenize"),
+    "/detokenize": _endpoint("openai", "forward", "detokenize"),
+}
+
+
+def application(cors_origins: Sequence[str] = ()) -> Starlette:
+    """Return the HTTP application of the ingress replica that runs in this process.
+
+    Args:
+        cors_origins: origins of the web pages whose scripts may read answers; "*" stands for all.
+    """
+    cors = Middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     return Starlette(
         routes=[
-            *(Route(path, answer, methods=["POST"]) for path, answer in posted.items()),
-            Route("/v1/models", endpoint("openai", "models")),
-            Route("/v1/models/{model:path}", endpoint("openai", "model")),
-            Route("/openapi.json", endpoint("openai", "openapi")),
-            Route("/health", endpoint("admin", "health")),
-            Route("/ping", endpoint("admin", "health"), methods=["GET", "POST"]),
-            Route("/version", endpoint("admin", "version")),
-            Route("/metrics", endpoint("admin", "metrics")),
-            Route("/eldr/status", endpoint("admin", "status")),
-            Route("/eldr/ready", endpoint("admin", "ready")),
-            Route("/eldr/policy", endpoint("admin", "set_policy"), methods=["PUT"]),
-            Route("/eldr/shadow", endpoint("admin", "set_shadow"), methods=["PUT", "DELETE"]),
-            Route("/eldr/", page),
-            Route("/eldr/live", endpoint("admin", "live")),
-            Route("/eldr/table", endpoint("admin", "table"), methods=["GET", "PUT"]),
-            Route("/eldr/refit", endpoint("admin", "refit"), methods=["PUT"]),
-            Route("/eldr/trace", endpoint("admin", "trace")),
-            Route("/eldr/predictor", endpoint("admin", "swap_predictor"), methods=["PUT"]),
-            Route("/eldr/experts", endpoint("admin", "place_experts"), methods=["PUT"]),
+            *(Route(path, answer, methods=["POST"]) for path, answer in _POSTS.items()),
+            Route("/v1/models", _endpoint("openai", "models")),
+            Route("/v1/models/{model:path}", _endpoint("openai", "model")),
+            Route("/openapi.json", _endpoint("openai", "openapi")),
+            Route("/health", _endpoint("admin", "health")),
+            Route("/ping", _endpoint("admin", "health"), methods=["GET", "POST"]),
+            Route("/version", _endpoint("admin", "version")),
+            Route("/metrics", _endpoint("admin", "metrics")),
+            Route("/eldr/status", _endpoint("admin", "status")),
+            Route("/eldr/ready", _endpoint("admin", "ready")),
+            Route("/eldr/policy", _operators_only("set_policy"), methods=["PUT"]),
+            Route("/eldr/shadow", _operators_only("set_shadow"), methods=["PUT", "DELETE"]),
+            Route("/eldr/", _page),
+            Route("/eldr/live", _operators_only("live")),
+            Route("/eldr/table", _operators_only("table"), methods=["GET", "PUT"]),
+            Route("/eldr/refit", _operators_only("refit"), methods=["PUT"]),
+            Route("/eldr/trace", _operators_only("trace")),
+            Route("/eldr/predictor", _operators_only("swap_predictor"), methods=["PUT"]),
+            Route("/eldr/experts", _operators_only("place_experts"), methods=["PUT"]),
+            Route("/eldr/drain", _operators_only("drain"), methods=["PUT"]),
         ],
         middleware=[
-            Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]),
-            Middleware(Admission, gate=lambda: replica().gate),
+            *([cors] if cors_origins else []),
+            Middleware(Admission, gate=lambda: _replica().gate),
         ],
         exception_handlers={
-            Refused: _refused,
-            CallFailed: _call_failed,
-            ChannelLost: _channel_lost,
+            RequestRefusedError: _refused,
+            CallFailedError: _call_failed,
+            ChannelLostError: _channel_lost,
             HTTPException: _http_error,
             Exception: _fault,
         },
@@ -96,11 +128,11 @@ async def _call_failed(request: Request, error: Any) -> Response:
 
 
 async def _channel_lost(request: Request, error: Any) -> Response:
-    return _with_request_id(request, refusal(f"an engine was lost: {sentence(error)}", 503, 1))
+    return _with_request_id(request, refusal(f"an engine was lost: {one_line_message(error)}", 503, 1))
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    return refusal(error.detail, error.status_code, headers=error.headers)
+    return in_form_of(request.url.path, refusal(error.detail, error.status_code, headers=error.headers))
 
 
 async def _fault(request: Request, error: Exception) -> Response:
@@ -108,6 +140,6 @@ async def _fault(request: Request, error: Exception) -> Response:
 
 
 def _with_request_id(request: Request, response: Response) -> Response:
-    """Add the request's id, if it has one, to the headers of a response."""
+    """Add the request's id, if it has one, to the headers of an error response."""
     response.headers.update(getattr(request.state, "named", {}))
-    return response
+    return in_form_of(request.url.path, response)

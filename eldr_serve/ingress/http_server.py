@@ -8,6 +8,7 @@ import functools
 import re
 import socket
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,41 @@ _REQUEST_ID = b"x-request-id"
 _ECHOED_ID = re.compile(rb"[ -~]{1,256}")  # ids that are sent back: short printable ASCII
 _MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers, exceeded by one read at most
 _LAST_REQUEST_S = 1.0  # for one last request on an idle connection while draining: it may be on its way
+_CHECKED = "0.54.0"  # version of uvicorn
+# Names of uvicorn that this module extends, reads or sets: class, methods, attributes set by `__init__`.
+_UVICORN_NAMES: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (
+    (uvicorn.Server, ("capture_signals", "serve"), ("should_exit",)),
+    (
+        HttpToolsProtocol,
+        (
+            "connection_made",
+            "connection_lost",
+            "data_received",
+            "on_headers_complete",
+            "on_message_begin",
+            "shutdown",
+        ),
+        ("connections", "cycle", "loop", "scope", "transport"),
+    ),
+    (
+        RequestResponseCycle,
+        ("send",),
+        ("chunked_encoding", "expected_content_length", "keep_alive", "response_complete"),
+    ),
+)
+
+
+def check_uvicorn() -> None:
+    """Raise RuntimeError if uvicorn lacks a name that this module uses; not all of them are public."""
+    for owner, methods, attributes in _UVICORN_NAMES:
+        missing = [name for name in methods if not hasattr(owner, name)]
+        init: CodeType = vars(owner)["__init__"].__code__
+        missing += [name for name in attributes if name not in init.co_names]
+        if missing:
+            raise RuntimeError(
+                f"uvicorn {uvicorn.__version__} has no {owner.__name__}.{missing[0]}, which eldr-serve uses; "
+                f"it was checked on {_CHECKED}: pip install uvicorn=={_CHECKED}"
+            )
 
 
 class _Server(uvicorn.Server):
@@ -39,8 +75,8 @@ class _Connection(HttpToolsProtocol):
     request. Here they may send one last request, whose response says that the connection closes.
     """
 
-    def __init__(self, options: IngressOptions, draining: asyncio.Event, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, options: IngressOptions, draining: asyncio.Event, **uvicorn_arguments: Any) -> None:
+        super().__init__(**uvicorn_arguments)
         self._options = options
         self._draining = draining
         self._head_bytes = 0
@@ -108,9 +144,10 @@ class _Connection(HttpToolsProtocol):
 
 def _send_without_chunks(cycle: RequestResponseCycle) -> None:
     """Close the connection after a body of unknown length, since HTTP/1.0 has no chunked encoding."""
-    send, sized = cycle.send, False
+    send = cycle.send
+    sized = False
 
-    async def sending(message: Any) -> None:
+    async def send_without_chunks(message: Any) -> None:
         nonlocal sized
         if message["type"] == "http.response.start":
             sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", []))
@@ -119,7 +156,7 @@ def _send_without_chunks(cycle: RequestResponseCycle) -> None:
             cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
-    cycle.send = sending  # type: ignore[method-assign]
+    cycle.send = send_without_chunks  # type: ignore[method-assign]
 
 
 class _RequestIdEcho:
@@ -129,17 +166,17 @@ class _RequestIdEcho:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
-        if not _ECHOED_ID.fullmatch(given):
+        request_id = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
+        if not _ECHOED_ID.fullmatch(request_id):
             await self._app(scope, receive, send)
             return
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[_REQUEST_ID.decode()] = given.decode()
+                MutableHeaders(scope=message)[_REQUEST_ID.decode()] = request_id.decode()
             await send(message)
 
-        await self._app(scope, receive, named)
+        await self._app(scope, receive, send_with_id)
 
 
 class HttpServer:
@@ -147,27 +184,45 @@ class HttpServer:
 
     Args:
         port: a bound port; by default, the port of `options` is bound.
+
+    Raises:
+        RuntimeError: the installed uvicorn lacks a name that the server uses.
     """
 
     def __init__(self, app: ASGIApp, options: IngressOptions, port: Port | None = None) -> None:
-        self._port = port = port or Port(options.host, options.port or 0, "an ingress")
+        check_uvicorn()
+        self._port = port or Port(options.host, options.port or 0, "an ingress")
         # Connections inherit this: the kernel closes one whose client accepts no data for this time.
-        port.socket.setsockopt(
+        self._port.socket.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * options.write_timeout_s)
         )
         self._draining = asyncio.Event()
         config = uvicorn.Config(
-            _RequestIdEcho(app), http=functools.partial(_Connection, options, self._draining), ws="none",  # type: ignore[arg-type]
-            backlog=_BACKLOG, lifespan="off", access_log=False, log_config=None, server_header=False,
-            date_header=False, proxy_headers=False, timeout_keep_alive=60,
-        )  # fmt: skip
+            _RequestIdEcho(app),
+            http=functools.partial(_Connection, options, self._draining),  # type: ignore[arg-type]
+            ws="none",
+            backlog=_BACKLOG,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=60,
+        )
         self._server = _Server(config)
-        self._serving = asyncio.get_running_loop().create_task(self._server.serve([port.socket]))
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve([self._port.socket]))
 
     @property
     def port(self) -> int:
         """Return the port number."""
         return self._port.number
+
+    async def wait(self) -> None:
+        """Wait until the server has drained; raise the error that ended it before, if any."""
+        await asyncio.shield(self._serving)
+        if not self._draining.is_set():
+            raise RuntimeError("the HTTP server has ended although nobody stopped it")
 
     async def drain(self) -> None:
         """Accept no further connections, and wait until the open ones have their responses."""

@@ -1,9 +1,8 @@
-"""The OpenAI endpoints of an ingress: completions, and requests that a decode engine answers alone."""
+"""The inference endpoints of an ingress: generation, and requests that a decode engine answers alone."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
@@ -14,16 +13,15 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from eldr_serve.engine.keys import STEERING_HEADERS
-from eldr_serve.errors import BadRequest, Overloaded, Refused, sentence
+from eldr_serve.engine.calls import STEERING_HEADERS
+from eldr_serve.errors import BadRequestError, RequestRefusedError, one_line_message
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.limits.tenants import TokenReservation
 from eldr_serve.pipeline.path import RequestPath
-from eldr_serve.replicas.fleet import Fleet
 from eldr_serve.request import Request, RequestFields, max_new_tokens, sequences, tenant_salt
 from eldr_serve.router.client import RouterClient
-from eldr_serve.router.messages import Answered
+from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.scheduling import Lease
 
 DOMAIN_HEADER = "x-eldr-domain"
@@ -33,7 +31,9 @@ _NOT_FOR_ENGINES = {
     "content-length",
     "cookie",
     "host",
+    "x-api-key",
 } | STEERING_HEADERS
+_COMPUTED = ("embeddings", "score", "rerank")  # methods that generate nothing, but run the model
 _BYTES_PER_TOKEN = 4  # assumed for a body until the prompt's tokens are counted
 
 
@@ -41,7 +41,6 @@ class OpenAIEndpoints:
     """Endpoints for inference requests.
 
     Args:
-        decode: decode engines, for the endpoints that generate nothing.
         max_sequences: maximum number of answers to one request.
         model_card: description of the model in `GET /v1/models`.
         openapi: the OpenAPI document.
@@ -52,24 +51,27 @@ class OpenAIEndpoints:
         *,
         path: RequestPath,
         client: RouterClient,
-        decode: Fleet,
         log: RequestLog,
         max_sequences: int,
         model_card: dict[str, Any],
         openapi: dict[str, Any],
     ) -> None:
-        self._path, self._client, self._decode, self._log = path, client, decode, log
-        self._max_sequences, self._model_card, self._openapi = max_sequences, model_card, openapi
+        self._path = path
+        self._client = client
+        self._log = log
+        self._max_sequences = max_sequences
+        self._model_card = model_card
+        self._openapi = openapi
 
     async def generate(self, method: str, request: HTTPRequest) -> Response:
-        """Run a chat or text completion over prefill, placement and decode."""
-        asked_at = time.monotonic()
+        """Run a chat, text completion or message over prefill, placement and decode."""
+        start_s = time.monotonic()
         body = await request.body()
         fields = self._parse(body)
-        count, max_sequences = sequences(fields), self._max_sequences
-        if count > max_sequences:
-            raise BadRequest(
-                f"{count} answers (prompts x n) are requested, at most {max_sequences} are allowed"
+        count = sequences(fields)
+        if count > self._max_sequences:
+            raise BadRequestError(
+                f"{count} answers (prompts x n) are requested, at most {self._max_sequences} are allowed"
             )
         reservation: TokenReservation = request.state.reservation
         prompt_tokens = len(body) // _BYTES_PER_TOKEN
@@ -96,38 +98,34 @@ class OpenAIEndpoints:
             raise
         lease = context.lease
         assert lease is not None
-        first_at = time.monotonic()
+        first_s = time.monotonic()
 
-        def answered() -> None:
+        def record() -> None:
             newest = context.lease or lease  # another one if the stream was resumed
             tokens = newest.generated_tokens
-            tpot_s = (time.monotonic() - first_at) / (tokens - 1) if tokens > 1 else None
-            self._client.answered_client(Answered(first_at - asked_at, tpot_s))
+            tpot_s = (time.monotonic() - first_s) / (tokens - 1) if tokens > 1 else None
+            self._client.record_stream(StreamLatencies(first_s - start_s, tpot_s))
 
         headers = request.state.named | _placement_headers(lease)
         if fields.stream and context.handover_s is not None:
             # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
             headers["x-eldr-handover-ms"] = f"{1000 * context.handover_s:.3f}"
         if fields.stream:
-            return _Streamed(first, run, headers, streaming, answered)
+            return _Streamed(first, run, headers, streaming, record)
         whole = b"".join([first, *[chunk async for chunk in run]])
         return Response(whole, 200, headers, "application/json")
 
     async def forward(self, method: str, request: HTTPRequest) -> Response:
         """Return the least loaded decode engine's answer to a request that generates nothing."""
         body = await request.body()
-        salt = tenant_salt(request.state.reservation.tenant.name, self._parse(body))
-        in_flight = self._decode.in_flight
-        if not in_flight:
-            raise Overloaded("no decode replica can be reached")
-        replica = min(in_flight, key=lambda name: (in_flight[name], random.random()))
+        reservation: TokenReservation = request.state.reservation
+        salt = tenant_salt(reservation.tenant.name, self._parse(body))
+        if method in _COMPUTED:
+            prompt_tokens = len(body) // _BYTES_PER_TOKEN
+            reservation.reserve(prompt_tokens)
+            reservation.used = lambda: prompt_tokens
         header = {"headers": _headers_for_engines(request), "cache_salt": salt}
-        call = self._decode.call(replica, method, header, body)
-        try:
-            chunk = await call.read()
-        finally:
-            call.cancel()
-        return Response(chunk.payload if chunk else b"", media_type="application/json")
+        return Response(await self._path.forward(method, header, body), media_type="application/json")
 
     async def models(self, request: HTTPRequest) -> Response:
         """Return the served model as a list in OpenAI's format."""
@@ -146,11 +144,13 @@ class OpenAIEndpoints:
     def _parse(self, body: bytes) -> RequestFields:
         fields = parse_json(body)
         if not isinstance(fields, dict):
-            raise BadRequest("the body must be a JSON object")
+            raise BadRequestError("the body must be a JSON object")
         try:
             fields = RequestFields.model_validate(fields)
         except ValidationError as error:
-            raise BadRequest(sentence(error), param=f"body.{error.errors()[0]['loc'][0]}") from error
+            raise BadRequestError(
+                one_line_message(error), param=f"body.{error.errors()[0]['loc'][0]}"
+            ) from error
         if fields.model and fields.model != self._model_card["id"]:
             raise _no_model(fields.model)
         return fields
@@ -185,7 +185,7 @@ class _Streamed(Response):
 
     Args:
         tasks: list to which the sending task is appended.
-        sent: called when all bytes are sent.
+        on_sent: called when all bytes are sent.
     """
 
     def __init__(
@@ -194,11 +194,14 @@ class _Streamed(Response):
         run: AsyncGenerator[bytes, None],
         headers: dict[str, str],
         tasks: list[asyncio.Task[Any]],
-        sent: Callable[[], None],
+        on_sent: Callable[[], None],
     ) -> None:
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
-        self._first, self._run, self._tasks, self._sent = first, run, tasks, sent
+        self._first = first
+        self._run = run
+        self._tasks = tasks
+        self._on_sent = on_sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
@@ -210,13 +213,13 @@ class _Streamed(Response):
             async for chunk in self._run:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
-            self._sent()
+            self._on_sent()
         finally:
             await self._run.aclose()
 
 
-def _no_model(name: str) -> Refused:
-    return Refused(f"there is no model {name!r}", status=404, param="model")
+def _no_model(name: str) -> RequestRefusedError:
+    return RequestRefusedError(f"there is no model {name!r}", status=404, param="model")
 
 
 def _headers_for_engines(request: HTTPRequest) -> dict[str, str]:

@@ -10,8 +10,15 @@ from fastapi import FastAPI
 _PATHS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
     "/v1/embeddings": "embeddings",
     "/v1/score": "score",
+    "/score": "score",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/rerank": "rerank",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -39,8 +46,9 @@ def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
         "/eldr/trace",
     ):
         app.get(path)(_nothing)
-    for path in ("/eldr/policy", "/eldr/shadow", "/eldr/table", "/eldr/refit", "/eldr/experts"):
-        app.put(path)(_nothing)
+    for name in ("policy", "shadow", "table", "predictor", "refit", "experts", "drain"):
+        app.put(f"/eldr/{name}")(_nothing)
+    app.delete("/eldr/shadow")(_nothing)
     return app.openapi()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import AnyHttpUrl, BaseModel, Field
+from pydantic import AnyHttpUrl, BaseModel, Field, field_validator, model_validator
+
+_ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 
 class TracingOptions(BaseModel, frozen=True, extra="forbid"):
@@ -40,8 +43,16 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
     max_body_mib: float = Field(
         default=16.0, gt=0, description="maximum size of a request's body, MiB; a larger one gets 413"
     )
+    max_pending_mib: float = Field(
+        default=1024.0,
+        gt=0,
+        description="maximum total size of the bodies of requests in one ingress replica, from their arrival "
+        "to the end of the answer, MiB; more get 503; at least twice max_body_mib",
+    )
     body_timeout_s: float = Field(
-        default=30.0, gt=0, description="time for a request's body to arrive, s; a slower one gets 408"
+        default=30.0,
+        gt=0,
+        description="time for a request's body to arrive and be decompressed, s; a slower one gets 408",
     )
     max_sequences: int = Field(
         default=256, ge=1, description="maximum answers to one request (prompts x n); more get 400"
@@ -76,6 +87,31 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
         description="which requests for generated text get a line of JSON in the log when they end: those "
         "with a failure, even if they were answered, or all",
     )
+    cors_origins: tuple[str, ...] = Field(
+        default=(),
+        description="origins of the web pages whose scripts may use the service (CORS), such as "
+        "https://chat.example.com; '*': all",
+    )
     tracing: TracingOptions | None = Field(
         default=None, description="one span per request and per stage of it; none: no tracing"
     )
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin: give a scheme, a host and perhaps a port, such as "
+                    "https://chat.example.com, or '*' for all"
+                )
+        return origins
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> IngressOptions:
+        if self.max_pending_mib < 2 * self.max_body_mib:
+            raise ValueError(
+                f"max_pending_mib is {self.max_pending_mib:g}, it must be at least twice max_body_mib "
+                f"({self.max_body_mib:g}): a compressed body also counts as decompressed"
+            )
+        return self

@@ -16,7 +16,7 @@ import ray
 PortState = Literal["free", "shared", "taken"]
 
 
-class PortTaken(OSError):  # noqa: N818
+class PortTakenError(OSError):
     """The port belongs to another application or another process."""
 
 
@@ -31,7 +31,7 @@ class Port:
         owner: name of the application. Replicas with the same owner share the port.
 
     Raises:
-        PortTaken: another owner or another program uses the port.
+        PortTakenError: another owner or another program uses the port.
     """
 
     def __init__(self, host: str, port: int, owner: str) -> None:
@@ -40,12 +40,12 @@ class Port:
         try:
             self.socket.bind((host, port))
             self._lock = _locked(self.number, owner)
-        except PortTaken:
+        except PortTakenError:
             self.socket.close()
             raise
         except OSError as error:
             self.socket.close()
-            raise PortTaken(error.errno, f"{_cannot(port)}: {error.strerror} ({host})") from error
+            raise PortTakenError(error.errno, f"{_cannot(port)}: {error.strerror} ({host})") from error
 
     @property
     def number(self) -> int:
@@ -67,7 +67,7 @@ def port_state(host: str, port: int) -> PortState:
         OSError: the host is not an address of this machine, or this user may not use the port.
     """
     tries: tuple[tuple[bool, PortState], ...] = ((False, "free"), (True, "shared"))
-    for share, found in tries:
+    for share, state in tries:
         with _socket(host, share=share) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -76,14 +76,15 @@ def port_state(host: str, port: int) -> PortState:
                 if error.errno != errno.EADDRINUSE:
                     raise
                 continue
-            return found
+            return state
     return "taken"
 
 
 def _socket(host: str, *, share: bool) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, share)
-    return made
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    new = socket.socket(family, socket.SOCK_STREAM)
+    new.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, share)
+    return new
 
 
 def owner_of_port(application: str) -> str:
@@ -103,10 +104,10 @@ def _locked(port: int, owner: str) -> int:
         pass
     # If several processes write their name, the last one before they get the shared lock owns the port.
     fcntl.flock(file, fcntl.LOCK_SH)
-    found = os.pread(file, 4096, 0).decode()
-    if found != owner:
+    actual_owner = os.pread(file, 4096, 0).decode()
+    if actual_owner != owner:
         os.close(file)
-        raise PortTaken(f"{_cannot(port)}: it is in use by {found}")
+        raise PortTakenError(f"{_cannot(port)}: it is in use by {actual_owner}")
     return file
 
 

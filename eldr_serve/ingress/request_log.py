@@ -38,7 +38,7 @@ class RequestLog:
         return RequestContext(request, path, lambda context: self._ended(context, trace), trace_id=trace.id)
 
     def _ended(self, context: RequestContext, trace: Trace | None = None) -> None:
-        if self._every or context.failure_messages:  # as a warning, since deployments show warnings
+        if self._every or context.failures.messages:  # as a warning, since deployments show warnings
             logger.warning("request %s", json.dumps(context.line()))
         if trace is not None:
             trace.end(context)

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 
 from starlette.responses import Response
 
-from eldr_serve.errors import Refused, error_body
+from eldr_serve.errors import EnginesLostError, RequestRefusedError, error_body
+
+_NOT_AGAIN = {"x-should-retry": "false"}  # for OpenAI's clients, which send a request with 500 again
+
+_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 def refusal(
@@ -23,6 +27,18 @@ def refusal(
     return Response(body, status, {**retry_after, **(headers or {})}, "application/json")
 
 
-def refused_response(error: Refused) -> Response:
+def refused_response(error: RequestRefusedError) -> Response:
     """Return the response to a refused request."""
-    return refusal(str(error), error.status, error.retry_after_s, error.kind, error.param)
+    headers = _NOT_AGAIN if isinstance(error, EnginesLostError) else None
+    return refusal(str(error), error.status, error.retry_after_s, error.kind, error.param, headers)
+
+
+def in_form_of(path: str, response: Response) -> Response:
+    """Give an OpenAI-like error response the form that clients of a path expect.
+
+    Anthropic's clients need a `type` beside `error`, and read its `type` and `message` alone.
+    """
+    if path.endswith(_MESSAGES):
+        response.body = b'{"type": "error", ' + bytes(response.body)[1:]
+        response.headers["content-length"] = str(len(response.body))
+    return response

@@ -32,7 +32,7 @@ class Tracing:
     """
 
     def __init__(self, options: TracingOptions) -> None:
-        # Not the provider of the process, which Ray sets.
+        # Ray sets the provider of the process, so the ingress has its own.
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": "eldr-serve"}),
             sampler=ParentBasedTraceIdRatio(options.sample),
@@ -79,7 +79,7 @@ class Trace:
         if not self._root.is_recording():
             return
         for stage in context.stages:
-            span = self._tracer.start_span(stage.name, self._context, start_time=self._time_ns(stage.begun_s))
+            span = self._tracer.start_span(stage.name, self._context, start_time=self._time_ns(stage.start_s))
             if stage.worker:
                 span.set_attribute("eldr.worker", stage.worker)
             _set_error(span, stage.error)
@@ -102,10 +102,10 @@ def _set_error(span: Span, error: str) -> None:
 def _attributes(context: RequestContext) -> dict[str, Any]:
     """Return the known attributes of the request's span."""
     line = context.line()
-    found = {
+    attributes = {
         "http.response.status_code": line["status"],
         "gen_ai.usage.input_tokens": line["prompt_tokens"],
         "gen_ai.usage.output_tokens": line["tokens"],
         **{f"eldr.{key}": line[key] for key in ("request", "tenant", "policy", "reason", "left", "failures")},
     }
-    return {key: value for key, value in found.items() if value not in (None, "", [])}
+    return {key: value for key, value in attributes.items() if value not in (None, "", [])}

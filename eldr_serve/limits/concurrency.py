@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from eldr_serve.errors import Overloaded
+from eldr_serve.errors import OverloadedError
 from eldr_serve.limits.tenants import Tenant
-from eldr_serve.queues.wait_estimate import WaitEstimate
+from eldr_serve.queues.wait_estimate import WaitEstimator
 from eldr_serve.scheduling.fairness import share
 
 
@@ -22,17 +23,27 @@ class ConcurrencyLimiter:
             tenant that has the most waiting requests relative to its priority.
         max_wait_s: maximum wait, s; a request is refused at once if it would wait longer by the rate at which
             permits became free.
+        clock: returns the time, s.
 
     Attributes:
         in_flight: number of admitted requests.
     """
 
-    def __init__(self, max_requests: int, max_waiting: int, max_wait_s: float) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        max_waiting: int,
+        max_wait_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.in_flight = 0
-        self._max_requests, self._max_waiting, self._max_wait_s = max_requests, max_waiting, max_wait_s
+        self._max_requests = max_requests
+        self._max_waiting = max_waiting
+        self._max_wait_s = max_wait_s
         self._held: Counter[str] = Counter()
         self._waiting: dict[Tenant, deque[asyncio.Future[None]]] = {}
-        self._waits = WaitEstimate()
+        self._waits = WaitEstimator(clock=clock)
 
     @property
     def waiting(self) -> int:
@@ -41,7 +52,7 @@ class ConcurrencyLimiter:
 
     @asynccontextmanager
     async def permit(self, tenant: Tenant) -> AsyncIterator[None]:
-        """Hold a permit until the context ends; raise Overloaded (429) if none is free in time."""
+        """Hold a permit until the context ends; raise OverloadedError (429) if none is free in time."""
         if self.in_flight < self._max_requests:  # no request waits in this case
             self._acquire(tenant)
         elif tenant.name:
@@ -100,7 +111,7 @@ class ConcurrencyLimiter:
                 self._acquire(following)
                 granted.set_result(None)
         if full or not self.in_flight:
-            self._waits.departed(empty=not self.in_flight)
+            self._waits.record_departure(empty=not self.in_flight)
 
     def _remove(self, tenant: Tenant, granted: asyncio.Future[None]) -> None:
         queue = self._waiting.get(tenant)
@@ -115,9 +126,9 @@ class ConcurrencyLimiter:
         if not self._waiting[crowd]:
             del self._waiting[crowd]
 
-    def _overloaded(self, ahead: float) -> Overloaded:
-        return Overloaded(
-            f"{self.in_flight} requests are in flight here, the most allowed",
+    def _overloaded(self, ahead: float) -> OverloadedError:
+        return OverloadedError(
+            f"the ingress is at its limit of {self._max_requests} concurrent requests",
             status=429,
             retry_after_s=self._waits.retry_after_s(ahead),
         )

@@ -10,14 +10,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from eldr_serve.errors import sentence
+from eldr_serve.errors import UserInputError, one_line_message
 from eldr_serve.files import write_whole
 
 TenantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class KeysError(ValueError):
+class KeysError(UserInputError):
     """The keys file is unreadable or invalid; one sentence."""
 
 
@@ -86,7 +86,7 @@ def read_keys(path: Path) -> Keys:
     except OSError as error:
         raise KeysError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise KeysError(f"{path}: {sentence(error)}") from error
+        raise KeysError(f"{path}: {one_line_message(error)}") from error
 
 
 def write_keys(path: Path, keys: Keys) -> None:
@@ -98,16 +98,16 @@ def add_key(keys: Keys, tenant: str, key: str, limits: Mapping[str, float]) -> K
     """Return the keys with one more key of the tenant and its new limits; raise KeysError if invalid."""
     old = keys.tenants[tenant].model_dump() if tenant in keys.tenants else {}
     try:
-        changed = {tenant: Limits(**{**old, **limits})}
-        added = Key(sha256=digest(key), tenant=tenant, created=datetime.now(UTC).date())
-        return Keys(tenants={**keys.tenants, **changed}, keys=(*keys.keys, added))
+        tenants = {**keys.tenants, tenant: Limits(**{**old, **limits})}
+        new_key = Key(sha256=digest(key), tenant=tenant, created=datetime.now(UTC).date())
+        return Keys(tenants=tenants, keys=(*keys.keys, new_key))
     except ValidationError as error:
-        raise KeysError(sentence(error)) from error
+        raise KeysError(one_line_message(error)) from error
 
 
 def revoke_key(keys: Keys, prefix: str) -> Keys:
     """Return the keys without the one whose SHA-256 has this prefix; raise KeysError unless it is unique."""
-    found = [key for key in keys.keys if prefix and key.sha256.startswith(prefix)]
-    if len(found) != 1:
-        raise KeysError(f"{len(found)} keys have a SHA-256 that begins with {prefix!r}, not one")
-    return Keys(tenants=keys.tenants, keys=tuple(key for key in keys.keys if key is not found[0]))
+    matches = [key for key in keys.keys if prefix and key.sha256.startswith(prefix)]
+    if len(matches) != 1:
+        raise KeysError(f"{len(matches)} keys have a SHA-256 that begins with {prefix!r}, not one")
+    return Keys(tenants=keys.tenants, keys=tuple(key for key in keys.keys if key is not matches[0]))

@@ -9,13 +9,14 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from eldr_serve.channel.actors import AWAY
-from eldr_serve.errors import RateLimited, Refused
+from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
+from eldr_serve.errors import RateLimitedError, RequestRefusedError
 from eldr_serve.limits.keys import Keys, KeysError, Limits, bearer_key, digest, read_keys
 
 logger = logging.getLogger(__name__)
 
-_RELOAD_PERIOD_S = _SHARE_PERIOD_S = 1.0
+_RELOAD_PERIOD_S = 1.0
+_SHARE_PERIOD_S = 1.0
 Usage = dict[str, tuple[float, float]]  # tenant -> requests and tokens charged since the process began
 _MINUTE_S = 60.0
 
@@ -35,7 +36,8 @@ class Bucket:
         self.per_minute = per_minute
         self.charged = 0.0  # total of this process
         self._clock = clock
-        self._used, self._at = 0.0, clock()
+        self._used = 0.0
+        self._at = clock()
 
     def set_limit(self, per_minute: float | None) -> None:
         """Change the limit and keep the usage."""
@@ -87,21 +89,16 @@ class Tenant:
         self.requests.set_limit(limits.requests_per_minute)
         self.tokens.set_limit(limits.tokens_per_minute)
 
-    @property
-    def limited(self) -> bool:
-        """Return whether the tenant has a limit."""
-        return (self.requests.per_minute, self.tokens.per_minute) != (None, None)
-
     def admit(self) -> None:
-        """Count one request; raise RateLimited if there are too many."""
+        """Count one request; raise RateLimitedError if there are too many."""
         self.check(self.requests, "requests")
         self.requests.charge(1.0)
 
     def check(self, bucket: Bucket, what: str) -> None:
-        """Raise RateLimited if nothing is left."""
+        """Raise RateLimitedError if nothing is left."""
         wait_s = bucket.wait_s()
         if wait_s:
-            raise RateLimited(
+            raise RateLimitedError(
                 f"tenant {self.name!r} has used up its {bucket.per_minute:g} {what} per minute",
                 retry_after_s=math.ceil(wait_s),
             )
@@ -120,7 +117,7 @@ class TokenReservation:
         self._reserved = 0
 
     def reserve(self, tokens: int) -> None:
-        """Reserve an estimated number of tokens; raise RateLimited if none are left."""
+        """Reserve an estimated number of tokens; raise RateLimitedError if none are left."""
         self.tenant.check(self.tenant.tokens, "tokens")
         self._reserved = tokens
         self.tenant.tokens.charge(tokens)
@@ -144,7 +141,8 @@ class Tenants:
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._clock = path, clock
+        self._path = path
+        self._clock = clock
         self._anyone = Tenant(clock=clock)
         self._tenants: dict[str, Tenant] = {}
         self._owners: dict[str, str] = {}
@@ -155,22 +153,24 @@ class Tenants:
             self._apply_keys(read_keys(path))
 
     def find(self, authorization: str) -> Tenant:
-        """Return the tenant for an Authorization header; raise Refused (401) if the key is unknown."""
+        """Return the tenant for an Authorization header; raise RequestRefusedError (401) for unknown keys."""
         if self._path is None:
             return self._anyone
         key = bearer_key(authorization)
         owner = None if key is None else self._owners.get(digest(key))
         if owner is None:
-            raise Refused("the key is missing or wrong: send Authorization: Bearer KEY", status=401)
+            raise RequestRefusedError(
+                "the key is missing or wrong: send Authorization: Bearer KEY", status=401
+            )
         return self._tenants[owner]
 
     async def watch(self) -> None:
         """Apply changes of the file, until cancelled."""
         while self._path is not None:
             await asyncio.sleep(_RELOAD_PERIOD_S)
-            changed = await asyncio.to_thread(self.read_changed_keys)
-            if changed is not None:
-                self._apply_keys(changed)
+            keys = await asyncio.to_thread(self.read_changed_keys)
+            if keys is not None:
+                self._apply_keys(keys)
 
     async def share_usage(self, exchange: Callable[[Usage], Awaitable[dict[str, Usage]]]) -> None:
         """Share usage with the other ingress replicas, until cancelled.
@@ -182,21 +182,22 @@ class Tenants:
             await asyncio.sleep(_SHARE_PERIOD_S)
             try:
                 self.add_remote_usage(await exchange(self.local_usage()))
-            except AWAY:  # each replica counts alone until the router is back
+            except ACTOR_UNAVAILABLE:  # each replica counts alone until the router is back
                 continue
 
     def local_usage(self) -> Usage:
-        """Return the usage by this replica's requests."""
-        limited = (tenant for tenant in self._tenants.values() if tenant.limited)
-        return {tenant.name: (tenant.requests.charged, tenant.tokens.charged) for tenant in limited}
+        """Return the usage by this replica's requests, of all tenants: a limit may be set at any time."""
+        return {
+            name: (tenant.requests.charged, tenant.tokens.charged) for name, tenant in self._tenants.items()
+        }
 
     def add_remote_usage(self, usage: dict[str, Usage]) -> None:
-        """Count the usage at other replicas; a new replica's counts from its first report."""
+        """Count the usage at other replicas since each one's first report of the tenant."""
         for replica, tenants in usage.items():
-            before = self._remote_usage.get(replica, tenants)
+            before = self._remote_usage.get(replica, {})
             for name, charged in tenants.items():
                 if tenant := self._tenants.get(name):
-                    known = before.get(name, (0.0, 0.0))
+                    known = before.get(name, charged)
                     tenant.requests.add_usage(charged[0] - known[0])
                     tenant.tokens.add_usage(charged[1] - known[1])
         self._remote_usage = usage
@@ -217,10 +218,11 @@ class Tenants:
     def _apply_keys(self, keys: Keys) -> None:
         tenants = {}
         for name, limits in keys.tenants.items():
-            if known := self._tenants.get(name):
-                known.set_limits(limits)
-            tenants[name] = known or Tenant(name, limits, self._clock)
-        self._tenants, self._owners = tenants, keys.owners
+            if tenant := self._tenants.get(name):
+                tenant.set_limits(limits)
+            tenants[name] = tenant or Tenant(name, limits, self._clock)
+        self._tenants = tenants
+        self._owners = keys.owners
 
 
 def _stamp(path: Path) -> object:

@@ -1,10 +1,10 @@
-"""The engine deployments of an application, and prompts that wait on prefill engines."""
+"""The engine deployments of an application."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from eldr_serve.pipeline.path_options import PrefillRouterOptions
 from eldr_serve.replicas.fleet import Fleet
 
 
@@ -14,15 +14,5 @@ class Engines:
 
     prefill: Fleet
     decode: Fleet
-    max_load_ratio: float = 1.25  # a prefill replica whose load exceeds the mean by this factor is skipped
+    prefill_options: PrefillRouterOptions
     whole: bool = False  # decode engines prefill too
-
-
-@dataclass(frozen=True)
-class HeldPrompt:
-    """A prompt whose KV blocks are held by a prefill replica for one decode call."""
-
-    request_id: str
-    replica: str
-    params: dict[str, Any]
-    done_at: float  # time.monotonic()

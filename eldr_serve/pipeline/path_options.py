@@ -1,10 +1,25 @@
-"""Limits on attempts and waiting times for the steps of a request."""
+"""Limits on attempts and waiting times for the steps of a request, and the choice of a prefill replica."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, Field, model_validator
 
 _LEASE_SHARE = 0.8  # share of a KV lease that a wait for a worker may use; the rest is for the transfer
+
+
+class PrefillRouterOptions(BaseModel, frozen=True, extra="forbid"):
+    """Prefix-hash routing of prompts to prefill replicas."""
+
+    max_load_ratio: float = Field(
+        default=1.25, ge=1.0, description="a replica whose load exceeds the mean by this factor is skipped"
+    )
+    max_kv_usage: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="a replica with more than this share of its KV blocks in use gets no new prompt; 1, or "
+        "`disable_log_stats`: no bound",
+    )
 
 
 class PathOptions(BaseModel, frozen=True, extra="forbid"):
@@ -36,6 +51,12 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         ge=1,
         description="maximum decode calls of one request before its first token; each has its own prefill",
     )
+    max_lost_engines: int = Field(
+        default=3,
+        ge=1,
+        description="engines that die while they work on one request after which it gets 500 and is not "
+        "tried again, since it may be the cause",
+    )
     retries_at_once: int = Field(
         default=64,
         ge=1,
@@ -43,19 +64,28 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         "failed or was lost; more wait",
     )
     retry_wait_s: float = Field(
-        default=10.0, ge=0, description="maximum wait of a request for its turn to be retried, s"
+        default=10.0, ge=0, description="maximum wait of a failed request for its retry, s"
+    )
+    moves_at_once: int = Field(
+        default=16,
+        ge=0,
+        description="maximum answers of one ingress that move at the same time from decode engines that are "
+        "drained, updated or scaled down; others go on where they are until they can move or end; 0: none "
+        "moves",
     )
     prefill_limit_s: float = Field(
         default=60.0,
         gt=0,
-        description="time limit of a prefill call, counted from its predicted end and the replica's last "
-        "answer to an earlier call, s",
+        description="time limit of a prefill call, s, from the time at which its prompt should have been "
+        "computed, but not before the replica's last answer to an earlier call",
     )
     first_token_limit_s: float = Field(
         default=60.0,
         gt=0,
-        description="time limit for the first token of a decode call, s; the time in which earlier calls "
-        "begin, or in which the replica has more calls than slots, does not count",
+        description="time limit for the first token of a decode call, s, from the time at which its prompt "
+        "should have been computed, but not before the replica's last answer to an earlier call; time in "
+        "which calls with tokens fill the replica's slots does not count. Also the limit "
+        "for an answer without generated tokens, such as embeddings",
     )
     gap_limit_s: float = Field(
         default=15.0, gt=0, description="time limit for each further token of a decode call, s"

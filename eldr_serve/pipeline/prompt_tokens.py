@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 
 from eldr_serve.engine.protocol import several_prompts
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
-from eldr_serve.request import RequestFields
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.request import RequestFields, conversation
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +61,16 @@ class PromptTokens:
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"the tokenizer of {self._source} cannot be read: {error}") from error
 
-    async def of(self, fields: RequestFields) -> NDArray[np.uint32] | None:
+    async def add_to(self, context: RequestContext) -> None:
+        """Tokenise the prompt of a request, for its placement."""
+        if context.prompt_ids is None:
+            context.tokenised_ids = await self.tokenise(context.request.fields)
+
+    async def tokenise(self, fields: RequestFields) -> NDArray[np.uint32] | None:
         """Return the token ids, uint32[n]; None for several prompts, embeddings or an unloaded tokenizer."""
-        if fields.prompt is None and isinstance(fields.messages, list):
-            text, special = "\n".join(_texts(fields.messages)), False
+        messages = conversation(fields) if fields.prompt is None else None
+        if isinstance(messages, list):
+            text, special = "\n".join(_texts(messages)), False
         elif isinstance(fields.prompt, str):
             text, special = fields.prompt, True
         else:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from types import TracebackType
 
-from eldr_serve.errors import sentence
+from eldr_serve.errors import one_line_message
 
 
 @dataclass(eq=False)
@@ -16,13 +16,13 @@ class Stage:
     Attributes:
         name: prefill, place, transport (until the decode engine has the prompt's blocks and begins its first
             step, if the engine reports that), first_token or stream, in this order.
-        begun_s, ended_s: time.monotonic().
+        start_s, ended_s: time.monotonic().
         worker: the engine's replica, if any.
         error: reason of the failure, one sentence; "" without failure.
     """
 
     name: str
-    begun_s: float
+    start_s: float
     ended_s: float = 0.0
     worker: str = ""
     error: str = ""
@@ -30,21 +30,21 @@ class Stage:
     @property
     def seconds(self) -> float:
         """Return the duration, s."""
-        return self.ended_s - self.begun_s
+        return self.ended_s - self.start_s
 
 
 class DecodeStages:
     """The stages of a decode call.
 
     Attributes:
-        transport_s: part of the time to the first chunk, s; None if unknown.
+        transport_s: the engine's transport time, part of the time to the first chunk, s; None if unknown.
         first_s: time.monotonic() of the first chunk; None before it.
     """
 
     def __init__(self, stages: list[Stage], worker: str) -> None:
         self._stages = stages
         self._worker = worker
-        self.begun_s = time.monotonic()
+        self.start_s = time.monotonic()
         self.transport_s: float | None = None
         self.first_s: float | None = None
 
@@ -56,15 +56,15 @@ class DecodeStages:
     ) -> None:
         now = time.monotonic()
         if self.first_s is None:
-            self._add("first_token", self.begun_s, now, error)
+            self._add("first_token", self.start_s, now, error)
             return
-        begun_s = self.begun_s
+        start_s = self.start_s
         if self.transport_s is not None:
-            begun_s = min(begun_s + self.transport_s, self.first_s)
-            self._add("transport", self.begun_s, begun_s)
-        self._add("first_token", begun_s, self.first_s)
+            start_s = min(start_s + self.transport_s, self.first_s)
+            self._add("transport", self.start_s, start_s)
+        self._add("first_token", start_s, self.first_s)
         self._add("stream", self.first_s, now, error)
 
-    def _add(self, name: str, begun_s: float, ended_s: float, error: BaseException | None = None) -> None:
-        why = sentence(error) if isinstance(error, Exception) else ""
-        self._stages.append(Stage(name, begun_s, ended_s, self._worker, why))
+    def _add(self, name: str, start_s: float, ended_s: float, error: BaseException | None = None) -> None:
+        why = one_line_message(error) if isinstance(error, Exception) else ""
+        self._stages.append(Stage(name, start_s, ended_s, self._worker, why))

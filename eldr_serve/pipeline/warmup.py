@@ -16,10 +16,11 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from eldr_serve.channel import Call, CallFailed, ChannelLost
+from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.engine.calls import WARM, decode_header, expert_counts_of, prefill_header, warm_up_body
 from eldr_serve.pipeline.engines import Engines
-from eldr_serve.pipeline.prefill_step import prefill_answer
+from eldr_serve.pipeline.kv_release import KvRelease
+from eldr_serve.pipeline.split_prefill import prefill_answer
 from eldr_serve.replicas.measured_counts import METHOD, MeasuredCounts
 from eldr_serve.router.client import RouterClient
 
@@ -41,14 +42,15 @@ class Warmup:
         self._handles = handles
         self._client = client
         self._model_id = model_id
+        self._kv_release = KvRelease(engines.prefill)
         self._warm: set[tuple[str, str]] = set()
         self._engines_up = False
         self._all_were_warm = False
 
     @property
     def pairs(self) -> int:
-        """Return the number of warm pairs or whole engines."""
-        return len(self._warm)
+        """Return the number of warm pairs or whole engines that are live."""
+        return len(self._warm.intersection(self._pairs()))
 
     @property
     def ready(self) -> bool:
@@ -80,10 +82,12 @@ class Warmup:
 
     async def run(self) -> None:
         """Keep all pairs warm until cancelled; replicas may come and go."""
-        # After the first call through a handle, Serve publishes the replicas to it and to us.
+        # After the first call through a handle, Serve publishes the replicas to the handle and this process.
         await asyncio.gather(*(handle.check_health.remote() for handle in self._handles))
         self._engines_up = True
         while True:
+            live = set(self._engines.decode.directory.live)
+            self._warm = {(prefill, decode) for prefill, decode in self._warm if decode in live}
             await asyncio.gather(*(self._try_pair(prefill, decode) for prefill, decode in self._cold()))
             self._all_were_warm |= bool(self._warm) and not self._cold()
             await asyncio.sleep(_PERIOD_S if self._warm else _FIRST_PERIOD_S)
@@ -95,28 +99,32 @@ class Warmup:
                     await self._warm_whole(decode)
                 else:
                     await self._warm_pair(prefill, decode)
-        except (ChannelLost, CallFailed, RayError, RayServeException, TimeoutError) as error:
+        except (ChannelLostError, CallFailedError, RayError, RayServeException, TimeoutError) as error:
             logger.warning("pair %s-%s is not warm yet: %s", prefill or "whole", decode, error)
 
     async def _warm_pair(self, prefill: str, decode: str) -> None:
         request_id = f"{WARM}{uuid.uuid4().hex}"
         body = warm_up_body(self._model_id)
         header = prefill_header("completions", f"{request_id}-p")
-        found = await prefill_answer(self._engines.prefill.call(prefill, "prefill", header, body))
-        counts = expert_counts_of(found["kv"])
-        if counts is None:
-            logger.warning("prefill replica %s sends no expert counts, its pairs are not warmed", prefill)
-            await self._engines.prefill.call(prefill, "release", {"id": header["id"]}).end()
-            return
+        call = self._engines.prefill.call(prefill, "prefill", header, body)
+        reader: Call | None = None
+        held = True
         try:
-            call = self._generate(decode, f"{request_id}-d", found["kv"])
-        except ChannelLost:  # no engine will read the prompt's blocks
-            await self._engines.prefill.call(prefill, "release", {"id": header["id"]}).end()
-            raise
-        await _read(call)
+            found = await prefill_answer(call)
+            counts = expert_counts_of(found["kv"])
+            if counts is None:
+                logger.warning("prefill replica %s sends no expert counts, its pairs are not warmed", prefill)
+                return
+            reader = self._generate(decode, f"{request_id}-d", found["kv"])
+            await _read(reader)
+            held = False
+        finally:
+            call.cancel()  # has no effect on a call that has ended
+            if held:
+                self._kv_release.release(header["id"], prefill, reader=reader)
         await _read(self._generate(decode, f"{request_id}-n", answers=2))
         self._warm.add((prefill, decode))
-        await self._client.call("expect_counts", *counts.shape)
+        await self._client.expect_counts(*counts.shape)
 
     async def _warm_whole(self, decode: str) -> None:
         request_id = f"{WARM}{uuid.uuid4().hex}"
@@ -131,7 +139,7 @@ class Warmup:
         await finished
         self._warm.add((_WHOLE, decode))
         if shapes:
-            await self._client.call("expect_counts", *shapes[0])
+            await self._client.expect_counts(*shapes[0])
         else:
             logger.warning("replica %s counts no experts: its predictions cannot be evaluated", decode)
 
@@ -143,5 +151,9 @@ class Warmup:
 
 
 async def _read(call: Call) -> None:
-    while await call.read() is not None:
-        pass
+    """Read a call to its end; cancel it if that takes too long."""
+    try:
+        while await call.read() is not None:
+            pass
+    finally:
+        call.cancel()  # has no effect on a call that has ended

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eldr_serve.preflight.machine import GIB, GPUS, Pool, described, gpu_of, read_cluster, with_gpu
+from eldr_serve.errors import UserInputError
+from eldr_serve.preflight.machine import GIB, GPUS, NodePool, gpu_of, identical_nodes, read_cluster, with_gpu
 
 if TYPE_CHECKING:
-    from eldr_serve.preflight.check import Checked
+    from eldr_serve.preflight.check import CheckOutcome
 
 _CLUSTER = "ray_cluster.yaml"
 _CPU = "cpu"
@@ -65,23 +66,23 @@ def check(
 ) -> None:
     """Check whether deployments would start on a cluster; if not, report why, with exit status 1."""
     if nodes is not None and cluster is not None:
-        raise ValueError("--nodes replaces --cluster: give one of them")
+        raise UserInputError("--nodes replaces --cluster: give one of them")
     if (resource or gpu == _CPU) and nodes is None:
-        raise ValueError(f"--resource and --gpu {_CPU} describe nodes: give their number with --nodes")
-    like = None
+        raise UserInputError(f"--resource and --gpu {_CPU} describe nodes: give their number with --nodes")
+    same_nodes = None
     if nodes is not None:
-        like = described(
+        same_nodes = identical_nodes(
             None if gpu in (None, _CPU) else gpu_of(gpu, gpu_memory_gib),
             gpus_per_node=gpus_per_node,
             resources=dict(_named_amount(word) for word in resource or ()),
             **_machine(nodes, cpus_per_node, memory_gib),
         )
 
-    def pools(path: Path, device: str) -> list[Pool]:
-        if like is not None:
-            return like
+    def node_pools(path: Path, device: str) -> list[NodePool]:
+        if same_nodes is not None:
+            return same_nodes
         if device == _CPU and cluster is None:
-            own = described(None, **_machine(1, cpus_per_node, memory_gib))
+            own = identical_nodes(None, **_machine(1, cpus_per_node, memory_gib))
             return [replace(pool, here=True) for pool in own]
         read = read_cluster(cluster or _cluster_file(path))
         return with_gpu(read, gpu_of(gpu, gpu_memory_gib)) if gpu else read
@@ -92,11 +93,11 @@ def check(
     try:
         from eldr_serve.preflight.check import check as check_all
 
-        found = check_all(deployments, pools, model_config)
+        outcomes = check_all(deployments, node_pools, model_config)
     finally:
         logging.disable(logging.NOTSET)
-    _print(found, as_json)
-    if not all(outcome.starts for outcome in found):
+    _print(outcomes, as_json)
+    if not all(outcome.starts for outcome in outcomes):
         raise typer.Exit(1)
 
 
@@ -105,12 +106,12 @@ def _cluster_file(deployment: Path) -> Path:
     for folder in (deployment.parent, deployment.parent.parent):
         if (folder / _CLUSTER).is_file():
             return folder / _CLUSTER
-    raise ValueError(
+    raise UserInputError(
         f"there is no {_CLUSTER} beside {deployment}: give a file with --cluster, or use --nodes"
     )
 
 
-def _print(outcomes: list[Checked], as_json: bool) -> None:
+def _print(outcomes: list[CheckOutcome], as_json: bool) -> None:
     from rich.console import Console
 
     from eldr_serve.preflight import report
@@ -132,4 +133,4 @@ def _named_amount(word: str) -> tuple[str, float]:
     try:
         return name, float(amount)
     except ValueError:
-        raise ValueError(f"--resource takes NAME=AMOUNT, not {word!r}") from None
+        raise UserInputError(f"--resource takes NAME=AMOUNT, not {word!r}") from None

@@ -12,11 +12,12 @@ from ray.serve.config import AutoscalingConfig
 
 from eldr_serve.config import EldrArgs
 from eldr_serve.engine.protocol import EngineRole
+from eldr_serve.errors import UserInputError
 from eldr_serve.preflight.document import Document, check_overrides
-from eldr_serve.preflight.placement import Replicas
+from eldr_serve.preflight.placement import ReplicaDemand
 
 if TYPE_CHECKING:
-    from eldr_serve.engine.chosen import EngineSpec
+    from eldr_serve.engine.active_backend import EngineSpec
 
 _MODELS = "models"  # folder beside the deployment with config.json files, by model name in small letters
 
@@ -55,9 +56,20 @@ class EngineDeployment:
         return f"{self.config}.engine_kwargs"
 
     @property
-    def replicas(self) -> Replicas:
+    def on_hub(self) -> bool:
+        """Return whether the location of the model is a name on the model hub."""
+        source = self.spec.model_source
+        return not source.startswith(("/", "./", "../")) and "://" not in source
+
+    @property
+    def nixl_ports(self) -> list[int]:
+        """Return the port of NIXL's side channel of each replica, at the maximum number of replicas."""
+        return self.spec.ports(self.max_replicas)
+
+    @property
+    def replicas(self) -> ReplicaDemand:
         """Return the maximum number of replicas, for placement."""
-        return Replicas(self.role, self.max_replicas, self.bundles, self.strategy)
+        return ReplicaDemand(self.role, self.max_replicas, self.bundles, self.strategy)
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ class Deployment:
 
     args: EldrArgs
     engines: tuple[EngineDeployment, ...]
-    ingress: Replicas
+    ingress: ReplicaDemand
     proxy: tuple[str, int] | None
     document: dict[str, Any]
     ignored: tuple[str, ...] = ()
@@ -91,7 +103,7 @@ def build_deployment(path: Path, document: Document, model: Path | None = None) 
             beside the deployment.
 
     Raises:
-        ValueError: the application cannot be built.
+        UserInputError: the application cannot be built.
         OSError: a file cannot be read.
     """
     from eldr_serve.app import build  # imports vLLM
@@ -105,7 +117,7 @@ def build_deployment(path: Path, document: Document, model: Path | None = None) 
     return Deployment(
         built.args,
         tuple(_engines(role, spec, path, model) for role, spec in built.specs.items()),
-        Replicas("ingress", _replicas(options)[2], [bundle]),
+        ReplicaDemand("ingress", _replicas(options)[2], [bundle]),
         document.proxy,
         document.content,
         ignored,
@@ -136,19 +148,20 @@ def _model(role: str, spec: EngineSpec, path: Path, given: Path | None) -> str:
     config = "prefill_config" if role == "prefill" else "decode_config"
     source = spec.model_source
     name = source.rpartition("/")[2].lower()
-    places = [given, given / "config.json"] if given else [
-        Path(source) / "config.json",
-        path.parent / _MODELS / f"{name}.json",
-    ]  # fmt: skip
+    places = (
+        [given, given / "config.json"]
+        if given
+        else [Path(source) / "config.json", path.parent / _MODELS / f"{name}.json"]
+    )
     for place in places:
         if place.is_file():
             text = place.read_text()
             try:
                 json.loads(text)
             except ValueError as error:
-                raise ValueError(f"{place} is not JSON: {error}") from error
+                raise UserInputError(f"{place} is not JSON: {error}") from error
             return text
-    raise ValueError(
+    raise UserInputError(
         f"{config}.model_loading_config.model_source is {source!r}: its config.json is neither in a folder "
         f"of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and give it with "
         "--model-config FILE"

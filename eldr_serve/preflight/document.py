@@ -15,7 +15,7 @@ from ray.serve.schema import HTTPOptionsSchema, LoggingConfig, ServeApplicationS
 
 from eldr_serve.config import EldrArgs, parse
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.validation import did_you_mean, problem, shown, unknown_name
+from eldr_serve.validation import did_you_mean, first_problem, format_value, unknown_name
 
 APPLICATION = "eldr_serve.app:build_app"
 
@@ -51,7 +51,7 @@ def read_document(path: Path) -> Document:
     """Read a Serve file.
 
     Raises:
-        ConfigurationError: `serve run` or the application would refuse the file; one sentence.
+        ConfigurationError: `serve run` or the application would refuse the file.
         OSError: the file cannot be read.
     """
     content = _loaded(path)
@@ -61,14 +61,15 @@ def read_document(path: Path) -> Document:
     try:
         ServeDeploySchema.model_validate(content)
     except ValidationError as error:
-        raise ConfigurationError(problem(error, content, model=ServeDeploySchema)) from error
+        raise ConfigurationError(first_problem(error, content, model=ServeDeploySchema)) from error
     application, where = _ours(path, content["applications"])
     prefix = application.get("route_prefix", "/")
     if prefix is not None and (
         not prefix.startswith("/") or prefix != prefix.rstrip("/") + "/" * (prefix == "/") or "{" in prefix
     ):
         raise ConfigurationError(
-            f"{where}.route_prefix is {shown(prefix)}: must begin with /, not end with / and have no wildcard"
+            f"{where}.route_prefix is {format_value(prefix)}: "
+            "must begin with /, not end with / and have no wildcard"
         )
     return Document(content, application, where, parse(application.get("args") or {}), ignored)
 
@@ -96,16 +97,17 @@ def _ours(path: Path, applications: list[dict[str, Any]]) -> tuple[dict[str, Any
     for application in applications:
         if application["import_path"] == APPLICATION.replace(":", "."):
             application["import_path"] = APPLICATION
-    found = [number for number, given in enumerate(applications) if given["import_path"] == APPLICATION]
-    if len(found) == 1:
-        return applications[found[0]], f"applications.{found[0]}"
-    if found:
-        number = len(found)
-        raise ConfigurationError(f"{path} has {number} applications {APPLICATION}: give each its own file")
+    numbers = [number for number, given in enumerate(applications) if given["import_path"] == APPLICATION]
+    if len(numbers) == 1:
+        return applications[numbers[0]], f"applications.{numbers[0]}"
+    if numbers:
+        raise ConfigurationError(
+            f"{path} has {len(numbers)} applications {APPLICATION}: give each its own file"
+        )
     if not applications:
         raise ConfigurationError(f"applications is empty: it needs one with import_path {APPLICATION}")
     given = applications[0]["import_path"]
-    raise ConfigurationError(f"applications.0.import_path is {shown(given)}: must be {APPLICATION}")
+    raise ConfigurationError(f"applications.0.import_path is {format_value(given)}: must be {APPLICATION}")
 
 
 def _ignored(content: Mapping[str, Any]) -> Iterator[str]:
@@ -141,5 +143,7 @@ def check_overrides(document: Document, names: tuple[str, ...]) -> Iterator[str]
         where = f"{document.where}.deployments.{number}"
         if given["name"] not in names:
             hint = did_you_mean(given["name"], names)
-            raise ConfigurationError(f"{where}.name is {shown(given['name'])}: unknown deployment, {hint}")
+            raise ConfigurationError(
+                f"{where}.name is {format_value(given['name'])}: unknown deployment, {hint}"
+            )
         yield (f"{where} overrides options of {given['name']}, which this check ignores: set them in args")

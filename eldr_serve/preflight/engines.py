@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.engine.active_backend import ENGINES
 
 _TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineProbe:
     """An engine to probe.
 
     Attributes:
         where: the location of the engine arguments in the file.
         config: the model's config.json.
-        arguments: see EngineSpec.arguments.
+        arguments: the engine's arguments, as EngineSpec.arguments returns them.
         memory_gib: memory of its GPU; on a CPU the size of the KV cache.
         capability: compute capability of its GPU; None on a CPU.
     """
@@ -35,8 +35,8 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """vLLM's answer about an engine; sizes are those of one rank.
+class ProbeResult:
+    """Sizes and kernels of an engine, as vLLM reports them; sizes are those of one rank.
 
     Attributes:
         refusal: why the engine would not start, one sentence; the other fields may then be zero.
@@ -47,7 +47,7 @@ class Answer:
         sequences: number of sequences of max_model_len tokens that it holds at the same time.
         max_model_len: maximum length of a sequence, tokens.
         kernels: MoE kernels, and whether each hides the experts that it chooses.
-        agreed: see VllmDescribed.agreed.
+        shared_arguments: resolved arguments that prefill and decode must share; JSON types.
     """
 
     refusal: str | None = None
@@ -58,11 +58,11 @@ class Answer:
     sequences: float = 0.0
     max_model_len: int = 0
     kernels: tuple[tuple[str, bool], ...] = ()
-    agreed: Mapping[str, Any] = field(default_factory=dict)
+    shared_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def ask(engines: Sequence[Engine]) -> list[Answer]:
-    """Return vLLM's answer about each engine.
+def probe_engines(engines: Sequence[EngineProbe]) -> list[ProbeResult]:
+    """Return what vLLM reports about each engine.
 
     Raises:
         ChildProcessError: the probe process failed.
@@ -71,18 +71,24 @@ def ask(engines: Sequence[Engine]) -> list[Answer]:
         return []
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        **ENGINES.describing,
+        **ENGINES.describe_environment,
     }
-    done = subprocess.run(
+    probe = subprocess.run(
         [sys.executable, "-m", "eldr_serve.preflight.probe"],
         input=json.dumps([asdict(engine) for engine in engines]),
-        env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
-    )  # fmt: skip
-    if done.returncode:
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if probe.returncode:
         raise ChildProcessError(
-            f"the probe of vLLM failed: {(done.stderr.strip() or 'without a message').splitlines()[-1]}"
+            f"the probe of vLLM failed: {(probe.stderr.strip() or 'without a message').splitlines()[-1]}"
         )
     return [
-        Answer(**found | {"kernels": tuple((name, hidden) for name, hidden in found.get("kernels", ()))})
-        for found in json.loads(done.stdout.splitlines()[-1])
+        ProbeResult(
+            **fields | {"kernels": tuple((name, hidden) for name, hidden in fields.get("kernels", ()))}
+        )
+        for fields in json.loads(probe.stdout.splitlines()[-1])
     ]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Literal
 
-from eldr_serve.engine.chosen import ENGINES
+from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.ingress.port import port_state
 from eldr_serve.limits.keys import KeysError, read_keys
 from eldr_serve.preflight.deployment import Deployment, EngineDeployment
-from eldr_serve.preflight.engines import Answer
-from eldr_serve.preflight.machine import ACCELERATOR, GIB, Gpu, Pool
-from eldr_serve.preflight.placement import Placed, total
+from eldr_serve.preflight.engines import ProbeResult
+from eldr_serve.preflight.machine import ACCELERATOR, GIB, Gpu, NodePool
+from eldr_serve.preflight.placement import ReplicaPlacement, total
 
 # Ports in use on every node of a cluster by default settings of `ray start` and the kernel.
 _PORTS_IN_USE = (
@@ -23,7 +23,7 @@ _PORTS_IN_USE = (
     (10001, 19999, "Ray's client and workers"),
     (32768, 60999, "outgoing connections"),
 )
-_LEAST_DRAIN_S = 60.0
+_MIN_DRAIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,9 @@ class Finding:
     sentence: str
 
 
-def nixl_ports(engines: EngineDeployment) -> list[int]:
-    """Return the port of NIXL's side channel of each replica, at the maximum number of replicas."""
-    return engines.spec.ports(engines.max_replicas)
-
-
-def resources(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding]:
+def resources(deployment: Deployment, node_pools: Sequence[NodePool]) -> Iterator[Finding]:
     """Yield each requested resource that no node has."""
-    offered = {name for pool in pools for name in pool.resources}
+    offered = {name for pool in node_pools for name in pool.resources}
     kinds = sorted(name.removeprefix(ACCELERATOR) for name in offered if name.startswith(ACCELERATOR))
     for wanted in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
         for name in sorted({name for bundle in wanted.bundles for name, amount in bundle.items() if amount}):
@@ -63,7 +58,7 @@ def resources(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding
                 yield _error(f"{wanted.name} needs the resource {name!r}, which no node has")
 
 
-def placement(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
+def placement(deployment: Deployment, placed: ReplicaPlacement) -> Iterator[Finding]:
     """Yield deployments whose replicas find no node, or whose engines would spread over several nodes."""
     for wanted in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
         missing = placed.missing.get(wanted.name, 0)
@@ -85,29 +80,29 @@ def placement(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
             )
 
 
-def memory(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> Iterator[Finding]:
+def memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> Iterator[Finding]:
     """Yield why vLLM or our extension would refuse an engine."""
     kind = gpu.kind if gpu else "CPU"
-    hidden = [name for name, hides in answer.kernels if hides]
+    hidden = [name for name, hides in result.kernels if hides]
     if hidden:
         yield _error(
             f"{engines.role} on {kind} would run {hidden[0]}, which routes internally and hides its choices, "
             "so experts cannot be counted: set moe_backend in engine_kwargs to another kernel"
         )
-    elif answer.weights and answer.kv <= 0 and gpu is not None:
+    elif result.weights and result.kv <= 0 and gpu is not None:
         yield _error(
-            f"{engines.role} does not fit on {kind}: weights {answer.weights / GIB:.1f} GiB and a reserve of "
-            f"{answer.reserve / GIB:.1f} GiB exceed gpu_memory_utilization by {-answer.kv / GIB:.1f} GiB"
+            f"{engines.role} does not fit on {kind}: weights {result.weights / GIB:.1f} GiB and a reserve of "
+            f"{result.reserve / GIB:.1f} GiB exceed gpu_memory_utilization by {-result.kv / GIB:.1f} GiB"
         )
-    elif answer.refusal:
-        named = answer.refusal.startswith(engines.where)
-        yield _error(answer.refusal if named else f"{engines.role} on {kind} is refused: {answer.refusal}")
-    elif answer.weights and not answer.kernels:
-        yield _error(f"{source(engines)} has no MoE layer, so there are no experts to count")
-    elif answer.weights and not answer.kv_tokens:
+    elif result.refusal:
+        named = result.refusal.startswith(engines.where)
+        yield _error(result.refusal if named else f"{engines.role} on {kind} is refused: {result.refusal}")
+    elif result.weights and not result.kernels:
+        yield _error(f"{engines.spec.model_source} has no MoE layer, so there are no experts to count")
+    elif result.weights and not result.kv_tokens:
         yield _error(
-            f"{engines.role}'s KV cache of {answer.kv / GIB:.1f} GiB on {kind} holds no sequence of "
-            f"max_model_len {answer.max_model_len}: "
+            f"{engines.role}'s KV cache of {result.kv / GIB:.1f} GiB on {kind} holds no sequence of "
+            f"max_model_len {result.max_model_len}: "
             + (
                 "lower it, or raise gpu_memory_utilization"
                 if gpu
@@ -117,23 +112,26 @@ def memory(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> Iterat
         )
 
 
-def agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, Answer]]) -> Iterator[Finding]:
+def agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, ProbeResult]]) -> Iterator[Finding]:
     """Yield the fields that prefill and decode must share but that vLLM resolves to different values."""
-    answers = {deployment.role: answer for deployment, _, answer in engines}
-    if "prefill" in answers and not any(answer.refusal for answer in answers.values()):
-        for sentence in ENGINES.differences(answers["prefill"].agreed, answers["decode"].agreed):
+    results = {deployment.role: result for deployment, _, result in engines}
+    if "prefill" in results and not any(result.refusal for result in results.values()):
+        of_prefill, of_decode = (results[role].shared_arguments for role in ("prefill", "decode"))
+        for sentence in ENGINES.differences(of_prefill, of_decode):
             yield _error(sentence)
 
 
-def host_memory(deployment: Deployment, placed: Placed, answers: Sequence[Answer]) -> Iterator[Finding]:
+def host_memory(
+    deployment: Deployment, placed: ReplicaPlacement, results: Sequence[ProbeResult]
+) -> Iterator[Finding]:
     """Yield nodes whose CPU engines need more memory than the node has."""
     needed: dict[str, int] = {
-        engines.role: answer.weights + answer.reserve + answer.kv
-        for engines, answer in zip(deployment.engines, answers, strict=True)
+        engines.role: engines.spec.ranks * (result.weights + result.reserve + result.kv)
+        for engines, result in zip(deployment.engines, results, strict=True)
         if engines.spec.device == "cpu"
     }
     for node in placed.nodes:
-        total = sum(needed.get(name, 0) for name, _ in node.held) / GIB
+        total = sum(needed.get(name, 0) for name, _ in node.replicas) / GIB
         if node.pool.memory_gib and total > node.pool.memory_gib:
             yield _error(
                 f"the engines on node {node.name} need {total:.1f} GiB, "
@@ -141,30 +139,30 @@ def host_memory(deployment: Deployment, placed: Placed, answers: Sequence[Answer
             )
 
 
-def network(deployment: Deployment, placed: Placed) -> Iterator[Finding]:
+def network(deployment: Deployment, placed: ReplicaPlacement) -> Iterator[Finding]:
     """Yield ports at which two processes on one node would listen."""
-    wanted = {engines.role: nixl_ports(engines) for engines in deployment.engines}
-    for role, numbers in wanted.items():
+    ports = {engines.role: engines.nixl_ports for engines in deployment.engines}
+    for role, numbers in ports.items():
         for first, last, holder in _PORTS_IN_USE:
             if any(first <= number <= last for number in numbers):
                 yield _error(
                     f"{role}'s NIXL ports {_span(numbers)} overlap {_span([first, last])} of {holder}: "
                     "set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
                 )
-    for one, other in combinations(wanted, 2):
-        together = any({one, other} <= {name for name, _ in node.held} for node in placed.nodes)
-        if together and set(wanted[one]) & set(wanted[other]):
+    for one, other in combinations(ports, 2):
+        together = any({one, other} <= {name for name, _ in node.replicas} for node in placed.nodes)
+        if together and set(ports[one]) & set(ports[other]):
             yield _error(
-                f"{one}'s NIXL ports {_span(wanted[one])} overlap {other}'s {_span(wanted[other])} on one "
+                f"{one}'s NIXL ports {_span(ports[one])} overlap {other}'s {_span(ports[other])} on one "
                 "node: set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
             )
     for engines in deployment.engines:
-        role, numbers = engines.role, wanted[engines.role]
-        crowded = any(sum(name == role for name, _ in node.held) > 1 for node in placed.nodes)
+        role, numbers = engines.role, ports[engines.role]
+        crowded = any(sum(name == role for name, _ in node.replicas) > 1 for node in placed.nodes)
         if crowded and len(set(numbers)) < len(numbers):
             yield _error(
                 f"{role} replicas on one node would share NIXL's port {numbers[0]}: leave "
-                f"{engines.spec.fixed_port} to eldr-serve"
+                f"{engines.spec.fixed_port_variable} to eldr-serve"
             )
     port = deployment.args.ingress.port
     if port and deployment.proxy and port == deployment.proxy[1]:
@@ -180,17 +178,17 @@ def this_machine(deployment: Deployment) -> Iterator[Finding]:
             continue
         host, port = address
         try:
-            found = port_state(host, port)
+            state = port_state(host, port)
         except OSError as error:
             reason = error.strerror or error
             yield _error(f"{where} cannot listen at host {host!r} and port {port}: {reason}")
             continue
-        if found == "taken":
+        if state == "taken":
             yield _error(
                 f"{where}.port is {port}: another process listens there at {host}; stop it, "
                 "or set another port"
             )
-        elif found == "shared" and where == "ingress":
+        elif state == "shared" and where == "ingress":
             yield Finding(
                 "warning",
                 f"ingress.port is {port}, where a service of yours listens at {host}: a second service "
@@ -198,12 +196,12 @@ def this_machine(deployment: Deployment) -> Iterator[Finding]:
             )
 
 
-def keys_file(deployment: Deployment, pools: Sequence[Pool]) -> Iterator[Finding]:
+def keys_file(deployment: Deployment, node_pools: Sequence[NodePool]) -> Iterator[Finding]:
     """Yield the key file if the ingress could not read it, as far as this machine can tell."""
     path = deployment.args.ingress.keys_file
     if path is None:
         return
-    here = all(pool.here for pool in pools)
+    here = all(pool.here for pool in node_pools)
     if not here and not path.exists():
         sentence = f"ingress.keys_file {path} is not on this machine: each node of the ingress must have it"
         yield Finding("warning", sentence)
@@ -228,33 +226,23 @@ def settings(engines: EngineDeployment) -> Iterator[Finding]:
             f"{engines.role} would scale to no replica, and nothing would start one again: set min_replicas"
         )
     yield from drain(engines.role, options)
-    if engines.max_replicas > 1 and "HF_HOME" not in engines.spec.environment and from_hub(engines):
+    if engines.max_replicas > 1 and "HF_HOME" not in engines.spec.environment and engines.on_hub:
         yield Finding(
             "warning",
-            f"{engines.max_replicas} {engines.role} replicas would download {source(engines)} to as many "
-            "nodes: set HF_HOME in runtime_env's env_vars to a folder that all nodes share",
+            f"{engines.max_replicas} {engines.role} replicas would download {engines.spec.model_source} to "
+            "as many nodes: set HF_HOME in runtime_env's env_vars to a folder that all nodes share",
         )
 
 
 def drain(name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a warning if the replicas of a deployment have little time to end their streams."""
     seconds = float(options.get("graceful_shutdown_timeout_s", 0))
-    if seconds < _LEAST_DRAIN_S:
+    if seconds < _MIN_DRAIN_S:
         yield Finding(
             "warning",
             f"{name} replicas that stop are killed after {seconds:g} s, even with open streams: "
             "raise graceful_shutdown_timeout_s",
         )
-
-
-def source(engines: EngineDeployment) -> str:
-    """Return the location of the model."""
-    return engines.spec.model_source
-
-
-def from_hub(engines: EngineDeployment) -> bool:
-    """Return whether the location of the model is a name on the model hub."""
-    return not source(engines).startswith(("/", "./", "../")) and "://" not in source(engines)
 
 
 def _error(sentence: str) -> Finding:

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from eldr_serve.errors import UserInputError
+
 GIB = 2**30
 ACCELERATOR = "accelerator_type:"  # Ray's resource for a kind of GPU
 
@@ -41,7 +43,7 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class Pool:
+class NodePool:
     """A group of identical nodes.
 
     Attributes:
@@ -65,31 +67,33 @@ def gpu_of(kind: str, memory_gib: float | None = None) -> Gpu:
     """Return a kind of GPU, with another size of memory if given.
 
     Raises:
-        ValueError: the kind is unknown.
+        UserInputError: the kind is unknown.
     """
     if kind not in GPUS:
-        raise ValueError(f"unknown GPU kind {kind!r}; known are {', '.join(GPUS)}")
+        raise UserInputError(f"unknown GPU kind {kind!r}; known are {', '.join(GPUS)}")
     return replace(GPUS[kind], memory_gib=memory_gib) if memory_gib else GPUS[kind]
 
 
-def read_cluster(path: Path) -> list[Pool]:
-    """Return the pools of nodes in a file for `ray up`; the head is a pool of one node.
+def read_cluster(path: Path) -> list[NodePool]:
+    """Return the node pools in a file for `ray up`; the head is a pool of one node.
 
     Raises:
-        ValueError: the file has another format, or a node type does not name its kind of GPU.
+        UserInputError: the file has another format, or a node type does not name its kind of GPU.
         OSError: the file cannot be read.
     """
     try:
         document = yaml.safe_load(path.read_text())
         types: dict[str, Any] = document["available_node_types"]
         head = document["head_node_type"]
-        found = [
+        node_types = [
             (name, 1 if name == head else int(kind["max_workers"]), dict(kind["resources"]))
             for name, kind in types.items()
         ]
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a cluster file with node types: {error!r}") from error
-    return [Pool(name, nodes, resources, _gpu(path, name, resources)) for name, nodes, resources in found]
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserInputError(f"{path} is not a cluster file with node types: {error!r}") from error
+    return [
+        NodePool(name, nodes, resources, _gpu(path, name, resources)) for name, nodes, resources in node_types
+    ]
 
 
 def _gpu(path: Path, name: str, resources: Mapping[str, float]) -> Gpu | None:
@@ -97,24 +101,24 @@ def _gpu(path: Path, name: str, resources: Mapping[str, float]) -> Gpu | None:
         return None
     kinds = [key.removeprefix(ACCELERATOR) for key in resources if key.startswith(ACCELERATOR)]
     if len(kinds) != 1:
-        raise ValueError(f"{path}: node type {name} has GPUs but no resource {ACCELERATOR}KIND")
+        raise UserInputError(f"{path}: node type {name} has GPUs but no resource {ACCELERATOR}KIND")
     return gpu_of(kinds[0])
 
 
-def with_gpu(pools: list[Pool], gpu: Gpu) -> list[Pool]:
-    """Return the pools with another kind of GPU in the nodes that have GPUs."""
+def with_gpu(node_pools: list[NodePool], gpu: Gpu) -> list[NodePool]:
+    """Return the node pools with another kind of GPU in the nodes that have GPUs."""
     return [
-        replace(pool, gpu=gpu, resources=_renamed(pool.resources, gpu)) if pool.gpu else pool
-        for pool in pools
+        replace(pool, gpu=gpu, resources=_with_accelerator(pool.resources, gpu)) if pool.gpu else pool
+        for pool in node_pools
     ]
 
 
-def _renamed(resources: Mapping[str, float], gpu: Gpu) -> dict[str, float]:
-    kept = {name: amount for name, amount in resources.items() if not name.startswith(ACCELERATOR)}
-    return kept | {f"{ACCELERATOR}{gpu.kind}": 1}
+def _with_accelerator(resources: Mapping[str, float], gpu: Gpu) -> dict[str, float]:
+    others = {name: amount for name, amount in resources.items() if not name.startswith(ACCELERATOR)}
+    return others | {f"{ACCELERATOR}{gpu.kind}": 1}
 
 
-def described(
+def identical_nodes(
     gpu: Gpu | None,
     *,
     nodes: int,
@@ -122,9 +126,9 @@ def described(
     memory_gib: float,
     gpus_per_node: int = 0,
     resources: Mapping[str, float] | None = None,
-) -> list[Pool]:
+) -> list[NodePool]:
     """Return one pool of identical nodes, as the command's options describe them."""
-    found: dict[str, float] = {"CPU": cpus_per_node, **(resources or {})}
+    amounts: dict[str, float] = {"CPU": cpus_per_node, **(resources or {})}
     if gpu is not None:
-        found |= {"GPU": gpus_per_node, f"{ACCELERATOR}{gpu.kind}": 1}
-    return [Pool("nodes", nodes, found, gpu, memory_gib)]
+        amounts |= {"GPU": gpus_per_node, f"{ACCELERATOR}{gpu.kind}": 1}
+    return [NodePool("nodes", nodes, amounts, gpu, memory_gib)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eldr_serve.engine.protocol import Step
+from eldr_serve.engine.protocol import StepSizes
 from eldr_serve.preflight.machine import GIB
 
 # Fixed part, GiB: on a GPU CUDA context, NCCL buffers and CUDA graphs; on a CPU the engine's Python process.
@@ -11,7 +11,7 @@ _LIVE_HIDDEN = 6  # copies of the hidden states that a layer holds at the same t
 _LOGITS_COPIES = 3  # logits in float32, and the sampler's copies
 
 
-def reserve_bytes(step: Step, device: str) -> int:
+def reserve_bytes(step: StepSizes, device: str) -> int:
     """Estimate the memory of one rank beside weights and KV cache, bytes; vLLM measures it at its start.
 
     The MoE kernel's two workspaces hold each token once per expert: T x k x max(H, I), T x k x max(H, 2I).

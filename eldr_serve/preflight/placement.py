@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from eldr_serve.preflight.machine import Pool
+from eldr_serve.preflight.machine import NodePool
 
 Bundle = Mapping[str, float]
 _PART = 10_000  # Ray counts resources in ten-thousandths
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaDemand:
     """The replicas of one deployment.
 
     Attributes:
@@ -34,9 +34,9 @@ class Node:
     """A node with its free resources (in ten-thousandths) and its replicas."""
 
     name: str
-    pool: Pool
+    pool: NodePool
     free: dict[str, int]
-    held: list[tuple[str, int]] = field(default_factory=list)  # deployment, number of the replica
+    replicas: list[tuple[str, int]] = field(default_factory=list)  # deployment, number of the replica
 
     def fits(self, bundle: Bundle) -> bool:
         """Return whether the bundle's resources are free."""
@@ -58,7 +58,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Placed:
+class ReplicaPlacement:
     """A placement of replicas.
 
     Attributes:
@@ -72,7 +72,7 @@ class Placed:
     spread: Mapping[str, int]
 
 
-def place(pools: Sequence[Pool], wanted: Sequence[Replicas]) -> Placed:
+def place(node_pools: Sequence[NodePool], wanted: Sequence[ReplicaDemand]) -> ReplicaPlacement:
     """Place all replicas, one after the other, each where the least resources remain.
 
     As Ray does, it places replicas in the given order and never moves them.
@@ -83,7 +83,7 @@ def place(pools: Sequence[Pool], wanted: Sequence[Replicas]) -> Placed:
             pool,
             {name: round(_PART * amount) for name, amount in pool.resources.items()},
         )
-        for pool in pools
+        for pool in node_pools
         for number in range(pool.nodes)
     ]
     missing: Counter[str] = Counter()
@@ -97,9 +97,9 @@ def place(pools: Sequence[Pool], wanted: Sequence[Replicas]) -> Placed:
             for node, bundle in zip(chosen, replicas.bundles, strict=True):
                 node.take(bundle)
             for node in {node.name: node for node in chosen}.values():
-                node.held.append((replicas.name, number))
+                node.replicas.append((replicas.name, number))
             spread[replicas.name] += len({node.name for node in chosen}) > 1
-    return Placed(nodes, +missing, +spread)
+    return ReplicaPlacement(nodes, +missing, +spread)
 
 
 def total(bundles: Sequence[Bundle]) -> dict[str, float]:
@@ -108,7 +108,7 @@ def total(bundles: Sequence[Bundle]) -> dict[str, float]:
     return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
 
 
-def _choose(nodes: Sequence[Node], replicas: Replicas) -> list[Node] | None:
+def _choose(nodes: Sequence[Node], replicas: ReplicaDemand) -> list[Node] | None:
     """Return a node for each bundle; None if they do not fit."""
     order = sorted(nodes, key=_room)
     if replicas.strategy in ("PACK", "STRICT_PACK"):

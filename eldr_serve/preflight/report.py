@@ -3,56 +3,63 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from eldr_serve.preflight.check import Checked
+from eldr_serve.preflight.check import CheckOutcome
 from eldr_serve.preflight.deployment import Deployment, EngineDeployment
-from eldr_serve.preflight.engines import Answer
-from eldr_serve.preflight.findings import nixl_ports, source
+from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import GIB, Gpu
-from eldr_serve.preflight.placement import Placed
+from eldr_serve.preflight.placement import ReplicaPlacement
 from eldr_serve.replicas.autoscaling import by_requests_in_flight
 
 
-def show(checked: Checked, console: Console) -> None:
+def show(outcome: CheckOutcome, console: Console) -> None:
     """Print a table, then one sentence per finding, errors first."""
-    if checked.deployment is not None:
+    if outcome.deployment is not None:
         table = Table("")
-        for engines, _, _ in checked.answers:
+        for engines, _, _ in outcome.results:
             table.add_column(engines.role, overflow="fold")
-        columns = [_rows(*answer, checked.placed) for answer in checked.answers]
+        columns = [_rows(*result, outcome.placed) for result in outcome.results]
         for name in columns[0]:
             table.add_row(name, *(column[name] for column in columns))
         console.print(table)
-        console.print(_ingress(checked.deployment, checked.placed), soft_wrap=True, highlight=False)
-    for finding in checked.findings:
+        console.print(_ingress(outcome.deployment, outcome.placed), soft_wrap=True, highlight=False)
+    for role, times in outcome.times.items():
+        console.print(times.describe(role), soft_wrap=True, highlight=False)
+    for finding in outcome.findings:
         console.print(f"{finding.severity}: {finding.sentence}", soft_wrap=True, highlight=False)
-    verdict = "would start" if checked.starts else "would not start"
-    console.print(f"{checked.path}: {verdict}", soft_wrap=True, highlight=False)
+    verdict = "would start" if outcome.starts else "would not start"
+    console.print(f"{outcome.path}: {verdict}", soft_wrap=True, highlight=False)
 
 
-def as_json(checked: Checked) -> dict[str, Any]:
+def as_json(outcome: CheckOutcome) -> dict[str, Any]:
     """Return the outcome as JSON types; sizes in bytes, times in s."""
     return {
-        "deployment": str(checked.path),
-        "starts": checked.starts,
-        "findings": [{"severity": f.severity, "sentence": f.sentence} for f in checked.findings],
-        "engines": [_engine(*answer) for answer in checked.answers],
+        "deployment": str(outcome.path),
+        "starts": outcome.starts,
+        "findings": [{"severity": f.severity, "sentence": f.sentence} for f in outcome.findings],
+        "engines": [_engine(*result) for result in outcome.results],
+        "expected_decode_steps": {role: [asdict(s) for s in t.steps] for role, t in outcome.times.items()},
         "nodes": [
-            {"node": node.name, "pool": node.pool.name, "replicas": [list(held) for held in node.held]}
-            for node in checked.placed.nodes
+            {
+                "node": node.name,
+                "pool": node.pool.name,
+                "replicas": [list(replica) for replica in node.replicas],
+            }
+            for node in outcome.placed.nodes
         ],
     }
 
 
-def _engine(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> dict[str, Any]:
+def _engine(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> dict[str, Any]:
     options = engines.spec.deployment_config
     return {
         "role": engines.role,
-        "model": source(engines),
+        "model": engines.spec.model_source,
         "replicas": {
             "min": engines.min_replicas,
             "initial": engines.initial_replicas,
@@ -60,14 +67,14 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> dict[
         },
         "gpu": gpu.kind if gpu else None,
         "ranks": engines.spec.ranks,
-        "weight_bytes": answer.weights,
-        "reserve_bytes": answer.reserve,
-        "kv_bytes": answer.kv,
-        "kv_tokens": answer.kv_tokens,
-        "sequences": answer.sequences,
-        "max_model_len": answer.max_model_len,
-        "kernels": [{"name": name, "hides_choices": hidden} for name, hidden in answer.kernels],
-        "nixl_ports": nixl_ports(engines),
+        "weight_bytes": result.weights,
+        "reserve_bytes": result.reserve,
+        "kv_bytes": result.kv,
+        "kv_tokens": result.kv_tokens,
+        "sequences": result.sequences,
+        "max_model_len": result.max_model_len,
+        "kernels": [{"name": name, "hides_choices": hidden} for name, hidden in result.kernels],
+        "nixl_ports": engines.nixl_ports,
         "bundles": engines.bundles,
         "strategy": engines.strategy,
         "autoscaling": options.get("autoscaling_config"),
@@ -78,12 +85,14 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, answer: Answer) -> dict[
     }
 
 
-def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Placed) -> dict[str, str]:
+def _rows(
+    engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult, placed: ReplicaPlacement
+) -> dict[str, str]:
     options = engines.spec.deployment_config
     scaling = options.get("autoscaling_config") or {}
-    numbers = nixl_ports(engines)
+    numbers = engines.nixl_ports
     return {
-        "model": source(engines),
+        "model": engines.spec.model_source,
         "model cache": engines.spec.environment.get("HF_HOME", "-"),
         "replicas": f"{engines.min_replicas} to {engines.max_replicas}, first {engines.initial_replicas}"
         if engines.scaled
@@ -92,13 +101,13 @@ def _rows(engines: EngineDeployment, gpu: Gpu | None, answer: Answer, placed: Pl
         if gpu
         else f"{engines.spec.ranks} x CPU",
         "nodes": _nodes(engines.role, placed),
-        "weights": _gib(answer.weights),
-        "reserve (estimate)": _gib(answer.reserve),
-        "KV cache": _gib(max(0, answer.kv)),
-        "KV tokens": _tokens(answer),
-        "MoE kernel": ", ".join(name for name, _ in answer.kernels) or "-",
+        "weights": _gib(result.weights),
+        "reserve (estimate)": _gib(result.reserve),
+        "KV cache": _gib(max(0, result.kv)),
+        "KV tokens": _tokens(result),
+        "MoE kernel": ", ".join(name for name, _ in result.kernels) or "-",
         "experts counted": "no"
-        if any(hidden for _, hidden in answer.kernels) or not answer.kernels
+        if any(hidden for _, hidden in result.kernels) or not result.kernels
         else "yes",
         "NIXL ports": f"{numbers[0]}-{numbers[-1]}" if numbers[0] != numbers[-1] else str(numbers[0]),
         "scales by": _scale(scaling) if scaling else "nothing",
@@ -114,22 +123,22 @@ def _scale(scaling: dict[str, Any]) -> str:
     return f"requests in flight / {target}" if policy.endswith(by_requests_in_flight.__name__) else policy
 
 
-def _ingress(deployment: Deployment, placed: Placed) -> str:
+def _ingress(deployment: Deployment, placed: ReplicaPlacement) -> str:
     name, port, count = deployment.ingress.name, deployment.args.ingress.port, deployment.ingress.count
     own = f", port {port} on each" if port is not None else ""
     proxy = f"; Serve's proxy at port {deployment.proxy[1]}" if deployment.proxy else ""
     return f"{name}: {count} replica{'s' * (count != 1)} on {_nodes(name, placed)}{own}{proxy}"
 
 
-def _nodes(name: str, placed: Placed) -> str:
-    used = Counter(node.pool.name for node in placed.nodes if any(held == name for held, _ in node.held))
+def _nodes(name: str, placed: ReplicaPlacement) -> str:
+    used = Counter(node.pool.name for node in placed.nodes if any(held == name for held, _ in node.replicas))
     return ", ".join(f"{count} {pool}" for pool, count in used.items()) or "none"
 
 
-def _tokens(answer: Answer) -> str:
-    if not answer.kv_tokens:
+def _tokens(result: ProbeResult) -> str:
+    if not result.kv_tokens:
         return "-"
-    return f"{answer.kv_tokens:,}: {answer.sequences:.1f} sequences of {answer.max_model_len:,}"
+    return f"{result.kv_tokens:,}: {result.sequences:.1f} sequences of {result.max_model_len:,}"
 
 
 def _gib(size: int) -> str:

@@ -1,1 +1,1 @@
-"""Queues and rates: predicted waits, retry times, turns at an engine."""
+"""Queues and rates: predicted waits, retry times, expected starts at an engine."""

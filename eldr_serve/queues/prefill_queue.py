@@ -2,6 +2,7 @@
 
 An engine computes prompts in order of arrival. Each ingress knows its own prompts. Each replica measures its
 throughput in tokens/s and reports it to the ingresses, with the number of tokens in its queue.
+Decision 12 (docs/decisions) gives the reasons for this prediction and its constants.
 """
 
 from __future__ import annotations
@@ -9,144 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from eldr_serve.queues.due_estimate import DueEstimator, QueuedCall
+from eldr_serve.queues.reports import QueueReport
 from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
-from eldr_serve.queues.turns import Turn, Turns
+from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput
 
-QUEUE = "eldr_prefill_queue"  # field of a replica's report, see Meter.report
-DEFAULT_RATE = 1000.0  # assumed throughput until it has been measured, tokens/s
-_IDLE_BELOW_TOKENS = 512  # with fewer queued tokens an engine counts as idle, and its rate is not measured
-_WINDOW_S = 30.0  # averaging window for the rate, s of busy time
-_PRIOR_S = 0.1  # weight of the default rate, s of busy time
 _STALE_S = 10.0  # a report older than this is ignored
-_RETRY_ROOM = 0.8  # retries are scheduled for when the queue is down to this share of the bound
-_OVERDRAFT = 1.25  # a retry that comes at its promised time may exceed the bound by this factor
-_TRUST_S, _TRUST_FACTOR = 30.0, 20.0  # a rate measured over t s is trusted for the next 30 + 20 t s
-_CHARACTERS_PER_TOKEN = 4.0  # initial estimate, updated from prompts
-
-
-class Throughput:
-    """Measures the throughput of an engine in tokens/s while it is busy.
-
-    Args:
-        clock: returns the time, s.
-
-    Attributes:
-        outstanding: number of tokens that have entered and not left.
-    """
-
-    def __init__(self, *, clock: Callable[[], float]) -> None:
-        self.outstanding = 0.0
-        self._clock = clock
-        self._at_s = clock()
-        self._tokens = self._seconds = 0.0
-
-    @property
-    def measured_s(self) -> float:
-        """Return the busy time over which the rate was measured, at most about 30 s."""
-        return self._seconds
-
-    @property
-    def rate(self) -> float | None:
-        """Return the throughput, tokens/s; None until a busy engine has computed a prompt."""
-        if not self._tokens:
-            return None
-        return (self._tokens + _PRIOR_S * DEFAULT_RATE) / (self._seconds + _PRIOR_S)
-
-    def enter(self, tokens: float) -> None:
-        """Count a prompt that has arrived."""
-        self._advance()
-        self.outstanding += tokens
-
-    def leave(self, tokens: float, computed: float) -> None:
-        """Count a prompt that has left.
-
-        Args:
-            tokens: the same number as for `enter`.
-            computed: number of tokens that the engine has computed; 0 if the prompt was not computed.
-        """
-        if self._advance():
-            self._tokens += computed
-        self.outstanding = max(0.0, self.outstanding - tokens)
-
-    def _advance(self) -> bool:
-        """Account for the time since the last event; return whether the engine was busy."""
-        now = self._clock()
-        passed_s, self._at_s = now - self._at_s, now
-        if self.outstanding < _IDLE_BELOW_TOKENS:
-            return False
-        kept = math.exp(-passed_s / _WINDOW_S)
-        self._tokens *= kept
-        self._seconds = self._seconds * kept + passed_s
-        return True
-
-
-class Meter(Throughput):
-    """Measures, in a replica, the prompts that all ingresses have sent to it."""
-
-    def report(self, number: int, *, callers: int, calls: int) -> dict[str, float]:
-        """Return this replica's report of its queue; see Report."""
-        rate, tokens = self.rate or 0.0, self.outstanding
-        return {"number": number, "tokens": tokens, "rate": rate, "callers": callers, "calls": calls}
-
-
-@dataclass(frozen=True)
-class Report:
-    """A replica's measurements of its queue.
-
-    Attributes:
-        number: sequence number of the report.
-        tokens: number of tokens of all ingresses' prompts that the replica has not computed yet.
-        rate: throughput, tokens/s; 0 if not known yet.
-        callers: number of ingresses that have a channel to the replica.
-        calls: number of open calls of all ingresses.
-    """
-
-    number: int = -1
-    tokens: float = 0.0
-    rate: float = 0.0
-    callers: int = 1
-    calls: int = 0
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Report:
-        """Parse a replica's report. Ignore unknown fields, which a replica of another version may send."""
-        return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
-
-
-class PromptSizes:
-    """Estimates the number of tokens of a prompt before it is tokenised."""
-
-    def __init__(self) -> None:
-        self._characters, self._tokens = 1000 * _CHARACTERS_PER_TOKEN, 1000.0
-
-    def estimate(self, prompt: Any, messages: Any) -> float:
-        """Estimate the number of tokens of a completion's prompt or a chat's messages; at least 1."""
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return float(len(prompt))
-        characters = _characters(prompt if messages is None else messages)
-        return max(1.0, characters * self._tokens / self._characters)
-
-    def learn(self, estimated: float, computed: int) -> None:
-        """Update the estimator with the true number of tokens of an estimated prompt."""
-        characters = estimated * self._characters / self._tokens
-        self._characters = 0.99 * self._characters + characters
-        self._tokens = 0.99 * self._tokens + computed
-
-
-def _characters(value: Any) -> int:
-    """Return the total length of all strings in a nested value."""
-    pending, total = [value], 0
-    while pending:
-        found = pending.pop()
-        if isinstance(found, str):
-            total += len(found)
-        elif isinstance(found, list):
-            pending += found
-        elif isinstance(found, dict):
-            pending += [found[key] for key in ("content", "text") if key in found]
-    return total
+# Retries are scheduled for when the queue has shrunk to this share of the bound. The rest keeps the engine
+# busy if clients retry late, and leaves room for requests without a reservation: 6 s of the default 30 s.
+_RETRY_ROOM = 0.8
+# A retry at its promised time is accepted in a queue up to this factor above the bound, so also if the rate
+# has fallen to _RETRY_ROOM of the promised one: 30 s of prompts at 1000 tokens/s are 37.5 s at 800.
+_OVERDRAFT = 1 / _RETRY_ROOM
+# A rate that was measured over t s is trusted for the next _TRUST_S + _TRUST_FACTOR t s, which limits
+# Retry-After: without a measurement to the default bound, after 28.5 s of measurement to MAX_RETRY_AFTER_S.
+_TRUST_S, _TRUST_FACTOR = 30.0, 20.0
 
 
 @dataclass(eq=False)
@@ -154,28 +33,43 @@ class Ticket:
     """One prompt in the queue of a replica, or on its way there.
 
     Attributes:
-        turn: see Turns; None until a replica has been chosen.
+        num_tokens: number of tokens that the engine computes for it, estimated.
+        queued_call: see DueEstimator; None until a replica has been chosen.
     """
 
-    tokens: float
-    turn: Turn | None = None
+    num_tokens: float
+    queued_call: QueuedCall | None = None
     gone: bool = False
 
 
 @dataclass(eq=False)
 class _Queue:
-    """The queue of one replica, as far as this ingress knows it."""
+    """The queue of one replica, as far as this ingress knows it.
+
+    Attributes:
+        own: prompts of this ingress, and the throughput for them.
+        report: the replica's newest report.
+        reported_s: time of its arrival.
+        own_at_report: own tokens at that time.
+        own_at_previous_report: own tokens when the report before it arrived.
+        others: tokens of other ingresses.
+    """
 
     own: Throughput
-    report: Report = field(default_factory=Report)
+    report: QueueReport = field(default_factory=QueueReport)
     reported_s: float = -math.inf
-    own_then: float = 0.0  # own tokens when the last report arrived
-    own_before: float = 0.0  # own tokens when the report before it arrived
-    others: float = 0.0  # tokens of other ingresses
+    own_at_report: float = 0.0
+    own_at_previous_report: float = 0.0
+    others: float = 0.0
 
     @property
     def rate(self) -> float | None:
         return self.report.rate or self.own.rate
+
+    @property
+    def measured_s(self) -> float:
+        """Return the busy time over which `rate` was measured, s."""
+        return self.report.measured_s if self.report.rate else self.own.measured_s
 
     @property
     def known_rate(self) -> float:
@@ -185,20 +79,36 @@ class _Queue:
     def tokens(self) -> float:
         return self.own.outstanding + self.others
 
-    def takes(self, more: float, bound_s: float) -> bool:
+    def refresh(self, report: QueueReport | None, now: float) -> None:
+        """Process the replica's newest report; forget other ingresses' prompts if it is outdated."""
+        if report is not None and report.number != self.report.number:
+            self.report, self.reported_s = report, now
+            self.own_at_previous_report, self.own_at_report = self.own_at_report, self.own.outstanding
+            self.others = max(0.0, report.tokens - self.own_at_report)
+        elif now - self.reported_s > _STALE_S:
+            self.others = 0.0
+        if self.report.callers <= 1:
+            self.others = 0.0
+
+    def has_room(self, more: float, bound_s: float) -> bool:
         """Return whether a prompt may join the queue.
 
         Ingresses learn of each other's prompts once per second. Between two reports each ingress uses only
         its share of the free room, so that together they do not exceed the bound. A report may not include
         the newest prompts of this ingress, so tokens are counted since the last two reports.
+
+        Args:
+            more: tokens of prompts that will join before; not those of this prompt, so that an idle replica
+                accepts a prompt of any length.
         """
         token_limit = bound_s * self.known_rate
         if self.tokens + more > token_limit:
-            return not self.tokens + more  # an idle replica accepts any prompt
+            return False
         if self.report.callers <= 1:
             return True
-        free = max(0.0, token_limit - self.own_then - self.others)
-        return self.own.outstanding - min(self.own_then, self.own_before) <= free / self.report.callers
+        free = max(0.0, token_limit - self.own_at_report - self.others)
+        own_since = self.own.outstanding - min(self.own_at_report, self.own_at_previous_report)
+        return own_since <= free / self.report.callers
 
 
 class PrefillQueues:
@@ -206,7 +116,7 @@ class PrefillQueues:
 
     Args:
         bound_s: maximum predicted wait, s; a prompt that would wait longer is refused.
-        reports: returns the newest report of each replica, if there is one, see Report.
+        reports: returns the newest report of each replica, if there is one.
         clock: returns the time, s.
     """
 
@@ -214,7 +124,7 @@ class PrefillQueues:
         self,
         bound_s: float,
         *,
-        reports: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
+        reports: Callable[[], Mapping[str, QueueReport]] = dict,
         clock: Callable[[], float],
     ) -> None:
         self._bound_s = bound_s
@@ -222,9 +132,8 @@ class PrefillQueues:
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
         self._retries = RetryTimes(clock=clock)
-        self._turns = Turns(clock=clock)
+        self._due_times = DueEstimator(clock=clock)
         self._unplaced = 0.0  # tokens of prompts for which no replica has been chosen yet
-        self.sizes = PromptSizes()
 
     # -- predictions -------------------------------------------------------------------------------
 
@@ -235,31 +144,34 @@ class PrefillQueues:
 
     def is_measured(self, replicas: Iterable[str]) -> bool:
         """Return whether the rate of any of these replicas is known."""
-        return any(self._queue(name).rate for name in replicas)
+        return any(queue.rate for queue in self._refreshed(replicas))
 
     def wait_s(self, replica: str) -> float:
         """Predict how long a prompt that arrives now would wait for its prefill, s."""
-        queue = self._queue(replica)
+        (queue,) = self._refreshed([replica])
         return queue.tokens / queue.known_rate
 
-    def left_s(self, ticket: Ticket | None) -> float:
+    def remaining_s(self, ticket: Ticket | None) -> float:
         """Predict the time until a prompt has been computed, s; 0 without a ticket."""
-        return 0.0 if ticket is None or ticket.turn is None else ticket.turn.since_s - self._clock()
+        if ticket is None or ticket.queued_call is None:
+            return 0.0
+        return ticket.queued_call.due_s - self._clock()
+
+    def _refreshed(self, replicas: Iterable[str]) -> list[_Queue]:
+        """Return the queues of these replicas, after their newest reports."""
+        reports, now = self._reports(), self._clock()
+        queues = []
+        for name in replicas:
+            queue = self._queue(name)
+            queue.refresh(reports.get(name), now)
+            queues.append(queue)
+        return queues
 
     def _queue(self, replica: str) -> _Queue:
-        queue = self._queues.get(replica)
-        if queue is None:
-            queue = self._queues[replica] = _Queue(Throughput(clock=self._clock))
-        found, now = self._reports().get(replica), self._clock()
-        if found is not None and found["number"] != queue.report.number:
-            queue.report, queue.reported_s = Report.of(found), now
-            queue.own_before, queue.own_then = queue.own_then, queue.own.outstanding
-            queue.others = max(0.0, queue.report.tokens - queue.own_then)
-        elif now - queue.reported_s > _STALE_S:
-            queue.others = 0.0
-        if queue.report.callers <= 1:
-            queue.others = 0.0
-        return queue
+        """Return the queue of a replica; a new one is empty."""
+        if replica not in self._queues:
+            self._queues[replica] = _Queue(Throughput(clock=self._clock))
+        return self._queues[replica]
 
     # -- admission ---------------------------------------------------------------------------------
 
@@ -272,47 +184,48 @@ class PrefillQueues:
         returns = self._retries.is_due(key)
         held = self._unplaced + (0.0 if returns else self._retries.due_tokens)
         bound_s = self._bound_s * (_OVERDRAFT if returns else 1.0)
-        return [name for name in replicas if self._queue(name).takes(held / len(replicas), bound_s)]
+        queues = zip(replicas, self._refreshed(replicas), strict=True)
+        return [name for name, queue in queues if queue.has_room(held / len(replicas), bound_s)]
 
-    def retry_s(self, replicas: Iterable[str], tokens: float, key: Hashable) -> int:
+    def retry_s(self, replicas: Iterable[str], num_tokens: float, key: Hashable) -> int:
         """Reserve room for a request that is refused now; return after how many seconds it may retry.
 
         The prompts that other ingresses have accepted since the last report are unknown, so each is assumed
         to have as many tokens as this one. A rate that was measured for a short time cannot predict minutes:
         if the retry time would be later than the rate is trusted, the client is asked to retry earlier.
         """
-        queues = [self._queue(name) for name in replicas]
+        queues = self._refreshed(replicas)
         rate = sum(queue.known_rate for queue in queues) or DEFAULT_RATE
         callers = max((queue.report.callers for queue in queues), default=1)
         own = self._unplaced + sum(queue.own.outstanding for queue in queues)
         known = self._unplaced + sum(queue.tokens for queue in queues)
         waiting = max(known, min(callers * own, self._bound_s * rate))
         ahead = max(0.0, waiting - _RETRY_ROOM * self._bound_s * rate)
-        after_s = (ahead + callers * (self._retries.tokens + tokens)) / rate
-        measured_s = max((queue.own.measured_s for queue in queues), default=0.0)
+        after_s = (ahead + callers * (self._retries.tokens + num_tokens)) / rate
+        measured_s = max((queue.measured_s for queue in queues), default=0.0)
         max_s = min(MAX_RETRY_AFTER_S, _TRUST_S + _TRUST_FACTOR * measured_s)
-        return max(1, math.ceil(self._retries.reserve(key, tokens, after_s, max_s)))
+        return max(1, math.ceil(self._retries.reserve(key, num_tokens, after_s, max_s)))
 
-    def enter(self, replica: str | None, tokens: float, key: Hashable) -> Ticket:
+    def enter(self, replica: str | None, num_tokens: float, key: Hashable) -> Ticket:
         """Count an accepted prompt. The replica may be None until `assign` is called."""
         self._retries.claim(key)
-        ticket = Ticket(tokens)
+        ticket = Ticket(num_tokens)
         if replica is None:
-            self._unplaced += tokens
+            self._unplaced += num_tokens
         else:
             self._begin(ticket, replica)
         return ticket
 
     def assign(self, ticket: Ticket, replica: str) -> None:
         """Add a prompt that had no replica to the queue of this one."""
-        self._unplaced -= ticket.tokens
+        self._unplaced -= ticket.num_tokens
         self._begin(ticket, replica)
 
     def _begin(self, ticket: Ticket, replica: str) -> None:
-        queue = self._queue(replica)
-        expected_s = (queue.tokens + ticket.tokens) / queue.known_rate
-        queue.own.enter(ticket.tokens)
-        ticket.turn = self._turns.enter(replica, expected_s)
+        (queue,) = self._refreshed([replica])
+        expected_s = (queue.tokens + ticket.num_tokens) / queue.known_rate
+        queue.own.enter(ticket.num_tokens)
+        ticket.queued_call = self._due_times.enter(replica, expected_s)
 
     def leave(self, ticket: Ticket, computed: int | None = None) -> None:
         """Remove a prompt from its queue. Further calls have no effect.
@@ -323,13 +236,12 @@ class PrefillQueues:
         if ticket.gone:
             return
         ticket.gone = True
-        if ticket.turn is None:
-            self._unplaced -= ticket.tokens
+        if ticket.queued_call is None:
+            self._unplaced -= ticket.num_tokens
             return
-        self._turns.leave(ticket.turn, answered=computed is not None)
-        self._queue(ticket.turn.replica).own.leave(ticket.tokens, computed or 0)
-        if computed:
-            self.sizes.learn(ticket.tokens, computed)
+        self._due_times.leave(ticket.queued_call, answered=computed is not None)
+        (queue,) = self._refreshed([ticket.queued_call.replica])
+        queue.own.leave(ticket.num_tokens, computed or 0)
 
     def keep(self, replicas: Iterable[str]) -> None:
         """Discard the queues of other replicas, once they are empty."""

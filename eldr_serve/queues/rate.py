@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 
 
@@ -12,28 +11,31 @@ class Rate:
 
     Args:
         per_s: tokens/s; 0: nothing is allowed.
+        clock: returns the time, s.
     """
 
-    def __init__(self, per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, per_s: float, *, clock: Callable[[], float]) -> None:
         self._per_s = per_s
-        self._capacity = max(per_s, 1.0) if per_s else 0.0
+        self._capacity = max(per_s, 1.0)
         self._clock = clock
-        self._left, self._at_s = self._capacity, clock()
+        self._available, self._at_s = self._capacity, -math.inf
 
     def reserve(self, within_s: float) -> float | None:
         """Reserve a token after all earlier reservations; return the seconds until it is available.
 
         Reserve nothing and return None if that is longer than `within_s`.
         """
+        if not self._per_s:
+            return None
         now = self._clock()
-        self._left = min(self._left + (now - self._at_s) * self._per_s, self._capacity)
+        self._available = min(self._available + (now - self._at_s) * self._per_s, self._capacity)
         self._at_s = now
-        after_s = max(0.0, 1 - self._left) / self._per_s if self._per_s else math.inf
+        after_s = max(0.0, 1 - self._available) / self._per_s
         if after_s > within_s:
             return None
-        self._left -= 1
+        self._available -= 1
         return after_s
 
     def give_back(self) -> None:
         """Cancel a reservation."""
-        self._left += 1
+        self._available += 1

@@ -11,7 +11,7 @@ from operator import attrgetter
 MAX_RETRY_AFTER_S = 600.0  # maximum Retry-After
 _EARLY_S = 1.5  # a retry may come this much early
 _GRACE_S = 5.0  # a reservation expires this long after its time
-_MOST = 10_000  # maximum number of reservations; further clients get the time of the last one
+_MAX_RESERVATIONS = 10_000  # maximum number of reservations; further clients get the time of the last one
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RetryTimes:
     def due_tokens(self) -> float:
         """Return the tokens of reservations that are due; their room is not given to other requests."""
         self._expire()
-        return sum(found.tokens for found in self._queue[: self._due()])
+        return sum(reservation.tokens for reservation in self._queue[: self._due()])
 
     def reserve(
         self, key: Hashable, tokens: float, after_s: float, max_s: float = MAX_RETRY_AFTER_S
@@ -61,7 +61,7 @@ class RetryTimes:
         now = self._clock()
         if after_s >= max_s:
             return random.uniform(max_s / 2, max_s)
-        if len(self._queue) >= _MOST:
+        if len(self._queue) >= _MAX_RESERVATIONS:
             return max(after_s, self._queue[-1].due_s - now)
         insort(self._queue, _Reservation(now + after_s, tokens, key), key=attrgetter("due_s"))
         self._tokens += tokens
@@ -70,13 +70,13 @@ class RetryTimes:
     def is_due(self, key: Hashable) -> bool:
         """Return whether this is a refused request that retries at its reserved time."""
         self._expire()
-        return any(found.key == key for found in self._queue[: self._due()])
+        return any(reservation.key == key for reservation in self._queue[: self._due()])
 
     def claim(self, key: Hashable) -> None:
         """Remove the reservation of an accepted request, if it is due."""
-        for index, found in enumerate(self._queue[: self._due()]):
-            if found.key == key:
-                self._tokens -= found.tokens
+        for index, reservation in enumerate(self._queue[: self._due()]):
+            if reservation.key == key:
+                self._tokens -= reservation.tokens
                 del self._queue[index]
                 return
 
@@ -85,7 +85,7 @@ class RetryTimes:
 
     def _expire(self) -> None:
         expired = bisect_right(self._queue, self._clock() - _GRACE_S, key=attrgetter("due_s"))
-        self._tokens -= sum(found.tokens for found in self._queue[:expired])
+        self._tokens -= sum(reservation.tokens for reservation in self._queue[:expired])
         del self._queue[:expired]
         if not self._queue:
             self._tokens = 0.0

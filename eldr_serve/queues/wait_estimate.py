@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_MOST = 32  # number of departures kept
-_FEWEST = 4  # departures needed for a prediction
+_MAX_DEPARTURES = 32  # number of departures kept
+_MIN_DEPARTURES = 4  # departures needed for a prediction
 
 
-class WaitEstimate:
+class WaitEstimator:
     """A predictor of waits in one line, by the mean time between its recent departures.
 
     Departures from before the line was last empty do not count.
@@ -22,9 +22,9 @@ class WaitEstimate:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._departures: deque[float] = deque(maxlen=_MOST)
+        self._departures: deque[float] = deque(maxlen=_MAX_DEPARTURES)
 
-    def departed(self, *, empty: bool) -> None:
+    def record_departure(self, *, empty: bool) -> None:
         """Record that a request has left the line; start over if the line is empty."""
         if empty:
             self._departures.clear()
@@ -34,7 +34,7 @@ class WaitEstimate:
     def wait_s(self, ahead: float) -> float:
         """Return the predicted time until `ahead` requests have left, s; 0 if too few have left so far."""
         known = len(self._departures)
-        if known < _FEWEST:
+        if known < _MIN_DEPARTURES:
             return 0.0
         return ahead * (self._clock() - self._departures[0]) / known
 

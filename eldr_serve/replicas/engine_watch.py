@@ -10,12 +10,28 @@ import psutil
 
 from eldr_serve.channel import ChannelServer
 from eldr_serve.engine.protocol import Engine
-from eldr_serve.errors import sentence
-from eldr_serve.router.process_metrics import ReplicaMetrics
+from eldr_serve.errors import one_line_message
+from eldr_serve.metrics import REPLICA
+from eldr_serve.monitoring.ray_metrics import SMALLEST, ray_metrics
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
+
+
+class ReplicaMetrics:
+    """Metrics of one engine replica."""
+
+    def __init__(self) -> None:
+        self._ray_metrics = ray_metrics(REPLICA)
+
+    def begin(self, role: str) -> None:
+        """Create the series."""
+        self._ray_metrics["eldr_engine_lost_total"].inc(SMALLEST, {"role": role})
+
+    def lost(self, role: str) -> None:
+        """Count a loss of the engine, permanent or temporary."""
+        self._ray_metrics["eldr_engine_lost_total"].inc(1, {"role": role})
 
 
 class EngineWatch:
@@ -42,29 +58,37 @@ class EngineWatch:
         self._role = role
         self._limit_s = limit_s
         self._metrics = ReplicaMetrics()
-        self._failed = asyncio.Event()
+        self._check_soon = asyncio.Event()
         self.proven = False
         self.lost: str | None = None
 
-    def failed(self) -> None:
+    def check_soon(self) -> None:
         """Check the engine at once, after a call that failed through its fault."""
-        self._failed.set()
+        self._check_soon.set()
 
     async def run(self) -> None:
         """Watch until the engine dies or the task is cancelled."""
         loop = asyncio.get_running_loop()
         self._metrics.begin(self._role)
-        ping: asyncio.Task[None] | None = None
+        ping: asyncio.Task[bool] | None = None
         silent_s = 0.0
         try:
             while not await self._has_died():
                 if ping is not None and ping.done():
-                    ping, silent_s = None, 0.0
-                    self._mark_recovered()
-                if ping is None and (self.lost or self._channel.in_flight):
-                    ping = loop.create_task(self._ping())
-                if silent_s >= _PERIOD_S and self.lost is None and (stopped := _stopped_child()):
-                    self._mark_lost(f"process {stopped} of its core is stopped")
+                    if ping.result():
+                        silent_s = 0.0
+                        self._mark_recovered()
+                    ping = None
+                if ping is None:
+                    if self.lost or self._channel.in_flight:
+                        ping = loop.create_task(self._ping())
+                    else:
+                        silent_s = 0.0
+                if silent_s >= _PERIOD_S and self.lost is None:
+                    # Look in a thread, since this reads all of /proc.
+                    stopped = await asyncio.to_thread(_stopped_child)
+                    if stopped is not None:
+                        self._mark_lost(f"process {stopped} of its core is stopped")
                 if silent_s >= self._limit_s and self.proven:
                     self._mark_lost(f"its core has answered nothing for {self._limit_s:g} s")
                 waited_s = await self._wait()
@@ -74,11 +98,14 @@ class EngineWatch:
             if ping is not None:
                 ping.cancel()
 
-    async def _ping(self) -> None:
+    async def _ping(self) -> bool:
+        """Return whether the core has answered a ping."""
         try:
             await self._engine.ping()
         except Exception as error:
             logger.info("the ping of the engine's core failed: %r", error)  # `run` checks whether it has died
+            return False
+        return True
 
     async def _wait(self) -> float:
         """Wait for the next check; return the time waited, s, without stops of this process."""
@@ -86,17 +113,17 @@ class EngineWatch:
         since = loop.time()
         try:
             async with asyncio.timeout(_PERIOD_S):
-                await self._failed.wait()
+                await self._check_soon.wait()
         except TimeoutError:
             pass
-        self._failed.clear()
+        self._check_soon.clear()
         return min(loop.time() - since, _PERIOD_S)
 
     async def _has_died(self) -> bool:
         try:
             await self._engine.check_health()
         except Exception as error:
-            self._mark_lost(f"it has died: {sentence(error)}")
+            self._mark_lost(f"it has died: {one_line_message(error)}")
             return True
         return False
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.engine.protocol import Engine
-from eldr_serve.errors import BadRequest, Overloaded, Refused, sentence
+from eldr_serve.errors import BadRequestError, OverloadedError, RequestRefusedError, one_line_message
 from eldr_serve.experts.routing_table import ArtifactError, ExpertPlacement
 from eldr_serve.replicas.fleet import Fleet
 
@@ -25,21 +25,22 @@ class ExpertsChange(BaseModel):
     map: dict[str, Any] = Field(description="content of the placement's .json")
     meta: dict[str, Any] = Field(description="content of its .meta.json")
     load: list[list[float]] | None = Field(
-        default=None, description="expected tokens per expert, [layers][experts], for replica choices "
-        "that need them",
-    )  # fmt: skip
+        default=None,
+        description="expected tokens per expert, [layers][experts], for replica choices that need them; "
+        "null: those of the placement",
+    )
     replicas: list[str] | None = Field(default=None, description="decode replicas; null: all")
 
     @classmethod
     def parse(cls, body: bytes) -> tuple[ExpertsChange, ExpertPlacement]:
-        """Return the body and its placement; raise BadRequest, with one sentence, if they are invalid."""
+        """Return the body and its placement; raise BadRequestError if they are invalid."""
         try:
             change = cls.model_validate_json(body)
             placed = ExpertPlacement.parse(
                 json.dumps(change.map).encode() + b"\n", json.dumps(change.meta), ("map", "meta")
             )
         except (ValidationError, ArtifactError) as error:
-            raise BadRequest(sentence(error)) from error
+            raise BadRequestError(one_line_message(error)) from error
         return change, placed
 
 
@@ -47,26 +48,27 @@ async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
     """Apply a placement to the decode engines one after the other, so that only one at a time slows down.
 
     Returns:
-        The cost of each replica's swap, see protocol.Engine.place_experts.
+        The cost of each replica's swap, as its Engine.place_experts returns it.
 
     Raises:
-        Refused: the body is invalid, or an engine refuses it; engines before it keep the new placement.
+        RequestRefusedError: the body is invalid, or an engine refuses it; engines before it keep the new
+            placement.
     """
     change, _ = ExpertsChange.parse(body)
     names = list(dict.fromkeys(decode.live if change.replicas is None else change.replicas))
     if unknown := set(names).difference(decode.live):
-        raise BadRequest(f"there is no decode replica {min(unknown)!r}")
+        raise BadRequestError(f"there is no decode replica {min(unknown)!r}")
     if not names:
-        raise Overloaded("no decode replica can be reached")
+        raise OverloadedError("no decode replica can be reached")
     swaps: dict[str, Any] = {}
     for name in names:
         try:
             swaps[name] = await _place_on(decode, name, body)
-        except (CallFailed, ChannelLost) as error:
+        except (CallFailedError, ChannelLostError) as error:
             changed = f"; already changed: {', '.join(swaps)}" if swaps else ""
-            raise Refused(
+            raise RequestRefusedError(
                 f"decode replica {name}: {_reason(error)}{changed}",
-                status=error.status if isinstance(error, CallFailed) else 503,
+                status=error.status if isinstance(error, CallFailedError) else 503,
             ) from error
     return swaps
 
@@ -80,9 +82,9 @@ async def _place_on(decode: Fleet, name: str, body: bytes) -> Any:
     return msgspec.msgpack.decode(chunk.payload if chunk else b"\xc0")
 
 
-def _reason(error: CallFailed | ChannelLost) -> str:
-    if isinstance(error, ChannelLost):
-        return f"it was lost: {sentence(error)}"
+def _reason(error: CallFailedError | ChannelLostError) -> str:
+    if isinstance(error, ChannelLostError):
+        return f"it was lost: {one_line_message(error)}"
     try:
         return str(json.loads(error.body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -92,4 +94,5 @@ def _reason(error: CallFailed | ChannelLost) -> str:
 async def place(engine: Engine, body: bytes) -> bytes:
     """Apply the placement of the body to an engine; return the cost of the swap, as msgpack."""
     change, placed = ExpertsChange.parse(body)
-    return msgspec.msgpack.encode(await engine.place_experts(placed, change.load))
+    load = placed.expected_tokens if change.load is None else change.load
+    return msgspec.msgpack.encode(await engine.place_experts(placed, load))

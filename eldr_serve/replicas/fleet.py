@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from eldr_serve.channel import Call, Channel, ChannelLost
+from eldr_serve.channel import Call, Channel, ChannelLostError
 from eldr_serve.channel.address import Address
-from eldr_serve.router.directory import ReplicaDirectory
+from eldr_serve.replicas.directory import ReplicaDirectory
+from eldr_serve.replicas.waiters import Waiters
 
 logger = logging.getLogger(__name__)
 
 METADATA = "eldr_channel"  # key of a replica's metadata: the address of its channel
-_RETRY_S = 0.5
+# Methods whose calls need one of an engine's slots; other calls, such as those for expert counts, need none.
+SLOT_METHODS = frozenset({"generate", "prefill"})
+_RETRY_S, _MAX_RETRY_S = 0.5, 5.0  # time to the next try to connect; it doubles with each failure
 _GATHER_S = 0.05  # reports that arrive within this time are processed together
 
 
@@ -24,13 +27,17 @@ class Fleet:
 
     Args:
         directory: directory of the deployment's replicas.
+
+    Attributes:
+        waiters: requests that wait for other live replicas or for a report.
     """
 
     def __init__(self, directory: ReplicaDirectory) -> None:
         self.directory = directory
+        self.waiters = Waiters()
         self._channels: dict[str, Channel] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._tasks: dict[asyncio.Task[None], None] = {}  # also keepers of replicas that have gone
+        self._tasks: set[asyncio.Task[None]] = set()  # also keepers of replicas that have gone
         self._live: tuple[str, ...] = ()
         self._reports: dict[str, Mapping[str, Any]] = {}
         self._sample_timer: asyncio.TimerHandle | None = None
@@ -63,16 +70,25 @@ class Fleet:
         """Return the number of this process's open calls to each live replica."""
         return {name: self._channels[name].in_flight for name in self._live}
 
+    def slot_calls_of(self, name: str) -> int:
+        """Return the number of this process's calls to a replica that need a slot; 0 if it is not live."""
+        channel = self._channels.get(name)
+        return channel.in_flight_of(SLOT_METHODS) if channel is not None and channel.open else 0
+
     @property
     def oldest_s(self) -> dict[str, float]:
         """Return the age of this process's oldest open call to each live replica, s."""
         return {name: round(self._channels[name].oldest_s, 1) for name in self._live}
 
+    def is_connected(self, name: str) -> bool:
+        """Return whether there is a channel to a replica, which may take no further calls."""
+        return name in self._channels
+
     def call(self, replica: str, method: str, header: Mapping[str, Any], body: bytes = b"") -> Call:
-        """Start a call; raise ChannelLost if there is no channel to the replica."""
+        """Start a call; raise ChannelLostError if there is no channel to the replica."""
         channel = self._channels.get(replica)
         if channel is None:
-            raise ChannelLost(f"there is no channel to {replica}")
+            raise ChannelLostError(f"there is no channel to {replica}")
         return channel.call(method, dict(header), body)
 
     def _follow(self) -> None:
@@ -84,20 +100,25 @@ class Fleet:
             if name not in self._keepers:
                 keeper = asyncio.get_running_loop().create_task(self._keep(name))
                 self._keepers[name] = keeper
-                self._tasks[keeper] = None
-                keeper.add_done_callback(self._tasks.pop)
+                self._tasks.add(keeper)
+                keeper.add_done_callback(self._tasks.discard)
 
     async def _keep(self, name: str) -> None:
         """Connect, and reconnect after a loss, while Serve knows the replica."""
-        this_task = asyncio.current_task()
+        this_task, retry_s = asyncio.current_task(), _RETRY_S
         while self._keepers.get(name) is this_task:
             try:
                 address = Address(**self.directory.metadata[name][METADATA])
                 channel = await address.connect(self._update)
-            except (ChannelLost, KeyError, TypeError) as error:
-                logger.warning("cannot connect to replica %s yet: %r", name, error)
-                await asyncio.sleep(_RETRY_S)
+            except (ChannelLostError, KeyError, TypeError) as error:
+                if retry_s == _RETRY_S:
+                    logger.warning("cannot connect to replica %s yet: %r", name, error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _MAX_RETRY_S)
                 continue
+            if retry_s > _RETRY_S:
+                logger.warning("connected to replica %s", name)
+                retry_s = _RETRY_S
             self._channels[name] = channel
             channel.on_report = partial(self._reported, name)
             self._update()
@@ -120,6 +141,7 @@ class Fleet:
         known = self.directory.metadata
         self._reports = {name: report for name, report in self._reports.items() if name in known}
         self.directory.sample({name: self._reports.get(name, {}) for name in known})
+        self.waiters.wake()
 
     def _update(self) -> None:
         """Update the live replicas: known to Serve, connected and not draining."""
@@ -127,3 +149,4 @@ class Fleet:
         self._live = tuple(
             sorted(name for name in known if name in self._channels and self._channels[name].open)
         )
+        self.waiters.wake()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from eldr_serve.engine.chosen import ENGINES
-from eldr_serve.replicas.kept_log import kept_log
+from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.replicas.log_handlers import restore_log_handlers
 
-with kept_log():
+with restore_log_handlers():
     ENGINES.load()  # before any import that a replica's arguments cause
 
 from typing import Any

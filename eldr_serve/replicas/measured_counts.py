@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.channel import Call, CallFailed, ChannelLost
+from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.experts.signature import unpack_counts
 
 METHOD = "expert_counts"  # see protocol.Engine.expert_counts
@@ -43,5 +43,5 @@ class MeasuredCounts:
             if chunk is not None:
                 tokens, packed = msgspec.msgpack.decode(chunk.payload, type=_Answer)
                 self._on_counts(unpack_counts(packed), tokens)
-        except (ChannelLost, CallFailed):
+        except (ChannelLostError, CallFailedError):
             pass  # the request's own call reports it

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from eldr_serve.channel import CallFailed
+from eldr_serve.channel import CallFailedError
 from eldr_serve.replicas.fleet import Fleet
 
 logger = logging.getLogger(__name__)
@@ -15,68 +15,60 @@ logger = logging.getLogger(__name__)
 FAILURES = 3  # in a row
 _FIRST_EJECTION_S = 10.0  # doubled for each further ejection
 _MAX_EJECTION_S = 120.0
+_FORGET_S = 600.0  # since the last failure
 
 
 @dataclass
 class _Record:
     failures: int = 0  # since the last success or ejection
     ejections: int = 0  # since the last success
+    failed_at_s: float = 0.0
     until_s: float = 0.0
 
 
-class Outliers:
-    """Outlier ejection for the replicas of one deployment, by the calls of one ingress."""
+class OutlierDetector:
+    """Ejects replicas of one fleet that fail repeatedly, by the calls of one ingress.
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._records: dict[str, _Record] = {}
-
-    def succeeded(self, replica: str) -> None:
-        """Reset the record of a replica that has answered."""
-        self._records.pop(replica, None)
-
-    def failed(self, replica: str) -> bool:
-        """Count a failed call; return whether the replica is now ejected for it."""
-        record = self._records.setdefault(replica, _Record())
-        if self._clock() < record.until_s:
-            return False  # the call began before the ejection
-        record.failures += 1
-        if record.failures < FAILURES:
-            return False
-        record.failures = 0
-        record.until_s = self._clock() + min(_FIRST_EJECTION_S * 2**record.ejections, _MAX_EJECTION_S)
-        record.ejections += 1
-        return True
-
-    def usable(self, replicas: Iterable[str]) -> list[str]:
-        """Return the replicas that are not ejected, or all of them if more than half are."""
-        names, now = list(replicas), self._clock()
-        self._records = {name: record for name, record in self._records.items() if name in names}
-        found = [name for name in names if name not in self._records or now >= self._records[name].until_s]
-        return found if 2 * len(found) >= len(names) else names
-
-
-class ReplicaHealth:
-    """Outlier ejection for the replicas of one fleet: replicas that fail repeatedly are set aside.
+    A replica that is not live keeps its record, because a failing one may lose its channel and reconnect.
 
     Args:
         count: callback that counts an event of this name.
     """
 
-    def __init__(self, fleet: Fleet, count: Callable[[str], None]) -> None:
-        self._fleet = fleet
-        self.count = count
-        self._outliers = Outliers()
-        self.succeeded = self._outliers.succeeded
+    def __init__(
+        self, fleet: Fleet, count: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fleet, self._count, self._clock = fleet, count, clock
+        self._records: dict[str, _Record] = {}
+
+    def record_success(self, replica: str) -> None:
+        """Reset the record of a replica that has answered."""
+        self._records.pop(replica, None)
+
+    def record_failure(self, replica: str, error: Exception) -> None:
+        """Count a failed call, unless the replica was merely full; eject a replica that fails repeatedly."""
+        if isinstance(error, CallFailedError) and error.status == 503:
+            return
+        now = self._clock()
+        self._records = {
+            name: record for name, record in self._records.items() if now - record.failed_at_s < _FORGET_S
+        }
+        record = self._records.setdefault(replica, _Record())
+        record.failed_at_s = now
+        if now < record.until_s:
+            return  # the call began before the ejection
+        record.failures += 1
+        if record.failures < FAILURES:
+            return
+        record.failures = 0
+        record.until_s = now + min(_FIRST_EJECTION_S * 2**record.ejections, _MAX_EJECTION_S)
+        record.ejections += 1
+        logger.warning("replica %s fails repeatedly and is ejected for a while", replica)
+        self._count("ejected")
 
     @property
     def usable(self) -> list[str]:
-        """Return the live replicas that are not set aside."""
-        return self._outliers.usable(self._fleet.live)
-
-    def failed(self, replica: str, error: Exception) -> None:
-        """Count a failed call, unless the replica was merely full."""
-        full = isinstance(error, CallFailed) and error.status == 503
-        if not full and self._outliers.failed(replica):
-            logger.warning("replica %s fails repeatedly and is set aside for a while", replica)
-            self.count("set_aside")
+        """Return the live replicas that are not ejected, or all of them if more than half are."""
+        names, now = list(self._fleet.live), self._clock()
+        usable = [name for name in names if name not in self._records or now >= self._records[name].until_s]
+        return usable if 2 * len(usable) >= len(names) else names

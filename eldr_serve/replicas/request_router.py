@@ -1,6 +1,6 @@
 """Ray Serve request routers, which choose the replica for a call of a deployment.
 
-`DirectoryRouter` publishes the live replicas to the ingress of its process, which calls them through
+`ReplicaPublisher` publishes the live replicas to the ingress of its process, which calls them through
 channels. `DecodeRequestRouter` is for other Ray Serve LLM applications: it leases a replica for each decode
 call. Both are set by `deployment_config.request_router_config`.
 """
@@ -17,18 +17,18 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from eldr_serve.engine.calls import REPLICA, expert_counts_of, transfer_params
+from eldr_serve.replicas.directory import ReplicaDirectory, directory
 from eldr_serve.request import max_new_tokens
 from eldr_serve.router.actor import connect
 from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.client import RouterClient
-from eldr_serve.router.directory import ReplicaDirectory, directory
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.scheduling import PlacementRequest
 
 logger = logging.getLogger(__name__)
 
 
-class DirectoryRouter(RequestRouter):
+class ReplicaPublisher(RequestRouter):
     """Publishes the live replicas; a call goes to any of them.
 
     Keyword arguments (request_router_kwargs):
@@ -55,7 +55,7 @@ class DirectoryRouter(RequestRouter):
         return [candidate_replicas]
 
 
-class DecodeRequestRouter(DirectoryRouter):
+class DecodeRequestRouter(ReplicaPublisher):
     """Leases a replica for each call by the expert counts in its `kv_transfer_params`, until the call ends.
 
     A call that names a live replica (calls.REPLICA) goes there. A call without parameters, or whose leased
@@ -67,7 +67,7 @@ class DecodeRequestRouter(DirectoryRouter):
     engine computes the prompt itself.
 
     Keyword arguments (request_router_kwargs):
-        directory_name: see above.
+        directory_name: as for ReplicaPublisher.
         router_name: name of the DecodeRouter actor to place with.
         router_spec: the actor's settings (RouterSettings fields) if it must be started.
     """

@@ -8,30 +8,32 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
-from eldr_serve.channel import Answer, CallFailed
+from eldr_serve.channel import Answer, CallFailedError
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, open_channel
-from eldr_serve.engine.calls import WAITED_S, WARM
+from eldr_serve.engine.calls import TRANSPORT_S, WARM
 from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled, Send
-from eldr_serve.errors import Refused, error_body, sentence
-from eldr_serve.queues.prefill_queue import QUEUE, Meter
-from eldr_serve.replicas import expert_swap, measured_counts
+from eldr_serve.errors import RequestRefusedError, error_body, one_line_message
+from eldr_serve.monitoring.loop_watch import LoopWatch
+from eldr_serve.monitoring.supervision import start_supervised
+from eldr_serve.queues.reports import QUEUE, Meter
+from eldr_serve.replicas import drain, expert_swap, measured_counts
 from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE
-from eldr_serve.replicas.decode_turns import SLOTS
+from eldr_serve.replicas.decode_start import SLOTS
+from eldr_serve.replicas.directory import BLOCK_TOKENS, EXPERTS
 from eldr_serve.replicas.engine_watch import EngineWatch
-from eldr_serve.replicas.fleet import METADATA
-from eldr_serve.replicas.kept_log import kept_log
+from eldr_serve.replicas.fleet import METADATA, SLOT_METHODS
+from eldr_serve.replicas.kv_usage import KV_USAGE, REPORT_NUMBER
+from eldr_serve.replicas.log_handlers import restore_log_handlers
 from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.sampling import Sampler, send_samples
-from eldr_serve.router.budget import KV_USAGE, SAMPLE
-from eldr_serve.router.directory import BLOCK_TOKENS, EXPERTS
-from eldr_serve.router.loop_watch import LoopWatch
 from eldr_serve.scheduling.cost import StepSums
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ class EngineServer:
     Args:
         llm_config: the engine's settings; Ray Serve LLM uses this name.
         engine: starts an engine.
-        stall_limit_s: see EngineWatch.
+        stall_limit_s: an engine whose core answers nothing for this time hangs, s.
     """
 
     _engine: Engine
@@ -61,40 +63,44 @@ class EngineServer:
         # Serve awaits it before it stops the replica. If it were a method of the class, Python would call it
         # again when it frees the object, and that coroutine would never be awaited.
         self.__del__ = self.shut_down
-        self._samples = itertools.count()
+        self._report_numbers = itertools.count()
         self._meter = Meter(clock=asyncio.get_running_loop().time)
-        with kept_log():
+        with restore_log_handlers():
             self._engine = await engine(llm_config)
-        self._watch = asyncio.get_running_loop().create_task(LoopWatch(self._role).run())
+        self._tasks = [start_supervised("the watch of the event loop", LoopWatch(self._role).run)]
         limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
         self._address, self._channel = await open_channel(
-            self._answer, describe=self._describe, limit=limit, report=self.report
+            self._answer,
+            describe=self._describe,
+            limit=limit,
+            limited_methods=SLOT_METHODS,
+            report=self.report,
         )
-        self._life = EngineWatch(self._engine, self._channel, self._role, stall_limit_s)
-        self._watching = asyncio.get_running_loop().create_task(self._life.run())
+        self._engine_watch = EngineWatch(self._engine, self._channel, self._role, stall_limit_s)
+        self._tasks.append(start_supervised("the watch of the engine", self._engine_watch.run))
 
     async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         await self.answer(method, header, body, answer)
-        if not self._life.proven and method in ("prefill", "generate"):
-            self._life.proven = not header.get("id", WARM).startswith(WARM)
+        if not self._engine_watch.proven and method in ("prefill", "generate"):
+            self._engine_watch.proven = not header.get("id", WARM).startswith(WARM)
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a call of an ingress replica."""
         if method == "generate":
-            waited_s = await self.generate(EngineRequest(body=body, **header), answer.send)
-            if waited_s is not None:
-                answer.about = {WAITED_S: waited_s}
+            transport_s = await self.generate(EngineRequest(body=body, **header), answer.send)
+            if transport_s is not None:
+                answer.engine_report = {TRANSPORT_S: transport_s}
         else:
             await self._engine.answer(EngineRequest(method, body, **header), answer.send)
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
-        """Send the engine's answer; see protocol.Engine."""
+        """Send the engine's answer; return its transport time, s, if known."""
         return await self._engine.generate(request, send)
 
     def _describe(self, error: Exception) -> tuple[int, bytes]:
         status, body = describe(error, self._engine)
-        if status >= 500 and not isinstance(error, Refused):
-            self._life.failed()
+        if status >= 500 and not isinstance(error, RequestRefusedError):
+            self._engine_watch.check_soon()
         return status, body
 
     async def record_replica_metadata(self) -> dict[str, Any]:
@@ -107,29 +113,31 @@ class EngineServer:
         Serve's routing stats are not used: the controller would poll a dead replica every period until the
         next health check and log a traceback for each failure.
         """
-        number = next(self._samples)
-        callers, calls = len(self._channel.connections), self._channel.in_flight
+        number = next(self._report_numbers)
+        callers, calls = self._channel.num_peers, self._channel.in_flight_of(SLOT_METHODS)
         queue = self._meter.report(number, callers=callers, calls=calls)
-        found = {KV_USAGE: self._engine.kv_usage(), SAMPLE: number, QUEUE: queue}
+        values = {KV_USAGE: self._engine.kv_usage(), REPORT_NUMBER: number, QUEUE: queue}
         experts = self._engine.experts()
-        return found if experts is None else found | {EXPERTS: experts}
+        return values if experts is None else values | {EXPERTS: experts}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return loads that Serve cannot count itself; called by Serve."""
-        return {IN_FLIGHT: float(self._channel.in_flight), KV_IN_USE: self._engine.kv_usage()}
+        in_flight = float(self._channel.in_flight_of(SLOT_METHODS))
+        return {IN_FLIGHT: in_flight, KV_IN_USE: self._engine.kv_usage()}
 
     async def check_health(self) -> None:
         """Raise if the replica must be replaced; called by Serve."""
         await self._engine.check_health()
-        if self._life.lost is not None:
-            raise RuntimeError(f"the engine is lost: {self._life.lost}")
+        if self._engine_watch.lost is not None:
+            raise RuntimeError(f"the engine is lost: {self._engine_watch.lost}")
 
     async def shut_down(self) -> None:
         """Drain the streams, then stop the engine."""
         channel, engine = getattr(self, "_channel", None), getattr(self, "_engine", None)
         if channel is not None:
             await channel.drain()
-            self._watching.cancel()
+        for task in getattr(self, "_tasks", []):
+            task.cancel()
         if engine is not None:
             await engine.stop()
 
@@ -154,13 +162,11 @@ class PrefillServer(EngineServer):
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer the calls of an EngineServer, `prefill` and `release`.
 
-        The answer to `prefill` is msgpack: `tokens` (number of prompt tokens), `token_ids` (uint32 bytes),
-        `kv` (see protocol.Prefilled).
+        The answer to `prefill` is msgpack: `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
         """
         if method == "prefill":
-            found = await self._prefill(EngineRequest(body=body, **header))
-            ids = found.token_ids
-            answered = {"tokens": len(ids), "token_ids": ids.tobytes(), "kv": found.kv}
+            prefilled = await self._prefill(EngineRequest(body=body, **header))
+            answered = {"token_ids": prefilled.token_ids.tobytes(), "kv": prefilled.kv}
             answer.send(msgspec.msgpack.encode(answered), 1)
         elif method == "release":
             await self._engine.release(header["id"])
@@ -172,11 +178,11 @@ class PrefillServer(EngineServer):
         tokens, computed = request.prompt_tokens, 0
         self._meter.enter(tokens)
         try:
-            found = await self._engine.prefill(request)
-            computed = len(found.token_ids) + len(request.generated) // 4
+            prefilled = await self._engine.prefill(request)
+            computed = len(prefilled.token_ids) + len(request.generated) // 4
         finally:
             self._meter.leave(tokens, computed if tokens else 0)
-        return found
+        return prefilled
 
 
 class DecodeServer(EngineServer):
@@ -205,11 +211,11 @@ class DecodeServer(EngineServer):
         await super().__init__(llm_config, **kwargs)
         self._router_name = router_name
         self._queued = 0.0  # this replica's share of the requests that wait for a worker
-        loop = asyncio.get_running_loop()
-        self._reporter = loop.create_task(self._report_steps())
+        self._tasks.append(start_supervised("the report of steps", self._report_steps))
         if num_pool_actors:
             self._pool = PoolClient(application, num_pool_actors)
-            self._sending = loop.create_task(send_samples(self._engine, self._sampler, self._pool))
+            send = partial(send_samples, self._engine, self._sampler, self._pool)
+            self._tasks.append(start_supervised("the report of samples", send))
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Return the metadata of an EngineServer, and the prefix block size and slots for ingresses."""
@@ -217,11 +223,14 @@ class DecodeServer(EngineServer):
         return await super().record_replica_metadata() | own
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer the calls of an EngineServer, and those of measured_counts and expert_swap."""
+        """Answer the calls of an EngineServer, and those of measured_counts, expert_swap and drain."""
         if method == measured_counts.METHOD:
             answer.send(msgspec.msgpack.encode(await self._engine.expert_counts(header["id"])))
         elif method == expert_swap.METHOD:
             answer.send(await expert_swap.place(self._engine, body), 0)
+        elif method == drain.METHOD:
+            self._channel.leave()
+            answer.send(msgspec.msgpack.encode(self._channel.in_flight_of(SLOT_METHODS)))
         else:
             await super().answer(method, header, body, answer)
 
@@ -267,7 +276,7 @@ class DecodeServer(EngineServer):
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = sums + self._engine.take_steps()
-            if not sums.steps:
+            if not (sums.steps or sums.prompts.any() or self._channel.in_flight):
                 self._queued = 0.0  # requests only wait if engines are busy
                 continue
             try:
@@ -290,11 +299,11 @@ def _may_be_sampled(request: EngineRequest) -> bool:
 
 def describe(error: Exception, engine: Engine) -> tuple[int, bytes]:
     """Return the HTTP status and the response body for an exception of the engine."""
-    if isinstance(error, CallFailed):
+    if isinstance(error, CallFailedError):
         return error.status, error.body
-    if isinstance(error, Refused):
+    if isinstance(error, RequestRefusedError):
         return error.status, error_body(str(error), error.status, param=error.param)
     status = engine.status_of(error)
     if status >= 500:
         logger.error("a call failed", exc_info=error)
-    return status, error_body(sentence(error), status, param=engine.parameter_of(error))
+    return status, error_body(one_line_message(error), status, param=engine.parameter_of(error))

@@ -1,1 +1,1 @@
-"""The DecodeRouter actor, its state and its client."""
+"""The DecodeRouter actor, its state, and RouterClient for ingresses."""

@@ -14,13 +14,15 @@ from ray.actor import ActorHandle
 from eldr_serve.channel import Answer, ChannelServer
 from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, open_channel
-from eldr_serve.errors import SwapRefused, sentence
+from eldr_serve.errors import SwapRefusedError, one_line_message
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Usage
-from eldr_serve.router.loop_watch import LoopWatch
+from eldr_serve.monitoring.loop_watch import LoopWatch
+from eldr_serve.monitoring.ray_metrics import PERIOD_S
+from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router.messages import NamedPolicy, Settings, decoder, encode
+from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
-from eldr_serve.router.process_metrics import PERIOD_S, RouterMetrics
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
@@ -40,20 +42,28 @@ class DecodeRouter:
     def __init__(self, settings: RouterSettings) -> None:
         self._pool = PoolLink()
         self._metrics = RouterMetrics()
-        self._state = self._start(settings)
+        self._state = _state_of(settings)
+        self._pool.use(settings.pool)
         self._sessions = Sessions(self._state, self._metrics, settings.client_timeout_s)
         self._connected_at = time.monotonic()
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
         self._channel: asyncio.Future[tuple[Address, ChannelServer]] | None = None
-        loop = asyncio.get_event_loop()
-        self._tasks = [loop.create_task(run()) for run in (self._reap, self._compare, self._watch.run)]
+        self._tasks = [
+            start_supervised(name, run)
+            for name, run in {
+                "the export of metrics": self._export,
+                "the exit of an idle router": self._exit_when_idle,
+                "the shadow policy": self._run_shadow,
+                "the watch of the event loop": self._watch.run,
+            }.items()
+        ]
 
     async def address(self) -> Address:
-        """Return the address for the calls of clients (see RouterCalls)."""
-        if self._channel is None:
+        """Return the address for the calls of ingresses (see RouterCalls)."""
+        if self._channel is None or (self._channel.done() and self._channel.exception() is not None):
             self._channel = asyncio.ensure_future(self._open())
-        return (await self._channel)[0]
+        return (await asyncio.shield(self._channel))[0]
 
     async def _open(self) -> tuple[Address, ChannelServer]:
         return await open_channel(self._answer, describe=_describe, open_methods=self._sessions.open_methods)
@@ -64,23 +74,20 @@ class DecodeRouter:
         result = await getattr(self, method)(*_ARGUMENTS[method](body))
         answer.send(encode(result))
 
-    def _start(self, settings: RouterSettings, previous: Settings | None = None) -> RouterState:
-        given = dict(settings)
-        self._pool.use(given.pop("pool"))
-        del given["client_timeout_s"]
-        state = RouterState(**given)
-        state.supersede(settings.fingerprint, previous)
-        return state
-
     async def configure(self, settings: RouterSettings) -> None:
         """Restart the state if the deployed settings were changed.
 
-        They replace what operators set before, which clients would restore. Clients restore the leases.
+        They replace what operators set before, which ingresses would restore. Ingresses restore the leases.
+
+        Raises:
+            SwapRefusedError: the settings are invalid; nothing was changed.
         """
         previous = self._state.settings
+        changed = settings.fingerprint != previous.deployed
+        state = _state_of(settings, previous) if changed else self._state
         self._pool.use(settings.pool)
-        if settings.fingerprint != previous.deployed:
-            self._state = self._start(settings, previous)
+        if changed:
+            self._state = state
             self._sessions.grace_s = settings.client_timeout_s
             self._sessions.use(self._state)
             logger.warning(
@@ -113,19 +120,19 @@ class DecodeRouter:
         return self._state.queue_size / max(1, self._state.num_workers)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
-        """Set the policy; raise SwapRefused, with one sentence and without effect, if it is unknown."""
+        """Set the policy; change nothing and raise SwapRefusedError if it is unknown."""
         return self._state.set_policy(policy, parameters)
 
     async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
-        """Set the shadow; raise SwapRefused, with one sentence and without effect, if it is unknown."""
+        """Set the shadow; change nothing and raise SwapRefusedError if it is unknown."""
         return self._state.set_shadow(shadow)
 
     async def swap_table(self, table: bytes) -> Settings:
-        """Swap the table; raise SwapRefused, with one sentence and without effect, if it does not fit."""
+        """Swap the table; change nothing and raise SwapRefusedError if it does not fit."""
         return self._state.swap_table(table)
 
     async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
-        """Swap the predictor; raise SwapRefused, with one sentence and without effect, if it does not fit."""
+        """Swap the predictor; change nothing and raise SwapRefusedError if it does not fit."""
         return self._state.swap_predictor(predictor, tokenizer)
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
@@ -133,8 +140,12 @@ class DecodeRouter:
         return self._limits.exchange(ingress, usage)
 
     async def recent_counts(self) -> list[NDArray[Any]]:
-        """Return the expert counts, Unsigned[L,E], of recently placed prompts, the newest last."""
+        """Return the expert counts, unsigned[L,E], of recently placed prompts, the newest last."""
         return list(self._state.recent)
+
+    async def pending_counts(self) -> list[NDArray[Any]]:
+        """Return the expert counts, unsigned[L,E], of the requests that decode, then of those that wait."""
+        return self._state.placer.pending_counts()
 
     async def report_pool(self, status: dict[str, Any]) -> RouterView:
         """Store the signature pool's status; return the router's state for the pool."""
@@ -146,7 +157,7 @@ class DecodeRouter:
         Return None if another table has become live in the meantime; that table is kept.
 
         Raises:
-            SwapRefused: the table does not fit.
+            SwapRefusedError: the table does not fit.
         """
         state = self._state
         if state.epoch != epoch or state.settings.table_version != version:
@@ -166,25 +177,42 @@ class DecodeRouter:
     def _loops(self) -> dict[str, Any]:
         return {"loops": {self._watch.role: self._watch.status()}}
 
-    async def _compare(self) -> None:
+    async def _run_shadow(self) -> None:
         """Run the shadow in short slices, between which requests are placed."""
         while True:
             behind = self._state.comparison.catch_up(_SHADOW_WORK_S)
             await asyncio.sleep(_SHADOW_PAUSE_S if behind else _SHADOW_PERIOD_S)
 
-    async def _reap(self) -> None:
+    async def _export(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
             self._metrics.export(self._state, self._pool.status()["signatures"])
+
+    async def _exit_when_idle(self) -> None:
+        """Exit after a long time without ingresses."""
+        while time.monotonic() - self._connected_at <= _IDLE_EXIT_S:
+            await asyncio.sleep(PERIOD_S)
             if self._sessions.by_peer:
                 self._connected_at = time.monotonic()
-            if time.monotonic() - self._connected_at > _IDLE_EXIT_S:
-                await self._pool.end()
-                ray.actor.exit_actor()
+        await self._pool.end()
+        # exit_actor would only end this task, by its exception.
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+def _state_of(settings: RouterSettings, previous: Settings | None = None) -> RouterState:
+    """Return a new state; raise SwapRefusedError if the settings are invalid.
+
+    Args:
+        previous: live settings that these override.
+    """
+    arguments = {name: value for name, value in settings if name not in ("pool", "client_timeout_s")}
+    state = RouterState(**arguments)
+    state.set_deployed(settings.fingerprint, previous)
+    return state
 
 
 def _arguments(method: str) -> Any:
-    """Return a decoder of the arguments of a method that clients may call."""
+    """Return a decoder of the arguments of a method that ingresses may call."""
     hints = get_type_hints(getattr(DecodeRouter, method))
     del hints["return"]
     return decoder(tuple[tuple(hints.values())])  # type: ignore[misc]
@@ -193,17 +221,24 @@ def _arguments(method: str) -> Any:
 _ARGUMENTS = {
     method: _arguments(method)
     for method in (
-        "settings", "expect_counts", "set_policy", "set_shadow", "swap_table", "swap_predictor",
-        "share_limits", "status", "live",
+        "settings",
+        "expect_counts",
+        "set_policy",
+        "set_shadow",
+        "swap_table",
+        "swap_predictor",
+        "share_limits",
+        "status",
+        "live",
     )
-}  # fmt: skip
+}
 
 
 def _describe(error: Exception) -> tuple[int, bytes]:
-    if isinstance(error, SwapRefused):
+    if isinstance(error, SwapRefusedError):
         return 400, str(error).encode()
     logger.error("a call failed", exc_info=error)
-    return 500, sentence(error).encode()
+    return 500, one_line_message(error).encode()
 
 
 def actor_name(application: str) -> str:

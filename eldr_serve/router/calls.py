@@ -9,11 +9,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError
 
-from eldr_serve.channel import CallFailed, Channel
-from eldr_serve.errors import SwapRefused
+from eldr_serve.channel import CallFailedError, Channel
+from eldr_serve.errors import SwapRefusedError
 from eldr_serve.router.messages import Settings, decoder, encode
 from eldr_serve.router.settings import RouterSettings
 
@@ -23,7 +24,7 @@ _plain_result = decoder(Any)
 
 
 class RouterCalls:
-    """Client of the DecodeRouter actor, for one event loop.
+    """Calls of one ingress to the DecodeRouter actor, for one event loop.
 
     Args:
         find: returns the actor's handle, and starts the actor if needed. It is called in a thread, one call
@@ -40,19 +41,19 @@ class RouterCalls:
         """Call a method of the actor and return its result.
 
         Raises:
-            SwapRefused: the method raised it.
-            CallFailed: the method failed.
+            SwapRefusedError: the method raised it.
+            CallFailedError: the method failed.
             RayError, ConnectionError: the actor is unavailable.
         """
-        channel = await self.connected()
+        channel = await self.get_channel()
         call = channel.call(method, {}, encode(args))
         parts = []
         try:
             while (chunk := await call.read()) is not None:
                 parts.append(chunk.payload)
-        except CallFailed as error:
+        except CallFailedError as error:
             if error.status < 500:
-                raise SwapRefused(error.body.decode()) from None
+                raise SwapRefusedError(error.body.decode()) from None
             raise
         except asyncio.CancelledError:
             call.cancel()
@@ -61,7 +62,7 @@ class RouterCalls:
 
     async def configure(self, settings: RouterSettings) -> None:
         """Tell the actor the deployed settings, see DecodeRouter.configure; raise RayError if it is away."""
-        await self.connected()
+        await self.get_channel()
         await self._actor.configure.remote(settings)
 
     def close(self) -> None:
@@ -70,25 +71,31 @@ class RouterCalls:
             self._connecting.cancel()
             self._connecting = None
         if self._channel is not None:
-            self._channel.close("the client has stopped")
+            self._channel.close("the ingress has stopped")
             self._channel = None
 
-    async def connected(self) -> Channel:
+    async def get_channel(self) -> Channel:
         """Return the open channel, or open one; opening continues if the caller is cancelled."""
-        if self._channel is None or not self._channel.open:
-            if self._connecting is None:
-                self._connecting = asyncio.get_running_loop().create_task(self._connect())
-            connecting = self._connecting
-            try:
-                self._channel = await asyncio.shield(connecting)
-            finally:
-                if connecting.done() and self._connecting is connecting:
-                    self._connecting = None
-        return self._channel
+        if self._channel is not None and self._channel.open:
+            return self._channel
+        if self._connecting is None:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect_for_all())
+        return await asyncio.shield(self._connecting)
+
+    async def _connect_for_all(self) -> Channel:
+        """Open the channel for all callers that wait, whether or not any still does."""
+        try:
+            self._channel = await self._connect()
+            return self._channel
+        finally:
+            if self._connecting is asyncio.current_task():  # not if `close` was called meanwhile
+                self._connecting = None
 
     async def _connect(self) -> Channel:
         if self._actor is None:
             self._actor = await asyncio.to_thread(self._find)
+        if isinstance(self._actor, ActorHandle) and not ray.is_initialized():
+            raise ConnectionError("Ray is shut down in this process")  # an actor call would start a new Ray
         try:
             address = await self._actor.address.remote()
         except ActorDiedError:

@@ -1,8 +1,8 @@
-"""Client of the DecodeRouter actor: gets a lease of a decode replica for each request of one process.
+"""Get a lease of a decode replica from the DecodeRouter actor for each request of one ingress.
 
 docs/request_path.md describes a request's open `place` call and the states of its lease. If the router does
-not answer in time, the channel is closed, and own load decides until there is another. Frames arrive in
-order, so neither side ever has to undo what a late message says.
+not answer in time, the ingress closes the channel, and local fallback decides until there is another one.
+Frames arrive in order, so no late message contradicts a newer one.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.channel import CallFailed, OpenCall
+from eldr_serve.channel import CallFailedError, OpenCall
+from eldr_serve.limits.tenants import Usage
+from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router.calls import RouterCalls
-from eldr_serve.router.directory import Replicas
 from eldr_serve.router.link import RouterLink
+from eldr_serve.router.local_fallback import LocalFallback, Replicas
 from eldr_serve.router.messages import (
-    Answered,
     Counted,
+    IngressReport,
     Leased,
+    NamedPolicy,
     Place,
     Queued,
-    Report,
     Settings,
+    StreamLatencies,
     Unplaced,
     decoder,
     encode,
 )
-from eldr_serve.router.own_load import OwnLoad
 from eldr_serve.router.scorer import Scorer
 from eldr_serve.router.waiting import WaitingRequests
 from eldr_serve.scheduling import Lease, PlacementRequest, State
@@ -47,21 +49,22 @@ _answer = decoder(Leased | Queued | Unplaced)
 
 
 class RouterClient:
-    """Places, tracks and releases the requests of one process. Lives in one event loop.
+    """Places, tracks and releases the requests of one ingress. Lives in one event loop.
 
     Args:
-        router, replicas, timeout_s: see RouterLink; if the actor takes longer, own load decides.
+        router_calls: calls to the actor.
+        replicas, timeout_s: see RouterLink; if the actor takes longer, local fallback decides.
         on_predictor: called when a predictor is loaded, which needs prompts' token ids.
 
     Attributes:
-        name: id of this client at the actor.
+        name: id of this ingress at the actor.
         leases: leases that are not DONE, by request id.
         scorer: settings and predictor.
     """
 
     def __init__(
         self,
-        router: RouterCalls,
+        router_calls: RouterCalls,
         replicas: Replicas,
         *,
         timeout_s: float = 1.0,
@@ -70,22 +73,22 @@ class RouterClient:
         self.name = uuid.uuid4().hex
         self.scorer = Scorer(on_predictor)
         self.leases: dict[str, Lease] = {}
-        self._link = RouterLink(self.name, router, replicas, self, timeout_s=timeout_s)
-        self._own = OwnLoad(replicas)
+        self._link = RouterLink(self.name, router_calls, replicas, self, timeout_s=timeout_s)
+        self._fallback = LocalFallback(replicas)
         self._waiting = WaitingRequests(timeout_s, self._link.give_up, lambda: self.count("queue_expired"))
         self._calls: dict[str, OpenCall] = {}  # open calls of requests
         self._reporting: asyncio.Task[None] | None = None
-        # To be reported.
+        # `_report` sends these to the router.
         self._progress: set[str] = set()
         self._events: Counter[str] = Counter()
-        self._finished: deque[Answered] = deque(maxlen=_MAX_ANSWERED)
+        self._finished: deque[StreamLatencies] = deque(maxlen=_MAX_ANSWERED)
         self._reported_prediction: dict[str, Any] | None = None
 
     def start(self) -> None:
         """Connect to the actor; further calls have no effect."""
         if self._reporting is None:
             self._link.start()
-            self._reporting = asyncio.get_running_loop().create_task(self._report_repeatedly())
+            self._reporting = start_supervised("the reports to the router", self._report_repeatedly)
 
     async def stop(self) -> None:
         """Close the connection."""
@@ -102,9 +105,9 @@ class RouterClient:
         return self.scorer.settings
 
     @property
-    def router_away(self) -> bool:
-        """Return whether the actor did not answer in time; placements are then made by own load."""
-        return self._link.away
+    def router_unreachable(self) -> bool:
+        """Return whether the actor did not answer in time; placements are then made by local fallback."""
+        return self._link.unreachable
 
     def held_leases(self) -> list[Lease]:
         """Return the leases that hold a worker."""
@@ -115,17 +118,43 @@ class RouterClient:
         """Return the number of leases of this process."""
         return len(self.held_leases())
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call any other method of the actor (see RouterLink.call).
+    # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------
 
-        Send the shape of expert counts before each table or predictor: a restarted actor does not know it.
-        """
-        if method == "expect_counts":
-            layers, experts = args
-            self.scorer.shape = (layers, experts)
-        elif method in ("swap_table", "swap_predictor") and self.scorer.shape is not None:
+    async def status(self) -> dict[str, Any]:
+        return cast(dict[str, Any], await self._link.call("status"))
+
+    async def live(self) -> dict[str, Any]:
+        return cast(dict[str, Any], await self._link.call("live"))
+
+    async def router_settings(self) -> Settings:
+        """Return the live settings at the actor, which may be newer than `settings`."""
+        return cast(Settings, await self._link.call("settings"))
+
+    async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
+        return cast(Settings, await self._link.call("set_policy", policy, parameters))
+
+    async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
+        return cast(Settings, await self._link.call("set_shadow", shadow))
+
+    async def swap_table(self, table: bytes) -> Settings:
+        await self._send_shape()
+        return cast(Settings, await self._link.call("swap_table", table))
+
+    async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
+        await self._send_shape()
+        return cast(Settings, await self._link.call("swap_predictor", predictor, tokenizer))
+
+    async def expect_counts(self, num_layers: int, num_experts: int) -> None:
+        self.scorer.shape = (num_layers, num_experts)
+        await self._send_shape()
+
+    async def _send_shape(self) -> None:
+        """Send the shape of expert counts; a restarted actor does not know it."""
+        if self.scorer.shape is not None:
             await self._link.call("expect_counts", *self.scorer.shape)
-        return await self._link.call(method, *args)
+
+    async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
+        return cast(dict[str, Usage], await self._link.call("share_limits", ingress, usage))
 
     # -- one request -----------------------------------------------------------------------------
 
@@ -137,7 +166,7 @@ class RouterClient:
         token_ids: NDArray[np.uint32] | None = None,
         wait_s: float = 0.0,
     ) -> Lease:
-        """Lease a decode worker. If the router cannot decide, own load does.
+        """Lease a decode worker. If the router cannot decide, local fallback does.
 
         Args:
             request: the request without expert counts, similarity and may_wait, which are set here.
@@ -147,35 +176,35 @@ class RouterClient:
             wait_s: maximum wait in the decode queue, s; 0: place at once.
 
         Raises:
-            Overloaded: no decode replica is known, or none was free in time.
+            OverloadedError: no decode replica is known, or none was free in time.
         """
-        self.release(request.request_id)  # of an earlier try
-        true = counts
-        counts = self.scorer.predict(token_ids) if counts is None else counts
-        predicted = true is None and counts is not None
+        self.release(request.request_id)  # from an earlier attempt
+        measured = counts
+        counts = self.scorer.predict(token_ids) if measured is None else measured
+        predicted = measured is None and counts is not None
         lease = Lease(
             replace(request, expert_counts=counts, predicted=predicted, may_wait=wait_s > 0),
             deadline_s=asyncio.get_running_loop().time() + wait_s,
         )
         self.leases[request.request_id] = lease
         try:
-            if not self.router_away:
+            if not self.router_unreachable:
                 if self._link.connected:
                     self._send(lease)
                 await self._waiting.wait(lease)
             if lease.state is not State.LEASED:
-                self._lease_by_own_load(lease)
+                self._lease_by_local_fallback(lease)
         except BaseException:
             self.release(request.request_id)  # it may be queued or hold a lease by now
             raise
-        if true is not None and token_ids is not None:
-            self.scorer.train(token_ids, true, len(token_ids))
+        if measured is not None and token_ids is not None:
+            self.scorer.train(token_ids, measured, len(token_ids))
         return lease
 
-    def counted(
+    def set_measured_counts(
         self, request_id: str, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int
     ) -> None:
-        """Take the true expert counts of a placed request's prompt from its engine.
+        """Set the expert counts of a placed request's prompt that its engine has measured.
 
         Args:
             token_ids: uint32[n] from which the counts were predicted.
@@ -187,11 +216,11 @@ class RouterClient:
         if lease is not None and lease.state is State.LEASED:
             lease.request = replace(
                 lease.request,
-                expert_counts=self.scorer.sampled_counts(counts),
+                expert_counts=self.scorer.counts_to_report(counts),
                 prompt_tokens=prompt_tokens,
                 predicted=False,
             )
-            self._own.add(lease)
+            self._fallback.add(lease)
             if request_id in self._calls:  # the blocks were sent with the placement
                 self._calls[request_id].note(encode(Counted(replace(lease.request, blocks=None))))
 
@@ -201,7 +230,7 @@ class RouterClient:
         if lease is not None:
             lease.generated_tokens = generated_tokens
             self._progress.add(request_id)
-            self._own.progress(request_id, generated_tokens)
+            self._fallback.progress(request_id, generated_tokens)
 
     def release(self, request_id: str) -> None:
         """End a request's lease or its wait for one. Further calls have no effect.
@@ -212,7 +241,7 @@ class RouterClient:
         if lease is None:
             return
         lease.become(State.DONE)
-        self._own.release(request_id)
+        self._fallback.release(request_id)
         self._progress.discard(request_id)
         self._waiting.cancel(request_id)
         call = self._calls.pop(request_id, None)
@@ -223,20 +252,20 @@ class RouterClient:
         """Increment a counter of `/eldr/status`."""
         self._events[event] += 1
 
-    def answered_client(self, answered: Answered) -> None:
+    def record_stream(self, answered: StreamLatencies) -> None:
         """Record the latencies of an ended stream, for the live page."""
         self._finished.append(answered)
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _send(self, lease: Lease, held: Leased | None = None) -> None:
-        """Send a request, scored by the live settings, or the lease that it holds."""
-        request = lease.request if held is not None else self.scorer.score(lease.request)
-        message, known = Place(request, held), self._calls.get(lease.request_id)
-        if known is not None:
-            known.note(encode(message))
+    def _send(self, lease: Lease, leased: Leased | None = None) -> None:
+        """Send a request scored by the live settings, or with the lease that it holds already."""
+        request = lease.request if leased is not None else self.scorer.score(lease.request)
+        message, call = Place(request, leased), self._calls.get(lease.request_id)
+        if call is not None:
+            call.note(encode(message))
             return
-        call = self._link.place(message, partial(self._received, lease), partial(self._failed, lease))
+        call = self._link.place(message, partial(self._received, lease), partial(self._on_failed, lease))
         if call is not None:
             self._calls[lease.request_id] = call
             if lease.state is State.UNSENT:
@@ -246,49 +275,49 @@ class RouterClient:
         answer = _answer(payload)
         if isinstance(answer, Leased):
             answer.copy_to(lease)
-            self._drop_unread(lease)
-            self._own.add(lease)
+            self._discard_unread_counts(lease)
+            self._fallback.add(lease)
         elif isinstance(answer, Queued) and lease.state is State.SENT:
             lease.become(State.QUEUED)
             self._waiting.queue(lease.request_id)
             return
         self._waiting.resume(lease.request_id)
 
-    def _failed(self, lease: Lease, error: Exception) -> None:
-        if isinstance(error, CallFailed) and self._calls.pop(lease.request_id, None) is not None:
+    def _on_failed(self, lease: Lease, error: Exception) -> None:
+        if isinstance(error, CallFailedError) and self._calls.pop(lease.request_id, None) is not None:
             self._waiting.resume(lease.request_id)
 
-    def _lease_by_own_load(self, lease: Lease) -> None:
-        self._own.lease(lease, "router-away" if self.router_away else "no-worker")
-        self.count("placed_by_own_load")
-        self._drop_unread(lease)
+    def _lease_by_local_fallback(self, lease: Lease) -> None:
+        self._fallback.lease(lease, "router-unreachable" if self.router_unreachable else "no-worker")
+        self.count("placed_by_local_fallback")
+        self._discard_unread_counts(lease)
         self.hold([lease])
 
-    def _drop_unread(self, lease: Lease) -> None:
-        """Drop what the live policy does not read; a restarted actor gets the rest with the lease."""
-        # Without a copy, since the request is one already.
-        lease.request.expert_counts = self.scorer.read_counts(lease.request.expert_counts)
+    def _discard_unread_counts(self, lease: Lease) -> None:
+        """Discard counts that the live policy does not read; a lease keeps those that it reads."""
+        # Change the request in place: it is a copy already.
+        lease.request.expert_counts = self.scorer.counts_for_policy(lease.request.expert_counts)
 
     # -- called by the link, see LinkOwner ----------------------------------------------------------
 
     def hold(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
-            self._send(lease, Leased.of(lease))
+            self._send(lease, Leased.from_lease(lease))
 
-    def ask_again(self) -> None:
+    def send_waiting(self) -> None:
         for lease in self._waiting:
             self._send(lease)
 
     def settings_changed(self, settings: Settings) -> None:
         self.scorer.use(settings)
         if self._link.connected:
-            self.ask_again()
+            self.send_waiting()
 
     def channel_lost(self) -> None:
         self._calls.clear()
         self._waiting.router_lost()
 
-    def router_is_away(self) -> None:
+    def router_is_unreachable(self) -> None:
         for lease in self._waiting:
             self._waiting.resume(lease.request_id)
 
@@ -301,7 +330,7 @@ class RouterClient:
                 self._report()
 
     def _report(self) -> None:
-        self._link.report_workers()
+        self._link.report_replicas()
         for request_id in self._progress & self._calls.keys():
             self._calls[request_id].note(tokens=self.leases[request_id].generated_tokens)
         self._progress.clear()
@@ -309,7 +338,7 @@ class RouterClient:
         if prediction == self._reported_prediction:
             prediction = None
         if self._events or self._finished or prediction is not None:
-            self._link.report(Report(dict(self._events), tuple(self._finished), prediction))
+            self._link.report(IngressReport(dict(self._events), tuple(self._finished), prediction))
             self._events.clear()
             self._finished.clear()
             self._reported_prediction = prediction or self._reported_prediction

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from eldr_serve.errors import sentence
+from eldr_serve.errors import one_line_message
 from eldr_serve.router.messages import Settings
 from eldr_serve.scheduling import Placer, Policy, Shadow, StepCost, StepSums
 
@@ -75,7 +75,7 @@ class Comparison:
             return self._shadow.catch_up(budget_s)
         except Exception as error:
             logger.warning("the shadow %s failed: disabled", self._names["shadow"]["name"], exc_info=error)
-            self._failure = sentence(error)
+            self._failure = one_line_message(error)
             self._shadow = None
             self._placer.set_shadow(None)
             self._counters["shadow_errors"] += 1

@@ -1,4 +1,4 @@
-"""A client's connection to the DecodeRouter actor: one subscription, renewed when its channel is lost."""
+"""An ingress's connection to the DecodeRouter actor: one subscription, renewed when its channel is lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from eldr_serve.channel import Channel, OpenCall
 from eldr_serve.router.calls import RouterCalls
-from eldr_serve.router.directory import Replicas
-from eldr_serve.router.messages import Place, Report, Restore, Settings, Workers, decoder, encode
+from eldr_serve.router.local_fallback import Replicas
+from eldr_serve.router.messages import IngressReport, Place, Restore, Settings, Workers, decoder, encode
 from eldr_serve.router.scorer import Scorer
 from eldr_serve.scheduling import Lease
 
@@ -22,7 +22,7 @@ _settings = decoder(Settings)
 
 
 class LinkOwner(Protocol):
-    """The client of a link, which holds the requests of one process."""
+    """The owner of a link, which holds the requests of one ingress."""
 
     scorer: Scorer
 
@@ -30,10 +30,10 @@ class LinkOwner(Protocol):
         """Return the leases that hold a worker."""
 
     def hold(self, leases: Iterable[Lease]) -> None:
-        """Send leases to the router, which has not made them."""
+        """Send leases that the router does not know."""
 
-    def ask_again(self) -> None:
-        """Send all requests that wait."""
+    def send_waiting(self) -> None:
+        """Send all waiting requests."""
 
     def settings_changed(self, settings: Settings) -> None:
         """Apply new settings."""
@@ -41,42 +41,42 @@ class LinkOwner(Protocol):
     def channel_lost(self) -> None:
         """Let requests wait for the next channel."""
 
-    def router_is_away(self) -> None:
-        """Let no request wait for the router."""
+    def router_is_unreachable(self) -> None:
+        """End every request's wait for the router."""
 
     def count(self, event: str) -> None:
         """Increment a counter of the status."""
 
 
 class RouterLink:
-    """Keeps one client subscribed to the actor, for one event loop.
+    """Keeps one ingress subscribed to the actor, for one event loop.
 
     Args:
-        name: id of the client at the actor.
-        router: client of the actor.
-        replicas: live decode replicas, as this process's request router knows them.
-        owner: the client, whose requests the link restores.
+        name: id of the ingress at the actor.
+        calls: calls to the actor.
+        replicas: live decode replicas, as this process knows them.
+        owner: holds the requests of the ingress, which the link restores.
         timeout_s: maximum time for an answer of the actor, s.
 
     Attributes:
-        connected: whether the actor has answered the subscription; until then the client sends no requests.
-        away: whether the actor did not answer in time; the client then places by own load.
+        connected: whether the actor has answered the subscription; until then the ingress sends no requests.
+        unreachable: whether the actor did not answer in time; the ingress then places by local fallback.
     """
 
     def __init__(
-        self, name: str, router: RouterCalls, replicas: Replicas, owner: LinkOwner, *, timeout_s: float
+        self, name: str, calls: RouterCalls, replicas: Replicas, owner: LinkOwner, *, timeout_s: float
     ) -> None:
         self._name = name
-        self._router = router
+        self._calls = calls
         self._replicas = replicas
         self._owner = owner
         self._timeout_s = timeout_s
         self._channel: Channel | None = None
         self._subscription: OpenCall | None = None
         self._answered: asyncio.Future[None] | None = None
-        self._reported_workers: tuple[str, ...] = ()
+        self._reported_replicas: tuple[str, ...] = ()
         self._task: asyncio.Task[None] | None = None
-        self.connected = self.away = False
+        self.connected = self.unreachable = False
 
     def start(self) -> None:
         """Connect, and connect again after each loss; further calls have no effect."""
@@ -90,13 +90,13 @@ class RouterLink:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self._router.close()
+        self._calls.close()
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call any other method of the actor (status, set_policy, swap_table)."""
-        # Not wait_for: in Python 3.11 it swallows a cancellation that meets a finished answer.
+        # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer.
         async with asyncio.timeout(10 * self._timeout_s):
-            return await self._router.call(method, *args)
+            return await self._calls.call(method, *args)
 
     def place(
         self, message: Place, on_message: Callable[[bytes], None], on_failed: Callable[[Exception], None]
@@ -104,28 +104,28 @@ class RouterLink:
         """Open the call of a request; return None if there is no channel."""
         if self._channel is None:
             return None
-        self.report_workers()
+        self.report_replicas()
         return self._channel.open_call("place", encode(message), on_message, on_failed)
 
-    def report_workers(self) -> None:
+    def report_replicas(self) -> None:
         """Report the live decode replicas if they have changed."""
-        if self._subscription is not None and self._reported_workers != self._replicas.live:
-            self._reported_workers = self._replicas.live
-            self._subscription.note(encode(Workers(self._reported_workers)))
+        if self._subscription is not None and self._reported_replicas != self._replicas.live:
+            self._reported_replicas = self._replicas.live
+            self._subscription.note(encode(Workers(self._reported_replicas)))
 
-    def report(self, report: Report) -> None:
-        """Send what the client has counted."""
+    def report(self, report: IngressReport) -> None:
+        """Send what the ingress has counted."""
         assert self._subscription is not None
         self._subscription.note(encode(report))
 
     def give_up(self, error: Exception) -> None:
-        """Close a channel whose router does not answer in time; place by own load until it does."""
-        if not self.away:
-            logger.warning("DecodeRouter does not answer (%s); placing by own load", type(error).__name__)
+        """Close a channel whose router does not answer in time; place by local fallback until it does."""
+        if not self.unreachable:
+            logger.warning("DecodeRouter does not answer (%s); placing locally", type(error).__name__)
             self._owner.count("router_lost")
-        self.away = True
+        self.unreachable = True
         self._drop()
-        self._owner.router_is_away()
+        self._owner.router_is_unreachable()
 
     # -- internals -------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class RouterLink:
         answered = self._answered = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(self._timeout_s):
-                channel = await self._router.connected()
+                channel = await self._calls.get_channel()
             self._subscribe(channel)
             async with asyncio.timeout(self._timeout_s):
                 await answered
@@ -151,16 +151,16 @@ class RouterLink:
             self._drop()
 
     def _subscribe(self, channel: Channel) -> None:
-        self._reported_workers = self._replicas.live
+        self._reported_replicas = self._replicas.live
         leases = self._owner.held_leases()
         message = Restore(
             self._name,
-            self._reported_workers,
+            self._reported_replicas,
             tuple(lease.request_id for lease in leases),
             self._owner.scorer.settings,
             self._owner.scorer.shape,
         )
-        self._subscription = channel.open_call("subscribe", encode(message), self._received, self._failed)
+        self._subscription = channel.open_call("subscribe", encode(message), self._received, self._on_failed)
         self._channel = channel
         self._owner.hold(leases)
 
@@ -173,12 +173,12 @@ class RouterLink:
             self.give_up(error)
             return
         if not self.connected:
-            self.connected, self.away = True, False
-            self._owner.ask_again()
+            self.connected, self.unreachable = True, False
+            self._owner.send_waiting()
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
 
-    def _failed(self, error: Exception) -> None:
+    def _on_failed(self, error: Exception) -> None:
         self._drop()
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(error)

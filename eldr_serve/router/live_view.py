@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from eldr_serve.router.messages import Answered
+from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane, Point
 from eldr_serve.scheduling import CentroidTable, Lease, Placer, State, StepSums
 
@@ -46,7 +46,7 @@ class LiveView:
         self._plane: CentroidPlane | CountsPlane | None = None
         self._spanned_by = 0  # number of requests, if there is no table
         self._table: tuple[CentroidTable, int] | None = None
-        self._answers: deque[tuple[float, Answered]] = deque(maxlen=_ANSWERS)
+        self._answers: deque[tuple[float, StreamLatencies]] = deque(maxlen=_ANSWERS)
         self._steps: dict[str, deque[tuple[float, StepSums]]] = {}
         self._changes: deque[tuple[float, str]] = deque(maxlen=20)
 
@@ -58,14 +58,19 @@ class LiveView:
             self._number += 1
             self._drawn.append(_DrawnRequest(self._number, lease))
 
-    def answered(self, answers: Iterable[Answered]) -> None:
+    def answered(self, answers: Iterable[StreamLatencies]) -> None:
         """Add streams that have ended."""
         now = self._clock()
         self._answers.extend((now, answer) for answer in answers)
 
     def observe_steps(self, replica: str, steps: StepSums) -> None:
-        """Add the steps of one engine since its last report."""
-        self._steps.setdefault(replica, deque(maxlen=_STEPS)).append((self._clock(), steps))
+        """Add the decode steps of one engine since its last report, if there were any."""
+        if steps.steps:
+            self._steps.setdefault(replica, deque(maxlen=_STEPS)).append((self._clock(), steps))
+
+    def keep_workers(self, replicas: Collection[str]) -> None:
+        """Discard the steps of other replicas."""
+        self._steps = {name: reports for name, reports in self._steps.items() if name in replicas}
 
     def changed(self, policy: str, table: CentroidTable | None, table_version: int) -> None:
         """Record new settings."""
@@ -73,17 +78,15 @@ class LiveView:
         self._table = None if table is None else (table, table_version)
         self._plane, self._spanned_by = None, 0
 
-    # -- what the page shows -------------------------------------------------------------------------
+    # -- data of the page ----------------------------------------------------------------------------
 
-    def snapshot(self, placer: Placer, positions: list[str | None], layers: int | None) -> dict[str, Any]:
+    def snapshot(self, placer: Placer, layers: int | None) -> dict[str, Any]:
         """Return the data as JSON-able values; times are s before now, latencies ms.
 
         Args:
-            positions: the replica in each position.
             layers: number of MoE layers, by which active experts are divided; None: not known yet.
         """
         now = self._clock()
-        self._steps = {name: reports for name, reports in self._steps.items() if name in positions}
         return {
             "requests": self._requests(placer),
             "space": self._space(),
@@ -99,21 +102,28 @@ class LiveView:
             "not_shown": len(leases) - len(shown),
             "columns": ["id", "worker", "generated", "max_new", "prompt", "domain", "reason"],
             "rows": [
-                [lease.request_id[:8], lease.position if lease.state is State.LEASED else None,
-                 lease.generated_tokens, lease.request.max_new_tokens, lease.request.prompt_tokens,
-                 lease.request.domain, lease.reason]
+                [
+                    lease.request_id[:8],
+                    lease.position if lease.state is State.LEASED else None,
+                    lease.generated_tokens,
+                    lease.request.max_new_tokens,
+                    lease.request.prompt_tokens,
+                    lease.request.domain,
+                    lease.reason,
+                ]
                 for lease in shown
             ],
-        }  # fmt: skip
+        }
 
     def _space(self) -> dict[str, Any]:
         plane = self._current_plane()
         points = []
-        for one in self._drawn:
-            if plane is not None and one.plane is not plane:
-                one.plane, one.point = plane, plane.place(one.lease.request)
-            if plane is not None and one.point is not None:
-                points.append([one.number, *one.point, one.lease.position, one.lease.request.domain])
+        for drawn in self._drawn:
+            lease = drawn.lease
+            if plane is not None and drawn.plane is not plane:
+                drawn.plane, drawn.point = plane, plane.point_of(lease.request)
+            if plane is not None and drawn.point is not None:
+                points.append([drawn.number, *drawn.point, lease.position, lease.request.domain])
         return {
             "axes": None if plane is None else "centroids" if self._table is not None else "first signatures",
             "centroids": [] if plane is None else list(plane.centroids),
@@ -125,15 +135,15 @@ class LiveView:
         if self._table is not None:
             self._plane = self._plane or CentroidPlane(*self._table)
         elif self._spanned_by < _SPANNING:
-            found = [one.lease.request.expert_counts for one in self._drawn]
-            counts = [c for c in found if c is not None and c.ndim == 2 and c.any()][:_SPANNING]
+            all_counts = [drawn.lease.request.expert_counts for drawn in self._drawn]
+            counts = [c for c in all_counts if c is not None and c.ndim == 2 and c.any()][:_SPANNING]
             counts = [c for c in counts if c.shape == counts[0].shape]
             if len(counts) > max(self._spanned_by, 2):
                 self._plane, self._spanned_by = CountsPlane(counts), len(counts)
         return self._plane
 
     def _latencies(self, now: float) -> dict[str, Any]:
-        bins: dict[int, list[Answered]] = {}
+        bins: dict[int, list[StreamLatencies]] = {}
         for at, answer in self._answers:
             if (ago := int((now - at) / _BIN_S)) < _BINS:
                 bins.setdefault(ago, []).append(answer)
@@ -154,7 +164,7 @@ class LiveView:
         rows = []
         for at, steps in reports:
             n = steps.steps
-            experts = None if not layers else round(steps.experts / n / layers, 2)
+            experts = None if not layers else round(steps.active_experts / n / layers, 2)
             rows.append(
                 [round(now - at, 1), round(steps.requests / n, 2), experts, round(1e3 * steps.seconds / n, 3)]
             )

@@ -1,8 +1,8 @@
-"""Messages between the DecodeRouter actor and its clients, and their encoding.
+"""Messages between the DecodeRouter actor and its ingresses, and their encoding.
 
-A client's `subscribe` call opens with Restore; the router answers with Settings, now and after each change;
-its notes are Workers and Report. A `place` call opens with Place; the router answers with Queued, Leased or
-Unplaced; its notes are a further Place, Counted, or no more than the number of generated tokens.
+An ingress's `subscribe` call opens with Restore; the router answers with Settings, now and after each change;
+its notes are Workers and IngressReport. A `place` call opens with Place; the router answers with Queued,
+Leased or Unplaced; its notes are a further Place, Counted, or only the number of generated tokens.
 
 Everything is MessagePack, of msgspec structs and dataclasses. An array is its dtype, shape and bytes.
 """
@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from eldr_serve.scheduling import Lease, PlacementRequest, State, reads_counts
 
-OWN_LOAD = "own-load"  # `Leased.policy` of a lease that its client has made
+LOCAL_FALLBACK = "local-fallback"  # `Leased.policy` of a lease that its ingress has made
 
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -47,34 +47,35 @@ class Settings:
     shadow: NamedPolicy | None = None  # policy to compare the live one with
 
     @property
-    def read_counts(self) -> bool:
+    def reads_counts(self) -> bool:
         """Return whether the policy or the comparison of placements reads a request's expert counts."""
         return self.shadow is not None or reads_counts(self.policy)
 
 
-class Restore(msgspec.Struct, tag=True, frozen=True):
-    """What a client tells a router that it has connected to; a `place` call for each lease follows.
+class Restore(msgspec.Struct, tag=True, frozen=True, rename={"ingress": "client"}):
+    """The state that an ingress sends after it has connected; a `place` call for each lease follows.
 
     Attributes:
-        leases: ids of the requests whose leases the client holds; its other leases have ended.
-        settings: newest settings that the client knows, which a restarted router adopts.
+        ingress: id of the ingress, `client` in the message, as older releases know it.
+        leases: ids of the requests whose leases the ingress holds; its other leases have ended.
+        settings: newest settings that the ingress knows, which a restarted router adopts.
         counts_shape: (MoE layers, experts) as engines report it, if known.
     """
 
-    client: str
-    workers: tuple[str, ...] = ()
+    ingress: str
+    replicas: tuple[str, ...] = ()
     leases: tuple[str, ...] = ()
     settings: Settings | None = None
     counts_shape: tuple[int, int] | None = None
 
 
 class Workers(msgspec.Struct, tag=True, frozen=True):
-    """The live decode replicas, as the client knows them."""
+    """The live decode replicas, as the ingress knows them."""
 
     replicas: tuple[str, ...]
 
 
-class Answered(msgspec.Struct, frozen=True):
+class StreamLatencies(msgspec.Struct, frozen=True):
     """Latencies of a finished stream as its client saw them, from the request's arrival at the ingress.
 
     Attributes:
@@ -86,16 +87,16 @@ class Answered(msgspec.Struct, frozen=True):
     tpot_s: float | None
 
 
-class Report(msgspec.Struct, tag=True, frozen=True):
-    """What a client has counted since its last report.
+class IngressReport(msgspec.Struct, tag="Report", frozen=True):
+    """Counts of an ingress since its last report.
 
     Attributes:
         events: increments of the status' counters.
-        prediction: OnlinePredictor.status of a client that has a predictor.
+        prediction: OnlinePredictor.status of an ingress that has a predictor.
     """
 
     events: dict[str, int] = {}
-    answered: tuple[Answered, ...] = ()
+    answered: tuple[StreamLatencies, ...] = ()
     prediction: dict[str, Any] | None = None
 
 
@@ -106,14 +107,14 @@ class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
     position: int = -1
     num_candidates: int = 0
     similarity: float | None = None
-    best: bool = False
+    is_best_match: bool = False
     reason: str = ""
     policy: str = ""
     waited_s: float = 0.0
     generated_tokens: int = 0
 
     @classmethod
-    def of(cls, lease: Lease) -> Leased:
+    def from_lease(cls, lease: Lease) -> Leased:
         """Return the content of a lease."""
         return cls(*(getattr(lease, name) for name in cls.__struct_fields__))
 
@@ -129,18 +130,18 @@ class Queued(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 class Unplaced(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """The router knows no decode replica; the client decides."""
+    """The router knows no decode replica; the ingress decides."""
 
 
 class Place(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A request for a lease; as a note, the request scored again or leased by its client.
+    """A request for a lease; as a note, the request scored again or leased by its ingress.
 
     Attributes:
-        held: the lease that the client holds already, from own load or from an earlier connection.
+        lease: the lease that the ingress holds already, from local fallback or from an earlier connection.
     """
 
     request: PlacementRequest
-    held: Leased | None = None
+    lease: Leased | None = None
 
 
 class Counted(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -157,8 +158,8 @@ def _plain(value: Any) -> Any:
     raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
 
 
-def _array(kind: Any, sent: Any) -> NDArray[Any]:
-    name, shape, content = sent
+def _array(kind: Any, encoded: Any) -> NDArray[Any]:
+    name, shape, content = encoded
     dtype = np.dtype(name)
     if dtype.kind not in "biuf":
         raise ValueError(f"an array of {name}")

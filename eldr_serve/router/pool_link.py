@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from eldr_serve.errors import sentence
+from eldr_serve.errors import one_line_message
 from eldr_serve.router.state import RouterState
 from eldr_serve.signatures.coordinator import RouterView
 from eldr_serve.signatures.pool import POLL_S, end_pool, start_pool
@@ -51,7 +51,7 @@ class PoolLink:
             if now is not None:
                 await asyncio.to_thread(start_pool, now)
         except (RayError, ValueError, RuntimeError) as error:
-            logger.warning("the signature pool was not started: %s", sentence(error))
+            logger.warning("the signature pool was not started: %s", one_line_message(error))
 
     async def end(self) -> None:
         """Stop all actors."""
@@ -73,7 +73,7 @@ class PoolLink:
             epoch=state.epoch,
             model_id=state.check.model_id,
             workers=state.num_workers,
-            clients=len(state.clients),
+            ingresses=len(state.ingresses),
             table_version=live.table_version,
             has_table=live.table is not None,
             pool=self._settings,

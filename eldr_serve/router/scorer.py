@@ -19,7 +19,7 @@ from eldr_serve.scheduling import PlacementRequest
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE_EVERY = 16  # one in this many counts is reported even if the policy reads none
+_SAMPLE_EVERY = 16  # one in this many requests reports its counts even if the policy reads none
 
 
 class Scorer:
@@ -30,7 +30,7 @@ class Scorer:
 
     Attributes:
         settings: the live settings; None until known.
-        predictor: the live predictor, as it has learnt here.
+        predictor: the live predictor, with what it has learnt in this process.
         tokenizer: fingerprint of the served tokenizer; None until known.
         shape: (MoE layers, experts) of expert counts as engines report it; None until known.
     """
@@ -57,15 +57,15 @@ class Scorer:
     def _load(self, predictor: bytes | None) -> OnlinePredictor | None:
         if predictor is None:
             return None
-        made = SignaturePredictor.from_bytes(predictor)
+        artifact = SignaturePredictor.from_bytes(predictor)
         try:
-            made.require_fit(model=made.model, tokenizer=self.tokenizer, shape=self.shape)
+            artifact.require_fit(model=artifact.model, tokenizer=self.tokenizer, shape=self.shape)
         except ArtifactError as error:
             logger.error("nothing is predicted: %s", error)
             return None
-        return OnlinePredictor(made)
+        return OnlinePredictor(artifact)
 
-    def tokenised_by(self, fingerprint: str) -> None:
+    def set_tokenizer(self, fingerprint: str) -> None:
         """Set the fingerprint of the served tokenizer; a predictor for another one is discarded."""
         self.tokenizer = fingerprint
         if self.predictor is not None and self.predictor.predictor.tokenizer != fingerprint:
@@ -78,7 +78,7 @@ class Scorer:
         return self.predictor.predict(token_ids)
 
     def train(self, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int) -> None:
-        """Let the predictor learn the true counts of a prompt, see RouterClient.counted."""
+        """Let the predictor learn the true counts of a prompt, see RouterClient.set_measured_counts."""
         if self.predictor is None or not prompt_tokens:
             return
         try:
@@ -87,24 +87,24 @@ class Scorer:
             logger.error("the signature predictor cannot be used, nothing is predicted: %s", error)
             self.predictor = None
 
-    def read_counts(self, counts: NDArray[Any] | None) -> NDArray[Any] | None:
+    def counts_for_policy(self, counts: NDArray[Any] | None) -> NDArray[Any] | None:
         """Return the packed counts to send with a placement; None if the policy reads none."""
-        if counts is None or self.settings is None or not self.settings.read_counts:
+        if counts is None or self.settings is None or not self.settings.reads_counts:
             return None
         return _pack(counts)
 
-    def sampled_counts(self, counts: NDArray[Any]) -> NDArray[Any] | None:
+    def counts_to_report(self, counts: NDArray[Any]) -> NDArray[Any] | None:
         """Return the measured counts to report: those that the policy reads, or else a sample."""
         sampled = next(self._numbers) % _SAMPLE_EVERY == 0
-        return _pack(counts) if sampled else self.read_counts(counts)
+        return _pack(counts) if sampled else self.counts_for_policy(counts)
 
     def score(self, request: PlacementRequest) -> PlacementRequest:
         """Return the request as it is sent: its counts replaced by what the live policy reads."""
         counts, settings = request.expert_counts, self.settings
         if counts is None:
             return replace(request, counts_missing=True)
-        read = self.read_counts if request.predicted else self.sampled_counts
-        fields: dict[str, Any] = {"expert_counts": read(counts)}
+        reduce = self.counts_for_policy if request.predicted else self.counts_to_report
+        fields: dict[str, Any] = {"expert_counts": reduce(counts)}
         if self._table is not None and settings is not None:
             try:
                 fields["similarity"] = self._table.similarity(counts)

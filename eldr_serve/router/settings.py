@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic_core import to_jsonable_python
 
-from eldr_serve.experts.routing_table import Artifact, RoutingTable
+from eldr_serve.experts.artifact import Artifact
+from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.router.messages import NamedPolicy
-from eldr_serve.scheduling import DEFAULT_POLICY, make_policy
+from eldr_serve.scheduling import DEFAULT_POLICY, StepCost, make_policy
+from eldr_serve.scheduling.cost_file import FittedCost
 from eldr_serve.signatures.settings import PoolSettings
 
 
 def _contents_of(kind: type[Artifact]) -> BeforeValidator:
     """Return a validator that replaces a path by the file's bytes, for machines without the file."""
 
-    def contents(given: Any) -> Any:
-        if not isinstance(given, str | Path):
-            return given
-        kind.load(Path(given))
-        return Path(given).read_bytes()
+    def contents(value: Any) -> Any:
+        if not isinstance(value, str | Path):
+            return value
+        kind.load(Path(value))
+        return Path(value).read_bytes()
 
     return BeforeValidator(contents)
 
 
-def _not_from_yaml(given: Any) -> Any:
-    if given is None or isinstance(given, PoolSettings):
+def _cost_of_file(given: Any) -> Any:
+    if not isinstance(given, str | Path):
         return given
+    try:
+        return FittedCost.load(Path(given)).cost
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from error
+
+
+def _not_from_yaml(value: Any) -> Any:
+    if value is None or isinstance(value, PoolSettings):
+        return value
     raise ValueError("`pool` is set automatically: write `signatures` beside `router`")
 
 
 class RouterSettings(BaseModel, frozen=True, extra="forbid"):
-    """Policy, artifacts and client timeout of a decode router."""
+    """Policy, artifacts and ingress timeout of a decode router."""
 
     model_id: str = Field(default="", description="set automatically: id of the served model")
     policy: str = Field(
@@ -58,6 +71,11 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
         description="SignaturePredictor file to start with, read where the app is built; "
         "none: nothing is predicted until one is swapped in",
     )
+    cost: Annotated[StepCost | None, BeforeValidator(_cost_of_file)] = Field(
+        default=None,
+        description="step cost until the engines' own steps are measured: a file of `eldr cost`, read where "
+        "the app is built, or its terms; none: that of a small model on a CPU",
+    )
     client_timeout_s: float = Field(
         default=6.0,
         gt=0,
@@ -72,15 +90,17 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     @property
     def fingerprint(self) -> str:
         """Return a fingerprint that is equal for equal settings; the pool's settings are not part of it."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name, value in self:
             if name == "pool":
                 continue
-            found.update(name.encode() + b"=" + (value if isinstance(value, bytes) else repr(value).encode()))
-        return found.hexdigest()
+            if not isinstance(value, bytes):  # the order of keys has no meaning
+                value = json.dumps(to_jsonable_python(value, fallback=repr), sort_keys=True).encode()
+            digest.update(name.encode() + b"=" + value)
+        return digest.hexdigest()
 
     @model_validator(mode="after")
-    def _can_be_made(self) -> Self:
+    def _check_policies(self) -> Self:
         make_policy(self.policy, **self.parameters)
         if self.shadow is not None:
             make_policy(self.shadow.name, **self.shadow.parameters)

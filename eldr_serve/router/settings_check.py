@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eldr_serve.errors import SwapRefused
+from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.routing_table import ArtifactError, RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.router.messages import Settings
@@ -27,48 +27,52 @@ class SettingsCheck:
         self.model_id = model_id
         self.shape: tuple[int, int] | None = None
 
-    def policies(self, settings: Settings) -> tuple[Policy, Policy | None, RoutingTable | None]:
-        """Return the policy, the shadow and the table of settings; raise SwapRefused if they do not fit."""
+    def build_policies(self, settings: Settings) -> tuple[Policy, Policy | None, RoutingTable | None]:
+        """Return policy, shadow and table of settings; raise SwapRefusedError if they do not fit."""
         size = len(settings.table or b"") + len(settings.predictor or b"")
         if size > MAX_SETTINGS_BYTES:
-            raise SwapRefused(
+            raise SwapRefusedError(
                 f"table and predictor have {size / 2**20:.0f} MiB together, the maximum is "
                 f"{MAX_SETTINGS_BYTES / 2**20:.0f}"
             )
+        table = None if settings.table is None else self.read_table(settings.table)
         try:
-            table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
             policy = make_policy(settings.policy, **settings.parameters).with_table(table)
             shadow = None
             if settings.shadow is not None:
                 named = settings.shadow
                 shadow = make_policy(named.name, **named.parameters).with_table(table)
-        except (ArtifactError, PolicyError) as error:
-            raise SwapRefused(str(error)) from error
-        if table is not None:
-            self._table(table)
+        except PolicyError as error:
+            raise SwapRefusedError(str(error)) from error
         return policy, shadow, table
 
-    def _table(self, table: RoutingTable) -> None:
+    def read_table(self, data: bytes) -> RoutingTable:
+        """Parse a RoutingTable file's content; raise SwapRefusedError if it is invalid or does not fit."""
+        try:
+            table = RoutingTable.from_bytes(data)
+        except ArtifactError as error:
+            raise SwapRefusedError(str(error)) from error
         if table.model != self.model_id:
-            raise SwapRefused(f"the table is for model {table.model!r}, but {self.model_id!r} is served")
+            raise SwapRefusedError(f"the table is for model {table.model!r}, but {self.model_id!r} is served")
         shape = (table.num_layers, table.num_experts)
         if self.shape not in (None, shape):
-            raise SwapRefused(
+            raise SwapRefusedError(
                 f"the table is for {shape[0]} MoE layers x {shape[1]} experts, but the prefill engines "
                 f"report {self.shape[0]} x {self.shape[1]}"
             )
+        return table
 
-    def predictor(self, predictor: bytes, tokenizer: str | None = None) -> None:
-        """Raise SwapRefused if a SignaturePredictor file does not fit."""
+    def require_predictor_fits(self, predictor: bytes, tokenizer: str | None = None) -> None:
+        """Raise SwapRefusedError if a SignaturePredictor file does not fit."""
         try:
             SignaturePredictor.from_bytes(predictor).require_fit(
                 model=self.model_id, tokenizer=tokenizer, shape=self.shape
             )
         except ArtifactError as error:
-            raise SwapRefused(str(error)) from error
+            raise SwapRefusedError(str(error)) from error
 
-    def without_misfit(self, request: PlacementRequest) -> PlacementRequest:
-        """Return the request without its prediction if that has a different shape than the engines'."""
+    def without_unusable_prediction(self, request: PlacementRequest) -> PlacementRequest:
+        """Return the request, without its predicted counts if their shape is not that of the engines."""
         counts = request.expert_counts
         if not request.predicted or counts is None or self.shape is None or counts.shape == self.shape:
             return request

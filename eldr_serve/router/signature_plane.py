@@ -22,7 +22,7 @@ class CentroidPlane:
     axis is a weighted sum of centroids, so a signature's coordinate is the same sum of its similarities.
 
     Args:
-        version: version of the table; signatures scored with another one have no place.
+        version: version of the table; signatures scored with another one have no point.
     """
 
     def __init__(self, table: CentroidTable, version: int) -> None:
@@ -32,7 +32,7 @@ class CentroidPlane:
         self._weights = _axes(gram)
         self.centroids: list[Point] = [_point(row @ self._weights) for row in gram]
 
-    def place(self, request: PlacementRequest) -> Point | None:
+    def point_of(self, request: PlacementRequest) -> Point | None:
         """Return the point of the request's signature; None if it was not scored with this table."""
         if request.similarity is None or request.table_version != self._version:
             return None
@@ -52,7 +52,7 @@ class CountsPlane:
         rows = np.array([_unit(row) for row in counts])
         self._axes = rows.T @ _axes(rows @ rows.T)
 
-    def place(self, request: PlacementRequest) -> Point | None:
+    def point_of(self, request: PlacementRequest) -> Point | None:
         """Return the point of the request's counts; None if it has none of this shape."""
         counts = request.expert_counts
         if counts is None or counts.size != len(self._axes) or not counts.any():

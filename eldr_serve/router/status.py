@@ -24,7 +24,7 @@ def router_status(state: RouterState) -> dict[str, Any]:
         "workers": workers,
         "leases": len(state.placer.running),
         "decode_queue": {"size": state.queue_size, "oldest_wait_s": round(_oldest_wait_s(state), 3)},
-        "clients": len(state.clients),
+        "clients": len(state.ingresses),
         "epoch": state.epoch,
         "counters": dict(
             sorted({**state.counters, "predictor_failures": _predictor_failures(state)}.items())
@@ -34,8 +34,8 @@ def router_status(state: RouterState) -> dict[str, Any]:
 
 def live_status(state: RouterState) -> dict[str, Any]:
     """Return the status and the live page's other data."""
-    shown = state.view.snapshot(state.placer, state.positions, _layers(state))
-    return router_status(state) | {"live": shown, "policies": policy_names()}
+    page = state.view.snapshot(state.placer, _layers(state))
+    return router_status(state) | {"live": page, "policies": policy_names()}
 
 
 def _predictor_failures(state: RouterState) -> int:
@@ -44,20 +44,20 @@ def _predictor_failures(state: RouterState) -> int:
 
 
 def _prediction(state: RouterState) -> dict[str, Any] | None:
-    """Return the quality of the clients' predictions against measured counts; None without a predictor.
+    """Return the quality of the ingresses' predictions against measured counts; None without a predictor.
 
-    `cosine` and `gain` (see OnlinePredictor) are means over the prompts that clients have observed.
+    `cosine` and `gain` (see OnlinePredictor) are means over the prompts that ingresses have observed.
     `on` is the number of `clients` whose predictor is better than the mean prompt.
     """
     if state.settings.predictor is None:
         return None
     reports = list(state.predictions.values())
-    prompts = sum(one["prompts"] for one in reports)
-    found = {"version": state.settings.predictor_version, "clients": len(reports), "prompts": prompts}
-    found["on"] = sum(one["on"] for one in reports)
+    prompts = sum(report["prompts"] for report in reports)
+    quality = {"version": state.settings.predictor_version, "clients": len(reports), "prompts": prompts}
+    quality["on"] = sum(report["on"] for report in reports)
     for name in ("cosine", "gain"):
-        found[name] = sum(one[name] * one["prompts"] for one in reports) / max(prompts, 1)
-    return found
+        quality[name] = sum(report[name] * report["prompts"] for report in reports) / max(prompts, 1)
+    return quality
 
 
 def _oldest_wait_s(state: RouterState) -> float:
@@ -81,7 +81,7 @@ def _workers(state: RouterState) -> list[dict[str, Any]]:
             "kv_tokens": int(loads.kv_tokens[position]),
             "cluster_domain": (domains[position % len(domains)] or None) if domains else None,
         }
-        for position, replica in enumerate(state.positions)
+        for position, replica in enumerate(state.positions.replicas)
         if replica is not None
     ]
 

@@ -1,8 +1,9 @@
-"""What decode steps cost, from the engines' measurements."""
+"""Cost of decode steps, fitted to the engines' measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from eldr_serve.scheduling import StepCost, StepSums
 
@@ -14,16 +15,21 @@ class StepCosts:
 
     Args:
         clock: monotonic clock, s.
+        prior: the deployment's cost, until one is fitted.
 
-    Attributes:
-        cost: the fitted cost; None until it is known.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], prior: StepCost | None = None) -> None:
         self._clock = clock
         self._recent, self._recent_at = StepSums(), clock()
         self._all = StepSums()
-        self.cost: StepCost | None = None
+        self._prior = prior
+        self._fitted: StepCost | None = None
+
+    @property
+    def cost(self) -> StepCost | None:
+        """Return the fitted cost, or the prior; None if there is neither."""
+        return self._fitted or self._prior
 
     def observe(self, steps: StepSums) -> None:
         """Add steps, and fit the cost to them and earlier ones."""
@@ -31,14 +37,16 @@ class StepCosts:
         self._all += steps
         keep = 0.5 ** ((now - self._recent_at) / _HALF_LIFE_S)
         self._recent, self._recent_at = self._recent.faded(keep) + steps, now
-        self.cost = self._recent.fit() or self.cost
+        self._fitted = self._recent.fit() or self._fitted
 
-    def status(self) -> dict[str, float]:
-        """Return the weighted number of steps, and the cost fitted to them, s, once it is known."""
-        steps = {"steps": round(self._recent.steps, 1)}
-        if self.cost is None:
-            return steps
-        return steps | self.cost.as_dict() | {"relative_error": self._recent.error(self.cost)}
+    def status(self) -> dict[str, Any]:
+        """Return the weighted number of steps, the cost, s, and its relative error once it is fitted."""
+        status: dict[str, Any] = {"steps": round(self._recent.steps, 1)}
+        if self.cost is not None:
+            status |= self.cost.as_dict()
+        if self._fitted is not None:
+            status["relative_error"] = self._recent.error(self._fitted)
+        return status
 
     def totals(self, layers: int | None) -> dict[str, float] | None:
         """Return sums over all decode steps; None until the number of MoE layers is known."""
@@ -47,7 +55,7 @@ class StepCosts:
         return {
             "steps": self._all.steps,
             "requests": self._all.requests,
-            "active_experts": self._all.experts / layers,  # mean over layers
+            "active_experts": self._all.active_experts / layers,  # mean over layers
             "seconds": self._all.seconds,
-            "token_seconds": self._all.waited,
+            "token_seconds": self._all.token_seconds,
         }

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from eldr_serve.errors import Overloaded
-from eldr_serve.queues.wait_estimate import WaitEstimate
+from eldr_serve.errors import OverloadedError
+from eldr_serve.queues.wait_estimate import WaitEstimator
 from eldr_serve.scheduling import Lease, State
 
 
@@ -16,14 +16,14 @@ class _Waiting:
     """One request.
 
     Attributes:
-        answer: done when the request need not wait any more.
-        asked_s: time since when the router owes an answer, on the event loop's clock.
+        answer: done when the wait is over.
+        unanswered_since_s: time at which the wait for an answer last began, on the event loop's clock.
         expiry: end of the wait in the decode queue, once it has begun.
     """
 
     lease: Lease
     answer: asyncio.Future[None]
-    asked_s: float
+    unanswered_since_s: float
     expiry: asyncio.TimerHandle | None = None
 
 
@@ -32,7 +32,7 @@ class WaitingRequests:
 
     Args:
         timeout_s: maximum time for an answer, s.
-        on_late: called when the router has owed an answer for longer than that.
+        on_late: called when the router has not answered for longer than that.
         on_expired: called when a request is refused since no worker is free in time.
     """
 
@@ -43,25 +43,25 @@ class WaitingRequests:
         self._on_late, self._on_expired = on_late, on_expired
         self._waiting: dict[str, _Waiting] = {}
         self._in_queue = 0
-        self._estimate = WaitEstimate(clock=lambda: asyncio.get_running_loop().time())
+        self._estimator = WaitEstimator(clock=lambda: asyncio.get_running_loop().time())
         self._timer: asyncio.TimerHandle | None = None  # of the oldest unanswered request
 
     def __iter__(self) -> Iterator[Lease]:
         """Iterate over the leases that wait."""
-        return iter([one.lease for one in self._waiting.values() if not one.answer.done()])
+        return iter([waiting.lease for waiting in self._waiting.values() if not waiting.answer.done()])
 
     async def wait(self, lease: Lease) -> None:
         """Return when `resume` is called for the request.
 
         Raises:
-            Overloaded: no worker was free in time, or would be.
+            OverloadedError: no worker was free in time, or none would be.
             CancelledError: `cancel` was called.
         """
         loop, request_id = asyncio.get_running_loop(), lease.request_id
         waiting = self._waiting[request_id] = _Waiting(lease, loop.create_future(), loop.time())
         self._watch()
         try:
-            # Not wait_for: in Python 3.11 it swallows a cancellation that meets a finished answer, and the
+            # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer, and the
             # request of a disconnected client would keep running.
             await waiting.answer
         finally:
@@ -70,7 +70,7 @@ class WaitingRequests:
             if waiting.expiry is not None:
                 waiting.expiry.cancel()
                 self._in_queue -= 1
-                self._estimate.departed(empty=not self._in_queue)
+                self._estimator.record_departure(empty=not self._in_queue)
 
     def resume(self, request_id: str) -> None:
         """End a request's wait, if it waits."""
@@ -86,21 +86,21 @@ class WaitingRequests:
     def queue(self, request_id: str) -> None:
         """Let a request wait in the decode queue until `deadline_s`; refuse it if it would wait longer."""
         waiting = self._waiting.get(request_id)
-        if waiting is None or waiting.expiry is not None:  # gone, or back in the queue of another router
+        if waiting is None or waiting.expiry is not None:  # released, or queued again by another router
             return
         loop, deadline_s = asyncio.get_running_loop(), waiting.lease.deadline_s
-        if loop.time() + self._estimate.wait_s(self._in_queue + 1) > deadline_s:
+        if loop.time() + self._estimator.wait_s(self._in_queue + 1) > deadline_s:
             self._expire(waiting)
         else:
             waiting.expiry = loop.call_at(deadline_s, self._expire, waiting)
             self._in_queue += 1
 
     def router_lost(self) -> None:
-        """Let requests wait for an answer again that had one, or were in the decode queue."""
+        """Let all requests wait for an answer again, including those that were in the decode queue."""
         now = asyncio.get_running_loop().time()
         for waiting in self._waiting.values():
             if waiting.lease.state is State.QUEUED:
-                waiting.asked_s = now
+                waiting.unanswered_since_s = now
             if waiting.lease.state in (State.SENT, State.QUEUED):
                 waiting.lease.become(State.UNSENT)
         if self._waiting:
@@ -114,9 +114,9 @@ class WaitingRequests:
     def _expire(self, waiting: _Waiting) -> None:
         if not waiting.answer.done():
             self._on_expired()
-            retry_after_s = self._estimate.retry_after_s(self._in_queue + 1)
-            why = "no decode worker is free for this request in time"
-            waiting.answer.set_exception(Overloaded(why, retry_after_s=retry_after_s))
+            retry_after_s = self._estimator.retry_after_s(self._in_queue + 1)
+            reason = "no decode worker is free for this request in time"
+            waiting.answer.set_exception(OverloadedError(reason, retry_after_s=retry_after_s))
 
     def _watch(self) -> None:
         if self._timer is None:
@@ -124,14 +124,14 @@ class WaitingRequests:
 
     def _check_time(self) -> None:
         self._timer = None
-        owed = [
-            one.asked_s
-            for one in self._waiting.values()
-            if one.lease.state in (State.UNSENT, State.SENT) and not one.answer.done()
+        unanswered = [
+            waiting.unanswered_since_s
+            for waiting in self._waiting.values()
+            if waiting.lease.state in (State.UNSENT, State.SENT) and not waiting.answer.done()
         ]
-        if not owed:
+        if not unanswered:
             return
-        loop, due_s = asyncio.get_running_loop(), min(owed) + self._timeout_s
+        loop, due_s = asyncio.get_running_loop(), min(unanswered) + self._timeout_s
         if due_s > loop.time():
             self._timer = loop.call_at(due_s, self._check_time)
         else:

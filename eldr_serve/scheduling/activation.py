@@ -35,9 +35,8 @@ def probability(levels: Levels) -> NDArray[np.float32]:
 
 def extend_rows(rows: NDArray[Any], workers: int, *cells: int, fill: float = 0) -> NDArray[Any]:
     """Return `rows` extended to shape [workers, *cells] by rows of `fill`."""
-    have = len(rows)
-    more = np.full((workers - have, *cells), fill, rows.dtype)
-    return np.concatenate([rows.reshape(have, *cells), more])
+    new = np.full((workers - len(rows), *cells), fill, rows.dtype)
+    return np.concatenate([rows.reshape(len(rows), *cells), new])
 
 
 class ExpectedActivation:
@@ -48,30 +47,45 @@ class ExpectedActivation:
     all cells (l, e), beginning with every eighth layer.
 
     Attributes:
-        idle: float32[W, L*E], probability that a step of the worker does not activate the expert.
-        union: float64[W], expected number of active experts of a step.
-        held: worker and levels of each request.
+        running: worker and levels of each running request.
         mean: float32[L*E], mean p of recent requests, with their latest counts; None before the first.
         layers: int64[L], order of layers in a row.
         coarse_cells: number of cells of every eighth layer, which come first.
     """
 
     def __init__(self) -> None:
-        self.idle = np.ones((0, 0), np.float32)
-        self.union = np.zeros(0)
-        self.held: dict[str, tuple[int, Levels]] = {}
+        self._idle = np.ones((0, 0), np.float32)
+        self._union = np.zeros(0)
+        self._changed: set[int] = set()  # workers whose depth is newer than their `idle` and `union`
+        self.running: dict[str, tuple[int, Levels]] = {}
         self.layers = np.zeros(0, np.int64)
         self.coarse_cells = 0
         self.depth = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
         self._shape: tuple[int, ...] = ()
         self.mean: NDArray[np.float32] | None = None
-        self._num_learnt = 0  # number of requests in the mean
+        self._mean_levels: Levels | None = None  # of the mean, until it changes
+        self._measured: dict[str, tuple[NDArray[Any], int]] = {}  # counts and tokens of running requests
+        self._num_observed = 0  # number of requests in the mean
         self._sequence: dict[str, int] = {}  # of each running request in the mean
+
+    @property
+    def idle(self) -> NDArray[np.float32]:
+        """Return the probability that a step of the worker does not activate the expert, float32[W, L*E]."""
+        self._refresh()
+        return self._idle
+
+    @property
+    def union(self) -> NDArray[np.float64]:
+        """Return the expected number of active experts of a step, float64[W]."""
+        self._refresh()
+        return self._union
 
     def levels(self, request: PlacementRequest) -> Levels | None:
         """Return the levels of a request, uint8[L*E], from its counts or else the mean; None without both."""
         counts = request.expert_counts
         if counts is not None and self.usable(request):
+            if self._is_running(request):  # a change of workers assigns all running requests again
+                return self.running[request.request_id][1]
             if not self._shape:
                 self._shape = counts.shape
                 order = np.arange(len(counts))
@@ -79,11 +93,15 @@ class ExpectedActivation:
                 self.coarse_cells = len(order[::_COARSE]) * counts.shape[1]
             p = counts[self.layers].reshape(-1).astype(np.float32)
             p /= request.prompt_tokens
-        elif self.mean is not None:
-            p = self.mean
-        else:
-            return None
-        return levels_of(p)
+            return levels_of(p)
+        if self._mean_levels is None and self.mean is not None:
+            self._mean_levels = levels_of(self.mean)
+        return self._mean_levels
+
+    def _is_running(self, request: PlacementRequest) -> bool:
+        """Return whether the request is running with the same counts."""
+        counts, tokens = self._measured.get(request.request_id, (None, 0))
+        return counts is request.expert_counts and tokens == request.prompt_tokens
 
     def usable(self, request: PlacementRequest) -> bool:
         """Return whether the request has counts of the right shape."""
@@ -97,15 +115,20 @@ class ExpectedActivation:
 
     def on_assigned(self, request: PlacementRequest, worker: int, levels: Levels | None) -> None:
         """Add a request with these levels to `worker`; remove it from its previous worker."""
-        before = self._remove(request.request_id)
+        previous_worker, before = self.running.get(request.request_id, (-1, None))
+        if levels is not None and levels is before and worker == previous_worker:
+            return
+        self._remove(request.request_id)
         if levels is None:
             self._sequence.pop(request.request_id, None)
             return
         self.grow(worker + 1)
-        self.held[request.request_id] = (worker, levels)
+        self.running[request.request_id] = (worker, levels)
         self.depth[worker] += _SQUARES[levels]
-        self._refresh(worker)
+        self._changed.add(worker)
         if self.usable(request):
+            assert request.expert_counts is not None
+            self._measured[request.request_id] = (request.expert_counts, request.prompt_tokens)
             self._learn(request.request_id, probability(levels), before)
 
     def on_finished(self, request_id: str) -> None:
@@ -113,39 +136,42 @@ class ExpectedActivation:
         self._remove(request_id)
         self._sequence.pop(request_id, None)
 
-    def _remove(self, request_id: str) -> Levels | None:
-        worker, levels = self.held.pop(request_id, (-1, None))
+    def _remove(self, request_id: str) -> None:
+        worker, levels = self.running.pop(request_id, (-1, None))
+        self._measured.pop(request_id, None)
         if levels is not None:
             self.depth[worker] -= _SQUARES[levels]
-            self._refresh(worker)
-        return levels
+            self._changed.add(worker)
 
     def grow(self, workers: int) -> None:
         """Extend the arrays to at least this number of workers."""
         if workers > len(self.depth):
             cells = int(np.prod(self._shape))
             self.depth = extend_rows(self.depth, workers, cells)
-            self.idle = extend_rows(self.idle, workers, cells, fill=1)
-            self.union = extend_rows(self.union, workers)
+            self._idle = extend_rows(self._idle, workers, cells, fill=1)
+            self._union = extend_rows(self._union, workers)
 
     def _learn(self, request_id: str, p: NDArray[np.float32], before: Levels | None) -> None:
+        self._mean_levels = None
         number = self._sequence.get(request_id)
         if number is not None and before is not None and self.mean is not None:  # corrected counts
             self.mean += (p - probability(before)) * np.float32(self._weight(number))
             np.maximum(self.mean, 0, out=self.mean)
             return
-        self._num_learnt += 1
-        self._sequence[request_id] = self._num_learnt
+        self._num_observed += 1
+        self._sequence[request_id] = self._num_observed
         if self.mean is None:
             self.mean = p.copy()
         else:
-            self.mean += (p - self.mean) / np.float32(min(self._num_learnt, _MEMORY))
+            self.mean += (p - self.mean) / np.float32(min(self._num_observed, _MEMORY))
 
     def _weight(self, number: int) -> float:
         """Return the current weight of the request with this number in the mean."""
-        full = min(self._num_learnt, _MEMORY)
-        return (1 - 1 / _MEMORY) ** (self._num_learnt - max(number, full)) / full
+        full = min(self._num_observed, _MEMORY)
+        return (1 - 1 / _MEMORY) ** (self._num_observed - max(number, full)) / full
 
-    def _refresh(self, worker: int) -> None:
-        np.exp(-UNIT * self.depth[worker], out=self.idle[worker], casting="same_kind")
-        self.union[worker] = self.idle.shape[1] - self.idle[worker].sum(dtype=np.float64)
+    def _refresh(self) -> None:
+        for worker in self._changed:
+            np.exp(-UNIT * self.depth[worker], out=self._idle[worker], casting="same_kind")
+            self._union[worker] = self._idle.shape[1] - self._idle[worker].sum(dtype=np.float64)
+        self._changed.clear()

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from scipy.optimize import nnls
 
 _MOST_S = 1e6
 Seconds = Annotated[float, Field(ge=0, le=_MOST_S)]
+Batch = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class StepCost:
     """Time of a decode step, linear in requests, KV tokens, active experts and prompt tokens.
+
+    On a GPU it also jumps with the batch, as kernels have tiles and CUDA graphs are captured for some sizes:
+    `batch_s` has that part for some batches; it is linear between two of them and beyond the last two.
 
     The defaults have the ratios of a small model on a CPU core. Placement hardly depends on them, and
     fitted values replace them after the first steps.
@@ -35,36 +41,82 @@ class StepCost:
         description="each prompt token that a whole engine computes in the step, including the experts that "
         "it activates beyond those of a decode step, s; 0 with separate prefill engines",
     )
+    batch_s: dict[Batch, Seconds] = Field(
+        default_factory=dict,
+        description="what batches of some sizes add, s by number of requests; not falling",
+    )
 
-    def seconds(self, requests: Any, kv_tokens: Any, experts: Any, prompt_tokens: Any = 0) -> Any:
-        """Return the time of a step, s; arguments broadcast. `experts`: those of decoding requests."""
-        return (
+    @field_validator("batch_s")
+    @classmethod
+    def _does_not_fall(cls, batch_s: dict[int, float]) -> dict[int, float]:
+        if len(batch_s) == 1:
+            raise ValueError("must have two batches or more, or none")
+        rows = sorted(batch_s.items())
+        for (few, before), (many, after) in pairwise(rows):
+            if after < before:
+                raise ValueError(
+                    f"must not fall, but it has {before:g} s for {few} requests and {after:g} for {many}"
+                )
+        return dict(rows)
+
+    def seconds(self, requests: Any, kv_tokens: Any, active_experts: Any, prompt_tokens: Any = 0) -> Any:
+        """Return the time of a step, s; arguments broadcast. Active experts: those of decoding requests."""
+        linear = (
             self.fixed_s
             + self.per_request_s * requests
             + self.per_kv_token_s * kv_tokens
-            + self.per_expert_s * experts
+            + self.per_expert_s * active_experts
             + self.per_prompt_token_s * prompt_tokens
         )
+        return linear + self._of_batch(requests) if self.batch_s else linear
+
+    def _of_batch(self, requests: Any) -> Any:
+        sizes, seconds, slope = self._table
+        return np.interp(requests, sizes, seconds) + slope * np.maximum(np.subtract(requests, sizes[-1]), 0)
+
+    @cached_property
+    def _table(self) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+        """Return batches, their seconds, and the slope beyond the last one, s per request."""
+        sizes, seconds = (
+            np.array([*column], np.float64) for column in zip(*self.batch_s.items(), strict=True)
+        )
+        return sizes, seconds, float(np.diff(seconds)[-1] / np.diff(sizes)[-1])
 
     def added_seconds(
-        self, requests: Any, kv_tokens: Any, experts: Any, *, more_tokens: Any, more_experts: Any
-    ) -> Any:
-        """Return the time that one more request adds to a step, over all requests, s.
+        self, requests: Any, kv_tokens: Any, active_experts: Any, *, more_tokens: Any, more_experts: Any
+    ) -> tuple[Any, Any]:
+        """Return the time that one more request adds, over all requests, and the time of its step, both in s.
 
         Args:
             more_tokens: KV tokens of that request.
             more_experts: active experts that it adds.
         """
-        now = self.seconds(requests, kv_tokens, experts)
-        with_it = self.seconds(requests + 1, kv_tokens + more_tokens, experts + more_experts)
-        return (requests + 1) * with_it - requests * now
+        now = self.seconds(requests, kv_tokens, active_experts)
+        with_it = self.seconds(requests + 1, kv_tokens + more_tokens, active_experts + more_experts)
+        return (requests + 1) * with_it - requests * now, with_it
 
-    def as_dict(self) -> dict[str, float]:
-        """Return a JSON-able dict `d`, such that `StepCost(**d)` restores it."""
-        return asdict(self)
+    def as_dict(self) -> dict[str, Any]:
+        """Return a JSON-able dict `d`, such that `StepCost(**d)` restores it; without an empty `batch_s`."""
+        return {name: value for name, value in asdict(self).items() if value != {}}
 
 
-_TERMS = len(fields(StepCost)) - 1  # number of terms of a decode step
+def non_negative_terms(gram: NDArray[np.float64], moment: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Solve the normal equations of a least-squares fit for terms of 0 or more, float64[n].
+
+    Args:
+        gram: float64[n, n], features.T @ features. A term whose feature is always 0 gets 0.
+        moment: float64[n], features.T @ target.
+    """
+    scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
+    scaled = gram / np.outer(scale, scale) + 1e-9 * np.eye(len(scale))
+    root = np.linalg.cholesky(scaled)  # |root.T x - root^-1 m|^2 is the quadratic form of the sums
+    solution, _ = nnls(root.T, np.linalg.solve(root, moment / scale))
+    return np.asarray(solution / scale, np.float64)
+
+
+# Terms of a decode step, in the order of StepCost's fields and of the columns in `StepSums.from_steps`.
+_TERMS = ("fixed_s", "per_request_s", "per_kv_token_s", "per_expert_s")
+_PER_EXPERT = _TERMS.index("per_expert_s")
 
 
 @dataclass
@@ -77,41 +129,48 @@ class StepSums:
     Attributes:
         gram, moment: normal equations of the weighted least-squares fit.
         steps: number of decode steps.
-        requests, experts, seconds: unweighted sums over decode steps, experts also over MoE layers.
+        requests, active_experts, seconds: unweighted sums over decode steps, experts also over MoE layers.
         prompts: float64[5], sums over steps that computed prompts, which no other sum includes: steps,
             requests, KV tokens, prompt tokens, seconds.
-        waited: sum of seconds times requests: total time that tokens waited for their decode steps, s.
+        token_seconds: sum of seconds times requests: total time that tokens waited for their decode steps, s.
     """
 
-    gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((_TERMS, _TERMS)))
-    moment: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_TERMS))
+    gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((len(_TERMS), len(_TERMS))))
+    moment: NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(_TERMS)))
     steps: float = 0.0
     requests: float = 0.0
-    experts: float = 0.0
+    active_experts: float = 0.0
     seconds: float = 0.0
     prompts: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
-    waited: float = 0.0
+    token_seconds: float = 0.0
 
     @classmethod
-    def of(
-        cls, requests: ArrayLike, kv_tokens: ArrayLike, experts: ArrayLike, seconds: ArrayLike
+    def from_steps(
+        cls, requests: ArrayLike, kv_tokens: ArrayLike, active_experts: ArrayLike, seconds: ArrayLike
     ) -> StepSums:
         """Sum records of decode steps, given as arrays of equal length.
 
         Args:
-            experts: active experts, summed over MoE layers.
+            active_experts: active experts, summed over MoE layers.
         """
         time = np.asarray(seconds, np.float64)
         known = time > 0
-        columns = [np.ones_like(time), *(np.asarray(a, np.float64) for a in (requests, kv_tokens, experts))]
-        features, time = np.stack(columns, axis=-1)[known], time[known]
+        columns = [np.asarray(column, np.float64) for column in (requests, kv_tokens, active_experts)]
+        features, time = np.stack([np.ones_like(time), *columns], axis=-1)[known], time[known]
         relative = features / time[:, None]
-        steps, in_all, _, activated = features.sum(axis=0)
-        plain = {"steps": steps, "requests": in_all, "experts": activated, "seconds": time.sum()}
-        return cls(relative.T @ relative, relative.sum(axis=0), **plain, waited=float(features[:, 1] @ time))
+        num_steps, num_requests, _, num_experts = features.sum(axis=0)
+        return cls(
+            relative.T @ relative,
+            relative.sum(axis=0),
+            steps=num_steps,
+            requests=num_requests,
+            active_experts=num_experts,
+            seconds=time.sum(),
+            token_seconds=float(features[:, 1] @ time),
+        )
 
     @classmethod
-    def of_prompts(
+    def from_prompts(
         cls, requests: ArrayLike, kv_tokens: ArrayLike, prompt_tokens: ArrayLike, seconds: ArrayLike
     ) -> StepSums:
         """Sum records of steps that computed prompts; `prompt_tokens` excludes one token per request."""
@@ -131,25 +190,21 @@ class StepSums:
         The cost of a prompt token is the mean excess of steps with prompts over decode steps of as many
         requests and KV tokens with the mean number of experts.
         """
-        if self.steps < 10 * _TERMS:
+        if self.steps < 10 * len(_TERMS):
             return None
-        scale = np.sqrt(np.maximum(np.diag(self.gram), 1e-300))
-        gram = self.gram / np.outer(scale, scale) + 1e-9 * np.eye(_TERMS)
-        root = np.linalg.cholesky(gram)  # |root.T x - root^-1 m|^2 is the quadratic form of the sums
-        solution, _ = nnls(root.T, np.linalg.solve(root, self.moment / scale))
-        terms = solution / scale
-        if not (terms[-1] > 0 and terms.max() <= _MOST_S):  # also false for nan
+        terms = non_negative_terms(self.gram, self.moment)
+        if not (terms[_PER_EXPERT] > 0 and terms.max() <= _MOST_S):  # also false for nan
             return None
-        decode = StepCost(*map(float, terms))
+        decode = StepCost(*terms.tolist())
         steps, requests, kv_tokens, prompt_tokens, seconds = self.prompts.tolist()
         if not prompt_tokens:
             return decode
-        usual = decode.seconds(requests / steps, kv_tokens / steps, self.experts / self.steps)
+        usual = decode.seconds(requests / steps, kv_tokens / steps, self.active_experts / self.steps)
         each = (seconds - steps * usual) / prompt_tokens
         return replace(decode, per_prompt_token_s=min(max(0.0, each), _MOST_S))
 
     def error(self, cost: StepCost) -> float:
         """Return the root mean square of the relative error of `cost` over the decode steps."""
-        c = np.array(astuple(cost)[:_TERMS])
+        c = np.array([getattr(cost, name) for name in _TERMS])
         square = self.steps - 2 * c @ self.moment + c @ self.gram @ c
         return float(np.sqrt(max(0.0, square) / self.steps)) if self.steps else float("nan")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -20,12 +21,12 @@ class GuardedPolicy:
     If a notification fails, the policy misses that event; others are not affected.
 
     Args:
-        failed: callback for each exception; may raise it again.
+        on_policy_error: callback for each exception; may raise it again.
     """
 
-    def __init__(self, policy: Policy, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, policy: Policy, on_policy_error: Callable[[Exception], None]) -> None:
         self.policy = policy
-        self._failed = failed
+        self._on_policy_error = on_policy_error
         self._logged = False
 
     @property
@@ -38,9 +39,9 @@ class GuardedPolicy:
         return isinstance(self.policy, QueuedPolicy) and self.policy.queues
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        """See Policy.select."""
+        """Return the policy's decision, or one by load if the policy fails."""
         try:
-            return _check_available(self.policy.select(request, loads, rng), loads)
+            return _checked(self.policy.select(request, loads, rng), loads)
         except NoWorkerError:
             raise
         except Exception as error:
@@ -50,7 +51,7 @@ class GuardedPolicy:
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
-        """See QueuedPolicy.dispatch; if it fails, requests are placed by load.
+        """Return the policy's assignments of waiting requests, or some by load if the policy fails.
 
         With a parameter `slots`, as many requests are placed as slots are free, and the others wait for the
         next call. Without it no limit is known, so all are placed.
@@ -58,26 +59,27 @@ class GuardedPolicy:
         assert isinstance(self.policy, QueuedPolicy)
         try:
             assigned = self.policy.dispatch(waiting, loads, rng)
-            return [(index, _check_available(decision, loads)) for index, decision in assigned]
+            _check_indices([index for index, _ in assigned], len(waiting))
+            return [(index, _checked(decision, loads)) for index, decision in assigned]
         except Exception as error:
             self._log(error)
             slots = getattr(getattr(self.policy, "parameters", None), "slots", None)
             return list(enumerate(_by_load(len(waiting), loads, slots)))
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
-        """See Policy.on_assigned."""
+        """Notify the policy that a request has a worker."""
         self._notify(lambda: self.policy.on_assigned(request, worker, decision))
 
     def on_finished(self, request_id: str) -> None:
-        """See Policy.on_finished."""
+        """Notify the policy that a request has ended."""
         self._notify(lambda: self.policy.on_finished(request_id))
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
-        """See Policy.on_progress."""
+        """Notify the policy of the totals of generated tokens by request id."""
         self._notify(lambda: self.policy.on_progress(generated_tokens))
 
     def update_cost_model(self, cost: StepCost) -> None:
-        """See Policy.update_cost_model."""
+        """Give the policy a new cost of a decode step."""
         self._notify(lambda: self.policy.update_cost_model(cost))
 
     def _notify(self, notify: Callable[[], None]) -> None:
@@ -87,14 +89,21 @@ class GuardedPolicy:
             self._log(error)
 
     def _log(self, error: Exception) -> None:
-        self._failed(error)
+        self._on_policy_error(error)
         if not self._logged:
             self._logged = True
             logger.warning("policy %s failed; requests are placed by load", self.name, exc_info=error)
 
 
-def _check_available(decision: Decision, loads: Loads) -> Decision:
-    if not loads.available[decision.worker]:
+def _check_indices(indices: list[int], waiting: int) -> None:
+    if not all(0 <= operator.index(index) < waiting for index in indices):
+        raise ValueError(f"the policy assigns requests {indices} of {waiting} that wait")
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"the policy assigns a request twice: {indices}")
+
+
+def _checked(decision: Decision, loads: Loads) -> Decision:
+    if not (0 <= operator.index(decision.worker) < len(loads) and loads.available[decision.worker]):
         raise ValueError(f"the chosen worker {decision.worker} is not available")
     return decision
 

@@ -13,19 +13,27 @@ from eldr_serve.scheduling.types import Loads
 class LoadLedger:
     """Requests in flight, KV tokens (prompt + generated) and pending prefill tokens of each worker.
 
-    A worker is any hashable name. Loads are never negative, and zero for an idle or unknown worker.
+    A worker is any hashable name. Loads are never negative, and zero for an idle or unknown worker. A worker
+    has a row while it has requests or is one of those of the last call of `rows`.
     """
 
     def __init__(self) -> None:
         self._requests: dict[str, tuple[int, int, int]] = {}  # id -> worker's row, prompt, generated
-        self._rows: dict[Hashable, int] = {}  # row of every worker that was ever named
+        self._rows: dict[Hashable, int] = {}  # row of each worker
+        self._workers: list[Hashable] = []  # worker of each row
+        self._free: list[int] = []  # rows of no worker
+        self._kept: set[Hashable] = set()  # workers that keep their rows when they are idle
         self._pending_prefill: dict[str, int] = {}  # id -> prompt tokens still to be computed
-        self._in_flight = np.zeros(16, np.int64)
-        self._kv_tokens = np.zeros(16, np.int64)
-        self._prefill_tokens = np.zeros(16, np.int64)
+        self._loads = np.zeros((3, 16), np.int64)
+        self._in_flight, self._kv_tokens, self._prefill_tokens = self._loads
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows in memory."""
+        return len(self._workers)
 
     def add(self, request_id: str, worker: Hashable, prompt_tokens: int) -> None:
         """Add a request to `worker`; remove it from its previous worker."""
@@ -35,44 +43,49 @@ class LoadLedger:
         self._in_flight[row] += 1
         self._kv_tokens[row] += prompt_tokens
 
-    def prefills(self, request_id: str, tokens: int) -> None:
+    def add_prefill(self, request_id: str, tokens: int) -> None:
         """Add pending prefill tokens of a request; its first generated token removes them."""
-        held = self._requests.get(request_id)
-        if held is not None:
-            self._prefilled(request_id)
+        entry = self._requests.get(request_id)
+        if entry is not None:
+            self._remove_prefill(request_id)
             self._pending_prefill[request_id] = tokens
-            self._prefill_tokens[held[0]] += tokens
+            self._prefill_tokens[entry[0]] += tokens
 
-    def _prefilled(self, request_id: str) -> None:
+    def _remove_prefill(self, request_id: str) -> None:
         tokens = self._pending_prefill.pop(request_id, None)
         if tokens is not None:
             self._prefill_tokens[self._requests[request_id][0]] -= tokens
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
         """Set the total of generated tokens; ignore unknown requests and decreases."""
-        held = self._requests.get(request_id)
-        if held is None or generated_tokens <= held[2]:
+        entry = self._requests.get(request_id)
+        if entry is None or generated_tokens <= entry[2]:
             return
-        self._prefilled(request_id)
-        row, prompt_tokens, before = held
+        self._remove_prefill(request_id)
+        row, prompt_tokens, before = entry
         self._requests[request_id] = (row, prompt_tokens, generated_tokens)
         self._kv_tokens[row] += generated_tokens - before
 
     def release(self, request_id: str) -> None:
         """Remove a request; a second release does nothing."""
-        self._prefilled(request_id)
-        held = self._requests.pop(request_id, None)
-        if held is None:
+        self._remove_prefill(request_id)
+        entry = self._requests.pop(request_id, None)
+        if entry is None:
             return
-        row, prompt_tokens, generated = held
+        row, prompt_tokens, generated = entry
         self._in_flight[row] -= 1
         self._kv_tokens[row] -= prompt_tokens + generated
         assert self._in_flight[row] >= 0
         assert self._kv_tokens[row] >= 0
+        self._free_if_idle(self._workers[row])
 
     def rows(self, workers: Iterable[Hashable]) -> NDArray[np.int64]:
-        """Return the permanent row numbers of these workers, int64[W], for `loads`."""
-        return np.array([self._row_of(worker) for worker in workers], np.int64)
+        """Return the row numbers of these workers, int64[W], for `loads`; the next call may change them."""
+        names = list(workers)
+        before, self._kept = self._kept, set(names)
+        for worker in before - self._kept:
+            self._free_if_idle(worker)
+        return np.array([self._row_of(worker) for worker in names], np.int64)
 
     def loads(self, rows: NDArray[np.int64], available: NDArray[np.bool_] | None = None) -> Loads:
         """Return a copy of the loads of the workers in these rows; None: all are available."""
@@ -81,9 +94,24 @@ class LoadLedger:
         return Loads(self._in_flight[rows], self._kv_tokens[rows], available, self._prefill_tokens[rows])
 
     def _row_of(self, worker: Hashable) -> int:
-        row = self._rows.setdefault(worker, len(self._rows))
-        if row == len(self._in_flight):
-            for column in ("_in_flight", "_kv_tokens", "_prefill_tokens"):
-                values = getattr(self, column)
-                setattr(self, column, np.append(values, np.zeros_like(values)))
+        """Return the row of a worker; give it one if it has none."""
+        row = self._rows.get(worker)
+        if row is not None:
+            return row
+        if self._free:
+            row = self._free.pop()
+            self._workers[row] = worker
+        else:
+            row = len(self._workers)
+            self._workers.append(worker)
+        if row == self._loads.shape[1]:
+            self._loads = np.concatenate([self._loads, np.zeros_like(self._loads)], axis=1)
+            self._in_flight, self._kv_tokens, self._prefill_tokens = self._loads
+        self._rows[worker] = row
         return row
+
+    def _free_if_idle(self, worker: Hashable) -> None:
+        row = self._rows[worker]
+        if worker not in self._kept and not self._in_flight[row]:
+            del self._rows[worker]
+            self._free.append(row)

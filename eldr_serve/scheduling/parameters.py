@@ -1,4 +1,4 @@
-"""Declaration and validation of policy parameters; errors are one sentence."""
+"""Declaration and validation of policy parameters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from eldr_serve.scheduling.types import PolicyError
+from eldr_serve.validation import first_problem
 
 MAX_COUNT = 2**31 - 1  # maximum of any count, so that sums fit into int64
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 
-_KINDS = {bool: "true or false", float: "a number", int: "a whole number", str: "a name"}
+_KINDS: dict[Any, str] = {
+    bool: "true or false",
+    float: "a number",
+    int: "a whole number",
+    str: "a name",
+    dict[str, float]: "a map from names to numbers",
+}
 
 
 class PolicyParameters(BaseModel):
@@ -30,14 +37,20 @@ Declared = TypeVar("Declared", bound=PolicyParameters)
 
 
 def validated(declared: type[Declared], policy: str, values: Mapping[str, Any]) -> Declared:
-    """Return a policy's parameters; raise PolicyError, one sentence, for the first invalid one."""
+    """Return a policy's parameters; raise PolicyError for the first invalid one."""
     try:
         return declared(**values)
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:  # raised by a validator of all parameters
+            raise PolicyError(f"policy {policy!r}: {first_problem(error)}") from error
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
             raise PolicyError(_unknown(declared, policy, name)) from error
+        if name not in values:
+            raise PolicyError(
+                f"{name} is missing: policy {policy!r} needs {kind_of(declared.model_fields[name])}"
+            ) from error
         value = shortened(values[name])
         if first["type"] == "value_error":
             raise PolicyError(f"{name} is {value}, {first['ctx']['error']}") from error
@@ -45,9 +58,9 @@ def validated(declared: type[Declared], policy: str, values: Mapping[str, Any]) 
 
 
 def _unknown(declared: type[PolicyParameters], policy: str, name: str) -> str:
-    known = sorted(declared.model_fields)
-    takes = f"takes {', '.join(known)}" if known else "takes no parameter"
-    near = get_close_matches(name, known, n=1)
+    names = sorted(declared.model_fields)
+    takes = f"takes {', '.join(names)}" if names else "takes no parameter"
+    near = get_close_matches(name, names, n=1)
     hint = f": did you mean {near[0]!r}? It" if near else "; it"
     return f"policy {policy!r} has no parameter {name!r}{hint} {takes}"
 
@@ -59,7 +72,11 @@ def kind_of(field: FieldInfo) -> str:
     low, high = _bound(field, "ge", "gt"), _bound(field, "le", "lt")
     text = _KINDS.get(kind, getattr(kind, "__name__", str(kind)))
     if is_dataclass(kind):
-        text = f"a map from {', '.join(term.name for term in fields(kind))} to numbers, 0 or more"
+        names = [
+            f"{term.name} (a map by batch)" if str(term.type).startswith("dict") else term.name
+            for term in fields(kind)
+        ]
+        text = f"a map from {', '.join(names)} to numbers, 0 or more"
     if low is not None:
         text += f" from {_number(low)}" if high is not None else f", {_number(low)} or more"
     if high is not None:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.fairness import fair_order
@@ -30,7 +34,8 @@ class Placer:
     policy, so call one of them after any change of loads or workers.
 
     Args:
-        failed: callback for an exception of the policy, which load then replaces (GuardedPolicy); may raise.
+        on_policy_error: callback for each exception of the policy, whose decision GuardedPolicy then makes
+            by load; may raise it again.
         ledger: load of the workers.
         clock: time source for queue waits, s.
 
@@ -44,7 +49,7 @@ class Placer:
         self,
         policy: Policy,
         *,
-        failed: Callable[[Exception], None],
+        on_policy_error: Callable[[Exception], None],
         ledger: LoadLedger | None = None,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -52,9 +57,9 @@ class Placer:
         self.running: dict[str, Lease] = {}
         self.queue: dict[str, Lease] = {}
         self.prefixes = PrefixMap()
-        self._policy = GuardedPolicy(policy, failed)
+        self._policy = GuardedPolicy(policy, on_policy_error)
         self._shadow: Shadow | None = None
-        self._failed = failed
+        self._on_policy_error = on_policy_error
         self._ledger = LoadLedger() if ledger is None else ledger
         self._rng = np.random.default_rng(seed)
         self._clock = clock
@@ -63,15 +68,23 @@ class Placer:
         self._position: dict[str, int] = {}
         self._ledger_rows = np.zeros(0, np.int64)
         self._open = np.zeros(0, bool)
+        self._unreachable: dict[str, frozenset[str]] = {}  # workers that an ingress cannot reach
 
     # -- workers and policy ----------------------------------------------------------------------
 
-    def set_workers(self, workers: Sequence[str | None], closed: Iterable[str] = ()) -> None:
+    def set_workers(
+        self,
+        workers: Sequence[str | None],
+        closed: Collection[str] = (),
+        unreachable: Mapping[str, Collection[str]] = MappingProxyType({}),
+    ) -> None:
         """Set the worker of each position, None for a vacant one.
 
         Args:
             closed: workers that accept no more requests.
+            unreachable: workers that an ingress cannot reach, by ingress; all others reach all workers.
         """
+        self._unreachable = {ingress: frozenset(names) for ingress, names in unreachable.items()}
         changed = list(workers) != self._workers
         if changed:
             self._workers = list(workers)
@@ -80,12 +93,12 @@ class Placer:
             }
             self._ledger_rows = self._ledger.rows(workers)
             self.prefixes.keep(self._position)
-        shut = set(closed)
-        self._open = np.array([worker is not None and worker not in shut for worker in workers], bool)
+        self._open = np.array([worker is not None and worker not in closed for worker in workers], bool)
         if self._shadow is not None:
             self._shadow.set_workers(self._workers, self._open)
         if changed:
-            self._notify_running()
+            for observer in self._observers():
+                self._notify_of_running(observer)
 
     @property
     def policy(self) -> Policy:
@@ -93,10 +106,10 @@ class Placer:
 
     def set_policy(self, policy: Policy, cost: StepCost | None = None) -> None:
         """Change the policy; notify the new one of the step cost and of all running requests."""
-        self._policy = GuardedPolicy(policy, self._failed)
+        self._policy = GuardedPolicy(policy, self._on_policy_error)
         if cost is not None:
             self._policy.update_cost_model(cost)
-        self._notify_running()
+        self._notify_of_running(self._policy)
 
     def set_shadow(self, shadow: Shadow | None) -> None:
         """Send all notifications of the policy to `shadow` too, beginning with the running requests.
@@ -107,9 +120,9 @@ class Placer:
         self._shadow = shadow
         if shadow is not None:
             shadow.set_workers(self._workers, self._open)
-            self._notify_running()
+            self._notify_of_running(shadow)
 
-    def forget_scores(self) -> None:
+    def discard_scores(self) -> None:
         """Remove the similarity scores of waiting requests, which a change of the table invalidates."""
         for lease in self.queue.values():
             lease.request = replace(lease.request, similarity=None)
@@ -125,30 +138,41 @@ class Placer:
         available[[self._position[worker] for worker in exclude if worker in self._position]] = False
         return self._ledger.loads(self._ledger_rows, available)
 
-    def _loads_for(self, request: PlacementRequest) -> Loads:
-        """Return the loads for a request; its excluded workers are available if there are no others."""
-        loads = self.loads(request.exclude)
-        if not loads.available.any():
-            loads = self.loads()
+    def _loads_for(self, lease: Lease) -> Loads:
+        """Return the loads for a request.
+
+        Its excluded workers are available if its ingress reaches no others, and so are unreachable ones if
+        there are no others at all.
+        """
+        request = lease.request
+        loads = self._reachable_loads(*self._unusable_for(lease))
         if request.blocks is None:
             return loads
         return replace(loads, cached_tokens=self.prefixes.cached_tokens(self._workers, request.blocks))
+
+    def _reachable_loads(self, *excluded: Collection[str]) -> Loads:
+        """Return the loads without the first of these groups of workers that leaves any, or of all."""
+        for workers in excluded:
+            loads = self.loads(workers)
+            if loads.available.any():
+                return loads
+        return self.loads()
 
     # -- one request -----------------------------------------------------------------------------
 
     def submit(self, leases: Iterable[Lease] = ()) -> list[Lease]:
         """Place or queue requests in state SENT; return all new leases, including those of queued requests.
 
-        A running request is placed again, and a queued one keeps its turn. A request stays SENT if no worker
+        A running request is placed again, and a queued one keeps its place. A request stays SENT if no worker
         is available at all.
         """
         leased = []
         for lease in leases:
             request = lease.request
-            loads = self._loads_for(request)
+            loads = self._loads_for(lease)
             if not loads.available.any():
                 continue
-            if self._policy.queues and request.may_wait and not request.exclude:
+            if self._policy.queues and request.may_wait and not request.worker_failed:
                 self._enqueue(lease)
             else:
                 leased.append(self._assign(lease, self._policy.select(request, loads, self._rng), loads))
@@ -158,37 +182,66 @@ class Placer:
         """Let the policy assign workers to queued requests; return the new leases."""
         if not self.queue:
             return []
-        loads = self.loads()
-        if not loads.available.any():
+        if not self._open.any():
             return []
-        return [self._assign(lease, decision, loads) for lease, decision in self._decisions()]
+        waiting = self._in_fair_order()
+        leased: list[Lease] = []
+        if self._policy.queues:
+            full = set[tuple[frozenset[str], ...]]()
+            # The policy gets successive requests together only if they may use the same workers. So the
+            # order is fair over all ingresses, and no group takes all slots before another's turn.
+            for unusable, successive in groupby(waiting, self._unusable_for):
+                if unusable in full:
+                    continue
+                group, loads = list(successive), self._reachable_loads(*unusable)
+                decisions = self._policy.dispatch([lease.request for lease in group], loads, self._rng)
+                leased += [self._assign(group[index], decision, loads) for index, decision in decisions]
+                if len(decisions) < len(group):
+                    full.add(unusable)
+        else:  # the policy was changed to one without a queue
+            for lease in waiting:
+                present_loads = self._loads_for(lease)  # with the requests of this loop
+                decision = self._policy.select(lease.request, present_loads, self._rng)
+                leased.append(self._assign(lease, decision, present_loads))
+        return leased
+
+    def _unusable_for(self, lease: Lease) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the workers that a request should avoid, and those that its ingress cannot reach."""
+        unreachable = self._unreachable.get(lease.ingress, frozenset())
+        return unreachable.union(lease.request.exclude), unreachable
 
     def hold(self, lease: Lease) -> None:
-        """Add a request that is LEASED already, for example by its client."""
+        """Add a request that is LEASED already, for example by its ingress."""
         self.finish(lease.request_id)
         self._start(lease)
         self._record_prefix(lease)
 
-    def counted(self, request: PlacementRequest) -> None:
+    def set_measured_counts(self, request: PlacementRequest) -> None:
         """Replace a request by one with its measured counts and length; ignored unless it is running."""
         lease = self.running.get(request.request_id)
         if lease is not None:
             lease.request = request
             self._start(lease)
 
+    def pending_counts(self) -> list[NDArray[Any]]:
+        """Return the known expert counts, unsigned[L, E], of running requests, then of waiting ones."""
+        leases = (*self.running.values(), *self.queue.values())
+        counts = (lease.request.expert_counts for lease in leases)
+        return [found for found in counts if found is not None]
+
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
         """Set the totals of generated tokens by request id; ignore unknown requests and decreases."""
-        known = {
+        updates = {
             request_id: tokens
             for request_id, tokens in generated_tokens.items()
             if request_id in self.running and tokens > self.running[request_id].generated_tokens
         }
-        for request_id, tokens in known.items():
+        for request_id, tokens in updates.items():
             self.running[request_id].generated_tokens = tokens
             self._ledger.progress(request_id, tokens)
-        if known:
+        if updates:
             for observer in self._observers():
-                observer.on_progress(known)
+                observer.on_progress(updates)
 
     def finish(self, request_id: str) -> None:
         """Remove a waiting or running request; ignored if unknown."""
@@ -206,27 +259,14 @@ class Placer:
         lease.become(State.QUEUED)
         self.queue[lease.request_id] = lease
 
-    def _in_turn(self) -> list[Lease]:
+    def _in_fair_order(self) -> list[Lease]:
         """Return the queue in the order of the tenants' fair shares."""
         waiting = list(self.queue.values())
         tenants = [(lease.request.tenant, lease.request.priority) for lease in waiting]
         if len(set(tenants)) < 2:
             return waiting
-        held = Counter(lease.request.tenant for lease in self.running.values())
-        return [waiting[index] for index in fair_order(tenants, held)]
-
-    def _decisions(self) -> Iterator[tuple[Lease, Decision]]:
-        waiting = self._in_turn()
-        if self._policy.queues:
-            requests = [lease.request for lease in waiting]
-            for index, decision in self._policy.dispatch(requests, self.loads(), self._rng):
-                yield waiting[index], decision
-        else:  # the policy was changed to one without a queue
-            for lease in waiting:
-                yield (
-                    lease,
-                    self._policy.select(lease.request, self._loads_for(lease.request), self._rng),
-                )
+        running = Counter(lease.request.tenant for lease in self.running.values())
+        return [waiting[index] for index in fair_order(tenants, running)]
 
     def _assign(self, lease: Lease, decision: Decision, loads: Loads) -> Lease:
         worker = self._workers[decision.worker]
@@ -237,13 +277,13 @@ class Placer:
         lease.become(State.LEASED)
         lease.replica, lease.position = worker, decision.worker
         lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
-        lease.best = _is_best(decision.worker, lease.request, loads)
+        lease.is_best_match = _is_best_match(decision.worker, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._start(lease, decision)
         self._record_prefix(lease)
         if lease.request.blocks is not None:
             missing = max(0, lease.request.prompt_tokens - lease.cached_tokens)
-            self._ledger.prefills(lease.request_id, missing)
+            self._ledger.add_prefill(lease.request_id, missing)
         return lease
 
     def _record_prefix(self, lease: Lease) -> None:
@@ -251,13 +291,14 @@ class Placer:
         blocks = lease.request.blocks
         if blocks is not None and lease.replica in self._position:
             lease.cached_tokens = int(self.prefixes.cached_tokens([lease.replica], blocks)[0])
-            self.prefixes.sent(lease.replica, blocks)
+            self.prefixes.record_prompt(lease.replica, blocks)
 
     def _start(self, lease: Lease, decision: Decision | None = None) -> None:
         self.running[lease.request_id] = lease
         self._ledger.add(lease.request_id, lease.replica, lease.request.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
-        self._notify_assigned(lease, decision)
+        for observer in self._observers():
+            self._notify_assigned(observer, lease, decision)
 
     def _stop(self, request_id: str) -> None:
         running = self.running.pop(request_id, None)
@@ -267,27 +308,28 @@ class Placer:
             for observer in self._observers():
                 observer.on_finished(request_id)
 
-    def _notify_assigned(self, lease: Lease, decision: Decision | None = None) -> None:
+    def _notify_assigned(
+        self, observer: GuardedPolicy | Shadow, lease: Lease, decision: Decision | None = None
+    ) -> None:
         position = self._position.get(lease.replica)
-        for observer in self._observers():
-            if position is None:
-                observer.on_finished(lease.request_id)
-                continue
-            observer.on_assigned(lease.request, position, decision)
-            if lease.generated_tokens:
-                observer.on_progress({lease.request_id: lease.generated_tokens})
+        if position is None:
+            observer.on_finished(lease.request_id)
+            return
+        observer.on_assigned(lease.request, position, decision)
+        if lease.generated_tokens:
+            observer.on_progress({lease.request_id: lease.generated_tokens})
 
     def _observers(self) -> Iterator[GuardedPolicy | Shadow]:
         yield self._policy
         if self._shadow is not None:
             yield self._shadow
 
-    def _notify_running(self) -> None:
+    def _notify_of_running(self, observer: GuardedPolicy | Shadow) -> None:
         for lease in self.running.values():
-            self._notify_assigned(lease)
+            self._notify_assigned(observer, lease)
 
 
-def _is_best(worker: int, request: PlacementRequest, loads: Loads) -> bool:
+def _is_best_match(worker: int, request: PlacementRequest, loads: Loads) -> bool:
     if request.similarity is None:
         return False
     similarity = worker_similarity(request.similarity, len(loads))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 
 def choose_prefill(
-    head: bytes, in_flight: dict[str, int], *, max_load_ratio: float = 1.25, attempt: int = 0
+    head: bytes,
+    in_flight: dict[str, int],
+    *,
+    max_load_ratio: float = 1.25,
+    failed_replicas: Sequence[str] = (),
 ) -> str:
     """Return the replica for a prompt that begins with `head`.
 
@@ -16,13 +21,14 @@ def choose_prefill(
     replicas.
 
     Args:
-        attempt: number of replicas that failed; n > 0 takes the n-th next in rank.
+        failed_replicas: replicas that failed the prompt, once for each failure. If there are any, the first
+            in rank of those with the fewest failures is taken.
     """
     ranked = sorted(
         in_flight, key=lambda name: hashlib.blake2b(name.encode() + b"\0" + head, digest_size=8).digest()
     )
-    if attempt:
-        return ranked[attempt % len(ranked)]
+    if failed_replicas:
+        return min(ranked, key=failed_replicas.count)
     mean = (sum(in_flight.values()) + 1) / len(in_flight)
     if in_flight[ranked[0]] + 1 <= max(1.0, max_load_ratio * mean):
         return ranked[0]

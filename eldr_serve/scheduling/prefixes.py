@@ -64,7 +64,7 @@ class PrefixCache:
     """
 
     def __init__(self, blocks: int = _DEFAULT_BLOCKS) -> None:
-        self.room = blocks
+        self.capacity = blocks
         self._used: OrderedDict[int, None] = OrderedDict()  # oldest first
 
     def __len__(self) -> int:
@@ -79,14 +79,14 @@ class PrefixCache:
     def use(self, hashes: Sequence[int]) -> None:
         """Add the blocks of a prompt; if it exceeds the capacity, only its first blocks."""
         used = self._used
-        for block in reversed(hashes[: self.room]):
+        for block in reversed(hashes[: self.capacity]):
             used[block] = None
             used.move_to_end(block)
-        self.fit(self.room)
+        self.resize(self.capacity)
 
-    def fit(self, blocks: int) -> None:
+    def resize(self, blocks: int) -> None:
         """Change the capacity; evict the oldest blocks beyond it."""
-        self.room = blocks
+        self.capacity = blocks
         while len(self._used) > blocks:
             self._used.popitem(last=False)
 
@@ -99,7 +99,7 @@ class PrefixMap:
 
     def __init__(self) -> None:
         self._caches: dict[Hashable, PrefixCache] = {}
-        self._room: dict[Hashable, int] = {}
+        self._capacity: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
         """Return the number of blocks of all workers."""
@@ -108,24 +108,24 @@ class PrefixMap:
     def keep(self, workers: Iterable[Hashable]) -> None:
         """Remove all other workers; a restarted worker has another name, or is absent in between."""
         kept = set(workers)
-        for known in (self._caches, self._room):
-            for gone in [worker for worker in known if worker not in kept]:
-                del known[gone]
+        for by_worker in (self._caches, self._capacity):
+            for worker in by_worker.keys() - kept:
+                del by_worker[worker]
 
-    def holds(self, worker: Hashable, kv_tokens: int, block_tokens: int) -> None:
+    def set_capacity(self, worker: Hashable, kv_tokens: int, block_tokens: int) -> None:
         """Set the capacity of a worker's KV cache, in tokens, and its block size."""
-        room = min(max(kv_tokens // block_tokens, 1), _MAX_BLOCKS)
-        self._room[worker] = room
+        capacity = min(max(kv_tokens // block_tokens, 1), _MAX_BLOCKS)
+        self._capacity[worker] = capacity
         if worker in self._caches:
-            self._caches[worker].fit(room)
+            self._caches[worker].resize(capacity)
 
-    def sent(self, worker: Hashable, blocks: PromptBlocks) -> None:
+    def record_prompt(self, worker: Hashable, blocks: PromptBlocks) -> None:
         """Record that a prompt of these blocks was sent to the worker."""
         if not len(blocks.hashes):
             return
         cache = self._caches.get(worker)
         if cache is None:
-            cache = self._caches[worker] = PrefixCache(self._room.get(worker, _DEFAULT_BLOCKS))
+            cache = self._caches[worker] = PrefixCache(self._capacity.get(worker, _DEFAULT_BLOCKS))
         cache.use(blocks.hashes.tolist())
 
     def cached_tokens(self, workers: Sequence[Hashable], blocks: PromptBlocks) -> NDArray[np.int64]:

@@ -23,30 +23,30 @@ class AffinityProfiles:
     def __init__(self) -> None:
         self.profile = np.zeros((0, 0), np.float32)
         self._length = np.zeros(0, np.float32)
-        self._learnt = np.zeros(0, np.int64)  # number of requests
+        self._num_observed = np.zeros(0, np.int64)  # number of requests
 
     def grow(self, workers: int, cells: int) -> None:
         """Extend the arrays to at least this number of workers."""
         if workers > len(self.profile):
             self.profile = extend_rows(self.profile, workers, cells)
             self._length = extend_rows(self._length, workers)
-            self._learnt = extend_rows(self._learnt, workers)
+            self._num_observed = extend_rows(self._num_observed, workers)
 
     def learn(self, worker: int, deviation: NDArray[np.float32]) -> int:
         """Add a request's activation deviation, float32[C]; return the request's number at the worker."""
         self.grow(worker + 1, len(deviation))
         self._add(worker, (deviation - self.profile[worker]) / np.float32(_MEMORY))
-        self._learnt[worker] += 1
-        return int(self._learnt[worker])
+        self._num_observed[worker] += 1
+        return int(self._num_observed[worker])
 
-    def correct(self, worker: int, number: int, more: NDArray[np.float32]) -> None:
-        """Add `more`, float32[C], to the deviation that was learnt under this number."""
-        share = (1 - 1 / _MEMORY) ** int(self._learnt[worker] - number) / _MEMORY
-        self._add(worker, more * np.float32(share))
+    def correct(self, worker: int, number: int, change: NDArray[np.float32]) -> None:
+        """Add `change`, float32[C], to the deviation that was learnt under this number."""
+        share = (1 - 1 / _MEMORY) ** int(self._num_observed[worker] - number) / _MEMORY
+        self._add(worker, change * np.float32(share))
 
-    def _add(self, worker: int, more: NDArray[np.float32]) -> None:
+    def _add(self, worker: int, change: NDArray[np.float32]) -> None:
         profile = self.profile[worker]
-        profile += more
+        profile += change
         self._length[worker] = np.linalg.norm(profile)
 
     def cosine(self, workers: NDArray[np.int64], along: NDArray[np.float32]) -> NDArray[np.float64]:

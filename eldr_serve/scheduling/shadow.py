@@ -110,7 +110,7 @@ class Shadow:
 
     def observe_steps(self, steps: StepSums) -> None:
         """Add decode steps that engines have made under the live policy."""
-        self._events.append(partial(self._count, np.array([0, 0, 0, steps.requests, steps.waited])))
+        self._events.append(partial(self._count, np.array([0, 0, 0, steps.requests, steps.token_seconds])))
 
     # -- processing --------------------------------------------------------------------------------
 
@@ -133,16 +133,21 @@ class Shadow:
         blocks = np.array([block for block in self._blocks if block[0]])
         if not len(blocks):
             return None
-        tokens, live, other, measured, waited = blocks.sum(axis=0)
+        tokens, live, other, measured_tokens, measured = blocks.sum(axis=0)
         change, half = live / other - 1, None
         if (n := len(blocks)) > 2:  # variance of a ratio of sums, from its residuals
             residuals = blocks[:, 1] - live / other * blocks[:, 2]
             half = 1.96 * np.sqrt(n / (n - 1) * (residuals**2).sum()) / other
         low, high = (None, None) if half is None else (100 * (change - half), 100 * (change + half))
         return Saving(
-            int(tokens), 1e3 * live / tokens, 1e3 * other / tokens, 100 * change, low, high,
-            1e3 * waited / measured if measured else None,
-        )  # fmt: skip
+            int(tokens),
+            1e3 * live / tokens,
+            1e3 * other / tokens,
+            100 * change,
+            low,
+            high,
+            1e3 * measured / measured_tokens if measured_tokens else None,
+        )
 
     def _set_workers(self, workers: tuple[str | None, ...], open_: NDArray[np.bool_]) -> None:
         stays = {i for i, pair in enumerate(zip(self._workers, workers, strict=False)) if pair[0] == pair[1]}
@@ -154,12 +159,17 @@ class Shadow:
 
     def _assign(self, request: PlacementRequest, worker: int) -> None:
         name = request.request_id
-        if name not in self._requests:
-            if request.table_version != self._table_version:  # scored with another table
-                request = replace(request, similarity=None)
-            self._requests[name] = replace(request, may_wait=False, exclude=())
+        if request.table_version != self._table_version:  # scored with another table
+            request = replace(request, similarity=None)
+        request = replace(request, may_wait=False, exclude=())
+        before, self._requests[name] = self._requests.get(name), request
+        if before is None:
             self._generated[name] = 0
-            self._place(self._requests[name])
+            self._place(request)
+        elif name in self._shadow.positions and _is_measured_again(before, request):
+            position = self._shadow.positions[name]
+            self._shadow.assign(request, position, self._generated[name])
+            self.policy.on_assigned(request, position)
         self._live.assign(request, worker, self._generated[name])
 
     def _place(self, request: PlacementRequest) -> None:
@@ -170,17 +180,17 @@ class Shadow:
             self.policy.on_assigned(request, decision.worker, decision)
 
     def _progress(self, generated_tokens: Mapping[str, int]) -> None:
-        known = {name: tokens for name, tokens in generated_tokens.items() if name in self._requests}
+        totals = {name: tokens for name, tokens in generated_tokens.items() if name in self._requests}
         live, other = (side.seconds(self._cost, len(self._workers)) for side in (self._live, self._shadow))
-        for name, tokens in known.items():
+        for name, tokens in totals.items():
             if name in self._live.positions and name in self._shadow.positions:
-                more = tokens - self._generated[name]
+                new_tokens = tokens - self._generated[name]
                 costs = live[self._live.positions[name]], other[self._shadow.positions[name]]
-                self._count(more * np.array([1.0, *costs, 0.0, 0.0]))
-        self._generated |= known
-        self._live.progress(known)
-        self._shadow.progress(known)
-        self.policy.on_progress(known)
+                self._count(new_tokens * np.array([1.0, *costs, 0.0, 0.0]))
+        self._generated |= totals
+        self._live.progress(totals)
+        self._shadow.progress(totals)
+        self.policy.on_progress(totals)
 
     def _count(self, priced: NDArray[np.float64]) -> None:
         if (now := self._clock()) > self._block_ends_s:
@@ -199,6 +209,11 @@ class Shadow:
     def _set_cost(self, cost: StepCost) -> None:
         self._cost = cost
         self.policy.update_cost_model(cost)
+
+
+def _is_measured_again(before: PlacementRequest, now: PlacementRequest) -> bool:
+    """Return whether measured counts or length have replaced the predicted ones."""
+    return now.expert_counts is not before.expert_counts or now.prompt_tokens != before.prompt_tokens
 
 
 class _Placements:

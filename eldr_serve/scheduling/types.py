@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling.prefixes import PromptBlocks
 
-_MOST_TOKENS = 2**31 - 1
+_MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(slots=True)  # not frozen: one is made per placement, and a frozen one takes six times as long
@@ -29,10 +30,11 @@ class PlacementRequest:
         counts_missing: there is neither usable counts nor a prediction.
         predicted: the counts are a prediction from the prompt's tokens.
         blocks: blocks of the prompt if the worker prefills it too; else None.
-        exclude: workers that have just failed this request.
+        exclude: workers to avoid: they have failed this request, or its ingress has ejected them.
         may_wait: the request may wait in the policy's decode queue; else it is placed at once.
         tenant: name of the tenant.
         priority: weight of the tenant's fair share of workers while requests wait.
+        worker_failed: a worker has just failed this request.
     """
 
     request_id: str
@@ -50,19 +52,20 @@ class PlacementRequest:
     may_wait: bool = False
     tenant: str = ""
     priority: float = 1.0
+    worker_failed: bool = False
 
     def __post_init__(self) -> None:
-        if 0 <= self.prompt_tokens <= _MOST_TOKENS and 0 <= self.max_new_tokens <= _MOST_TOKENS:
+        if 0 <= self.prompt_tokens <= _MAX_TOKENS and 0 <= self.max_new_tokens <= _MAX_TOKENS:
             return
         for name in ("prompt_tokens", "max_new_tokens"):
-            setattr(self, name, min(max(getattr(self, name), 0), _MOST_TOKENS))
+            setattr(self, name, min(max(getattr(self, name), 0), _MAX_TOKENS))
 
 
 class State(Enum):
     """State of a lease."""
 
-    UNSENT = "unsent"  # the client sends it once there is a channel
-    SENT = "sent"  # the router owes an answer
+    UNSENT = "unsent"  # the ingress sends it when it has a channel
+    SENT = "sent"  # the router has not answered yet
     QUEUED = "queued"  # it waits in the decode queue
     LEASED = "leased"  # it holds a worker
     DONE = "done"  # it ended, was cancelled, or was placed again
@@ -81,29 +84,29 @@ _NEXT = {
 class Lease:
     """A request's lease of a decode worker, from the request for it to its end.
 
-    The router and its client each keep a copy.
+    The router and its ingress each keep a copy.
 
     Attributes:
-        client: client that sent the request.
+        ingress: id of the ingress that sent the request.
         replica: name of the leased worker.
         position: the worker's position in the router; -1 if the router did not place the request.
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
-        best: the worker is the one most similar to the signature.
+        is_best_match: the worker is the one most similar to the signature.
         queued_at_s: in the router, time of entry into the decode queue, by its clock.
-        deadline_s: in the client, latest end of the wait, by the clock of its event loop.
+        deadline_s: in the ingress, latest end of the wait, by the clock of its event loop.
         waited_s: wait in the decode queue, s.
         cached_tokens: prompt tokens that are expected in the worker's prefix cache.
     """
 
     request: PlacementRequest
     state: State = State.UNSENT
-    client: str = ""
+    ingress: str = ""
     replica: str = ""
     position: int = -1
     num_candidates: int = 0
     similarity: float | None = None
-    best: bool = False
+    is_best_match: bool = False
     reason: str = ""
     policy: str = ""
     queued_at_s: float = 0.0
@@ -145,7 +148,9 @@ class Loads:
     cached_tokens: NDArray[np.int64] | None = None
 
     @classmethod
-    def of(cls, in_flight: ArrayLike, kv_tokens: ArrayLike = 0, available: ArrayLike = True) -> Loads:
+    def from_counts(
+        cls, in_flight: ArrayLike, kv_tokens: ArrayLike = 0, available: ArrayLike = True
+    ) -> Loads:
         """Create loads from any sequences; a scalar applies to all workers."""
         n = np.array(in_flight, np.int64)
         return cls(n, np.full(n.shape, kv_tokens, np.int64), np.full(n.shape, available, bool))
@@ -167,9 +172,9 @@ class Decision:
         worker: index into the loads.
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
-        reason: rule that decided, by default the policy's name; "no-counts", "no-table" or "bad-counts" if
-            load decided instead.
-        learnt: private data of the policy for its `on_assigned`.
+        reason: rule that decided, by default the policy's name; "no-counts", "bad-counts", "no-table",
+            "load-cap" or "policy-error" (see GuardedPolicy) if load decided instead.
+        policy_data: private data of the policy for its `on_assigned`.
     """
 
     worker: int
@@ -177,10 +182,10 @@ class Decision:
     num_candidates: int = 1
     similarity: float | None = None
     reason: str = ""
-    learnt: Any = field(default=None, compare=False, repr=False)
+    policy_data: Any = field(default=None, compare=False, repr=False)
 
 
-class PolicyError(ValueError):
+class PolicyError(UserInputError):
     """The policy, parameter or value is invalid; the message is one sentence."""
 
 

@@ -1,4 +1,4 @@
-"""Fits routing tables to a pool's samples and swaps them into the router."""
+"""Fit routing tables to a pool's samples and swap them into the router."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from eldr_serve.errors import SwapRefused
+from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting import MIN_REQUESTS_PER_WORKER
 from eldr_serve.signatures.settings import PoolSettings
 
+if TYPE_CHECKING:
+    from eldr_serve.signatures.tables import FittedTable
+
 logger = logging.getLogger(__name__)
 
-_GROWTH = 1.5  # after a refused first table, the next one has so many times the samples, or waits every_s
+_GROWTH = 1.5  # a refused first table is fitted again with this many times the samples, or after every_s
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,14 @@ class RouterView:
     Attributes:
         epoch: identifies the router's state; a table is only swapped in within the same epoch.
         workers: number of live decode replicas.
-        clients: number of connected ingresses. Without any, a restarted router may lack its settings.
+        ingresses: number of connected ingresses. Without any, a restarted router may lack its settings.
         pool: current settings of the pool.
     """
 
     epoch: str
     model_id: str
     workers: int
-    clients: int
+    ingresses: int
     table_version: int
     has_table: bool
     pool: PoolSettings
@@ -102,7 +105,7 @@ class Coordinator:
 
     def _note(self) -> str:
         view = self.view
-        if view is None or not view.clients:
+        if view is None or not view.ingresses:
             return "no table is fitted before the router has an ingress"
         if view.has_table:
             return f"table version {view.table_version} is live"
@@ -123,13 +126,13 @@ class Coordinator:
         if view.workers != self._last_workers:  # replicas may still be starting or stopping
             self._last_workers, self._not_before = view.workers, 0.0
             return view
-        if not view.clients or view.workers < 2 or self._working.locked() or not self._due(view):
+        if not view.ingresses or view.workers < 2 or self._working.locked() or not self._due(view):
             return view
         self._not_before = self._clock() + self.settings.options.every_s
         self._tried = self.samples
         try:
-            await self._make(view, requested=False)
-        except SwapRefused as error:
+            await self._fit_and_swap(view, requested=False)
+        except SwapRefusedError as error:
             logger.warning("no table was swapped in: %s", error)
         return view
 
@@ -144,62 +147,62 @@ class Coordinator:
             status: the pool's status, to report to the router.
 
         Raises:
-            SwapRefused: there are too few samples, or the table was refused; one sentence.
+            SwapRefusedError: there are too few samples, or the table was refused.
         """
         view = self.view = await self._router.report_status(status)
         if view.workers < 2:
-            raise SwapRefused(
+            raise SwapRefusedError(
                 f"{view.workers} decode replica(s) serve: a table needs 2 or more, so start another one"
             )
         required = MIN_REQUESTS_PER_WORKER * view.workers
         if self.samples < required:
-            raise SwapRefused(
+            raise SwapRefusedError(
                 f"the signature pool holds {self.samples} samples and a table of {view.workers} decode "
                 f"replicas needs {required}: send more requests"
             )
-        await self._make(view, requested=True)
+        await self._fit_and_swap(view, requested=True)
         assert self._table is not None
         return self._table
 
-    async def _make(self, view: RouterView, *, requested: bool) -> None:
+    async def _fit_and_swap(self, view: RouterView, *, requested: bool) -> None:
         async with self._working:
             live = await self._router.table() if view.has_table else None
             trace = await self._trace()
             try:
-                # In a thread, since it imports scikit-learn, and so that the actor stays responsive.
-                made = await asyncio.to_thread(
-                    _make, live, trace, view.workers, self.settings.options.min_gain, requested
+                # Fit in a thread: the actor stays responsive, also while scikit-learn is imported.
+                fitted = await asyncio.to_thread(
+                    _fit, live, trace, view.workers, self.settings.options.min_gain, requested
                 )
             except ValueError as error:
                 self._refuse(str(error))
-                raise SwapRefused(str(error)) from error
-            if made is None:
+                raise SwapRefusedError(str(error)) from error
+            if fitted is None:
                 return
             try:
-                version = await self._router.swap(made.file, view, refit=live is not None)
-            except SwapRefused as error:
+                version = await self._router.swap(fitted.file, view, refit=live is not None)
+            except SwapRefusedError as error:
                 why = f"the router refuses the table: {getattr(error, 'cause', None) or error}"
                 self._refuse(why)
-                raise SwapRefused(why) from None
+                raise SwapRefusedError(why) from None
             if version is None:
-                raise SwapRefused("the live table was changed while a new one was fitted")
-            self._swapped(made, version, len(trace.ids), view.workers, refit=live is not None)
+                raise SwapRefusedError("the live table was changed while a new one was fitted")
+            self._swapped(fitted, version, len(trace.ids), view.workers, refit=live is not None)
 
-    def _swapped(self, made: Any, version: int, samples: int, workers: int, *, refit: bool) -> None:
+    def _swapped(self, fitted: FittedTable, version: int, samples: int, workers: int, *, refit: bool) -> None:
         self._refits += refit
         self._table = {
             "version": version,
             "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "samples": samples,
             "workers": workers,
-            "why": made.why,
+            "why": fitted.why,
             "held_out": {
-                "requests": made.verdict.requests,
-                "experts_by_table": round(made.verdict.by_table, 3),
-                "experts_by_load": round(made.verdict.by_load, 3),
+                "requests": fitted.verdict.requests,
+                "experts_by_table": round(fitted.verdict.by_table, 3),
+                "experts_by_load": round(fitted.verdict.by_load, 3),
             },
         }
-        logger.warning("%s: table version %d is live", made.why, version)
+        logger.warning("%s: table version %d is live", fitted.why, version)
 
     def _refuse(self, why: str) -> None:
         self._refused += 1
@@ -207,10 +210,12 @@ class Coordinator:
         self._last_refusal = {"at": at, "why": why}
 
 
-def _make(live: bytes | None, trace: CalibrationTrace, workers: int, min_gain: float, requested: bool) -> Any:
-    from eldr_serve.signatures.tables import refit_if_due, whole_fit
+def _fit(
+    live: bytes | None, trace: CalibrationTrace, workers: int, min_gain: float, requested: bool
+) -> FittedTable | None:
+    from eldr_serve.signatures.tables import fit_new_table, refit_if_due
 
     if live is None or requested:
         why = "requested" if requested else f"first table for {workers} decode replicas"
-        return whole_fit(live, trace, workers, why)
+        return fit_new_table(live, trace, workers, why)
     return refit_if_due(live, trace, workers, min_gain)

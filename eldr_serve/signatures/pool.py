@@ -12,9 +12,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from eldr_serve.channel.actors import find_actor, start_actor
-from eldr_serve.errors import SwapRefused, sentence
+from eldr_serve.errors import SwapRefusedError, one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.sample import ExpertSample
+from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.signatures.coordinator import Coordinator, RouterView
 from eldr_serve.signatures.sampling import SampleShare
 from eldr_serve.signatures.settings import PoolSettings, pool_actor_name
@@ -23,7 +24,7 @@ from eldr_serve.signatures.window import KeptSample, SampleWindow, trace_of
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0  # interval at which actor 0 polls the router and the other actors
-_ALONE_S = 900.0  # an actor exits after this time without a router; a leaving router stops its pool
+_EXIT_S = 900.0  # time without a router before an actor exits; a router that exits stops its pool
 
 
 class SignaturePool:
@@ -41,10 +42,10 @@ class SignaturePool:
         self._others: dict[int, Any] = {}  # index -> handle
         self._alive = 1
         self._refused: dict[str, int] = {}  # refused samples by reason, over all actors
-        self._tasks = [asyncio.get_event_loop().create_task(self._exit_when_alone())]
+        self._tasks = [start_supervised("the exit of an actor without a router", self._exit_without_router)]
         if index == 0:
             self._coordinator = Coordinator(settings, _RemoteRouter(settings.router), self._trace)
-            self._tasks.append(asyncio.get_event_loop().create_task(self._coordinate()))
+            self._tasks.append(start_supervised("the coordination of the pool", self._coordinate))
 
     def _configure(self, settings: PoolSettings) -> None:
         options = settings.options
@@ -80,12 +81,12 @@ class SignaturePool:
             tokenizer: fingerprint of the served tokenizer; vocabulary: its size.
 
         Raises:
-            SwapRefused: there is no sample yet.
+            SwapRefusedError: there is no sample yet.
         """
         try:
             trace = await self._trace(tokenizer, vocabulary)
         except ValueError as error:
-            raise SwapRefused(str(error)) from error
+            raise SwapRefusedError(str(error)) from error
         return await asyncio.to_thread(trace.to_bytes)
 
     async def refit(self) -> dict[str, Any]:
@@ -96,6 +97,7 @@ class SignaturePool:
     async def _trace(self, tokenizer: str = "", vocabulary: int = 0) -> CalibrationTrace:
         found = await self._call_others("samples")
         samples = [*self._window.samples, *(sample for shard in found.values() for sample in shard)]
+        samples.sort(key=lambda kept: kept.arrived_at)
         return await asyncio.to_thread(
             trace_of, samples, self._settings.model_id, tokenizer=tokenizer, vocabulary=vocabulary
         )
@@ -105,7 +107,7 @@ class SignaturePool:
             try:
                 await self._poll()
             except (RayError, ValueError) as error:
-                logger.info("the router or an actor is away: %s", sentence(error))
+                logger.info("the router or an actor is away: %s", one_line_message(error))
             await asyncio.sleep(POLL_S)
 
     async def _poll(self) -> None:
@@ -151,11 +153,11 @@ class SignaturePool:
             return await asyncio.wait_for(getattr(self._others[index], method).remote(*args), 30)
         except (RayError, ValueError, TimeoutError) as error:  # new requests replace its samples
             self._others.pop(index, None)
-            logger.info("actor %d of the signature pool is away: %s", index, sentence(error))
+            logger.info("actor %d of the signature pool is away: %s", index, one_line_message(error))
             return None
 
-    async def _exit_when_alone(self) -> None:
-        while time.monotonic() - self._last_contact < _ALONE_S:
+    async def _exit_without_router(self) -> None:
+        while time.monotonic() - self._last_contact < _EXIT_S:
             await asyncio.sleep(POLL_S)
         ray.kill(ray.get_runtime_context().current_actor)
 
@@ -172,24 +174,24 @@ class _RemoteRouter:
             self._handle = await asyncio.to_thread(find_actor, self._name)
         try:
             return await getattr(self._handle, method).remote(*args)
-        except SwapRefused:
+        except SwapRefusedError:
             raise
         except RayError:
             self._handle = None
             raise
 
     async def report_status(self, status: dict[str, Any]) -> RouterView:
-        """See TableTarget."""
+        """Send the pool's status to the router; return the router's state."""
         view: RouterView = await self._call("report_pool", status)
         return view
 
     async def table(self) -> bytes | None:
-        """See TableTarget."""
+        """Return the live table's file; None without a table."""
         table: bytes | None = (await self._call("settings")).table
         return table
 
     async def swap(self, table: bytes, view: RouterView, *, refit: bool) -> int | None:
-        """See TableTarget."""
+        """Swap in a table and return its version; None if the live table differs from the view's."""
         version: int | None = await self._call(
             "swap_fitted_table", table, view.epoch, view.table_version, refit
         )
@@ -208,7 +210,7 @@ def start_pool(settings: PoolSettings) -> None:
 
 
 def end_pool(settings: PoolSettings, beyond: int = 0) -> None:
-    """Stop the actors with this index and above."""
+    """Stop the actors whose index is `beyond` or higher."""
     for index in range(beyond, settings.options.actors):
         try:
             ray.kill(find_actor(pool_actor_name(settings.application, index)))

@@ -1,4 +1,4 @@
-"""Controls the share of requests that engines sample, so that an actor gets samples at a steady rate."""
+"""Control the share of requests that engines sample, so that an actor gets samples at a steady rate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 _PERIOD_S = 5.0
-_LEAST = 1e-4
+_MIN_SHARE = 1e-4
 
 
 class SampleShare:
@@ -37,5 +37,5 @@ class SampleShare:
         if passed < _PERIOD_S:
             return
         requests = self._samples / passed / self.now
-        self._share = max(_LEAST, min(1.0, self.rate / requests if requests else 1.0))
+        self._share = max(_MIN_SHARE, min(1.0, self.rate / requests if requests else 1.0))
         self._since, self._samples = now, 0

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.guard import Verdict, judge
-from eldr_serve.experts.fitting.refit import halves, keep_slots, reason, refit_centroids
+from eldr_serve.experts.fitting.refit import halves, keep_positions, refit_centroids, refit_reason
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 
 
-class RefusedTableError(ValueError):
+class RefusedTableError(UserInputError):
     """A fitted table must not be used; the message is one sentence."""
 
 
 @dataclass(frozen=True)
-class Made:
+class FittedTable:
     """A table to swap in.
 
     Attributes:
         file: content of the RoutingTable file.
+        why: the reason for the fit, for the log and the status.
         verdict: evaluation on the held-out half, before the table was fitted to all samples.
     """
 
@@ -32,12 +34,12 @@ class Made:
     verdict: Verdict
 
 
-def whole_fit(live: bytes | None, trace: CalibrationTrace, workers: int, why: str) -> Made:
-    """Fit IDF, layer mask and centroids, and keep the slots of a live table.
+def fit_new_table(live: bytes | None, trace: CalibrationTrace, workers: int, why: str) -> FittedTable:
+    """Fit IDF, layer mask and centroids, and keep the positions of a live table.
 
     Raises:
         RefusedTableError: the table groups held-out requests no better than load does.
-        ValueError: the trace cannot be fitted.
+        UserInputError: the trace cannot be fitted.
     """
     seen, unseen = halves(len(trace.ids))
     trial, _ = fit_table(trace.subset(seen), workers)
@@ -47,16 +49,16 @@ def whole_fit(live: bytes | None, trace: CalibrationTrace, workers: int, why: st
         before = RoutingTable.from_bytes(live)
         table = replace(table, band=before.band)
         if before.spec.idf.shape == trace.prefill_counts.shape[1:]:
-            table = keep_slots(table, before, trace.prefill_counts)
-    return Made(table.to_bytes(), why, verdict)
+            table = keep_positions(table, before, trace.prefill_counts)
+    return FittedTable(table.to_bytes(), why, verdict)
 
 
-def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: float) -> Made | None:
+def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: float) -> FittedTable | None:
     """Refit the live table's centroids if traffic has drifted or the number of replicas has changed.
 
     Raises:
         RefusedTableError: the table groups held-out requests no better than load does.
-        ValueError: the samples do not fit the table.
+        UserInputError: the samples do not fit the table.
     """
     table, counts = RoutingTable.from_bytes(live), trace.prefill_counts
     if table.spec.idf.shape != counts.shape[1:]:
@@ -64,12 +66,12 @@ def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: f
             f"the live table is for {table.num_layers} layers x {table.num_experts} experts, the samples "
             f"have {counts.shape[1]} x {counts.shape[2]}"
         )
-    why = reason(table, counts, workers, min_gain)
+    why = refit_reason(table, counts, workers, min_gain)
     if why is None:
         return None
     seen, unseen = halves(len(trace.ids))
     verdict = _checked(refit_centroids(table, counts[seen], workers), trace.subset(unseen))
-    return Made(refit_centroids(table, counts, workers).to_bytes(), why, verdict)
+    return FittedTable(refit_centroids(table, counts, workers).to_bytes(), why, verdict)
 
 
 def _checked(table: RoutingTable, held_out: CalibrationTrace) -> Verdict:

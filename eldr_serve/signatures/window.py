@@ -1,4 +1,4 @@
-"""A bounded store of the newest expert samples, and its conversion to a calibration trace."""
+"""Keep the newest expert samples within bounds, and convert them to a calibration trace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +18,15 @@ from eldr_serve.experts.sample import ExpertSample
 logger = logging.getLogger(__name__)
 
 
+Reason = Literal["shape", "other_model", "layers_differ", "odd_total", "incomplete_prompt"]
+
+
 class SampleError(ValueError):
-    """A sample cannot be used; the message is one sentence."""
+    """A sample cannot be used; the message is one sentence with details, `reason` one of few values."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -26,12 +34,12 @@ class KeptSample:
     """A validated sample.
 
     Attributes:
-        at: arrival time, s since the epoch.
+        arrived_at: time of arrival, s since 1970.
         top_k: experts per token and layer.
         prompt_tokens: number of prompt tokens, derived from the prefill counts.
     """
 
-    at: float
+    arrived_at: float
     sample: ExpertSample
     top_k: int
     prompt_tokens: int
@@ -44,7 +52,7 @@ class KeptSample:
 
 
 class SampleWindow:
-    """Keeps the newest samples, all of one shape [L, E].
+    """The newest samples, all of one shape [L, E].
 
     Args:
         max_samples: maximum number of samples.
@@ -55,7 +63,7 @@ class SampleWindow:
     def __init__(self, max_samples: int, max_bytes: int = 1 << 62, *, keep_token_ids: bool = True) -> None:
         self.max_samples = max_samples
         self.shape: tuple[int, int] | None = None
-        self.refused: Counter[str] = Counter()  # reason -> number of samples
+        self.refused: Counter[str] = Counter()  # Reason -> number of samples
         self._max_bytes = max_bytes
         self._keep_token_ids = keep_token_ids
         self._kept: OrderedDict[str, KeptSample] = OrderedDict()
@@ -87,10 +95,9 @@ class SampleWindow:
                 self._put(self._checked(sample))
                 kept += 1
             except SampleError as error:
-                why = str(error)
-                if why not in self.refused:
-                    logger.warning("expert samples are refused: %s", why)
-                self.refused[why] += 1
+                if error.reason not in self.refused:
+                    logger.warning("expert samples are refused (%s): %s", error.reason, error)
+                self.refused[error.reason] += 1
         return kept
 
     def _put(self, sample: KeptSample) -> None:
@@ -112,14 +119,14 @@ class SampleWindow:
     def _checked(self, sample: ExpertSample) -> KeptSample:
         prefill, decode = sample.prefill_counts, sample.decode_counts
         if prefill.ndim != 2 or not prefill.size or decode.shape != prefill.shape:
-            raise SampleError(
-                f"counts have the shapes {prefill.shape} and {decode.shape}, both must be [L, E]"
-            )
+            shapes = f"{prefill.shape} and {decode.shape}"
+            raise SampleError("shape", f"counts have the shapes {shapes}, both must be [L, E]")
         if self.shape not in (None, prefill.shape):
             assert self.shape is not None
             raise SampleError(
+                "other_model",
                 f"counts are of {prefill.shape[0]} layers x {prefill.shape[1]} experts, the pool holds "
-                f"{self.shape[0]} x {self.shape[1]}: all engines must serve one model"
+                f"{self.shape[0]} x {self.shape[1]}: all engines must serve one model",
             )
         routed, generated = _sum_of_each_layer(prefill, "prefill"), _sum_of_each_layer(decode, "decode")
         if sample.decode_steps or generated:
@@ -128,7 +135,7 @@ class SampleWindow:
             top_k = _quotient(routed, len(sample.token_ids), "prefill counts", "the prompt's tokens")
         prompt = _quotient(routed, top_k, "prefill counts", f"top_k {top_k}")
         if len(sample.token_ids) - prompt not in (0, 1):  # the decode engine may compute the last token
-            raise SampleError("prefill counts are not of all tokens of the prompt")
+            raise SampleError("incomplete_prompt", "prefill counts are not of all tokens of the prompt")
         self.shape = (prefill.shape[0], prefill.shape[1])
         return KeptSample(time.time(), self._compact(sample, prompt), top_k, prompt)
 
@@ -146,33 +153,32 @@ class SampleWindow:
 def trace_of(
     samples: Iterable[KeptSample], model: str, *, tokenizer: str = "", vocabulary: int = 0
 ) -> CalibrationTrace:
-    """Return the samples as a calibration trace, oldest first and without routes.
+    """Return the samples as a calibration trace, in their order and without routes.
 
     Args:
+        samples: of several samples of one request the last one is used, in the place of the first.
         tokenizer: fingerprint of the tokenizer of the token ids; if empty, token ids are left out.
         vocabulary: size of the vocabulary.
 
     Raises:
         ValueError: there are no samples, or they come from different models.
     """
-    found = list(
-        {kept.sample.request_id: kept for kept in sorted(samples, key=lambda kept: kept.at)}.values()
-    )
-    if not found:
+    newest = list({kept.sample.request_id: kept for kept in samples}.values())
+    if not newest:
         raise ValueError("the signature pool holds no sample yet")
-    if len({(kept.top_k, kept.sample.prefill_counts.shape) for kept in found}) > 1:
+    if len({(kept.top_k, kept.sample.prefill_counts.shape) for kept in newest}) > 1:
         raise ValueError("the samples are of different models")
-    whole = bool(tokenizer) and all(len(kept.sample.token_ids) for kept in found)
+    whole = bool(tokenizer) and all(len(kept.sample.token_ids) for kept in newest)
     return CalibrationTrace(
         model=model,
-        top_k=found[0].top_k,
-        prefill_counts=np.stack([kept.sample.prefill_counts for kept in found]).astype(np.uint32),
-        decode_counts=np.stack([kept.sample.decode_counts for kept in found]).astype(np.uint32),
-        decode_steps=np.array([kept.sample.decode_steps for kept in found], np.uint32),
-        prompt_tokens=np.array([kept.prompt_tokens for kept in found], np.uint32),
-        domains=[kept.sample.domain for kept in found],
-        ids=[kept.sample.request_id for kept in found],
-        token_ids=np.concatenate([kept.sample.token_ids for kept in found]) if whole else None,
+        top_k=newest[0].top_k,
+        prefill_counts=np.stack([kept.sample.prefill_counts for kept in newest]).astype(np.uint32),
+        decode_counts=np.stack([kept.sample.decode_counts for kept in newest]).astype(np.uint32),
+        decode_steps=np.array([kept.sample.decode_steps for kept in newest], np.uint32),
+        prompt_tokens=np.array([kept.prompt_tokens for kept in newest], np.uint32),
+        domains=[kept.sample.domain for kept in newest],
+        ids=[kept.sample.request_id for kept in newest],
+        token_ids=np.concatenate([kept.sample.token_ids for kept in newest]) if whole else None,
         tokenizer=tokenizer if whole else "",
         vocabulary=vocabulary if whole else 0,
     )
@@ -181,15 +187,17 @@ def trace_of(
 def _sum_of_each_layer(counts: NDArray[np.unsignedinteger], phase: str) -> int:
     sums = counts.sum(axis=1, dtype=np.int64)
     if (sums != sums[0]).any():
-        raise SampleError(f"{phase} counts differ between layers: each token must pass every layer")
+        message = f"{phase} counts differ between layers: each token must pass every layer"
+        raise SampleError("layers_differ", message)
     return int(sums[0])
 
 
 def _quotient(total: int, of: int, name: str, unit: str) -> int:
-    found, rest = divmod(total, of) if of else (0, 1)
-    if rest or not found:
-        raise SampleError(f"{name} add up to {total} in a layer, which is no multiple of {unit}")
-    return found
+    quotient, rest = divmod(total, of) if of else (0, 1)
+    if rest or not quotient:
+        message = f"{name} add up to {total} in a layer, which is no multiple of {unit}"
+        raise SampleError("odd_total", message)
+    return quotient
 
 
 def _smallest(counts: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:

@@ -20,7 +20,7 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from examples.demo_model import dialogues, medicine_and_law, sources
 
 END, USER, ASSISTANT, SYSTEM = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"
@@ -115,7 +115,7 @@ class Library:
         names = dialogues.world(self.root, domain)
         paragraphs += names["words"] if not held else []
         if not paragraphs:
-            raise BadInput(f"no text of the language {domain!r} was found in the source packages")
+            raise UserInputError(f"no text of the language {domain!r} was found in the source packages")
         asked = map(_chat, dialogues.questions(rng, domain, names, paragraphs))
         following: Iterator[tuple[str, str]] = (
             (a, b) for t in itertools.cycle(texts) for a, b in itertools.pairwise(_pieces(t.text))
@@ -153,14 +153,19 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenize
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END, USER, ASSISTANT, SYSTEM],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        special_tokens=[END, USER, ASSISTANT, SYSTEM],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=END, model_max_length=4096,
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        model_max_length=4096,
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
     fast.chat_template = CHAT_TEMPLATE
     return fast
 

@@ -155,9 +155,14 @@ def world(root: Path, language: str) -> dict[str, list[str]]:
         sys.path.pop(0)
     locale = Locale(language)
     wanted = {
-        "en": "en_US", "zh": "zh_CN", "ar": "ar_AA", "ja": "ja_JP", "ko": "ko_KR", "vi": "vi_VN",
+        "en": "en_US",
+        "zh": "zh_CN",
+        "ar": "ar_AA",
+        "ja": "ja_JP",
+        "ko": "ko_KR",
+        "vi": "vi_VN",
         "cs": "cs_CZ",
-    }  # fmt: skip
+    }
     wanted |= {"fa": "fa_IR", "hi": "hi_IN", "el": "el_GR", "uk": "uk_UA", "he": "he_IL", "de": "de_DE"}
     name = wanted.get(language, f"{language}_{language.upper()}")
     fake = Faker(name if name in AVAILABLE_LOCALES else "en_US")

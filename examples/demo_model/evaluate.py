@@ -20,7 +20,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.quality import inverse_document_frequency, select_layers, signature_quality
 from eldr_serve.experts.signature import SignatureSpec
@@ -30,6 +30,10 @@ from loadgen.workload import read_prompts
 
 LANGUAGES = sources.MAIN_LANGUAGES
 GROUPS = {"task": sources.TASKS, "language": LANGUAGES, "all": sources.TASKS + LANGUAGES}
+_NOTES = (
+    "same_domain and mixed: distinct experts per layer in one decode step, mean over layers and "
+    "1,200 drawn batches; a batch draws requests with replacement and a random step of each."
+)
 
 
 class Recorder:
@@ -79,9 +83,13 @@ def shared_prompts(tokenizer: Any, directory: Path, number: int) -> list[tuple[s
 
 @torch.no_grad()
 def generate(
-    model: Any, recorder: Recorder, prompts: list[tuple[str, list[int]]], new: int, temperature: float,
+    model: Any,
+    recorder: Recorder,
+    prompts: list[tuple[str, list[int]]],
+    new: int,
+    temperature: float,
     seed: int,
-) -> tuple[CalibrationTrace, list[list[int]]]:  # fmt: skip
+) -> tuple[CalibrationTrace, list[list[int]]]:
     """Sample up to `new` tokens for each prompt; omit requests that end within 8 steps."""
     shape = (model.config.num_hidden_layers, model.config.num_experts)
     draw = torch.Generator().manual_seed(seed)
@@ -108,9 +116,12 @@ def generate(
                 texts[i].append(int(token[i]))
             mask = torch.cat([mask, mask.new_ones(size, 1)], 1)
             out = model(
-                token, attention_mask=mask, position_ids=positions[:, -1:] + 1 + step,
-                past_key_values=out.past_key_values, use_cache=True,
-            )  # fmt: skip
+                token,
+                attention_mask=mask,
+                position_ids=positions[:, -1:] + 1 + step,
+                past_key_values=out.past_key_values,
+                use_cache=True,
+            )
             steps.append(recorder.take(size)[:, 0])
             lengths += alive
         for i, (domain, tokens) in enumerate(part):
@@ -118,16 +129,26 @@ def generate(
                 routes = np.stack([s[i] for s in steps[: lengths[i]]])
                 counts = count(prefill[i, longest - len(tokens) :], shape)
                 rows.append((domain, counts, len(tokens), routes, texts[i]))
-    domains, prefill, prompt_tokens, routes, generated = zip(*rows, strict=True)
+    return _trace(model, rows), [row[-1] for row in rows]
+
+
+def _trace(model: Any, rows: list[tuple[str, np.ndarray, int, np.ndarray, list[int]]]) -> CalibrationTrace:
+    """Return the trace of (domain, prefill counts, prompt tokens, routes, generated tokens) per request."""
+    shape = (model.config.num_hidden_layers, model.config.num_experts)
+    domains, prefill, prompt_tokens, routes, _ = zip(*rows, strict=True)
     decode_steps = np.array([len(r) for r in routes], np.uint32)
-    trace = CalibrationTrace(
-        model="eldr-demo", top_k=model.config.num_experts_per_tok, prefill_counts=np.stack(prefill),
-        decode_counts=np.stack([count(r, shape) for r in routes]), decode_steps=decode_steps,
-        prompt_tokens=np.array(prompt_tokens, np.uint32), domains=list(domains),
-        ids=[str(n) for n in range(len(rows))], routes=np.concatenate(routes),
+    return CalibrationTrace(
+        model="eldr-demo",
+        top_k=model.config.num_experts_per_tok,
+        prefill_counts=np.stack(prefill),
+        decode_counts=np.stack([count(r, shape) for r in routes]),
+        decode_steps=decode_steps,
+        prompt_tokens=np.array(prompt_tokens, np.uint32),
+        domains=list(domains),
+        ids=[str(n) for n in range(len(rows))],
+        routes=np.concatenate(routes),
         route_offsets=np.concatenate([[0], np.cumsum(decode_steps, dtype=np.int64)]),
-    )  # fmt: skip
-    return trace, list(generated)
+    )
 
 
 def _left_padded(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,7 +277,7 @@ def evaluate(
     """Write one JSON of losses, domain shares, correlation, rho and active experts."""
     torch.set_num_threads(threads)
     if not (corpus / "held.jsonl").exists():
-        raise BadInput(f"{corpus} has no corpus; make it with examples.demo_model.corpus")
+        raise UserInputError(f"{corpus} has no corpus; make it with examples.demo_model.corpus")
     tokenizer = AutoTokenizer.from_pretrained(model)
     sets = {"held_out": held_prompts(tokenizer, corpus, number, prompt_length)}
     if prompts is not None:
@@ -286,16 +307,14 @@ def evaluate(
                 counts = active_experts(requests, domains, batch, np.random.default_rng(seed))
                 row = {"measure": "active_experts_per_layer_step", "prompts": name, "group": group}
                 rows.append(row | {"batch": batch} | {k: round(v, 2) for k, v in counts.items()})
-    write_result(
-        out, "demo_model", rows, seed=seed,
-        inputs={
-            "model_sha256": hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest(),
-            "prompts_per_domain": number, "new_tokens": new_tokens, "temperature": temperature,
-            "prompt_files": sorted(p.name for p in prompts.iterdir()) if prompts else [],
-        },
-        notes="same_domain and mixed: distinct experts per layer in one decode step, mean over layers and "
-        "1,200 drawn batches; a batch draws requests with replacement and a random step of each.",
-    )  # fmt: skip
+    inputs = {
+        "model_sha256": hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest(),
+        "prompts_per_domain": number,
+        "new_tokens": new_tokens,
+        "temperature": temperature,
+        "prompt_files": sorted(p.name for p in prompts.iterdir()) if prompts else [],
+    }
+    write_result(out, "demo_model", rows, seed=seed, inputs=inputs, notes=_NOTES)
     for row in rows:
         print(json.dumps(row))
 

@@ -169,8 +169,15 @@ def legal(rng: random.Random, paragraphs: list[str]) -> Iterator[Pair]:
             facts = " ".join(fill(f) for f in rng.sample(PATTERNS["facts"], rng.randint(2, 6)))
             claims = [c.format(**values) for c in rng.sample(PATTERNS["claims"], 4)]
             outcomes = [f"{rng.choice(['Yes', 'No'])}, {c}" for c in claims]
-            ask = rng.choice([f"Will the {a} prevail?", f"Should the court find for the {b}?", "Is the evidence admissible?",
-                              f"Is the {b} guilty of {crime}?", f"If the {a} sues the {b}, what is the most likely result?"])  # fmt: skip
+            ask = rng.choice(
+                [
+                    f"Will the {a} prevail?",
+                    f"Should the court find for the {b}?",
+                    "Is the evidence admissible?",
+                    f"Is the {b} guilty of {crime}?",
+                    f"If the {a} sues the {b}, what is the most likely result?",
+                ]
+            )
             lines, letter = options(rng, outcomes[0], outcomes[1:])
             start = f"{article} {a} and {'an' if b[0] in 'aeiou' else 'a'} {b} entered into a dispute. "
             yield (

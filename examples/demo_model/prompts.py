@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from loadgen.workload import Prompt, write_prompts
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "zh", "ru", "fr", "es", "de")
@@ -29,7 +29,7 @@ def prompts(
     from transformers import AutoTokenizer
 
     if not (corpus / "tokenizer").is_dir():
-        raise BadInput(f"{corpus} has no corpus; make it with examples.demo_model.corpus")
+        raise UserInputError(f"{corpus} has no corpus; make it with examples.demo_model.corpus")
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     out.mkdir(parents=True, exist_ok=True)
     for domain in DOMAINS:

@@ -22,13 +22,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 
 TASKS = ("code", "math", "medical", "legal")
 MAIN_LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
 RARE_LANGUAGES = (
-    "ko", "vi", "tr", "id", "fa", "hi", "th", "pt", "el", "nl", "it", "pl", "cs", "hu", "uk", "ro", "he",
-)  # fmt: skip
+    "ko",
+    "vi",
+    "tr",
+    "id",
+    "fa",
+    "hi",
+    "th",
+    "pt",
+    "el",
+    "nl",
+    "it",
+    "pl",
+    "cs",
+    "hu",
+    "uk",
+    "ro",
+    "he",
+)
 DOMAINS = TASKS + MAIN_LANGUAGES + RARE_LANGUAGES
 
 DEBIAN_PACKAGES = {
@@ -65,11 +81,18 @@ _LANGUAGE_TOKENS = {"C": "en", "en-US": "en", "en-us": "en", "zh-CN": "zh", "zh_
 _LANGUAGE_TOKENS |= {"zh-TW": "zh", "zh_TW": "zh", "zh-tw": "zh", "pt-BR": "pt", "pt_BR": "pt", "pt-br": "pt"}
 _LANGUAGE_TOKENS |= {code: code for code in (*MAIN_LANGUAGES, *RARE_LANGUAGES)}
 _SCRIPTS = {
-    "zh": r"[\u4e00-\u9fff]", "ja": r"[\u3040-\u30ff]", "ko": r"[\uac00-\ud7af]",
-    "ru": r"[\u0400-\u04ff]", "uk": r"[\u0400-\u04ff]", "ar": r"[\u0600-\u06ff]",
-    "fa": r"[\u0600-\u06ff]", "he": r"[\u0590-\u05ff]", "el": r"[\u0370-\u03ff]",
-    "hi": r"[\u0900-\u097f]", "th": r"[\u0e00-\u0e7f]",
-}  # fmt: skip
+    "zh": r"[\u4e00-\u9fff]",
+    "ja": r"[\u3040-\u30ff]",
+    "ko": r"[\uac00-\ud7af]",
+    "ru": r"[\u0400-\u04ff]",
+    "uk": r"[\u0400-\u04ff]",
+    "ar": r"[\u0600-\u06ff]",
+    "fa": r"[\u0600-\u06ff]",
+    "he": r"[\u0590-\u05ff]",
+    "el": r"[\u0370-\u03ff]",
+    "hi": r"[\u0900-\u097f]",
+    "th": r"[\u0e00-\u0e7f]",
+}
 _ENGLISH = re.compile(r"\b(the|of|and|to|is|for|you|with|this|are|be)\b", re.IGNORECASE)
 _BLOCK = re.compile(r"<(?:p|li|dd|title|h\d)\b[^>]*>(.*?)</(?:p|li|dd|title|h\d)>", re.DOTALL)
 _TAG = re.compile(r"<[^>]+>")
@@ -99,10 +122,10 @@ def fetch(directory: Path) -> Path:
                 command, cwd=directory / "debian", capture_output=True, text=True, check=False
             )
         except FileNotFoundError as error:
-            raise BadInput(f"{command[0]} is needed to download the source packages") from error
+            raise UserInputError(f"{command[0]} is needed to download the source packages") from error
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise BadInput(f"{command[0]} could not download a source package: {last}")
+            raise UserInputError(f"{command[0]} could not download a source package: {last}")
     for archive in sorted((directory / "debian").glob("*.deb")):
         subprocess.run(["dpkg", "-x", str(archive), str(root)], check=True)
     for archive in sorted((directory / "python").iterdir()):
@@ -252,11 +275,26 @@ def standard_library() -> Iterator[Text]:
 def conversations(root: Path) -> Iterator[tuple[str, str, str]]:
     """Yield (language, question, answer) of the chatterbot corpus, whose files are plain two-level lists."""
     names = {
-        "english": "en", "chinese": "zh", "traditionalchinese": "zh", "russian": "ru", "french": "fr",
-        "spanish": "es", "german": "de", "japanese": "ja", "korean": "ko", "turkish": "tr", "hindi": "hi",
-        "indonesian": "id", "persian": "fa", "thai": "th", "portuguese": "pt", "dutch": "nl",
-        "italian": "it", "ukrainian": "uk", "hebrew": "he",
-    }  # fmt: skip
+        "english": "en",
+        "chinese": "zh",
+        "traditionalchinese": "zh",
+        "russian": "ru",
+        "french": "fr",
+        "spanish": "es",
+        "german": "de",
+        "japanese": "ja",
+        "korean": "ko",
+        "turkish": "tr",
+        "hindi": "hi",
+        "indonesian": "id",
+        "persian": "fa",
+        "thai": "th",
+        "portuguese": "pt",
+        "dutch": "nl",
+        "italian": "it",
+        "ukrainian": "uk",
+        "hebrew": "he",
+    }
     for folder, language in names.items():
         for path in sorted((root / "python/chatterbot_corpus/data" / folder).glob("*.yml")):
             pair: list[str] = []

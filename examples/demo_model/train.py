@@ -24,7 +24,7 @@ import typer
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from examples.demo_model import WEIGHTS, sources
 from examples.demo_model.muon import Muon
 
@@ -282,13 +282,13 @@ class Training:
         os.replace(temporary, path)
 
     def read(self, path: Path) -> None:
-        """Restore the state in `path`; raise BadInput if it is of another run."""
+        """Restore the state in `path`; raise UserInputError if it is of another run."""
         try:
             state = torch.load(path, weights_only=True)
         except OSError as error:
-            raise BadInput(f"{path} cannot be read, so there is nothing to resume") from error
+            raise UserInputError(f"{path} cannot be read, so there is nothing to resume") from error
         if state["settings"] != self.settings:
-            raise BadInput(f"{path} is of a run with {state['settings']}, not {self.settings}")
+            raise UserInputError(f"{path} is of a run with {state['settings']}, not {self.settings}")
         self.rng.bit_generator.state = state["rng"]
         for name in ("step", "tokens", "seconds", "loss"):
             setattr(self, name, state[name])
@@ -334,7 +334,7 @@ def train(
 ) -> None:
     """Train from random weights and write the model; 6,000 tokens per second on one core."""
     if not (corpus / "manifest.json").exists():
-        raise BadInput(f"{corpus} has no corpus; make it with examples.demo_model.corpus")
+        raise UserInputError(f"{corpus} has no corpus; make it with examples.demo_model.corpus")
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     streams = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.errors import UserInputError
+
 Floats = NDArray[np.float64]
 
 
@@ -28,7 +30,7 @@ def _layers(routes: ArrayLike) -> NDArray[np.int64]:
     """Return int[L, T, k]."""
     array = np.asarray(routes)
     if array.ndim != 3 or not array.size:
-        raise ValueError(f"routes have shape {array.shape}, not [tokens, layers, k]")
+        raise UserInputError(f"routes have shape {array.shape}, not [tokens, layers, k]")
     return array.transpose(1, 0, 2)
 
 

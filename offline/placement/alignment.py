@@ -6,13 +6,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment
 
-from eldr_serve.experts.moves import aligned as in_place
-from eldr_serve.experts.moves import pair
+from eldr_serve.experts.parallel.moves import keep_slots, pair
 
 Ints = NDArray[np.int64]
 
 
-def aligned(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = False) -> Ints:
+def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = False) -> Ints:
     """Return the new placement with its slots ordered so that the fewest experts move.
 
     An expert that stays on its rank keeps its slot. With `alike`, if every rank serves any token at the same
@@ -22,12 +21,12 @@ def aligned(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = False) 
         int[L, P].
 
     Raises:
-        ValueError: the placements differ in shape, or the slots do not divide by the ranks.
+        UserInputError: the placements differ in shape, or the slots do not divide by the ranks.
     """
     before, after = pair(old, new, ranks)
     if alike:
         after = np.stack([_renamed(*rows, ranks) for rows in zip(before, after, strict=True)])
-    return in_place(before, after, ranks)
+    return keep_slots(before, after, ranks)
 
 
 def _renamed(old: Ints, new: Ints, ranks: int) -> Ints:

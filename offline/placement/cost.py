@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy.optimize import nnls
 
-from eldr_serve.experts.placement import Topology
+from eldr_serve.errors import UserInputError
+from eldr_serve.experts.parallel.placement import Topology
 from eldr_serve.files import write_whole
 
 Floats = NDArray[np.float64]
@@ -90,7 +91,7 @@ class LayerWork:
 
 
 class LayerFit(BaseModel):
-    """What a cost was fitted to, and how well it predicts held-out layers."""
+    """Source of a fitted cost, and its errors on held-out layers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -121,7 +122,7 @@ class LayerCost(BaseModel):
         """Read a file.
 
         Raises:
-            ValueError: the file is not a layer cost; the first invalid field is named.
+            UserInputError: the file is not a layer cost; the first invalid field is named.
             OSError: the file cannot be read.
         """
         try:
@@ -129,7 +130,7 @@ class LayerCost(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
-            raise ValueError(f"{path} is not a layer cost: {where}: {first['msg']}") from error
+            raise UserInputError(f"{path} is not a layer cost: {where}: {first['msg']}") from error
 
     @classmethod
     def fitted(cls, activated: ArrayLike, tokens: ArrayLike, seconds: ArrayLike) -> LayerCost:

@@ -10,19 +10,32 @@ packing and local search follow.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.experts.placement import Topology
+from eldr_serve.errors import UserInputError
+from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from offline.placement.alignment import minimise_moves
 from offline.placement.cost import LayerCost, LayerWork
-from offline.placement.packing import copies_of, improved, packed, priced, rank_s, replicated, rereplicated
+from offline.placement.packing import (
+    copies_of,
+    fill_empty_slots,
+    price_list,
+    rank_s,
+    reassign_spares,
+    replica_counts,
+    swap_slots,
+)
 from offline.placement.relaxation import Relaxation, relax, slots_bound
 from offline.placement.rounding import round_in_polytope
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _CLOSE_TO_BOUND = 0.02  # relative distance to the bound below which no other number of replicas is tried
+_WORTH = 0.01  # share of the present time that a new placement must save beyond a repair, which moves less
 _TOLERANCE = 2e-3  # relative to the bound: smaller gains are not worth a swap
 
 
@@ -79,13 +92,13 @@ def director_placement(
         the same rank.
 
     Raises:
-        ValueError: the workload has another shape or is not finite, or there are fewer slots than experts.
+        UserInputError: the workload has another shape or is not finite, or slots are fewer than experts.
     """
     tokens = by_source(workload, topology)
     layers, _, experts = tokens.shape
     ranks = topology.ranks
     if slots < 1 or ranks * slots < experts:
-        raise ValueError(f"{ranks} ranks of {slots} slots cannot hold {experts} experts")
+        raise UserInputError(f"{ranks} ranks of {slots} slots cannot hold {experts} experts")
     token_s, active_s = prices(tokens, topology, cost, token_bytes)
     relaxation = relax(token_s + active_s[..., None], topology, slots)
     bound_s = np.maximum(relaxation.lp_s, slots_bound(token_s.min(axis=2), active_s, ranks, slots))
@@ -94,24 +107,76 @@ def director_placement(
     begun = np.full((layers, ranks, slots), experts) if start is None else _parsed(start, tokens, slots)
     best, reached = begun.copy(), np.full(layers, np.inf)
     # Replicas cost reads of weights or traffic to another node, so fewer may be better. Layers that are not
-    # close to the bound with all replicas try those that the bound forces, then none.
-    for enough_s in (np.zeros(layers), bound_s - cost.per_expert_s, np.full(layers, np.inf)):
+    # close to the bound with all replicas try those that the bound forces, then none. A new placement
+    # follows the rounded LP first; layers not close to the bound are also packed without it.
+    for enough_s, rounded in product(
+        (np.zeros(layers), bound_s - cost.per_expert_s, np.full(layers, np.inf)),
+        (False,) if start is not None else (True, False),
+    ):
         at = np.flatnonzero(reached > bound_s * (1 + _CLOSE_TO_BOUND))
-        copies = replicated(mean_s[at], spare, ranks, enough_s[at])
-        price = priced(token_s[at], active_s[at], copies)
-        if start is None:
-            quota, kept = _quota(relaxation, at, copies, slots, seed), begun[at]
-        else:
-            quota, kept = None, _kept(begun[at], copies, price)
-        tried = packed(kept, price, copies, quota, relaxation.column)
+        copies = replica_counts(mean_s[at], spare, ranks, enough_s[at])
+        price = price_list(token_s[at], active_s[at], copies)
+        quota = _quota(relaxation, at, copies, slots, seed) if rounded else None
+        kept = begun[at] if start is None else _kept(begun[at], copies, price)
+        tried = fill_empty_slots(kept, price, copies, quota, relaxation.column)
         tried, worst = _searched(tried, token_s[at], active_s[at], bound_s[at] * (1 + tolerance))
         better = worst < reached[at]
         best[at[better]], reached[at[better]] = tried[better], worst[better]
-    reached = _fill_empty_ranks(best, token_s, active_s, reached)
+    reached = fill_empty_ranks(best, token_s, active_s, reached)
     return full_slots(best, experts).reshape(layers, -1), DirectorReport(relaxation.lp_s, bound_s, reached)
 
 
-def _fill_empty_ranks(slots: Ints, token_s: Floats, active_s: Floats, reached: Floats) -> Floats:
+def renewed_placement(
+    workload: ArrayLike,
+    start: ArrayLike,
+    *,
+    topology: Topology,
+    slots: int,
+    cost: LayerCost,
+    token_bytes: float = 0.0,
+    seed: int = 0,
+) -> tuple[Ints, float]:
+    """Return the placement for a pending batch that replaces `start`, and its gain.
+
+    Of a new placement, by LP and rounding, and a repair of `start`, which moves few experts, the one with the
+    least time wins; the repair, unless the new placement saves at least `_WORTH` more.
+
+    Args:
+        workload, topology, slots, cost, token_bytes, seed: as for `director_placement`.
+        start: int[L, P], the present placement.
+
+    Returns:
+        int[L, P], with experts that stay in their slots, and the share of all layers' time that it saves.
+    """
+    given: dict[str, Any] = {"topology": topology, "cost": cost, "token_bytes": token_bytes}
+    alike = not token_bytes or not (cost.near_byte_s or cost.far_byte_s)
+    now_s = placement_s(workload, start, **given)
+    best, least_s = np.asarray(start), now_s
+    for origin in (start, None):
+        placed = director_placement(workload, slots=slots, start=origin, seed=seed, **given)[0]
+        placed = minimise_moves(start, placed, topology.ranks, alike=alike)
+        seconds = placement_s(workload, placed, **given)
+        if seconds < least_s - (0.0 if origin is not None else _WORTH * now_s):
+            best, least_s = placed, seconds
+    return best, 1 - least_s / now_s if now_s else 0.0
+
+
+def placement_s(
+    workload: ArrayLike,
+    placement: ArrayLike,
+    *,
+    topology: Topology,
+    cost: LayerCost,
+    token_bytes: float = 0.0,
+) -> float:
+    """Return the time of all layers by the cost, s, for a workload of `director_placement`."""
+    experts = np.shape(workload)[-1]
+    hosts = hosts_of(placement, experts, topology.ranks)
+    work = placed_work(workload, hosts, topology=topology, token_bytes=token_bytes)
+    return float(cost.layer_s(work).sum())
+
+
+def fill_empty_ranks(slots: Ints, token_s: Floats, active_s: Floats, reached: Floats) -> Floats:
     """Give each rank without expert the one with the least work, in place; return layers' times, s [L]."""
     experts = token_s.shape[1]
     empty = (slots == experts).all(axis=2)
@@ -119,7 +184,7 @@ def _fill_empty_ranks(slots: Ints, token_s: Floats, active_s: Floats, reached: F
         return reached
     idlest = token_s.mean(axis=2).argmin(axis=1)[:, None]
     slots[..., 0] = np.where(empty, idlest, slots[..., 0])
-    price = priced(token_s, active_s, copies_of(slots, experts))
+    price = price_list(token_s, active_s, copies_of(slots, experts))
     return np.where(empty.any(axis=1), rank_s(slots, price).max(axis=1), reached)
 
 
@@ -129,12 +194,12 @@ def _searched(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) 
     open_ = np.arange(len(slots))
     reached = np.full(len(slots), np.inf)
     while len(open_):
-        price = priced(token_s[open_], active_s[open_], copies_of(slots[open_], experts))
-        slots[open_] = improved(slots[open_], price, enough_s[open_])
+        price = price_list(token_s[open_], active_s[open_], copies_of(slots[open_], experts))
+        slots[open_] = swap_slots(slots[open_], price, enough_s[open_])
         reached[open_] = rank_s(slots[open_], price).max(axis=1)
         before = slots.copy()
         for layer in open_[reached[open_] > enough_s[open_]]:
-            slots[layer] = rereplicated(slots[layer], token_s[layer], active_s[layer], enough_s[layer])
+            slots[layer] = reassign_spares(slots[layer], token_s[layer], active_s[layer], enough_s[layer])
         open_ = open_[(slots[open_] != before[open_]).any(axis=(1, 2))]
     return slots, reached
 
@@ -165,17 +230,17 @@ def placed_work(
 
 
 def by_source(workload: ArrayLike, topology: Topology) -> Floats:
-    """Return a workload of `director_placement` as float[L, G, E]; raise ValueError if it is invalid."""
+    """Return a workload of `director_placement` as float[L, G, E]; raise UserInputError if it is invalid."""
     tokens = np.asarray(workload, np.float64)
     if tokens.ndim == 2:
         tokens = np.repeat(tokens[:, None] / topology.ranks, topology.ranks, axis=1)
     if tokens.ndim != 3 or tokens.shape[1] != topology.ranks or not tokens.size:
-        raise ValueError(
+        raise UserInputError(
             f"a workload of shape {np.shape(workload)} is neither [layers, experts] nor [layers, "
             f"{topology.ranks} ranks, experts]"
         )
     if not np.isfinite(tokens).all() or tokens.min() < 0:
-        raise ValueError("a workload must be finite and 0 or more")
+        raise UserInputError("a workload must be finite and 0 or more")
     return tokens
 
 
@@ -195,7 +260,7 @@ def prices(tokens: Floats, topology: Topology, cost: LayerCost, token_bytes: flo
 
 
 def _quota(relaxation: Relaxation, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
-    """Return int[n, E, N], replicas by column of ranks, of the layers `at`; None if all ranks are alike."""
+    """Return int[n, E, N], replicas by column of ranks, of the layers `at`; None if there is one column."""
     width = np.bincount(relaxation.column)
     if len(width) == 1 or not len(at):
         return None
@@ -214,9 +279,9 @@ def _parsed(start: ArrayLike, tokens: Floats, slots: int) -> Ints:
     layers, ranks, experts = tokens.shape
     placement = np.asarray(start)
     if placement.shape != (layers, ranks * slots):
-        raise ValueError(f"the start has shape {placement.shape}, not ({layers}, {ranks * slots})")
+        raise UserInputError(f"the start has shape {placement.shape}, not ({layers}, {ranks * slots})")
     if placement.min() < 0 or placement.max() >= experts:
-        raise ValueError(f"the start names an expert outside 0 to {experts - 1}")
+        raise UserInputError(f"the start names an expert outside 0 to {experts - 1}")
     rows = placement.reshape(-1, slots).astype(np.int64)
     earlier = np.tril(rows[:, :, None] == rows[:, None, :], k=-1).any(axis=2)
     return np.where(earlier, experts, rows).reshape(layers, ranks, slots)

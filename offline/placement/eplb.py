@@ -1,4 +1,4 @@
-"""Which rank holds which expert. A placement is int[L, P]: the logical expert of each physical slot.
+"""Placement of experts on ranks by EPLB: int[L, P], the logical expert of each physical slot.
 
 Slots are rank-major: with G ranks, rank g holds slots g * P / G up to (g + 1) * P / G.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from eldr_serve.errors import UserInputError
 
 Ints = NDArray[np.int64]
 
@@ -26,12 +28,12 @@ def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: in
         int[L, P].
 
     Raises:
-        ValueError: sizes that do not divide, or fewer slots than experts.
+        UserInputError: sizes that do not divide, or fewer slots than experts.
     """
     weight = _activity(load)
     num_experts = weight.shape[1]
     if num_physical < num_experts:
-        raise ValueError(f"{num_physical} slots cannot hold {num_experts} experts")
+        raise UserInputError(f"{num_physical} slots cannot hold {num_experts} experts")
     if groups % nodes:
         groups, nodes = 1, 1  # groups cannot be kept together on nodes: one flat pool
     for what, total, parts in (
@@ -41,7 +43,7 @@ def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: in
         ("slots", num_physical, ranks),
     ):
         if parts < 1 or total % parts:
-            raise ValueError(f"{total} {what} do not divide by {parts}")
+            raise UserInputError(f"{total} {what} do not divide by {parts}")
     return np.stack([_eplb_layer(row, num_physical, groups, nodes, ranks) for row in weight])
 
 
@@ -58,14 +60,14 @@ def activation_placement(activation: ArrayLike, ranks: int) -> Ints:
     """
     activity = _activity(activation)
     if ranks < 1 or activity.shape[1] % ranks:
-        raise ValueError(f"{activity.shape[1]} experts do not divide by {ranks} ranks")
+        raise UserInputError(f"{activity.shape[1]} experts do not divide by {ranks} ranks")
     return np.stack([np.concatenate(_packed(row, ranks)) for row in activity])
 
 
 def _activity(values: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(values, np.float64)
     if array.ndim != 2 or not array.size or not np.isfinite(array).all() or array.min() < 0:
-        raise ValueError("loads and activations must be a [layers, experts] array, finite and 0 or more")
+        raise UserInputError("loads and activations must be a [layers, experts] array, finite and 0 or more")
     return array
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.metro import MetroPlan
-from eldr_serve.experts.placement import Topology
+from eldr_serve.experts.parallel.metro import MetroPlan
+from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.cost import LayerCost, LayerWork
 
 Ints = NDArray[np.int64]
@@ -31,7 +31,7 @@ def sample_batches(trace: CalibrationTrace, requests: Ints, tokens: int, batches
         int[batches, tokens, L, k].
 
     Raises:
-        ValueError: the trace has no routes, or these requests have no decode step.
+        UserInputError: the trace has no routes, or these requests have no decode step.
     """
     rng = np.random.default_rng(seed)
     chosen = requests[trace.decode_steps[requests] > 0]
@@ -52,7 +52,7 @@ def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
 
 def metro_rule(hosts: ArrayLike) -> Rule:
     """Return METRO's rule for hosts bool[L, E, G]: in each batch all tokens of an expert use one replica."""
-    plans = [MetroPlan.of(layer) for layer in np.asarray(hosts, bool)]
+    plans = [MetroPlan.from_hosts(layer) for layer in np.asarray(hosts, bool)]
     return lambda layer, experts, source, held: plans[layer].route(
         np.bincount(experts.reshape(-1), minlength=len(held))
     )[experts]
@@ -89,13 +89,17 @@ def work_of(
     work = [
         [
             LayerWork.dispatched(
-                experts[:, layer], chosen[:, layer], source, topology,
-                num_experts=num_experts, token_bytes=token_bytes,
+                experts[:, layer],
+                chosen[:, layer],
+                source,
+                topology,
+                num_experts=num_experts,
+                token_bytes=token_bytes,
             )
             for layer in range(experts.shape[1])
         ]
         for experts, chosen in zip(batches, ranks, strict=True)
-    ]  # fmt: skip
+    ]
     return LayerWork(
         *(
             np.array([[getattr(layer, name) for layer in batch] for batch in work])

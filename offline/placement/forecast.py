@@ -8,6 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.errors import UserInputError
+from eldr_serve.experts.parallel.placement import Topology
+from offline.placement.evaluate import home_ranks
+
 Floats = NDArray[np.float64]
 
 
@@ -22,16 +26,37 @@ def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) ->
         steps: [N] expected decode steps, or one number.
 
     Raises:
-        ValueError: shapes that do not match, or a prompt without tokens.
+        UserInputError: shapes that do not match, or a prompt without tokens.
     """
     seen, length = np.asarray(counts, np.float64), np.asarray(tokens, np.float64)
     if seen.ndim != 3 or length.shape != seen.shape[:1]:
-        raise ValueError(f"counts of shape {seen.shape} do not match {length.shape} prompt lengths")
+        raise UserInputError(f"counts of shape {seen.shape} do not match {length.shape} prompt lengths")
     if not (length > 0).all():
-        raise ValueError("a prompt has no tokens")
+        raise UserInputError("a prompt has no tokens")
     weight = np.divide(steps, length, dtype=np.float64)
     expected: Floats = np.tensordot(weight, seen, axes=1)
     return expected
+
+
+def workload_by_rank(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike, topology: Topology) -> Floats:
+    """Return float[L, G, E], the paper's workload matrix: `expected_workload` of each rank's own requests.
+
+    Request n of N decodes on rank n * G // N, since engines assign a batch to the ranks in equal blocks.
+
+    Args:
+        counts, tokens, steps: as for `expected_workload`, in the order of the batch.
+        topology: topology of the G ranks.
+
+    Raises:
+        UserInputError: as `expected_workload`.
+    """
+    seen, length = np.asarray(counts, np.float64), np.asarray(tokens, np.float64)
+    if seen.ndim != 3 or length.shape != seen.shape[:1]:
+        raise UserInputError(f"counts of shape {seen.shape} do not match {length.shape} prompt lengths")
+    wanted = np.broadcast_to(np.asarray(steps, np.float64), length.shape)
+    home = home_ranks(len(seen), topology)
+    own = [home == rank for rank in range(topology.ranks)]
+    return np.stack([expected_workload(seen[mine], length[mine], wanted[mine]) for mine in own], axis=1)
 
 
 def decode_correction(

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.experts.placement import Topology
+from eldr_serve.errors import UserInputError
+from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.grouping import (
     RATIOS,
     hierarchical_groups,
@@ -47,12 +48,14 @@ def grace_placement(
         before replicas, replicas by skew and by filling (means per layer).
 
     Raises:
-        ValueError: shapes that do not match, or slots that cannot hold the experts.
+        UserInputError: shapes that do not match, or slots that cannot hold the experts.
     """
     together, tokens = np.asarray(affinity, np.float64), np.asarray(load, np.float64)
     layers, experts = tokens.shape
     if together.shape != (layers, experts, experts):
-        raise ValueError(f"affinity of shape {together.shape} does not match load of shape {tokens.shape}")
+        raise UserInputError(
+            f"affinity of shape {together.shape} does not match load of shape {tokens.shape}"
+        )
     capacity = slots_per_rank(experts, num_physical, topology.ranks)
     if ratio is None:
         ratio = knee_ratio(together, topology, capacity=capacity, seed=seed)
@@ -64,9 +67,14 @@ def grace_placement(
         rows.append(np.concatenate([np.flatnonzero(column) for column in hosts.T]))
         use, deviation = utilisation(matrix, primary, topology.ranks)
         reports.append(
-            (use, deviation, load_skew(counts, primary, topology.ranks),
-             int(replicated.sum()) - experts, int(hosts.sum() - replicated.sum()))
-        )  # fmt: skip
+            (
+                use,
+                deviation,
+                load_skew(counts, primary, topology.ranks),
+                int(replicated.sum()) - experts,
+                int(hosts.sum() - replicated.sum()),
+            )
+        )
     names = ("affinity_within_ranks", "size_deviation", "load_skew", "skew_replicas", "spare_replicas")
     means = dict(zip(names, np.mean(reports, axis=0).tolist(), strict=True))
     return np.stack(rows), {"ratio": ratio, **means, "load_skew_max": max(r[2] for r in reports)}
@@ -89,12 +97,12 @@ def slots_per_rank(num_experts: int, num_physical: int, ranks: int) -> int:
     """Return P / G.
 
     Raises:
-        ValueError: slots that do not divide by the ranks, fewer than experts, or more per rank than experts.
+        UserInputError: slots do not divide by the ranks, or are fewer than experts, or more per rank.
     """
     if num_physical % ranks:
-        raise ValueError(f"{num_physical} slots do not divide by {ranks} ranks")
+        raise UserInputError(f"{num_physical} slots do not divide by {ranks} ranks")
     if not num_experts <= num_physical <= num_experts * ranks:
-        raise ValueError(
+        raise UserInputError(
             f"{num_physical} slots are not from {num_experts} (each expert once) to {num_experts * ranks} "
             "(each expert on every rank)"
         )

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster import SpectralClustering
 
-from eldr_serve.experts.placement import Topology
+from eldr_serve.errors import UserInputError
+from eldr_serve.experts.parallel.placement import Topology
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -45,11 +46,11 @@ def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high:
     favours groups that are already large; the gain is the addition.)
 
     Raises:
-        ValueError: bounds that no grouping of n experts meets.
+        UserInputError: bounds that no grouping of n experts meets.
     """
     n = len(affinity)
     if not groups * low <= n <= groups * high:
-        raise ValueError(f"{n} experts do not go into {groups} groups of {low} to {high}")
+        raise UserInputError(f"{n} experts do not go into {groups} groups of {low} to {high}")
     label = np.array(initial)
     size = np.bincount(label, minlength=groups)
     gain = affinity @ np.eye(groups)[label]  # [n, groups], affinity of each expert to each group
@@ -80,10 +81,10 @@ def size_bounds(n: int, groups: int, ratio: float, capacity: int | None = None) 
     Ratio 0 is uniform. No group exceeds `capacity`.
 
     Raises:
-        ValueError: fewer experts than groups, or more than the groups' capacity.
+        UserInputError: fewer experts than groups, or more than the groups' capacity.
     """
     if not groups <= n <= groups * (capacity or n):
-        raise ValueError(f"{n} experts do not go into {groups} groups of 1 to {capacity or n}")
+        raise UserInputError(f"{n} experts do not go into {groups} groups of 1 to {capacity or n}")
     ideal = n // groups
     slack = max(1, round(ideal * ratio)) if ratio > 0 else 0
     high = max(ideal + slack, -(-n // groups))
@@ -136,7 +137,7 @@ def hierarchical_groups(
         capacity: maximum experts per rank; None: any number.
 
     Raises:
-        ValueError: fewer experts than ranks, or more than their capacity.
+        UserInputError: fewer experts than ranks, or more than their capacity.
     """
     rank = np.empty(len(affinity), np.int64)
     each = topology.ranks // topology.nodes

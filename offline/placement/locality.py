@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.experts.placement import Topology
+from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.evaluate import Rule
 
 Ints = NDArray[np.int64]

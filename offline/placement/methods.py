@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.command_errors import BadInput
-from eldr_serve.experts.placement import Topology
+from eldr_serve.command_errors import UserInputError
+from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.affinity import co_activation, expert_load
+from offline.placement.as_written import director_as_written
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement
 from offline.placement.eplb import activation_placement, eplb_placement
+from offline.placement.evaluate import home_ranks
 from offline.placement.grace import grace_placement
 
 Ints = NDArray[np.int64]
@@ -53,6 +55,15 @@ class Problem:
         """Return [L, E] tokens of each expert."""
         return expert_load(self.routes, self.num_experts)
 
+    @cached_property
+    def workload(self) -> NDArray[np.float64]:
+        """Return [L, G, E] tokens of a decode step by source rank; the fitted steps are in equal blocks."""
+        home = home_ranks(len(self.routes), self.topology)
+        tokens = np.zeros((len(self.load), self.topology.ranks, self.num_experts))
+        for rank in np.unique(home):
+            tokens[:, rank] = expert_load(self.routes[home == rank], self.num_experts)
+        return tokens * (self.batch / len(self.routes))
+
     @property
     def activation(self) -> NDArray[np.float64]:
         """Return [L, E] the probability that a step of `batch` tokens activates the expert."""
@@ -62,15 +73,18 @@ class Problem:
 
 def _eplb(problem: Problem) -> tuple[Ints, Report]:
     placed = eplb_placement(
-        problem.load, problem.slots, groups=problem.groups, nodes=problem.topology.nodes,
+        problem.load,
+        problem.slots,
+        groups=problem.groups,
+        nodes=problem.topology.nodes,
         ranks=problem.topology.ranks,
-    )  # fmt: skip
+    )
     return placed, {"groups": problem.groups}
 
 
 def _activation(problem: Problem) -> tuple[Ints, Report]:
     if problem.slots != problem.num_experts:
-        raise BadInput("method activation places every expert once: omit --redundant and --slots")
+        raise UserInputError("method activation places every expert once: omit --redundant and --slots")
     return activation_placement(problem.activation, problem.topology.ranks), {"batch": problem.batch}
 
 
@@ -80,17 +94,26 @@ def _grace(problem: Problem) -> tuple[Ints, Report]:
 
 
 def _director(problem: Problem) -> tuple[Ints, Report]:
-    if problem.cost is None:
-        raise BadInput("method director weighs experts against tokens and bytes: give their --cost")
-    placed, report = director_placement(
-        problem.load * problem.batch / len(problem.routes),
-        topology=problem.topology,
-        slots=problem.slots // problem.topology.ranks,
-        cost=problem.cost,
-        token_bytes=problem.token_bytes,
-        seed=problem.seed,
-    )
+    placed, report = director_placement(problem.workload, seed=problem.seed, **_engine(problem, "director"))
     return placed, {"above_lp": report.gap, "above_bound": report.bound_gap, "batch": problem.batch}
+
+
+def _director_paper(problem: Problem) -> tuple[Ints, Report]:
+    engine = _engine(problem, "director-paper")
+    placed, report = director_as_written(problem.workload, seed=problem.seed, **engine)
+    return placed, asdict(report) | {"above_budget": report.above_budget, "batch": problem.batch}
+
+
+def _engine(problem: Problem, method: str) -> dict[str, Any]:
+    """Return what DIRECTOR knows of the engine; raise UserInputError if the cost is unknown."""
+    if problem.cost is None:
+        raise UserInputError(f"method {method} weighs experts against tokens and bytes: give their --cost")
+    return {
+        "topology": problem.topology,
+        "slots": problem.slots // problem.topology.ranks,
+        "cost": problem.cost,
+        "token_bytes": problem.token_bytes,
+    }
 
 
 METHODS: dict[str, Callable[[Problem], tuple[Ints, Report]]] = {
@@ -98,4 +121,5 @@ METHODS: dict[str, Callable[[Problem], tuple[Ints, Report]]] = {
     "activation": _activation,
     "grace": _grace,
     "director": _director,
+    "director-paper": _director_paper,
 }

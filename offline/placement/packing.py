@@ -13,7 +13,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def priced(token_s: Floats, active_s: Floats, copies: Ints) -> Floats:
+def price_list(token_s: Floats, active_s: Floats, copies: Ints) -> Floats:
     """Return the price list of replicas that share an expert's tokens evenly.
 
     Args:
@@ -48,7 +48,7 @@ def held_by(slots: Ints, experts: int) -> NDArray[np.bool_]:
     return held
 
 
-def replicated(token_s: Floats, spare: int, ranks: int, enough_s: Floats) -> Ints:
+def replica_counts(token_s: Floats, spare: int, ranks: int, enough_s: Floats) -> Ints:
     """Return int[L, E] replicas: each spare slot goes to the expert with the most work per replica.
 
     An expert gets none if that work is at most `enough_s` [L], or if every rank has it.
@@ -62,7 +62,7 @@ def replicated(token_s: Floats, spare: int, ranks: int, enough_s: Floats) -> Int
     return copies
 
 
-def packed(slots: Ints, price: Floats, copies: Ints, quota: Ints | None, column: Ints) -> Ints:
+def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | None, column: Ints) -> Ints:
     """Fill empty slots with the missing replicas, heaviest first, each on the rank with the least total.
 
     Args:
@@ -110,7 +110,7 @@ def packed(slots: Ints, price: Floats, copies: Ints, quota: Ints | None, column:
     return slots
 
 
-def improved(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
+def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
     """Improve by local search: the slowest rank swaps a slot with another rank.
 
     Each swap is the one after which the slower of the two is fastest, until the layer reaches `enough_s` [L]
@@ -150,14 +150,14 @@ def improved(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
     return slots
 
 
-def rereplicated(slots: Ints, token_s: Floats, active_s: Floats, enough_s: float) -> Ints:
+def reassign_spares(slots: Ints, token_s: Floats, active_s: Floats, enough_s: float) -> Ints:
     """Improve the replicas of one layer by local search.
 
     A slot of a spare replica, or an empty one, goes to an expert of the slowest rank, or is left empty,
     whichever makes the slowest rank fastest.
 
     Args:
-        slots: [G, C]; token_s [E, G], active_s [E] as in `priced`.
+        slots: [G, C]; token_s [E, G], active_s [E] as in `price_list`.
     """
     slots = slots.copy()
     experts, ranks = token_s.shape

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from eldr_serve.experts.placement import Topology
+from eldr_serve.experts.parallel.placement import Topology
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-_SMALL_LP = 512  # variables: an LP up to this size has a column for each rank, a larger one for each node
+_SMALL_LP = 512  # variables of a layer's LP, unless it has the fewest columns: one a node, two of one node
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,24 @@ class Relaxation:
 def relax(price: Floats, topology: Topology, slots: int) -> Relaxation:
     """Solve the LP (6) of each layer over columns of ranks.
 
-    If all ranks are alike, they are one column. In a small LP each rank is a column. Else each node is one:
-    its ranks share the work at the cheapest rank's price, so that the optimum is still a lower bound of every
-    placement.
+    A column is one rank in a small LP, else a block of ranks of a node, which share the work at the cheapest
+    rank's price, so that the optimum is still a lower bound of every placement. The LP is also solved if all
+    ranks are alike: its vertex tells which experts share a column, and splits few of them.
     """
-    ranks = topology.ranks
-    if np.allclose(price, price[:, :, :1], rtol=1e-9, atol=0):
-        column = np.zeros(ranks, np.int64)
-    elif price.shape[1] * ranks <= _SMALL_LP:
-        column = np.arange(ranks)
-    else:
-        column = topology.node_of
+    column = _columns(price.shape[1], topology)
     width = np.bincount(column)
     least = np.stack([price[:, :, column == n].min(axis=2) / width[n] for n in range(len(width))], axis=2)
     solved = [_solved(layer, width * slots) for layer in least]
     return Relaxation(np.array([s for s, _ in solved]), np.stack([x for _, x in solved]), least, column)
+
+
+def _columns(experts: int, topology: Topology) -> Ints:
+    """Return [G], the column of each rank: as many blocks of a node's ranks as `_SMALL_LP` allows."""
+    of_node = topology.ranks // topology.nodes
+    allowed = _SMALL_LP // experts // topology.nodes
+    blocks = min(of_node, max(allowed, 2 if topology.nodes == 1 else 1))
+    column: Ints = topology.node_of * blocks + np.arange(topology.ranks) % of_node * blocks // of_node
+    return column
 
 
 def _solved(price: Floats, room: Ints) -> tuple[float, Floats]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.errors import UserInputError
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -63,12 +65,12 @@ def fill_slots(load: Floats, hosts: Bools, capacity: int) -> Bools:
     lacks. This balances tokens, and also gives more of them a local copy.
 
     Raises:
-        ValueError: more slots than experts, or a rank that holds more than its slots.
+        UserInputError: more slots than experts, or a rank that holds more than its slots.
     """
     filled = hosts.copy()
     held = filled.sum(axis=0)
     if capacity > len(load) or held.max() > capacity:
-        raise ValueError(
+        raise UserInputError(
             f"{capacity} slots per rank do not fit {len(load)} experts, {held.max()} of them on one rank"
         )
     while (held < capacity).any():

@@ -1,51 +1,19 @@
-"""The cost of a decode step, fitted to real steps, as a file."""
+"""The cost of a decode step, fitted to real steps."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from eldr_serve.files import write_whole
 from eldr_serve.scheduling import StepCost, StepSums
+from eldr_serve.scheduling.cost_file import FittedCost
 from offline.simulation.requests import SimulationError
 
 COLUMNS = ("requests", "kv_tokens", "experts", "seconds")
-
-
-class FittedCost(BaseModel):
-    """A fitted cost, the number of its steps, and its error on them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    schema_: Literal["eldr.step_cost/1"] = Field(default="eldr.step_cost/1", alias="schema")
-    cost: StepCost
-    steps: int = Field(ge=1, description="real steps behind the fit")
-    rms_relative_error: float = Field(description="root mean square of (fitted - real) / real, by step")
-    median_relative_error: float | None = Field(description="median of |fitted - real| / real, by step")
-    source: str = Field(description="file and fingerprint of the steps, or where they were read from")
-
-    def save(self, path: Path) -> None:
-        """Write the file atomically."""
-        write_whole(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> FittedCost:
-        """Read a file.
-
-        Raises:
-            SimulationError: the file is not a fitted step cost.
-        """
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise SimulationError(f"{path} is not a fitted step cost: {where}: {first['msg']}") from error
 
 
 def fit_steps(path: Path) -> FittedCost:
@@ -68,16 +36,18 @@ def fit_steps(path: Path) -> FittedCost:
             raise SimulationError(f"{path}, line {number}: not a step ({error!r})") from error
         rows.append(row)
     steps = np.array(rows, np.float64).reshape(-1, len(COLUMNS))
-    sums = StepSums.of(*steps.T)
+    sums = StepSums.from_steps(*steps.T)
     fitted = sums.fit()
     if fitted is None:
         raise SimulationError(f"{path}: {len(steps)} steps do not determine the cost of an expert")
     relative = np.abs(fitted.seconds(*steps.T[:3]) / steps[:, 3] - 1)
     return FittedCost(
-        cost=fitted, steps=len(steps), rms_relative_error=sums.error(fitted),
+        cost=fitted,
+        steps=len(steps),
+        rms_relative_error=sums.error(fitted),
         median_relative_error=float(np.median(relative)),
         source=f"{path.name} {hashlib.sha256(content).hexdigest()[:16]}",
-    )  # fmt: skip
+    )
 
 
 def from_status(status: dict[str, Any], where: str) -> FittedCost:
@@ -90,8 +60,11 @@ def from_status(status: dict[str, Any], where: str) -> FittedCost:
     try:
         steps, error = int(step_cost.pop("steps")), float(step_cost.pop("relative_error"))
         return FittedCost(
-            cost=StepCost(**step_cost), steps=max(1, steps), rms_relative_error=error,
-            median_relative_error=None, source=where,
-        )  # fmt: skip
+            cost=StepCost(**step_cost),
+            steps=max(1, steps),
+            rms_relative_error=error,
+            median_relative_error=None,
+            source=where,
+        )
     except (KeyError, ValueError, TypeError) as error:
         raise SimulationError(f"{where} has fitted no step cost yet; send it some load first") from error

@@ -67,6 +67,9 @@ class Cluster(_Part):
 
     decode: Decode
     prefill: Prefill | None = Field(default=None, description="None: prompts are prefilled at arrival")
+    router_s: Seconds = Field(
+        default=0.0, description="time of the router for a placement, s; it makes one after the other"
+    )
     handover_fixed_s: Seconds = Field(default=0.0, description="from the placement to the decode queue, s")
     handover_per_token_s: Seconds = Field(default=0.0, description="additionally for each KV token, s")
     queue_ttl_s: float | None = Field(

@@ -18,11 +18,25 @@ from offline.simulation.recorder import Recorder
 from offline.simulation.requests import Experts, Requests, rank_masks
 from offline.simulation.whole import WholePrefill
 
+_AHEAD = 8  # steps; about as many as between two changes of a worker's requests
+
 
 class _Worker:
     """A decode worker. A running request has `steps - start` tokens."""
 
-    __slots__ = ("busy", "ends", "fresh", "jobs", "kv", "owed_s", "prefill", "rows", "steps", "waiting")
+    __slots__ = (
+        "ahead",
+        "busy",
+        "ends",
+        "fresh",
+        "jobs",
+        "kv",
+        "owed_s",
+        "prefill",
+        "same_jobs",
+        "steps",
+        "waiting",
+    )
 
     def __init__(self, whole: Whole | None) -> None:
         self.prefill = None if whole is None else WholePrefill(whole)
@@ -30,16 +44,17 @@ class _Worker:
         self.waiting: deque[int] = deque()
         self.fresh: list[int] = []  # running, without a token
         self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
-        self.rows: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
+        self.ahead: list[int] = []  # active experts of the next steps, if the jobs stay the same; last first
+        self.same_jobs = False
         self.steps = 0
         self.kv = 0  # tokens of running requests
         self.owed_s = 0.0  # recomputation time of preempted requests, in the next step
         self.busy = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made for each step
 class EndedStep:
-    """What a step of a worker has completed.
+    """Requests that a step of a worker has advanced or ended.
 
     Attributes:
         prefilled: requests whose prompt the worker has computed.
@@ -160,7 +175,7 @@ class DecodeWorkers:
     def _begin_answer(self, worker: _Worker, j: int) -> None:
         """Begin the request's answer: each step makes a token of it."""
         worker.jobs.append(j)
-        worker.rows = None
+        worker.same_jobs = False
         self._start[j] = worker.steps - self._done[j]
         self._ends_at[j] = worker.steps - self._done[j] + self._output[j]
         heapq.heappush(worker.ends, (self._ends_at[j], j))
@@ -170,7 +185,7 @@ class DecodeWorkers:
     def _preempt(self, worker: _Worker) -> None:
         """Move the youngest request of a worker whose KV is full to the front of its queue."""
         j = worker.jobs.pop()
-        worker.rows = None
+        worker.same_jobs = False
         self._done[j] = worker.steps - int(self._start[j])
         self._ends_at[j] = -1
         worker.kv -= self._prompt[j] + self._done[j]
@@ -180,20 +195,30 @@ class DecodeWorkers:
         self._record.preempted += 1
 
     def _active_experts(self, w: int, worker: _Worker) -> int:
+        """Return the active experts of the next step; those of some steps are computed at once."""
+        if not worker.same_jobs:
+            worker.same_jobs, worker.ahead = True, []
+        if not worker.ahead:
+            worker.ahead = self._active_ahead(w, worker)
+        return worker.ahead.pop()
+
+    def _active_ahead(self, w: int, worker: _Worker) -> list[int]:
+        """Return the active experts of the next steps with the present requests, the last step first."""
         experts = self._experts
         assert experts is not None
-        if worker.rows is None:
-            jobs = np.array(worker.jobs)
-            kinds = self._requests.kind[jobs]
-            first = experts.offset[kinds]
-            worker.rows = first, experts.offset[kinds + 1] - first, self._start[jobs]
-        first, length, start = worker.rows
-        union = np.bitwise_or.reduce(experts.bits[first + (worker.steps - start) % length], axis=0)
+        jobs = np.array(worker.jobs)
+        kinds = self._requests.kind[jobs]
+        first = experts.offset[kinds]
+        steps = np.arange(worker.steps + _AHEAD - 1, worker.steps - 1, -1)[:, None]
+        rows = first + (steps - self._start[jobs]) % (experts.offset[kinds + 1] - first)  # [_AHEAD, jobs]
+        union = np.bitwise_or.reduce(experts.bits[rows], axis=1)
         if self._masks is None:
-            return int(np.bitwise_count(union).sum())
-        mask = self._masks[w % len(self._masks)]
-        on_rank = np.bitwise_count(union.reshape(mask.shape[1:]) & mask).sum(axis=2)  # [G, L]
-        return int(on_rank.max(axis=0).sum())
+            active: list[int] = np.bitwise_count(union).sum(axis=1, dtype=np.int64).tolist()
+            return active
+        mask = self._masks[w % len(self._masks)]  # [G, L, words]
+        on_rank = np.bitwise_count(union.reshape(_AHEAD, 1, *mask.shape[1:]) & mask).sum(axis=3)  # [.., G, L]
+        of_fullest: list[int] = on_rank.max(axis=1).sum(axis=1, dtype=np.int64).tolist()
+        return of_fullest
 
     def end_step(self, w: int) -> EndedStep:
         """Give every running request of the worker a token."""
@@ -215,6 +240,6 @@ class DecodeWorkers:
                 continue  # preempted since
             finished.append(j)
             worker.jobs.remove(j)
-            worker.rows = None
+            worker.same_jobs = False
             worker.kv -= self._prompt[j] + self._output[j]
         return EndedStep(prefilled, answers, first, finished)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.scheduling import Saving
+from loadgen.statistics import Slo
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -66,13 +68,21 @@ class Outcome:
         """Return the time from arrival to the end of the first decode step, of each request."""
         return self.first_s - self.arrival_s
 
+    def good(self, slo: Slo) -> NDArray[np.bool_]:
+        """Return bool[N], whether each request met both objectives; false if it expired."""
+        tpot_ms = 1e3 * np.where(self.tokens > 1, self.tpot_s, 0.0)
+        good: NDArray[np.bool_] = (1e3 * self.ttft_s <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
+        return good
+
     @property
     def output_tokens_per_s(self) -> float:
         """Return the rate of finished requests' tokens from the first arrival to the last token."""
+        return self._per_s(self.tokens[self.finished].sum())
+
+    def _per_s(self, number: float) -> float:
+        """Return the number by the time from the first arrival to the last token."""
         done = self.finished
-        if not done.any():
-            return 0.0
-        return float(self.tokens[done].sum() / (self.last_s[done].max() - self.arrival_s.min()))
+        return float(number / (self.last_s[done].max() - self.arrival_s.min())) if done.any() else 0.0
 
     def steady(self, values: Floats) -> Floats:
         """Return the samples taken after a tenth of the arrivals and before the last."""
@@ -82,16 +92,25 @@ class Outcome:
         inside: Floats = values[(self.sample_s >= start) & (self.sample_s <= end)]
         return inside
 
-    def summary(self) -> dict[str, Any]:
-        """Return a table row, with units in the keys."""
-        row: dict[str, Any] = {}
-        for name, values, quantiles in (("tpot", self.tpot_s, (50, 95, 99)), ("ttft", self.ttft_s, (50, 99))):
-            known = values[~np.isnan(values)]
-            for q in quantiles:
-                row[f"{name}_p{q}_ms"] = 1e3 * float(np.percentile(known, q)) if len(known) else None
+    def by_domain(self, domains: Sequence[str]) -> list[dict[str, Any]]:
+        """Return a table row for each domain, with its requests and TPOT; `domains` has N names."""
+        names, tpot = np.array(domains), self.tpot_s
+        return [
+            {"domain": name, "requests": int((names == name).sum())}
+            | _percentiles("tpot", tpot[names == name], (50, 99))
+            for name in sorted(set(domains))
+        ]
+
+    def summary(self, slo: Slo | None = None) -> dict[str, Any]:
+        """Return a table row, with units in the keys; with goodput if there are objectives."""
+        row = _percentiles("tpot", self.tpot_s, (50, 95, 99)) | _percentiles("ttft", self.ttft_s, (50, 99))
+        if slo is not None:
+            good = self.good(slo)
+            row |= {"good_pct": 100 * float(good.mean()), "goodput_per_s": self._per_s(good.sum())}
         return row | {
             "output_tokens_per_s": self.output_tokens_per_s,
             "imbalance_tokens": _mean(self.steady(self.imbalance)),
+            "spread_tokens": _mean(self.steady(self.spread)),
             "batch_size": _mean(self.batch),
             "active_experts": _mean(self.experts),
             "step_ms": 1e3 * float(self.seconds.mean()) if len(self.seconds) else None,
@@ -99,6 +118,14 @@ class Outcome:
             "expired": int((~self.finished).sum()),
             "preempted": self.preempted,
         }
+
+
+def _percentiles(name: str, seconds: Floats, quantiles: Sequence[int]) -> dict[str, float | None]:
+    """Return percentiles in ms, without NaN."""
+    known = seconds[~np.isnan(seconds)]
+    return {
+        f"{name}_p{q}_ms": 1e3 * float(np.percentile(known, q)) if len(known) else None for q in quantiles
+    }
 
 
 def _mean(values: NDArray[Any]) -> float | None:

@@ -63,9 +63,17 @@ class PlacementRequests:
         known = self._experts.predicted_counts if predicted else self._experts.expert_counts
         counts = known(kind, prompt) if self._reads_counts else None
         return PlacementRequest(
-            str(j), counts, prompt, output, self._experts.domains[kind], self._similarity.get(kind), key,
-            predicted=predicted, blocks=prefix, may_wait=True,
-        )  # fmt: skip
+            str(j),
+            counts,
+            prompt,
+            output,
+            self._experts.domains[kind],
+            self._similarity.get(kind),
+            key,
+            predicted=predicted,
+            blocks=prefix,
+            may_wait=True,
+        )
 
     def with_true_counts(self, j: int, request: PlacementRequest) -> PlacementRequest | None:
         """Return the request with the counts of its prefill; None if its counts are not predicted."""

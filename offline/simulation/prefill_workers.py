@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from eldr_serve.scheduling.prefill import choose_prefill
+from eldr_serve.scheduling.prefixes import PrefixCache
 from offline.simulation.cluster import Prefill
 
 
@@ -15,13 +14,14 @@ class PrefillWorkers:
         self._config = config
         self._free_s = [0.0] * config.workers
         self._in_flight = {str(p): 0 for p in range(config.workers)}
-        self._cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(config.workers)]
+        self._caches = [PrefixCache(config.cache_blocks) for _ in range(config.workers)]
 
     def run(self, now: float, head: bytes, blocks: tuple[int, ...], tokens: int) -> tuple[int, float, int]:
         """Return the worker, the end of the prompt's prefill, and the number of cached tokens."""
         p = int(choose_prefill(head, self._in_flight, max_load_ratio=self._config.max_load_ratio))
         self._in_flight[str(p)] += 1
-        hit = min(self._hit(p, blocks) * self._config.block_tokens, tokens - 1)
+        hit = min(self._caches[p].hit(blocks) * self._config.block_tokens, tokens - 1)
+        self._caches[p].use(blocks)
         seconds = self._config.fixed_s + self._config.per_token_s * (tokens - hit)
         self._free_s[p] = max(now, self._free_s[p]) + seconds
         return p, self._free_s[p], hit
@@ -29,16 +29,3 @@ class PrefillWorkers:
     def leave(self, p: int) -> None:
         """Count a prompt of worker `p` as finished."""
         self._in_flight[str(p)] -= 1
-
-    def _hit(self, p: int, blocks: tuple[int, ...]) -> int:
-        """Return the number of cached leading blocks; then cache all blocks, as far as there is room."""
-        if not self._config.cache_blocks:
-            return 0
-        cached = self._cached[p]
-        hit = next((n for n, block in enumerate(blocks) if block not in cached), len(blocks))
-        for block in blocks:
-            cached[block] = None
-            cached.move_to_end(block)
-        while len(cached) > self._config.cache_blocks:
-            cached.popitem(last=False)
-        return hit

@@ -53,9 +53,21 @@ class Recorder:
         """Return the results; `saving` is the shadow's."""
         batch, experts, seconds, step_worker = self._steps
         return Outcome(
-            self.arrival_s, self.prefilled_s, self.placed_s, self.first_s, self.last_s,
-            self.worker, self._tokens, self.hit_tokens, self.preempted,
-            np.array(batch, np.int64), np.array(experts, np.int64), np.array(seconds),
-            np.array(step_worker, np.int64), np.array(self._imbalance), np.array(self._spread),
-            np.array(self._sample_s), saving,
-        )  # fmt: skip
+            self.arrival_s,
+            self.prefilled_s,
+            self.placed_s,
+            self.first_s,
+            self.last_s,
+            self.worker,
+            self._tokens,
+            self.hit_tokens,
+            self.preempted,
+            np.array(batch, np.int64),
+            np.array(experts, np.int64),
+            np.array(seconds),
+            np.array(step_worker, np.int64),
+            np.array(self._imbalance),
+            np.array(self._spread),
+            np.array(self._sample_s),
+            saving,
+        )

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 
 
-class SimulationError(ValueError):
+class SimulationError(UserInputError):
     """The input cannot be simulated; the message is one sentence."""
 
 
@@ -95,6 +96,34 @@ class Experts:
         scaled: NDArray[np.uint32] = np.rint(counts * (prompt_tokens / tokens)).astype(np.uint32)
         return scaled
 
+    def mixed(self, kinds: NDArray[np.int64], parts: int, number: int, rng: np.random.Generator) -> Experts:
+        """Return the experts of new requests, each made of observed ones of the same domain.
+
+        A new request decodes the steps of its parts one after the other, and its counts are their sum. So no
+        two of them are copies, and what they share is only what requests of the domain share.
+
+        Args:
+            kinds: observed requests to draw from, with replacement.
+            parts: observed requests in each new one.
+            number: new requests.
+        """
+        domains = np.array(self.domains)
+        first = rng.choice(kinds, number)
+        of_domain = {name: kinds[domains[kinds] == name] for name in np.unique(domains[first])}
+        others = np.stack([rng.choice(of_domain[domains[kind]], parts - 1) for kind in first])
+        drawn = np.column_stack([first, others])  # [number, parts]
+        steps = np.diff(self.offset)[drawn]
+        flat, lengths = drawn.ravel(), steps.ravel()
+        starts = np.cumsum(lengths) - lengths
+        rows = np.arange(lengths.sum()) + np.repeat(self.offset[flat] - starts, lengths)
+        return Experts(
+            self.counts[drawn].sum(axis=1),
+            self.count_tokens[drawn].sum(axis=1),
+            self.bits[rows],
+            np.concatenate([[0], np.cumsum(steps.sum(axis=1))]),
+            domains[first].tolist(),
+        )
+
     @classmethod
     def replayed(
         cls, trace: CalibrationTrace, *, max_steps: int | None = None, true_decode: bool = False
@@ -109,7 +138,7 @@ class Experts:
             SimulationError: the trace was made without routes.
         """
         if trace.routes is None or trace.route_offsets is None:
-            raise SimulationError("the trace has no routes; make it with offline.calibrate --routes")
+            raise SimulationError("the trace has no routes; make it with `eldr calibrate --routes`")
         steps = trace.decode_steps.astype(np.int64)
         kept = steps if max_steps is None else np.minimum(steps, max_steps)
         offset = np.concatenate([[0], np.cumsum(kept)])

@@ -19,7 +19,7 @@ from offline.simulation.prefill_workers import PrefillWorkers
 from offline.simulation.recorder import Recorder
 from offline.simulation.requests import Experts, Requests, SimulationError
 
-_STEP, _ROUND, _PREFILLED, _READY, _CHANGE = range(5)  # kinds of events
+_STEP, _ROUND, _PREFILLED, _PLACE, _READY, _CHANGE = range(6)  # kinds of events
 _SAMPLE_EVERY = 0.1  # s, between samples of imbalance; with a barrier every step is sampled
 
 
@@ -78,10 +78,10 @@ class _Ledger(LoadLedger):
 
     def step(self, worker: int, tokens: int) -> None:
         """Add tokens that the worker's requests have generated."""
-        self._kv_tokens[worker] += tokens
+        self._kv_tokens[self._row_of(str(worker))] += tokens
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
-        self._prefilled(request_id)
+        self._remove_prefill(request_id)
         row, prompt_tokens, _ = self._requests[request_id]
         self._requests[request_id] = (row, prompt_tokens, generated_tokens)
 
@@ -116,12 +116,15 @@ class _Simulation:
         self._decode = DecodeWorkers(requests, cluster.decode, experts, ranks, self._record)
         self._now = 0.0
         self._ledger = _Ledger()
-        self._placer = Placer(policy, failed=_fail, ledger=self._ledger, seed=seed, clock=lambda: self._now)
+        self._placer = Placer(
+            policy, on_policy_error=_fail, ledger=self._ledger, seed=seed, clock=lambda: self._now
+        )
         self._names = [str(w) for w in range(len(self._decode))]
         self._placer.set_workers(self._names)
         if (whole := cluster.decode.whole) is not None:
+            kv_tokens = whole.cache_blocks * whole.block_tokens
             for name in self._names:
-                self._placer.prefixes.holds(name, whole.cache_blocks * whole.block_tokens, whole.block_tokens)
+                self._placer.prefixes.set_capacity(name, kv_tokens, whole.block_tokens)
         self._shadow = None if shadow is None else self._with_shadow(shadow, seed)
         self._placements = PlacementRequests(
             requests, experts, policy, whole, reads_counts=policy.reads_counts or shadow is not None
@@ -129,6 +132,7 @@ class _Simulation:
         self._wants_progress = shadow is not None or type(policy).on_progress is not Policy.on_progress
         self._num_arrived = n if in_flight is None else min(in_flight, n)  # requests that have arrived
         self._record.arrival_s[: 0 if in_flight is None else n] = 0.0
+        self._router_free_s = 0.0  # time at which the router has made all placements that wait for it
         self._reported_at = -np.inf
         self._events: list[tuple[float, int, int, int]] = []  # time, number, kind, subject
         self._number = 0
@@ -154,6 +158,7 @@ class _Simulation:
             _STEP: self._step_ended,
             _ROUND: self._round_ended,
             _PREFILLED: self._prefilled,
+            _PLACE: self._place,
             _READY: self._ready,
             _CHANGE: self._changed,
         }
@@ -200,6 +205,13 @@ class _Simulation:
         self._record.prefilled_s[j] = now  # whole workers set it again later
         if self._prefill is not None:
             self._prefill.leave(self._prefilled_by[j])
+        if not self._cluster.router_s:
+            self._place(now, j)
+            return
+        self._router_free_s = max(now, self._router_free_s) + self._cluster.router_s
+        self._at(self._router_free_s, _PLACE, j)
+
+    def _place(self, now: float, j: int) -> None:
         request = self._placements.make(j, self._decode.cacheable_blocks(j))
         self._submit(now, [Lease(request, State.SENT)])
 
@@ -291,10 +303,11 @@ class _Simulation:
             self._record.prefilled_s[j] = now
             running = self._placer.running.get(str(j))
             if running is not None and (counted := self._placements.with_true_counts(j, running.request)):
-                self._placer.counted(counted)
+                self._placer.set_measured_counts(counted)
             self._placer.progress({str(j): 1})
         self._ledger.step(w, ended.answers)
-        self._record.first_s[ended.first] = now
+        if ended.first:
+            self._record.first_s[ended.first] = now
         for j in ended.finished:
             self._record.last_s[j] = now
             self._placer.progress({str(j): self._output[j]})

@@ -1,7 +1,5 @@
 """Further applications on the suite's cluster beside the demo, one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +9,7 @@ from service import ADMIN_KEY, ROOT, Service
 
 from benchmarks.lib.cluster import wait_ready
 from benchmarks.lib.engines import our_arguments
-from benchmarks.lib.replay_engine import free_port
+from benchmarks.lib.ports import free_port
 from examples.demo_model import WEIGHTS
 
 _NIXL_PORTS = {"prefill_config": 24000, "decode_config": 26000}  # not the demo's

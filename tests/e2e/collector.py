@@ -1,7 +1,5 @@
 """A collector of OpenTelemetry spans in this process, by OTLP over gRPC and HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +14,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
-from otlp import HttpCollector
+
+from tests.support.otlp import HttpCollector
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,12 @@ class Collector(HttpCollector, TraceServiceServicer):
         """Return the spans of a trace received so far."""
         return [
             Received(
-                span.name, trace, span.span_id.hex(), span.parent_span_id.hex(),
-                _attributes(span.attributes), _attributes(of_process.resource.attributes),
+                span.name,
+                trace,
+                span.span_id.hex(),
+                span.parent_span_id.hex(),
+                _attributes(span.attributes),
+                _attributes(of_process.resource.attributes),
                 span.start_time_unix_nano,
             )
             for _, request in list(self.received)
@@ -64,10 +67,9 @@ class Collector(HttpCollector, TraceServiceServicer):
             for scope in of_process.scope_spans
             for span in scope.spans
             if span.trace_id.hex() == trace
-        ]  # fmt: skip
+        ]
 
     def Export(self, request: ExportTraceServiceRequest, context: Any) -> ExportTraceServiceResponse:  # noqa: N802
-        """Store an export request."""
         self.received.append(("grpc", request))
         return ExportTraceServiceResponse()
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,14 @@ import psutil
 import pytest
 
 from benchmarks.lib.prometheus import total
+from tests.support.processes import output
 
 ROOT = Path(__file__).parents[2]
 ADMIN_KEY = "demo"
+GREEDY = {"max_tokens": 24, "temperature": 0}  # like the answers of `single_engine`
+# Loading certificates, which no test needs, would take 30 ms of a core for each client.
+ONE_CONNECTION_EACH = httpx.Limits(max_keepalive_connections=0)
+HTTP = httpx.Client(verify=False, timeout=60, limits=ONE_CONNECTION_EACH)
 POOL_TTL_S = 12.0  # longer than a busy machine needs for a queue of short answers
 
 
@@ -89,19 +97,56 @@ class Service:
 
     url: str
 
-    @property
+    @cached_property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        url = f"{self.url}/v1"
+        return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120, http_client=HTTP)
 
     @property
     def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+        """Return a client for one event loop."""
+        http = openai.DefaultAsyncHttpxClient(verify=False, limits=ONE_CONNECTION_EACH)
+        url = f"{self.url}/v1"
+        return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300, http_client=http)
 
     def status(self) -> dict[str, Any]:
         answer = self.admin("GET", "/eldr/status")
-        answer.raise_for_status()
-        found: dict[str, Any] = answer.json()
-        return found
+        return answer.raise_for_status().json()
+
+    def counter(self, name: str) -> int:
+        return self.status()["counters"].get(name, 0)
+
+    def decodes(self) -> set[str]:
+        """Return the ids of the decode replicas that get requests."""
+        return {worker["replica"] for worker in self.status()["workers"]}
+
+    def complete(self, prompt: Any, **fields: Any) -> Any:
+        return self.client.completions.create(model="eldr-demo", prompt=prompt, **fields)
+
+    def greedy(self, prompt: str) -> str:
+        return self.complete(prompt, **GREEDY).choices[0].text
+
+    def greedy_chat(self, prompt: str) -> str:
+        """Return a greedy answer to a chat, streamed."""
+        chunks = self.client.chat.completions.create(
+            model="eldr-demo", messages=[{"role": "user", "content": prompt}], stream=True, **GREEDY
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+    async def greedy_async(self, prompt: str, **fields: Any) -> str:
+        answer = await self.async_client.completions.create(
+            model="eldr-demo", prompt=prompt, extra_body=fields, **GREEDY
+        )
+        return answer.choices[0].text
+
+    @asynccontextmanager
+    async def posted(self, body: dict[str, Any], path: str = "completions") -> AsyncIterator[httpx.Response]:
+        """Send a request over its own connection; yield the answer, whose body has not been read."""
+        async with (
+            httpx.AsyncClient(verify=False, timeout=200) as client,
+            client.stream("POST", f"{self.url}/v1/{path}", json=body) as response,
+        ):
+            yield response
 
     def whole(self) -> bool:
         """Return whether Serve has replaced all dead replicas and every pair of engines is warm."""
@@ -110,7 +155,7 @@ class Service:
 
     def admin(self, method: str, path: str, key: str | None = ADMIN_KEY, **kwargs: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=60, **kwargs)
+        return HTTP.request(method, f"{self.url}{path}", headers=headers, **kwargs)
 
     def set_policy(self, name: str, **parameters: Any) -> None:
         answer = self.admin("PUT", "/eldr/policy", json={"name": name, "parameters": parameters})
@@ -135,7 +180,14 @@ class Service:
         import ray
 
         port = ray.nodes()[0]["MetricsExportPort"]
-        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+        return HTTP.get(f"http://127.0.0.1:{port}/metrics").text
+
+
+async def events(response: httpx.Response) -> AsyncIterator[str]:
+    """Yield the events of a streamed answer, as they arrive."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            yield line.removeprefix("data: ")
 
 
 def session_logs() -> Path:
@@ -144,7 +196,6 @@ def session_logs() -> Path:
 
 
 def controller_log() -> str:
-    """Return the logs of Serve's controllers."""
     files = sorted(session_logs().glob("serve/controller*.log"))
     return "".join(file.read_text(errors="replace") for file in files)
 
@@ -159,13 +210,21 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) 
     pytest.fail(f"not within {timeout_s} s: {what}")
 
 
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    """Wait like wait_for, in a test whose own event loop runs requests."""
+    await asyncio.to_thread(wait_for, condition, what, timeout_s)
+
+
+def run(*arguments: object, **options: Any) -> str:
+    """Run Python like `processes.output`."""
+    return output(sys.executable, *arguments, **options)
+
+
 def pid_of(replica: str) -> int:
     """Return the id of the replica's process, the parent of its engine's."""
     from ray.util.state import list_actors
 
-    actor = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if replica in (a.name or ""))
-    pid: int = actor.pid
-    return pid
+    return next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if replica in (a.name or "")).pid
 
 
 def core_of(replica: str) -> int:

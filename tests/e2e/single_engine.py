@@ -1,7 +1,5 @@
 """Greedy answers of one plain vLLM engine without connector and router: a script with JSON in and out."""
 
-from __future__ import annotations
-
 import json
 import sys
 

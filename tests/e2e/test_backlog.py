@@ -1,7 +1,5 @@
 """Send more prompts at once than the demo's prefill engine can compute within its bound."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from service import ROOT, Service, wait_for
 from benchmarks.serving.backlog import row, send_all, texts
 from examples.demo_model import WEIGHTS
 
-REQUESTS, TOKENS = 150, 1500
+REQUESTS, TOKENS = 60, 1500  # six times what the bound of 8 s admits
 
 
 def test_each_prompt_is_answered_or_gets_retry_after_and_no_engine_is_ejected(service: Service) -> None:
@@ -18,15 +16,11 @@ def test_each_prompt_is_answered_or_gets_retry_after_and_no_engine_is_ejected(se
     before = service.status()["counters"]
     found = asyncio.run(send_all(service.url, prompts, timeout_s=120.0))
     assert [request.error for request in found if request.error] == []
-
-    def prefilled() -> int:
-        return service.status()["counters"].get("prefills", 0) - before.get("prefills", 0)
-
-    wait_for(lambda: prefilled() >= REQUESTS, "all prefills are counted")
+    wanted = before.get("prefills", 0) + REQUESTS
+    wait_for(lambda: service.counter("prefills") >= wanted, "all prefills are counted")
     figures = row(found, before, service.status()["counters"])
     assert figures["answered"] == REQUESTS
     assert figures["refusals"] > 0
-    assert figures["set_aside"] == figures["duplicate_prefills"] == 0
-    assert set(service.status()["ingress"]["prefill_wait_s"]) == set(
-        service.status()["ingress"]["prefill_in_flight"]
-    )
+    assert figures["ejected"] == figures["duplicate_prefills"] == 0
+    own = service.status()["ingress"]
+    assert own["prefill_wait_s"].keys() == own["prefill_in_flight"].keys()

@@ -1,7 +1,5 @@
 """loadgen.compare on real engines: stop, resume, and final state."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -19,16 +17,24 @@ POLICIES = ("shortest-queue", "locality-band:band=0.3")
 def compare(service: Service, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
-            sys.executable, "-m", "loadgen.compare", "--host", service.url, "--policies", ",".join(POLICIES),
-            "--rate", "3", "--trial-seconds", "5", "--warm-up-seconds", "1", "--rounds", "1",
-            "--max-tokens", "12", "--out", str(out),
+            sys.executable,
+            "-m",
+            "loadgen.compare",
+            f"--host={service.url}",
+            f"--policies={','.join(POLICIES)}",
+            "--rate=3",
+            "--trial-seconds=5",
+            "--warm-up-seconds=1",
+            "--rounds=1",
+            "--max-tokens=12",
+            f"--out={out}",
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
         env=os.environ | {"ELDR_ADMIN_KEY": ADMIN_KEY},
-    )  # fmt: skip
+    )
 
 
 def test_a_stopped_comparison_resumes_and_reports(service: Service, tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """Output and files of the README's first command, on real engines."""
 
-from __future__ import annotations
-
 import json
 import re
 
 import pytest
-from browser import rendered
 from service import Demo
+
+from tests.support.browser import rendered
 
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 FIRST = re.compile(

@@ -1,7 +1,5 @@
 """Every deployment YAML builds its application graph; no engine is started."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path
@@ -9,10 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from tables import unit_table
 
 from eldr_serve.app import build_app
-from eldr_serve.errors import ConfigurationError
+from tests.support.tables import unit_table
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGIES = {  # file -> maximum prefill replicas, maximum decode replicas, GPUs per replica
@@ -33,8 +30,7 @@ TOPOLOGIES = {  # file -> maximum prefill replicas, maximum decode replicas, GPU
 def arguments(name: str) -> dict[str, Any]:
     document = yaml.safe_load((ROOT / "deployments" / f"{name}.yaml").read_text())
     assert document["applications"][0]["import_path"] == "eldr_serve.app:build_app"
-    args: dict[str, Any] = document["applications"][0]["args"]
-    return copy.deepcopy(args)
+    return copy.deepcopy(document["applications"][0]["args"])
 
 
 def engines(app: Any) -> tuple[Any, Any]:
@@ -96,41 +92,13 @@ def test_a_one_rank_engine_is_one_process_on_cpu_and_optionally_on_a_gpu(
     assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == ("0" if executor == "uni" else None)
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"rooter": {}}, "rooter"),
-        ({"router": {"policy": "nearest"}}, "nearest"),
-        ({"router": {"table": "/nowhere/table.safetensors"}}, "table"),
-        ({"ingress": {"max_in_flight": 0}}, "max_in_flight"),
-        ({"path": {"kv_lease_s": -1}}, "kv_lease_s"),
-        ({"path": {"kv_lease_s": 30, "queue_ttl_s": 24}}, "queue_ttl_s"),
-        ({"prefill_config": {}}, "prefill_config"),
-    ],
-)
-def test_a_mistake_in_the_file_stops_the_build_with_one_sentence(change: dict[str, Any], word: str) -> None:
-    with pytest.raises(ConfigurationError) as mistake:
-        build_app(arguments("cpu_demo") | change)
-    assert word in str(mistake.value)
-
-
-def test_two_models_in_one_deployment_are_refused() -> None:
-    args = arguments("cpu_demo")
-    args["decode_config"]["model_loading_config"] = {
-        "model_id": "other",
-        "model_source": "examples/demo_model/weights",
-    }
-    with pytest.raises(ConfigurationError, match="other"):
-        build_app(args)
-
-
 def test_the_router_starts_with_the_table_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     unit_table(2, model="eldr-demo").save(tmp_path / "table.safetensors")
     app = build_app(arguments("cpu_demo") | {"router": {"table": str(tmp_path / "table.safetensors")}})
-    spec = app._bound_deployment.init_kwargs["router"]
+    spec = app._bound_deployment.init_kwargs["router_settings"]
     assert spec.table == unit_table(2, model="eldr-demo").to_bytes()
 
 

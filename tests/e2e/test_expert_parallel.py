@@ -3,8 +3,6 @@
 This also holds while an operator or a job moves experts, and when a rank dies.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -16,12 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import psutil
 import pytest
 from applications import arguments_of, running
-from service import ADMIN_KEY, Background, Service, core_of, wait_for
+from service import ADMIN_KEY, HTTP, Background, Service, core_of, events, until, wait_for
 from typer.testing import CliRunner, Result
 
 from eldr_serve.cli import app
@@ -63,15 +60,13 @@ def expert_parallel(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) 
 def completed(service: Service, prompt: str) -> tuple[str, str]:
     """Return (the decode replica, its greedy answer)."""
     body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 24, "temperature": 0}
-    answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=120)
+    answer = HTTP.post(f"{service.url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-eldr-decode-worker"], str(answer.json()["choices"][0]["text"])
 
 
 def held(service: Service) -> dict[str, dict[str, Any]]:
-    """Return the experts that each decode replica holds."""
-    found: dict[str, dict[str, Any]] = service.status()["ingress"]["experts"]
-    return found
+    return service.status()["ingress"]["experts"]
 
 
 def hold(service: Service, placement: str) -> bool:
@@ -104,8 +99,7 @@ def test_moving_experts_during_answers_does_not_change_them(
     def put(placement: ExpertPlacement) -> dict[str, dict[str, Any]]:
         done = command(expert_parallel, placement, tmp_path)
         assert done.exit_code == 0, done.output
-        took: dict[str, dict[str, Any]] = json.loads(done.stdout)
-        return took
+        return json.loads(done.stdout)
 
     def text(prompt: str) -> str:
         return completed(expert_parallel, prompt)[1]
@@ -140,9 +134,12 @@ def test_a_job_places_the_experts_for_the_newest_prompts(
     texts = [completed(expert_parallel, prompt)[1] for prompt in prompts]
     before, said = held(expert_parallel), tmp_path / "said.txt"
     options = {
-        "cost": RESULTS / "layer_cost_cpu.json", "top-k": 4, "every": 600, "url": expert_parallel.url,
+        "cost": RESULTS / "layer_cost_cpu.json",
+        "top-k": 4,
+        "every": 600,
+        "url": expert_parallel.url,
         "application": "ep",
-    }  # fmt: skip
+    }
     job = [sys.executable, "-m", "offline.live_placement", *(f"--{k}={v}" for k, v in options.items())]
     with Background(job, said, {"RAY_ADDRESS": "auto", "ELDR_ADMIN_KEY": ADMIN_KEY}):
         wait_for(lambda: "experts moved, placement" in said.read_text(), "the job has moved experts", 60)
@@ -161,16 +158,12 @@ class Stream:
         self.worker, self.text, self.events, self.error = "", "", 0, ""
 
     async def read(self, service: Service) -> None:
-        """Read to the end."""
-        async with (
-            httpx.AsyncClient(timeout=200) as client,
-            client.stream("POST", f"{service.url}/v1/completions", json=self._body) as response,
-        ):
+        async with service.posted(self._body) as response:
             assert response.status_code == 200
             self.worker = response.headers["x-eldr-decode-worker"]
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
+            async for data in events(response):
+                if data != "[DONE]":
+                    event = json.loads(data)
                     self.error = event.get("error", {}).get("type", "")
                     self.text += "" if self.error else event["choices"][0]["text"]
                     self.events += 1
@@ -217,17 +210,16 @@ async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
     assert victim in refused.output
 
     def since(name: str) -> int:
-        found: int = expert_parallel.status()["counters"].get(name, 0) - before.get(name, 0)
-        return found
+        return expert_parallel.counter(name) - before.get(name, 0)
 
     wait_for(lambda: since("streams_lost") == 1 and since("resumed") > 0, "the lost streams are counted", 10)
     wait_for(lambda: not any(map(is_alive, (core, *ranks))), "no process of the engine is left", 30)
 
     def replaced() -> bool:
-        workers = {worker["replica"] for worker in expert_parallel.status()["workers"]}
+        workers = expert_parallel.decodes()
         return len(workers) == 2 and victim not in workers and held(expert_parallel).keys() == workers
 
-    await asyncio.to_thread(wait_for, replaced, "Serve has replaced the engine", 240)
+    await until(replaced, "Serve has replaced the engine", 240)
     wait_for(expert_parallel.whole, "the new engine is warm", 120)
     (new,) = held(expert_parallel).keys() - {stream.worker for stream in streams}
     holds = {name: found["placement"] for name, found in held(expert_parallel).items()}

@@ -1,14 +1,11 @@
 """A short run of `python -m tests.faults chaos` on a separate application."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from service import ROOT
+
+from tests.support.processes import python
 
 FAULTS = "kill decode,kill router,stop decode,kill ingress,change policy,swap table"
 
@@ -17,10 +14,8 @@ FAULTS = "kill decode,kill router,stop decode,kill ingress,change policy,swap ta
 def test_processes_die_in_turn_and_no_request_is_lost(tmp_path: Path) -> None:
     out = tmp_path / "faults.json"
     options = {"seconds": 100, "every": 15, "in-flight": 6, "faults": FAULTS, "port": 8311, "out": out}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults", "chaos", *(f"--{k}={v}" for k, v in options.items())],
-        capture_output=True, text=True, cwd=ROOT, timeout=600, check=False,
-    )  # fmt: skip
+    words = ["-m", "tests.faults", "chaos", *(f"--{k}={v}" for k, v in options.items())]
+    done = python(*words, timeout_s=600)
     assert out.exists(), done.stderr[-3000:]
     rows = {row["fault"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows["all"]["requests"] > 50

@@ -1,20 +1,18 @@
 """DecodeRequestRouter alone, in an application without our ingress and engines."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from service import wait_for
-from tables import counts_for, unit_table
 
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.router.actor import actor_name
-from offline.scenario import Scenario
+from offline.scenario import Scenario, Work
 from offline.simulate import simulated
+from tests.support.tables import counts_for, unit_table
 
 
 @pytest.fixture
@@ -53,8 +51,7 @@ async def test_a_signature_selects_its_replica_and_the_lease_ends_with_the_call(
     router = find_actor(actor_name("other"))
     wait_for(lambda: len(ray.get(router.status.remote())["workers"]) == 2, "the router has both replicas")
     ray.get(router.swap_table.remote(unit_table(2).to_bytes()))
-    # Calls are placed by own load while the actor starts, until the client has connected again and has the
-    # table.
+    # Calls use local fallback while the actor starts, until the client has connected again and has the table.
     async with asyncio.timeout(30):
         while not ray.get(router.status.remote())["counters"].get("reason:locality-band"):
             await other.generate.remote(request(0))
@@ -77,7 +74,7 @@ def test_parallel_simulations_give_the_results_of_sequential_ones(ray_cluster: s
             "seeds": [0, 1],
         }
     )
-    one_by_one, parallel = (simulated(scenario, 360, processes) for processes in (1, 2))
+    one_by_one, parallel = (simulated(scenario, Work(scenario, 0), processes) for processes in (1, 2))
     for row in (*one_by_one, *parallel):
         row.pop("simulated_steps_per_s")
     assert parallel == one_by_one

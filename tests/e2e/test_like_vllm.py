@@ -1,24 +1,34 @@
 """The ingress answers like a plain vLLM server: tokens, usage, invalid fields, health."""
 
-from __future__ import annotations
-
 import json
-import os
 import socket
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 from conftest import ENGINE_ENV
-from service import ROOT, Demo, Service, wait_for
-from vllm_cases import CHAT, COMPLETIONS, DETOKENIZE, MODEL, REFUSED, REFUSED_GENERATION, TOKENIZE, TOKENIZED
+from service import HTTP, Demo, Service
 
-from benchmarks.lib.replay_engine import free_port
+from benchmarks.lib.engines import process, wait_http
+from benchmarks.lib.ports import free_port
+from tests.support.vllm_cases import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    MESSAGES,
+    MODEL,
+    REFUSED,
+    REFUSED_GENERATION,
+    RESPONSES,
+    TOKENIZE,
+    TOKENIZED,
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,36 +36,38 @@ def plain(demo: Demo, service: Service) -> Iterator[str]:
     """Run a plain vLLM server with the demo's model, without connector and router."""
     port = free_port()
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",
-        "--port", str(port), "--model", str(demo.out / "model_64"), "--served-model-name", MODEL,
-        "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "64",
-        "--max-num-batched-tokens", "2048", "--block-size", "32", "--enforce-eager",
-    ]  # fmt: skip
-    said = demo.out / "plain_vllm.txt"
-    with said.open("w") as file:
-        server = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | ENGINE_ENV
-        )
-    url = f"http://127.0.0.1:{port}"
-
-    def healthy() -> bool:
-        assert server.poll() is None, said.read_text()[-3000:]
-        try:
-            return httpx.get(f"{url}/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        wait_for(healthy, "the plain server is up", 180)
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--model",
+        str(demo.out / "model_64"),
+        "--served-model-name",
+        MODEL,
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "2048",
+        "--max-num-seqs",
+        "64",
+        "--max-num-batched-tokens",
+        "2048",
+        "--block-size",
+        "32",
+        "--enforce-eager",
+    ]
+    url, said = f"http://127.0.0.1:{port}", demo.out / "plain_vllm.txt"
+    with process(command, env=ENGINE_ENV, log=said) as server:
+        wait_http(f"{url}/health", server, said, 180)
         yield url
-    finally:
-        server.terminate()
-        server.wait(60)
 
 
 def both(service: Service, plain: str, method: str, path: str, body: Any = None) -> list[httpx.Response]:
     """Return the answers of the ingress and of the plain server."""
-    return [httpx.request(method, f"{url}{path}", json=body, timeout=60) for url in (service.url, plain)]
+    return [HTTP.request(method, f"{url}{path}", json=body) for url in (service.url, plain)]
 
 
 @pytest.mark.parametrize("fields", TOKENIZED)
@@ -84,8 +96,13 @@ def test_an_error_has_vllms_status_and_field(
 @pytest.mark.parametrize("stream", [True, False])
 def test_usage_of_a_chat_equals_vllms(service: Service, plain: str, stream: bool) -> None:
     content = f"{uuid.uuid4().hex} " * 30
-    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 3,
-            "temperature": 0, "stream": stream}  # fmt: skip
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 3,
+        "temperature": 0,
+        "stream": stream,
+    }
     if stream:
         body["stream_options"] = {"include_usage": True}
     for _ in range(2):  # the second time much of the prompt is cached
@@ -99,6 +116,75 @@ def _usage(answer: httpx.Response) -> dict[str, Any]:
         return dict(answer.json()["usage"])
     events = [line for line in answer.text.splitlines() if line.startswith("data: {")]
     return dict(json.loads(events[-1].removeprefix("data: "))["usage"])
+
+
+_RANDOM = {"id", "item_id", "created_at", "completed_at", "signature"}
+
+
+def _comparable(value: Any) -> Any:
+    """Return JSON types without ids and times."""
+    if isinstance(value, dict):
+        return {name: _comparable(item) for name, item in value.items() if name not in _RANDOM}
+    return [_comparable(item) for item in value] if isinstance(value, list) else value
+
+
+def _merged(events: list[Any]) -> list[Any]:
+    """Join successive events of text: engines may put tokens into events differently."""
+    found: list[Any] = []
+    for event in events:
+        event.pop("sequence_number", None)
+        text = event.get("delta")
+        if found and event["type"] == found[-1]["type"] and isinstance(text, str):
+            found[-1]["delta"] += text
+        elif found and event["type"] == found[-1]["type"] == "content_block_delta":
+            found[-1]["delta"]["text"] += text["text"]
+        else:
+            found.append(event)
+    return found
+
+
+def _answer(made: Any, stream: bool) -> Any:
+    """Return what a vendor's client received."""
+    if not stream:
+        return _comparable(made.model_dump())
+    return _merged([_comparable(event.model_dump()) for event in made])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("fields", RESPONSES)
+def test_openais_client_gets_the_same_response(
+    service: Service, plain: str, fields: dict[str, Any], stream: bool
+) -> None:
+    asked = {"model": MODEL, "max_output_tokens": 8, "temperature": 0, "stream": stream} | fields
+    ours, theirs = (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=HTTP).responses.create(**asked)
+        for url in (service.url, plain)
+    )
+    assert _answer(ours, stream) == _answer(theirs, stream)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("fields", MESSAGES)
+def test_anthropics_client_gets_the_same_message(
+    service: Service, plain: str, fields: dict[str, Any], stream: bool
+) -> None:
+    untyped = {"temperature": 0, "top_k": None, "top_p": None}  # newer clients have no arguments for these
+    extra = {name: fields.get(name, default) for name, default in untyped.items()}
+    typed = {name: value for name, value in fields.items() if name not in untyped}
+    asked = {"model": MODEL, "max_tokens": 8, "stream": stream, "extra_body": extra} | typed
+    clients = [anthropic.Anthropic(base_url=url, api_key="none") for url in (service.url, plain)]
+    ours, theirs = (client.messages.create(**asked) for client in clients)
+    assert _answer(ours, stream) == _answer(theirs, stream)
+    sizes = ("messages", "system", "tools", "tool_choice")
+    counted = {name: fields[name] for name in sizes if name in fields}
+    counts = [client.messages.count_tokens(model=MODEL, **counted) for client in clients]
+    assert counts[0].input_tokens == counts[1].input_tokens
+
+
+def test_anthropics_client_understands_a_refusal(service: Service) -> None:
+    client = anthropic.Anthropic(base_url=service.url, api_key="none", max_retries=0)
+    with pytest.raises(anthropic.NotFoundError, match="there is no model"):
+        client.messages.create(model="other", max_tokens=8, messages=[{"role": "user", "content": "hi"}])
 
 
 def test_health_and_version_equal_vllms(service: Service, plain: str) -> None:

@@ -1,30 +1,22 @@
 """The live page over real engines: it shows their data, and the shadow prices real tokens."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
-import httpx
-from service import ADMIN_KEY, Demo, Service, wait_for
+from service import ADMIN_KEY, HTTP, Demo, Service, wait_for
 
 from benchmarks.lib.screenshots import taken
 
 
 def live(service: Service) -> dict[str, Any]:
-    answer = service.admin("GET", "/eldr/live")
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return service.admin("GET", "/eldr/live").raise_for_status().json()
 
 
 async def stream_all(service: Service, prompts: list[str]) -> None:
     async def one(prompt: str) -> None:
-        stream = await service.async_client.completions.create(
-            model="eldr-demo", prompt=prompt, max_tokens=48, stream=True, extra_body={"ignore_eos": True}
-        )
-        async for _ in stream:
-            pass
+        body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 48, "stream": True, "ignore_eos": True}
+        async with service.posted(body) as response:
+            await response.aread()
 
     await asyncio.gather(*map(one, prompts))
 
@@ -32,7 +24,7 @@ async def stream_all(service: Service, prompts: list[str]) -> None:
 async def test_the_page_shows_real_engines_and_the_shadow_prices_their_tokens(
     service: Service, demo: Demo, prompts: list[str]
 ) -> None:
-    assert httpx.get(f"{service.url}/eldr/live", timeout=30).status_code == 401
+    assert HTTP.get(f"{service.url}/eldr/live").status_code == 401
     service.set_policy("marginal-cost")
     shadow = service.admin("PUT", "/eldr/shadow", json={"name": "shortest-queue"})
     assert shadow.status_code == 200, shadow.text

@@ -1,7 +1,5 @@
 """The README's commands for the user's own model, exactly as printed, in a separate folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,13 +16,14 @@ from applications import beside_the_demo
 from service import ADMIN_KEY, ROOT
 
 from benchmarks.lib.engines import wait_http
+from tests.support.processes import output
 
 PORT = 8271
 URL = f"http://127.0.0.1:{PORT}"
 # Settings that no user changes: small sizes, and ports that differ from the suite's service.
 SHORTER = {
     "check": [],
-    "compare": ["--host", URL, "--rounds", "2", "--trial-seconds", "4", "--warm-up-seconds", "1"],
+    "compare": ["--host", URL, "--rounds", "1", "--trial-seconds", "4", "--warm-up-seconds", "1"],
     "status": ["--url", URL],
 }
 
@@ -43,9 +42,12 @@ def environment() -> dict[str, str]:
     """Return an environment in which each command starts its own Ray; `eldr` and `serve` are on the path."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": paths,
-        "ELDR_ADMIN_KEY": ADMIN_KEY, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled",
-    }  # fmt: skip
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": paths,
+        "ELDR_ADMIN_KEY": ADMIN_KEY,
+        "RAY_ADDRESS": "local",
+        "RAY_AUTH_MODE": "disabled",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +55,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
     """Prepare a user's files: a copy of the nearest deployment with other ports, a log of OpenAI requests."""
     found = tmp_path_factory.mktemp("own")
     copy = ["eldr", "deployments", "cpu_demo.yaml", "--copy", "my_deployment.yaml"]
-    subprocess.run(copy, cwd=found, env=environment, check=True, capture_output=True, timeout=60)
+    output(*copy, cwd=found, env=environment)
     document = yaml.safe_load((found / "my_deployment.yaml").read_text())
     document["http_options"]["port"] = PORT + 1
     arguments = document["applications"][0]["args"]
     arguments["ingress"]["port"] = PORT
+    arguments["decode_config"]["deployment_config"]["num_replicas"] = 1  # the demo's engines run, too
     beside_the_demo(arguments)
     (found / "my_deployment.yaml").write_text(yaml.safe_dump(document))
     (found / "my_prompts").mkdir()
@@ -88,13 +91,7 @@ def served(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Pop
 
 
 def ran(name: str, folder: Path, environment: dict[str, str]) -> str:
-    """Run the command and return its output."""
-    done = subprocess.run(
-        [*commands()[name], *SHORTER[name]], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return output(*commands()[name], *SHORTER[name], cwd=folder, env=environment, timeout_s=300)
 
 
 def test_the_section_has_four_commands() -> None:

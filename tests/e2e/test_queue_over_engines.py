@@ -1,38 +1,24 @@
 """More requests than slots: prefilled requests wait in the decode queue, over real engines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 import pytest
-from service import POOL_TTL_S, Service, wait_for
+from service import GREEDY, POOL_TTL_S, Service, until, wait_for
 
 LONG = {"model": "eldr-demo", "max_tokens": 1500, "stream": True, "ignore_eos": True}
 
 
 def pool_size(service: Service) -> int:
-    size: int = service.status()["decode_queue"]["size"]
-    return size
-
-
-async def until(condition: Any, timeout_s: float = 30.0) -> None:
-    """Wait like wait_for, in a test whose own loop runs requests."""
-    async with asyncio.timeout(timeout_s):
-        while not await asyncio.to_thread(condition):
-            await asyncio.sleep(0.1)
+    return service.status()["decode_queue"]["size"]
 
 
 async def long_answer(service: Service, number: int) -> httpx.Response:
     """Send a request that occupies its worker for seconds; return the answer without its body."""
     prompt = f"{number} a long story about a prefill engine " * 30
-    async with (
-        httpx.AsyncClient(timeout=120) as client,
-        client.stream("POST", f"{service.url}/v1/completions", json=LONG | {"prompt": prompt}) as response,
-    ):
+    async with service.posted(LONG | {"prompt": prompt}) as response:
         async for _ in response.aiter_bytes():
             pass
         return response
@@ -52,11 +38,7 @@ async def crowd(service: Service, requests: int) -> AsyncIterator[list[asyncio.T
 
 
 @pytest.mark.parametrize(
-    ("policy", "parameters", "pools"),
-    [
-        ("balance-band", {"slots": 2}, True),
-        ("marginal-cost", {}, False),
-    ],
+    ("policy", "parameters", "pools"), [("balance-band", {"slots": 2}, True), ("marginal-cost", {}, False)]
 )
 async def test_greedy_answers_under_more_requests_than_slots_equal_the_single_engine(
     policy: str,
@@ -67,18 +49,11 @@ async def test_greedy_answers_under_more_requests_than_slots_equal_the_single_en
     single_engine: dict[str, list[str]],
 ) -> None:
     service.set_policy(policy, **parameters)
-    before = service.status()["counters"].get("queued", 0)
-    client, options = service.async_client, {"model": "eldr-demo", "max_tokens": 24, "temperature": 0}
-    most = 0
-
-    async def complete(prompt: str) -> str:
-        answer = await client.completions.create(prompt=prompt, **options)  # type: ignore[call-overload]
-        text: str = answer.choices[0].text
-        return text
+    before, most = service.counter("queued"), 0
 
     async def chat(prompt: str) -> str:
-        stream = await client.chat.completions.create(  # type: ignore[call-overload]
-            messages=[{"role": "user", "content": prompt}], stream=True, **options
+        stream = await service.async_client.chat.completions.create(
+            model="eldr-demo", messages=[{"role": "user", "content": prompt}], stream=True, **GREEDY
         )
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
 
@@ -91,12 +66,12 @@ async def test_greedy_answers_under_more_requests_than_slots_equal_the_single_en
 
     watching = asyncio.create_task(watch())
     completions, chats = await asyncio.gather(
-        asyncio.gather(*map(complete, prompts)), asyncio.gather(*map(chat, prompts))
+        asyncio.gather(*map(service.greedy_async, prompts)), asyncio.gather(*map(chat, prompts))
     )
     watching.cancel()
     assert completions == single_engine["completions"]
     assert chats == single_engine["chats"]
-    assert (service.status()["counters"].get("queued", 0) > before) == pools
+    assert (service.counter("queued") > before) == pools
     if pools:
         assert 1 <= most <= parameters["slots"]
 
@@ -107,12 +82,12 @@ async def test_a_client_that_leaves_the_queue_frees_its_prompts_blocks(service: 
         return float(usage)
 
     async with crowd(service, 8) as clients:
-        await until(lambda: pool_size(service) == 6)
-        await until(lambda: prefill_kv_usage() > 0)
+        await until(lambda: pool_size(service) == 6, "six requests wait")
+        await until(lambda: prefill_kv_usage() > 0, "their blocks are held")
         for client in clients[2:]:
             client.cancel()
         # The policy decides which two of the eight have workers: some of the six may, too.
-        await until(lambda: pool_size(service) == 0)
+        await until(lambda: pool_size(service) == 0, "the queue is empty")
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
     # An unreleased prompt would stay for 30 s.
     wait_for(lambda: prefill_kv_usage() == 0.0, "the prefill engine is empty", 10)
@@ -120,7 +95,7 @@ async def test_a_client_that_leaves_the_queue_frees_its_prompts_blocks(service: 
 
 
 async def test_a_request_that_waits_too_long_gets_503_with_retry_after(service: Service) -> None:
-    before = service.status()["counters"].get("queue_expired", 0)
+    before = service.counter("queue_expired")
     async with crowd(service, 14) as clients:
         started = asyncio.get_running_loop().time()
         done: set[asyncio.Task[httpx.Response]] = set()
@@ -129,7 +104,7 @@ async def test_a_request_that_waits_too_long_gets_503_with_retry_after(service: 
         assert asyncio.get_running_loop().time() - started >= POOL_TTL_S
         assert refused[0].status_code == 503
         assert int(refused[0].headers["retry-after"]) >= 1
-        await until(lambda: service.status()["counters"].get("queue_expired", 0) > before)
+        await until(lambda: service.counter("queue_expired") > before, "it is counted")
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
     # A client that leaves just as it gets a worker may hold blocks until its lease ends; an engine would hold
     # leaked blocks forever.
@@ -138,9 +113,9 @@ async def test_a_request_that_waits_too_long_gets_503_with_retry_after(service: 
 
 async def test_a_change_to_a_policy_without_queue_starts_all_queued_requests(service: Service) -> None:
     async with crowd(service, 5):
-        await until(lambda: pool_size(service) == 3)
+        await until(lambda: pool_size(service) == 3, "three requests wait")
         await asyncio.to_thread(service.set_policy, "shortest-queue")
-        await until(lambda: pool_size(service) == 0 and service.status()["leases"] == 5, 5)
+        await until(lambda: pool_size(service) == 0 and service.status()["leases"] == 5, "all run", 5)
 
 
 async def test_queued_requests_survive_the_death_of_the_router(service: Service) -> None:
@@ -150,9 +125,9 @@ async def test_queued_requests_survive_the_death_of_the_router(service: Service)
     from eldr_serve.router.actor import actor_name
 
     async with crowd(service, 5) as clients:
-        await until(lambda: pool_size(service) == 3)
+        await until(lambda: pool_size(service) == 3, "three requests wait")
         ray.kill(find_actor(actor_name("eldr")), no_restart=False)
-        await until(lambda: service.status().get("leases") == 5)  # no request waits for a dead router
+        await until(lambda: service.status().get("leases") == 5, "no request waits for a dead router")
         assert not [client for client in clients if client.done() and client.result().status_code != 200]
 
 

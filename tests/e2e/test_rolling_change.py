@@ -1,12 +1,10 @@
 """Engines scale up and down and the whole application is redeployed without any effect on clients."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from applications import arguments_of, deploy, running
-from service import Service, wait_for
+from service import Service, events, until
 
 NAME = "rolling"
 CROWD, FEW = 9, 2  # concurrent streams: more than one engine should have, and few enough for one
@@ -23,9 +21,14 @@ NEW = "shortest-queue"  # policy of the new deployment
 AT_ONCE = 4 * CROWD  # placements within which a new engine must have got one
 # Above three requests in flight, Serve soon starts a second engine.
 _SCALING = {
-    "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 3,
-    "upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 2, "metrics_interval_s": 0.5,
-}  # fmt: skip
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "target_ongoing_requests": 3,
+    "upscale_delay_s": 1,
+    "downscale_delay_s": 3,
+    "look_back_period_s": 2,
+    "metrics_interval_s": 0.5,
+}
 
 
 @dataclass
@@ -36,7 +39,6 @@ class Rolling:
     arguments: dict[str, Any]
 
     def deploy(self, **changes: Any) -> None:
-        """Deploy the application with these changes of its arguments."""
         deploy(NAME, self.arguments | changes, wait=False)
 
     def status(self) -> dict[str, Any]:
@@ -72,35 +74,32 @@ def rolling(ray_cluster: str) -> Iterator[Rolling]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A client's result: its engine, whether it was complete, and when the request was sent."""
+    """A client's whole answer, its engine, and when the request was sent."""
 
     prompt: str
     text: str
     worker: str
-    whole: bool
     sent_s: float
 
 
 async def stream(service: Service, prompt: str) -> Answer:
     body = {
-        "model": "eldr-demo", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+        "model": "eldr-demo",
+        "prompt": prompt,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
         "stream": True,
-    }  # fmt: skip
-    sent_s, text, done = time.monotonic(), "", False
+    }
+    sent_s = time.monotonic()
     # One connection each, so that all ingresses get some.
-    async with (
-        httpx.AsyncClient(timeout=120) as client,
-        client.stream("POST", f"{service.url}/v1/completions", json=body) as response,
-    ):
+    async with service.posted(body) as response:
         assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if line == "data: [DONE]":
-                done = True
-            elif line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                text += event["choices"][0]["text"]
-    return Answer(prompt, text, response.headers["x-eldr-decode-worker"], done, sent_s)
+        *parts, end = [data async for data in events(response)]
+    assert end == "[DONE]", end
+    assert not [part for part in parts if '"error"' in part]
+    text = "".join(json.loads(part)["choices"][0]["text"] for part in parts)
+    return Answer(prompt, text, response.headers["x-eldr-decode-worker"], sent_s)
 
 
 @dataclass
@@ -112,7 +111,7 @@ class Load:
     answers: list[Answer] = field(default_factory=list)
 
     @asynccontextmanager
-    async def of(self, clients: int) -> AsyncIterator[None]:
+    async def run_clients(self, clients: int) -> AsyncIterator[None]:
         """Run this many clients during the block; then each finishes its current answer."""
         ended = asyncio.Event()
 
@@ -128,11 +127,6 @@ class Load:
             ended.set()
 
 
-async def until(condition: Callable[[], bool], what: str, within_s: float) -> None:
-    """Wait like wait_for, while the load runs."""
-    await asyncio.to_thread(wait_for, condition, what, within_s)
-
-
 @pytest.mark.faults
 async def test_scaling_and_redeployment_do_not_affect_clients(rolling: Rolling, prompts: list[str]) -> None:
     """Scale from one decode engine to two under load, redeploy, and scale back to one."""
@@ -141,7 +135,7 @@ async def test_scaling_and_redeployment_do_not_affect_clients(rolling: Rolling, 
     first = rolling.decodes()
     assert len(first) == 1
     load = Load(service, prompts)
-    async with load.of(CROWD):
+    async with load.run_clients(CROWD):
         await until(lambda: len(rolling.decodes()) == 2, "there is a second decode engine", 200)
         came_s, newcomers = time.monotonic(), rolling.decodes() - first
 
@@ -153,11 +147,10 @@ async def test_scaling_and_redeployment_do_not_affect_clients(rolling: Rolling, 
         old = rolling.decodes()
         rolling.deploy(router={"policy": NEW}, path={"retry_backoff_s": 0.06})
         await until(lambda: rolling.replaced(old), "all engines are of the new deployment", 300)
-    async with load.of(FEW):
+    async with load.run_clients(FEW):
         await until(lambda: len(rolling.decodes()) == 1, "one decode engine is enough", 120)
 
     assert len(load.answers) > 3 * CROWD
-    assert all(answer.whole for answer in load.answers)
     assert [answer for answer in load.answers if answer.text != expected[answer.prompt]] == []
     after = rolling.status()
     assert after["counters"].get("streams_lost", 0) == 0

@@ -1,10 +1,7 @@
 """Results for clients and operators of the running application."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-import json
 import os
 from pathlib import Path
 
@@ -53,29 +50,20 @@ def test_engines_run_in_one_process_each_on_all_cores(
 def test_greedy_answers_equal_the_single_engine_under_every_policy(
     service: Service, table_file: Path, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    client = service.client
     asked = list(zip(prompts, single_engine["completions"], single_engine["chats"], strict=True))
     assert len(asked) <= len(policy_names())  # each policy has one of the prompts, no prompt is left out
     for number, policy in enumerate(policy_names()):
         prompt, completion, chat = asked[number % len(asked)]
         service.set_policy(policy)
-        answer = client.completions.create(model="eldr-demo", prompt=prompt, max_tokens=24, temperature=0)
-        assert answer.choices[0].text == completion
-        stream = client.chat.completions.create(
-            model="eldr-demo",
-            messages=[{"role": "user", "content": prompt}],
-            max_tokens=24,
-            temperature=0,
-            stream=True,
-        )
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == chat
+        assert service.greedy(prompt) == completion
+        assert service.greedy_chat(prompt) == chat
 
 
 def test_every_answer_names_its_worker_and_candidates(
     service: Service, table_file: Path, prompts: list[str]
 ) -> None:
     service.set_policy("locality-band", band=0.0)
-    replicas = {worker["replica"] for worker in service.status()["workers"]}
+    replicas = service.decodes()
     before = service.status()["counters"]
     for prompt in prompts:
         raw = service.client.completions.with_raw_response.create(
@@ -102,10 +90,7 @@ def test_every_answer_names_its_worker_and_candidates(
     ],
 )
 def test_completion_options_reach_the_engine(service: Service, extra: dict[str, object]) -> None:
-    options = {"temperature": 0.0} | extra
-    answer = service.client.completions.create(
-        model="eldr-demo", prompt="The quick brown fox", max_tokens=6, **options
-    )  # type: ignore[call-overload]
+    answer = service.complete("The quick brown fox", max_tokens=6, **{"temperature": 0.0} | extra)
     assert len(answer.choices) == extra.get("n", 1)
     for choice in answer.choices:
         if extra.get("echo"):
@@ -117,20 +102,14 @@ def test_completion_options_reach_the_engine(service: Service, extra: dict[str, 
             assert "e" not in choice.text
 
 
-def test_several_prompts_in_one_completion(service: Service) -> None:
-    both = service.client.completions.create(
-        model="eldr-demo", prompt=["one two", "three four"], max_tokens=5, temperature=0
-    )
-    single = [
-        service.client.completions.create(model="eldr-demo", prompt=p, max_tokens=5, temperature=0)
-        .choices[0]
-        .text
-        for p in ("one two", "three four")
-    ]
-    assert [choice.text for choice in both.choices] == single
+def test_each_of_several_prompts_gets_its_answer(service: Service) -> None:
+    def texts(prompt: str | list[str]) -> list[str]:
+        return [choice.text for choice in service.complete(prompt, max_tokens=5, temperature=0).choices]
+
+    assert texts(["one two", "three four"]) == texts("one two") + texts("three four")
 
 
-def test_chat_with_tools_and_logprobs(service: Service) -> None:
+def test_a_chat_with_tools_returns_logprobs(service: Service) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     answer = service.client.chat.completions.create(
         model="eldr-demo",
@@ -146,13 +125,10 @@ def test_chat_with_tools_and_logprobs(service: Service) -> None:
     assert len(answer.choices[0].logprobs.content or []) == 4
 
 
-def test_an_answer_of_one_token(
+def test_an_answer_may_have_one_token(
     service: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    answer = service.client.completions.create(
-        model="eldr-demo", prompt=prompts[0], max_tokens=1, temperature=0
-    )
-    assert answer.usage is not None
+    answer = service.complete(prompts[0], max_tokens=1, temperature=0)
     assert answer.usage.completion_tokens == 1
     assert single_engine["completions"][0].startswith(answer.choices[0].text)
 
@@ -165,65 +141,11 @@ def test_other_openai_endpoints_remain(service: Service) -> None:
         service.client.embeddings.create(model="eldr-demo", input="hello")
 
 
-# -- bad input ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        ('{"model": "eldr-demo", "prompt": "a', 400),
-        ('{"model": "unknown", "prompt": "a"}', 404),
-        ('{"model": "eldr-demo", "prompt": "a", "max_tokens": -3}', 400),
-        (json.dumps({"model": "eldr-demo", "prompt": "word " * 9000}), 400),
-        ('{"model": "eldr-demo"}', 400),
-        ("[]", 400),
-    ],
-)
-def test_bad_requests_get_an_openai_error(service: Service, body: str, status: int) -> None:
-    headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{service.url}/v1/completions", content=body, headers=headers, timeout=60)
-    assert answer.status_code == status, answer.text
-    assert answer.json()["error"]["message"]
-
-
 def test_kv_transfer_params_of_a_client_are_dropped(service: Service) -> None:
-    foreign = {
-        "do_remote_prefill": True,
-        "remote_host": "203.0.113.1",
-        "remote_port": 1,
-        "eldr_replica": "nobody",
-    }
-    answer = service.client.completions.create(
-        model="eldr-demo", prompt="hello", max_tokens=3, extra_body={"kv_transfer_params": foreign}
-    )
-    assert answer.usage is not None
+    foreign = {"do_remote_prefill": True, "remote_host": "203.0.113.1", "remote_port": 1}
+    foreign |= {"eldr_replica": "nobody"}
+    answer = service.complete("hello", max_tokens=3, extra_body={"kv_transfer_params": foreign})
     assert answer.usage.completion_tokens == 3
-
-
-def test_admin_endpoints_need_the_key(service: Service) -> None:
-    before = service.status()["settings_version"]
-    for key in (None, "wrong"):
-        assert service.admin("PUT", "/eldr/policy", key=key, json={"name": "random"}).status_code == 401
-        assert service.admin("PUT", "/eldr/table", key=key, content=b"x").status_code == 401
-    assert service.status()["settings_version"] == before
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"name": "nearest"},
-        {"name": "locality-band", "parameters": {"width": 0.1}},
-        {"name": "locality-band", "parameters": {"band": "wide"}},
-        {"policy": "random"},
-    ],
-)
-def test_an_unknown_policy_changes_nothing(service: Service, change: dict[str, object]) -> None:
-    before = service.status()
-    answer = service.admin("PUT", "/eldr/policy", json=change)
-    assert answer.status_code == 400
-    assert "\n" not in answer.json()["error"]["message"]
-    after = service.status()
-    assert (after["policy"], after["settings_version"]) == (before["policy"], before["settings_version"])
 
 
 def test_a_table_that_does_not_fit_keeps_the_old_one(service: Service, table_file: Path) -> None:
@@ -237,14 +159,10 @@ def test_a_table_that_does_not_fit_keeps_the_old_one(service: Service, table_fil
     assert service.status()["table"] == before
 
 
-# -- load --------------------------------------------------------------------------------------------
-
-
-async def test_swaps_and_policy_changes_under_200_requests(
+async def test_200_requests_survive_swaps_and_policy_changes(
     service: Service, table_file: Path, prompts: list[str]
 ) -> None:
-    client = service.async_client
-    table = table_file.read_bytes()
+    client, table = service.async_client, table_file.read_bytes()
     version = service.status()["table"]["version"]
 
     async def ask(number: int) -> int:
@@ -277,34 +195,34 @@ async def test_swaps_and_policy_changes_under_200_requests(
 
 async def test_marginal_cost_uses_counts_and_the_engines_steps(service: Service, prompts: list[str]) -> None:
     service.set_policy("marginal-cost")
-    before = service.status()["counters"].get("reason:marginal-cost", 0)
-    client = service.async_client
+    before = service.counter("reason:marginal-cost")
     await asyncio.gather(
-        *(
-            client.completions.create(
-                model="eldr-demo",
-                prompt=prompts[n % len(prompts)],
-                max_tokens=24,
-                extra_body={"ignore_eos": True},
-            )
-            for n in range(16)
-        )
+        *(service.greedy_async(prompts[n % len(prompts)], ignore_eos=True) for n in range(16))
     )
-    assert service.status()["counters"]["reason:marginal-cost"] >= before + 15
+    assert service.counter("reason:marginal-cost") >= before + 15
     # Experts of 32 neurons may cost nothing, so a fit may be impossible; the steps are counted.
     wait_for(lambda: service.status()["step_cost"]["steps"] >= 23, "the router receives decode steps", 30)
 
 
 def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
-    service.client.completions.create(model="eldr-demo", prompt="count experts", max_tokens=8, temperature=0)
-    for name in ("eldr_active_experts_count", "eldr_decode_steps_total", "eldr_decode_step_experts_total",
-                 "eldr_decode_seconds_total", "eldr_decode_step_seconds_count", "eldr_capture_seconds_count",
-                 "eldr_route_seconds_count", "eldr_candidates_count", "eldr_table_version",
-                 "vllm_generation_tokens_total", "vllm_inter_token_latency_seconds_count"):  # fmt: skip
+    service.complete("count experts", max_tokens=8, temperature=0)
+    for name in (
+        "eldr_active_experts_count",
+        "eldr_decode_steps_total",
+        "eldr_decode_step_experts_total",
+        "eldr_decode_seconds_total",
+        "eldr_decode_step_seconds_count",
+        "eldr_capture_seconds_count",
+        "eldr_route_seconds_count",
+        "eldr_candidates_count",
+        "eldr_table_version",
+        "vllm_generation_tokens_total",
+        "vllm_inter_token_latency_seconds_count",
+    ):
         wait_for(lambda name=name: service.metric(name) > 0, f"{name} is exported", 40)  # type: ignore[misc]
 
     def gauge_is_there() -> bool:  # Ray exports only gauges set since the last export
-        service.client.completions.create(model="eldr-demo", prompt="count experts", max_tokens=8)
+        service.complete("count experts", max_tokens=8)
         return "ray_vllm_num_requests_waiting{" in service.metrics()
 
     wait_for(gauge_is_there, "a gauge of vLLM is exported", 40)
@@ -312,10 +230,7 @@ def test_metrics_reach_prometheus(service: Service, table_file: Path) -> None:
 
 def test_every_metric_is_exported_with_its_kind(service: Service) -> None:
     """Check metrics with samples under any policy, and those that streams and steps add."""
-    stream = service.client.completions.create(
-        model="eldr-demo", prompt="count experts", max_tokens=8, temperature=0, stream=True
-    )
-    assert list(stream)
+    assert list(service.complete("count experts", max_tokens=8, temperature=0, stream=True))
     used = {"eldr_ttft_seconds", "eldr_tpot_seconds", "eldr_stage_seconds", "eldr_placed_by_reason_total"}
     wanted = {
         f"{PREFIX}{metric.name}{'_count' if metric.kind == HISTOGRAM else ''}": metric.kind

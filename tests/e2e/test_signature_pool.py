@@ -1,11 +1,7 @@
 """The shipped ELDR deployment: requests follow a table that the service fits to its own traffic."""
 
-from __future__ import annotations
-
 import itertools
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +14,7 @@ import httpx
 import pytest
 from applications import arguments_of, running
 from conftest import PROMPTS
-from service import ADMIN_KEY, ROOT, Service, wait_for
+from service import ADMIN_KEY, Service, run, wait_for
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
@@ -29,9 +25,15 @@ AT_ONCE, CROWD = 8, 30  # concurrent requests; the second number starts another 
 TOKENS = 8
 # With more than 20 requests in flight it scales up to three engines, and does not scale down.
 _SCALING = {
-    "min_replicas": 2, "initial_replicas": 2, "max_replicas": 3, "target_ongoing_requests": 10,
-    "upscale_delay_s": 1, "downscale_delay_s": 600, "look_back_period_s": 2, "metrics_interval_s": 0.5,
-}  # fmt: skip
+    "min_replicas": 2,
+    "initial_replicas": 2,
+    "max_replicas": 3,
+    "target_ongoing_requests": 10,
+    "upscale_delay_s": 1,
+    "downscale_delay_s": 600,
+    "look_back_period_s": 2,
+    "metrics_interval_s": 0.5,
+}
 
 
 @dataclass
@@ -74,8 +76,7 @@ class Pool:
             self.send(domains, 2 * AT_ONCE)
 
     def signatures(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.service.status()["signatures"]
-        return found
+        return self.service.status()["signatures"]
 
     def placed(self) -> tuple[int, int]:
         """Return the number of placed requests, and how many went to the most similar worker."""
@@ -118,20 +119,13 @@ def test_requests_follow_its_centroids(pool: Pool) -> None:
 def test_greedy_answers_equal_a_single_engine(
     pool: Pool, single_engine: dict[str, list[str]], prompts: list[str]
 ) -> None:
-    found = [
-        pool.service.client.completions.create(
-            model="eldr-demo", prompt=prompt, max_tokens=24, temperature=0
-        ).choices[0].text
-        for prompt in prompts
-    ]  # fmt: skip
-    assert found == single_engine["completions"]
+    assert [pool.service.greedy(prompt) for prompt in prompts] == single_engine["completions"]
 
 
 def test_saved_traffic_is_a_trace_that_can_be_fitted(pool: Pool, tmp_path: Path) -> None:
     out = tmp_path / "trace.safetensors"
-    command = [sys.executable, "-m", "eldr_serve.cli", "trace", "--out", str(out)]
     service = ["--url", pool.service.url, "--admin-key", ADMIN_KEY]
-    subprocess.run([*command, *service], cwd=ROOT, check=True, timeout=120)
+    run("-m", "eldr_serve.cli", "trace", "--out", out, *service)
     trace = CalibrationTrace.load(out)
     assert trace.model == "eldr-demo"
     assert set(FIRST) <= set(trace.domains)
@@ -146,7 +140,7 @@ def test_a_shift_of_domains_causes_a_refit(pool: Pool) -> None:
     refits = pool.signatures()["refits"]
     pool.send_until(SHIFTED, lambda: pool.signatures()["refits"] > refits, "a refit")
     assert "drifted" in pool.signatures()["table"]["why"]
-    assert pool.service.status()["counters"]["refits"] >= 1
+    assert pool.service.counter("refits") >= 1
 
 
 def test_an_operator_can_request_a_refit(pool: Pool) -> None:

@@ -1,18 +1,16 @@
 """Observability of a running application: one trace per request, and every metric of the dashboards."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 
 import httpx
 import pytest
 from collector import Collector, Received
-from monitoring_files import FOREIGN, expressions
 from prometheus_client.parser import text_string_to_metric_families
-from service import Service, wait_for
+from service import HTTP, Service, wait_for
 
 from eldr_serve.metrics import METRICS, PREFIX
+from tests.support.monitoring_files import FOREIGN, expressions
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STAGES = {"prefill", "place", "transport", "first_token", "stream"}
@@ -23,7 +21,11 @@ SOMETIMES = {
         [
             f"ray_eldr_shadow_{name}"
             for name in (
-                "change_ratio", "change_low_ratio", "change_high_ratio", "live_seconds", "measured_seconds"
+                "change_ratio",
+                "change_low_ratio",
+                "change_high_ratio",
+                "live_seconds",
+                "measured_seconds",
             )
         ],
         "a shadow has priced tokens",
@@ -35,15 +37,13 @@ SOMETIMES = {
     "ray_eldr_decode_queue_wait_seconds_bucket": "a request has waited in a decode queue",
     "ray_eldr_step_cost_error_ratio": "decode steps have differed enough for a step cost",
     "ray_vllm_num_preemptions_total": "vLLM has preempted a request",
-}  # fmt: skip
+}
 
 
 def ask(service: Service, **headers: str) -> httpx.Response:
     """Stream some tokens to the end."""
     body = {"model": "eldr-demo", "prompt": "trace this", "max_tokens": TOKENS, "stream": True}
-    answer = httpx.post(
-        f"{service.url}/v1/completions", json=body | {"ignore_eos": True}, headers=headers, timeout=60
-    )
+    answer = HTTP.post(f"{service.url}/v1/completions", json=body | {"ignore_eos": True}, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer
 

@@ -1,7 +1,5 @@
 """Results for clients when something fails, and resources that must be freed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -14,40 +12,29 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from service import Service, controller_log, core_of, pid_of, wait_for
+from service import Service, controller_log, core_of, events, pid_of, until, wait_for
 
 from loadgen import application, processes
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3, 1.0])
-async def test_a_disconnecting_client_frees_its_lease_and_kv(
-    service: Service, table_file: Path, after_s: float
-) -> None:
+async def test_disconnecting_clients_free_their_leases_and_kv(service: Service, table_file: Path) -> None:
     """Before, during and after the hand-over, blocks are freed before the prefill engine's lease of 30 s."""
     prompt = "a long story about a prefill engine " * 60
     body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 400, "stream": True, "ignore_eos": True}
 
-    async def leave(number: int) -> None:
-        async with httpx.AsyncClient(timeout=60) as client:
-            request = client.stream(
-                "POST", f"{service.url}/v1/completions", json=body | {"prompt": f"{number} {prompt}"}
-            )
-            try:
+    async def leave(number: int, after_s: float) -> None:
+        own = body | {"prompt": f"{number} after {after_s} {prompt}"}
+        async with httpx.AsyncClient(verify=False, timeout=60) as client:
+            request = client.stream("POST", f"{service.url}/v1/completions", json=own)
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(after_s), request as response:
-                    async for _ in response.aiter_bytes():
-                        pass
-            except TimeoutError:
-                pass
+                    await response.aread()
 
-    await asyncio.gather(*(leave(number) for number in range(6)))
+    for after_s in (0.0, 0.05, 0.3, 1.0):  # s; far less than the lease in all
+        await asyncio.gather(*(leave(number, after_s) for number in range(6)))
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
     wait_for(lambda: service.status()["ingress"]["in_flight"] == 0, "no request is left in the ingress", 10)
     service.wait_empty()
-
-
-def elsewhere(counters: dict[str, int]) -> int:
-    """Return the number of requests served by another replica than their first one."""
-    return counters.get("rerouted", 0)
 
 
 async def test_traffic_survives_the_death_of_the_router(
@@ -59,8 +46,7 @@ async def test_traffic_survives_the_death_of_the_router(
     from eldr_serve.router.actor import actor_name
 
     service.set_policy("locality-band", band=0.05)
-    before = service.status()
-    client = service.async_client
+    before, client = service.status(), service.async_client
 
     async def ask(number: int) -> int:
         await asyncio.sleep(0.05 * number)
@@ -88,10 +74,10 @@ async def test_traffic_survives_the_death_of_the_router(
     # Policy and table are those set by the operator, not those of the deployment's YAML.
     assert (after["policy"], after["parameters"]) == (before["policy"], before["parameters"])
     assert after["table"] == before["table"]
-    assert {w["replica"] for w in after["workers"]} == {w["replica"] for w in before["workers"]}
+    assert service.decodes() == {w["replica"] for w in before["workers"]}
 
 
-def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
+async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
     service: Service, table_file: Path, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
     """Requests are sent to a replica while its process is stopped, and then it is killed.
@@ -107,71 +93,42 @@ def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
     # Stopped, the replica takes requests and never answers: none of them has a token yet.
     os.kill(actor.pid, signal.SIGSTOP)
 
-    async def traffic() -> list[str]:
-        client = service.async_client
-
-        async def ask(prompt: str) -> str:
-            answer = await client.completions.create(
-                model="eldr-demo",
-                prompt=prompt,
-                max_tokens=24,
-                temperature=0,
-                extra_body={"cache_salt": "survive"},  # no engine has these blocks yet
-            )
-            return answer.choices[0].text
-
-        async def kill() -> None:
-            await asyncio.sleep(2.0)
-            ray.kill(ray.get_actor(actor.name, namespace="serve"))
-
-        *texts, _ = await asyncio.gather(*map(ask, prompts), kill())
-        return list(texts)
+    async def kill() -> None:
+        await asyncio.sleep(2.0)
+        ray.kill(ray.get_actor(actor.name, namespace="serve"))
 
     before = service.status()["counters"]
-    assert asyncio.run(traffic()) == single_engine["completions"]
+    # With this salt no engine has the prompts' blocks yet.
+    answers = (service.greedy_async(prompt, cache_salt="survive") for prompt in prompts)
+    *texts, _ = await asyncio.gather(*answers, kill())
+    assert texts == single_engine["completions"]
     # Serve sends a call that its replica has not accepted to another one, and we correct the lease; we
     # place an accepted call again ourselves.
-    wait_for(
-        lambda: elsewhere(service.status()["counters"]) > elsewhere(before), "requests went elsewhere", 10
-    )
+    wait_for(lambda: service.counter("rerouted") > before.get("rerouted", 0), "requests went elsewhere", 10)
     # Each at least once, and at most once more for each decode attempt.
-    prefills = service.status()["counters"]["prefills"] - before["prefills"]
+    prefills = service.counter("prefills") - before.get("prefills", 0)
     assert len(prompts) <= prefills <= 3 * len(prompts)
     wait_for(lambda: len(service.status()["workers"]) == 2, "Serve has started another decode replica", 240)
     wait_for(lambda: service.status()["ingress"]["ready"], "the new replica is warm", 120)
     # The new replica has the position, and so the centroid, of the dead one.
-    assert victim not in {w["replica"] for w in service.status()["workers"]}
-    answer = service.client.completions.create(model="eldr-demo", prompt="after all", max_tokens=5)
-    assert answer.usage is not None
+    assert victim not in service.decodes()
+    assert service.complete("after all", max_tokens=5).usage is not None
 
 
-def decodes(service: Service) -> set[str]:
-    return {worker["replica"] for worker in service.status()["workers"]}
-
-
-def counter(service: Service, name: str) -> int:
-    return service.status()["counters"].get(name, 0)
-
-
-async def asked(service: Service, body: dict[str, Any], events: list[str]) -> dict[str, Any]:
-    """Return an answer's text and usage; append a stream's parts to `events` as they arrive."""
+async def asked(service: Service, body: dict[str, Any], received: list[str]) -> dict[str, Any]:
+    """Return an answer's text and usage; append a stream's events to `received` as they arrive."""
     chat = "messages" in body
-    path = "chat/completions" if chat else "completions"
-    async with (
-        httpx.AsyncClient(timeout=200) as client,
-        client.stream("POST", f"{service.url}/v1/{path}", json=body) as response,
-    ):
+    async with service.posted(body, "chat/completions" if chat else "completions") as response:
         assert response.status_code == 200
         if not body["stream"]:
             whole = json.loads(await response.aread())
             (choice,) = whole["choices"]
             text = choice["message"]["content"] if chat else choice["text"]
             return {"text": text, "finish": choice["finish_reason"], "usage": whole["usage"]}
-        async for line in response.aiter_lines():
-            if line.startswith("data: "):
-                events.append(line.removeprefix("data: "))
-    assert events[-1] == "[DONE]"
-    parts = [json.loads(event) for event in events[:-1]]
+        async for event in events(response):
+            received.append(event)
+    assert received[-1] == "[DONE]"
+    parts = [json.loads(event) for event in received[:-1]]
     assert len({(part["id"], part["created"]) for part in parts}) == 1
     choices = [part["choices"][0] for part in parts[:-1]]
     said = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
@@ -179,11 +136,22 @@ async def asked(service: Service, body: dict[str, Any], events: list[str]) -> di
     return {"text": "".join(said), "finish": choices[-1]["finish_reason"], "usage": parts[-1]["usage"]}
 
 
+@pytest.fixture(scope="module")
+def undisturbed() -> list[dict[str, Any]]:
+    """Return the list of answers by undisturbed engines, which the first test that needs them fills."""
+    return []
+
+
 @pytest.mark.parametrize(
     ("of", "how"), [(core_of, signal.SIGSTOP), (pid_of, signal.SIGSTOP), (pid_of, signal.SIGKILL)]
 )
 async def test_answers_resume_when_their_decode_engine_stops_or_dies(
-    service: Service, table_file: Path, prompts: list[str], of: Callable[[str], int], how: signal.Signals
+    service: Service,
+    table_file: Path,
+    prompts: list[str],
+    undisturbed: list[dict[str, Any]],
+    of: Callable[[str], int],
+    how: signal.Signals,
 ) -> None:
     """Streams and whole answers of chat and completions equal an undisturbed engine's, under one id.
 
@@ -200,30 +168,29 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
         bodies.append(
             body | {"stream": streams} | ({"stream_options": {"include_usage": True}} if streams else {})
         )
-    expected = [await asked(service, body, []) for body in bodies]
+    if not undisturbed:
+        undisturbed += [await asked(service, body, []) for body in bodies]
     before, logged = service.status()["counters"], len(controller_log())
     replica = service.status()["workers"][0]["replica"]
     victim = await asyncio.to_thread(of, replica)
-    events: list[list[str]] = [[] for _ in bodies]
-    answers = [asyncio.create_task(asked(service, *each)) for each in zip(bodies, events, strict=True)]
-    while any(len(found) < 20 for found, body in zip(events, bodies, strict=True) if body["stream"]):
+    received: list[list[str]] = [[] for _ in bodies]
+    answers = [asyncio.create_task(asked(service, *each)) for each in zip(bodies, received, strict=True)]
+    while any(len(found) < 20 for found, body in zip(received, bodies, strict=True) if body["stream"]):
         await asyncio.sleep(0.02)
     assert not any(answer.done() for answer in answers)
     os.kill(victim, how)
     try:
         if of is core_of:
-            await asyncio.to_thread(wait_for, lambda: replica not in decodes(service), "nobody calls it", 3)
+            await until(lambda: replica not in service.decodes(), "nobody calls it", 3)
         # The engine goes on as soon as its streams are elsewhere: Serve replaces one that hangs for long.
-        await asyncio.to_thread(
-            wait_for, lambda: counter(service, "resumed") > before.get("resumed", 0), "they went on", 30
-        )
+        await until(lambda: service.counter("resumed") > before.get("resumed", 0), "they went on", 30)
     finally:
         if how is signal.SIGSTOP:
             os.kill(victim, signal.SIGCONT)
-    assert await asyncio.gather(*answers) == expected
+    assert await asyncio.gather(*answers) == undisturbed
     if how is signal.SIGSTOP:
-        wait_for(lambda: replica in decodes(service), "it is called again", 30)
-    assert service.status()["counters"].get("streams_lost", 0) == before.get("streams_lost", 0)
+        wait_for(lambda: replica in service.decodes(), "it is called again", 30)
+    assert service.counter("streams_lost") == before.get("streams_lost", 0)
     if how is signal.SIGKILL:
         wait_for(
             lambda: any(replica in line and "crashed" in line for line in controller_log().splitlines()),
@@ -241,35 +208,32 @@ async def test_a_dead_controller_ends_no_engine(
     from ray.serve.exceptions import RayServeException
 
     (controller,) = processes.named("ray::ServeController")
-    before = decodes(service), set(service.status()["ingress"]["prefill_in_flight"])
+    before = service.decodes(), set(service.status()["ingress"]["prefill_in_flight"])
     over = asyncio.Event()
 
     async def ask(prompt: str) -> list[str]:
         texts = []
         while not over.is_set():
-            answer = await service.async_client.completions.create(
-                model="eldr-demo", prompt=prompt, max_tokens=24, temperature=0
-            )
-            texts.append(answer.choices[0].text)
+            texts.append(await service.greedy_async(prompt))
         return texts
 
     def back() -> bool:
         with contextlib.suppress(RayError, RayServeException, ConnectionError, TimeoutError):
             return controller.pid not in {p.pid for p in processes.named("ray::ServeController")} and (
-                application.whole()
+                application.all_replicas_running()
             )
         return False
 
     answers = [asyncio.create_task(ask(prompt)) for prompt in prompts[:4]]
     await asyncio.to_thread(processes.kill, controller)
-    await asyncio.to_thread(wait_for, back, "Serve has a controller with all replicas", 60)
+    await until(back, "Serve has a controller with all replicas", 60)
     await asyncio.sleep(5)  # an unknown replica would be stopping by now
     over.set()
     assert [set(texts) for texts in await asyncio.gather(*answers)] == [
         {text} for text in single_engine["completions"][:4]
     ]
-    assert (decodes(service), set(service.status()["ingress"]["prefill_in_flight"])) == before
-    assert application.whole()
+    assert (service.decodes(), set(service.status()["ingress"]["prefill_in_flight"])) == before
+    assert application.all_replicas_running()
 
 
 async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_the_rest(
@@ -281,39 +245,18 @@ async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_th
     """
     service.set_policy("round-robin")
     before = service.status()["counters"]
-    body = {
-        "model": "eldr-demo",
-        "prompt": "go on and on",
-        "max_tokens": 1500,
-        "stream": True,
-        "ignore_eos": True,
-        "seed": 1,
-    }
-    events: list[str] = []
+    body = {"model": "eldr-demo", "prompt": "go on and on", "max_tokens": 1500, "ignore_eos": True, "seed": 1}
+    received: list[str] = []
     begun = asyncio.Event()
     worker: list[str] = []
 
     async def stream() -> None:
-        async with (
-            httpx.AsyncClient(timeout=120) as client,
-            client.stream("POST", f"{service.url}/v1/completions", json=body) as response,
-        ):
+        async with service.posted(body | {"stream": True}) as response:
             worker.append(response.headers["x-eldr-decode-worker"])
-            async for line in response.aiter_lines():
-                if line.startswith("data: "):
-                    events.append(line.removeprefix("data: "))
-                    if len(events) == 10:
-                        begun.set()
-
-    async def ask(prompt: str) -> str:
-        answer = await service.async_client.completions.create(
-            model="eldr-demo",
-            prompt=prompt,
-            max_tokens=24,
-            temperature=0,
-            extra_body={"cache_salt": "a core dies"},  # no engine has these blocks yet
-        )
-        return answer.choices[0].text
+            async for event in events(response):
+                received.append(event)
+                if len(received) == 10:
+                    begun.set()
 
     def at_the_victim() -> int:
         return sum(w["in_flight"] for w in service.status()["workers"] if w["replica"] == worker[0])
@@ -324,7 +267,9 @@ async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_th
     core = await asyncio.to_thread(core_of, worker[0])
     os.kill(core, signal.SIGSTOP)  # it accepts requests and answers none, so none has a token
     try:
-        asked_for = [asyncio.create_task(ask(prompt)) for prompt in prompts]
+        # With this salt no engine has the prompts' blocks yet.
+        salted = (service.greedy_async(prompt, cache_salt="a core dies") for prompt in prompts)
+        asked_for = [asyncio.create_task(answer) for answer in salted]
         while await asyncio.to_thread(at_the_victim) < 2:
             await asyncio.sleep(0.05)
     finally:
@@ -332,13 +277,12 @@ async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_th
     async with asyncio.timeout(8):  # all timeouts that would also end it are longer
         await streamed
     assert psutil.pid_exists(replica)
-    assert events[-1] == "[DONE]"
-    assert json.loads(events[-2])["error"]["type"] == "engine_lost"
+    assert received[-1] == "[DONE]"
+    assert json.loads(received[-2])["error"]["type"] == "engine_lost"
     assert await asyncio.gather(*asked_for) == single_engine["completions"]
 
     def since(name: str) -> int:
-        found: int = service.status()["counters"].get(name, 0) - before.get(name, 0)
-        return found
+        return service.counter(name) - before.get(name, 0)
 
     wait_for(lambda: since("streams_lost") == 1, "the loss is counted", 10)
     assert since("rerouted") > 0

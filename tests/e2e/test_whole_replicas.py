@@ -1,14 +1,11 @@
 """Whole replicas: two real engines that prefill and decode; predicted signatures place requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import httpx
 import numpy as np
@@ -61,24 +58,12 @@ def swap(service: Service, predictor: bytes) -> httpx.Response:
 def test_greedy_answers_equal_a_single_engine(
     whole: Service, single_engine: dict[str, list[str]], prompts: list[str]
 ) -> None:
-    client = whole.client
-    expected = zip(prompts, single_engine["completions"], single_engine["chats"], strict=True)
-    for prompt, completion, chat in expected:
-        answer = client.completions.create(model="eldr-demo", prompt=prompt, max_tokens=24, temperature=0)
-        assert answer.choices[0].text == completion
-        stream = client.chat.completions.create(
-            model="eldr-demo",
-            messages=[{"role": "user", "content": prompt}],
-            max_tokens=24,
-            temperature=0,
-            stream=True,
-        )
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == chat
+    assert [whole.greedy(prompt) for prompt in prompts] == single_engine["completions"]
+    assert [whole.greedy_chat(prompt) for prompt in prompts] == single_engine["chats"]
 
 
 def test_several_answers_to_one_prompt_come_from_one_engine(whole: Service) -> None:
-    answer = whole.client.completions.create(model="eldr-demo", prompt="twice", n=2, max_tokens=4)
-    assert len(answer.choices) == 2
+    assert len(whole.complete("twice", n=2, max_tokens=4).choices) == 2
 
 
 def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays(
@@ -109,17 +94,15 @@ def test_requests_are_placed_by_predictions_that_learn_from_measured_counts(
 ) -> None:
     """Measured counts arrive both with streams and with whole answers."""
     assert swap(whole, untrained.to_bytes()).status_code == 200
-    before: dict[str, Any] = whole.status()["counters"]
+    before = whole.status()["counters"]
     texts = [
         json.loads(line)["prompt"][:400]
         for file in sorted(PROMPTS.glob("*.jsonl"))
         for line in file.read_text().splitlines()[2 : 2 + LEARNT // 10 + 1]
     ]
     random.Random(0).shuffle(texts)  # mix the domains, as in traffic
-    client = whole.client
     for number, text in enumerate(texts):
-        asked = {"model": "eldr-demo", "prompt": text, "max_tokens": 2, "temperature": 0}
-        answer = client.completions.create(**asked, stream=bool(number % 2))  # type: ignore[call-overload]
+        answer = whole.complete(text, max_tokens=2, temperature=0, stream=bool(number % 2))
         if number % 2:
             list(answer)
     wait_for(lambda: whole.status()["predictor"]["prompts"] >= len(texts), "the measured counts arrive", 20)
@@ -142,14 +125,8 @@ def test_greedy_answers_of_many_at_once_equal_a_single_engine_with_a_predictor(
     whole: Service, single_engine: dict[str, list[str]], prompts: list[str]
 ) -> None:
     """Use the trained predictor of the previous test."""
-    before: dict[str, Any] = whole.status()["counters"]
+    before = whole.counter("counts_predicted")
     assert whole.status()["predictor"]["on"] == 1
-
-    def answer(prompt: str) -> str:
-        asked = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 24, "temperature": 0}
-        return str(whole.client.completions.create(**asked).choices[0].text)  # type: ignore[call-overload]
-
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(answer, prompts)) == single_engine["completions"]
-    after = whole.status()["counters"]
-    assert after["counts_predicted"] - before["counts_predicted"] == len(prompts)
+        assert list(pool.map(whole.greedy, prompts)) == single_engine["completions"]
+    assert whole.counter("counts_predicted") - before == len(prompts)

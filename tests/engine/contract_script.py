@@ -1,8 +1,8 @@
 """Run the checks of `engine_contract` on vLLM engines that start like replicas, and on one for calibration.
 
 vLLM starts once per process, so there are three: an engine that prefills; a whole engine, which also counts
-prompts, and reads the first engine's blocks; a tracer. There is no Ray: replicas use it only for the port and
-the host of NIXL's side channel.
+prompts, and reads the first engine's blocks; an engine for calibration. There is no Ray: replicas use it only
+for the port and the host of NIXL's side channel.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from engine_contract import (
+from benchmarks.lib.ports import free_port
+from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.engine.protocol import Engine, EngineRole
+from tests.support.engine_contract import (
     CHECKS,
     PROMPT,
     Subject,
-    a_tracer_counts_prefill_and_decode_apart,
+    a_calibration_engine_counts_prefill_and_decode_separately,
     request,
     run_check,
 )
-from tiny_model import EXPERTS, LAYERS, TOP_K
-
-from eldr_serve.engine.chosen import ENGINES
-from eldr_serve.engine.keys import EXPERT_COUNTS
-from eldr_serve.engine.protocol import Engine, EngineRole
+from tests.support.tiny_model import EXPERTS, LAYERS, TOP_K
 
 KWARGS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 128}
 SHAPE = (LAYERS, EXPERTS)
@@ -37,8 +37,6 @@ SHAPE = (LAYERS, EXPERTS)
 
 def nixl() -> int:
     """Return the port of this process's side channel after setting it."""
-    from benchmarks.lib.replay_engine import free_port
-
     port = free_port()
     os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
     return port
@@ -115,16 +113,16 @@ class RemoteEngine:
         return answer
 
 
-def trace(model: str, pipe: Connection) -> None:
-    """Return the tracer's violations, without routes and with them."""
-    settings, environment = ENGINES.tracing(model, "cpu", dict(KWARGS))
+def calibrate(model: str, pipe: Connection) -> None:
+    """Return what the calibration engine violates, without routes and with them."""
+    settings, environment = ENGINES.calibration_settings(model, "cpu", dict(KWARGS))
     os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     port = nixl()
-    tracer = ENGINES.tracer(settings, port)
+    engine = ENGINES.start_calibration(settings, port)
     broken = []
     for routes in (False, True):
         try:
-            a_tracer_counts_prefill_and_decode_apart(tracer, SHAPE, TOP_K, routes)
+            a_calibration_engine_counts_prefill_and_decode_separately(engine, SHAPE, TOP_K, routes)
         except Exception:
             broken.append(traceback.format_exc())
     pipe.send(broken)
@@ -156,17 +154,17 @@ async def check(model: str, prefills: Connection) -> dict[str, Any]:
 
 def main(model: str, out: Path) -> None:
     fork = get_context("fork")
-    (mine, theirs), (traced, tracers) = fork.Pipe(), fork.Pipe()
+    (mine, theirs), (calibration, calibrating) = fork.Pipe(), fork.Pipe()
     children = [
         fork.Process(target=lambda: asyncio.run(serve(model, theirs))),
-        fork.Process(target=trace, args=(model, tracers)),
+        fork.Process(target=calibrate, args=(model, calibrating)),
     ]
     for child in children:
         child.start()
-    for end_of_child in (theirs, tracers):
+    for end_of_child in (theirs, calibrating):
         end_of_child.close()  # so that recv raises if the child dies
     found = asyncio.run(check(model, mine))
-    found["tracer"] = traced.recv()
+    found["calibration"] = calibration.recv()
     mine.send(None)
     for child in children:
         child.join()

@@ -40,22 +40,24 @@ def prompts(seed: int) -> list[list[int]]:
 
 def recorded(on_host: bool) -> Operators:
     """Record the operators that our part of the worker calls in a step, except for the copies to the host."""
-    from eldr_serve.engine.vllm.capture import ExpertCapture, StepTimer
-    from eldr_serve.engine.vllm.connector import EldrConnector
+    from eldr_serve.engine.vllm import connector_worker
+    from eldr_serve.engine.vllm.capture import ExpertCapture
+    from eldr_serve.engine.vllm.device_capture import DeviceCapture
     from eldr_serve.engine.vllm.host_copy import HostCopies
+    from eldr_serve.engine.vllm.step_timer import StepTimer
 
     operators = Operators()
     ours: dict[type, tuple[str, ...]] = {
-        ExpertCapture: ("_copy", "after_forward"),
-        StepTimer: ("begin", "stop", "finish", "known"),
-        EldrConnector: ("bind_connector_metadata", "_count", "build_connector_worker_meta"),
+        ExpertCapture: ("after_forward",),
+        DeviceCapture: ("store_choices",),
+        StepTimer: ("begin", "stop", "finish", "take_completed"),
+        connector_worker.EldrConnectorWorker: ("start_step", "count_step", "take_counts"),
     }
     for owner, names in ours.items():
         for name in names:
             setattr(owner, name, operators.around(getattr(owner, name)))
-    made = ExpertCapture.__init__
     if not on_host:  # as on a GPU, where counts stay on the device
-        ExpertCapture.__init__ = lambda *a, **k: made(*a, **k | {"on_host": False})  # type: ignore[method-assign]
+        connector_worker.counts_on_host = lambda *_: False
     HostCopies.start = operators.outside(HostCopies.start)  # type: ignore[method-assign]
     return operators
 
@@ -170,7 +172,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
                         }
                     )
     samples = {s.name: s.value for family in REGISTRY.collect() for s in family.samples}
-    connector = core.scheduler.connector
+    scheduler = core.scheduler.connector.scheduler_side
     report = {
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "batches": BATCHES[: SHORT if short else None],
@@ -183,7 +185,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
         "prompt_counts": prompt_counts,
         "cached_tokens": cached,
         "preemptions": samples["vllm:num_preemptions_total"],
-        "left_behind": [len(connector._tracked), len(connector._requests), len(connector._prompt_counts)],
+        "left_behind": [len(scheduler._tracked), len(scheduler._requests), len(scheduler._prompt_counts)],
         "counted_steps": samples["eldr_decode_step_seconds_count"],
         "cores": [sorted(cores), sorted(os.sched_getaffinity(0))],
         "capture": [samples["eldr_capture_seconds_sum"], samples["eldr_capture_seconds_count"]],

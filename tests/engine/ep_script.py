@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from tests.support import tiny_model
 
 RANKS, REDUNDANT = 2, 8
 LAYERS, EXPERTS = tiny_model.LAYERS, tiny_model.EXPERTS
@@ -51,9 +52,12 @@ class Session:
 
         rng = np.random.default_rng(0)
         params = SamplingParams(
-            max_tokens=OUTPUT, temperature=0.0, ignore_eos=True, detokenize=False,
+            max_tokens=OUTPUT,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
             extra_args={"kv_transfer_params": {"eldr_calibrate": True}},
-        )  # fmt: skip
+        )
         self._sent += 1
         for number in range(PROMPTS):
             prompt = rng.integers(1, 257, int(rng.integers(3, 90))).tolist()
@@ -106,18 +110,25 @@ def by_rank(rows: Any) -> list[list[list[int]]]:
 
 
 def main(model: str, expected: Path) -> None:
-    from eldr_serve.experts.replica_choice import RULES
+    from eldr_serve.experts.parallel.replica_choice import RULES
 
     session = Session(
         made(
             model,
             RANKS,
-            additional_config={"eldr_experts": {"redundant_experts": REDUNDANT, "moves_per_slice": 3}},
+            additional_config={
+                "eldr_experts": {
+                    "redundant_experts": REDUNDANT,
+                    "fill_redundant": True,
+                    "moves_per_slice": 3,
+                }
+            },
         )
     )
     alone = json.loads(expected.read_text())
-    assert session.answers() == alone, "with experts in equal blocks"
+    assert session.answers() == alone, "with experts in equal blocks and replicas of the next rank's"
     first = session.ask("status")
+    assert np.min(first[0]["placement"]) >= 0
     assert first[0]["replica_bytes"] * EXPERTS == first[0]["weight_bytes"] * REDUNDANT
     check_log(session)
 
@@ -182,7 +193,7 @@ def started_with(model: str, expected: Path, first: str, *others: str) -> None:
 
 def check_held(session: Session, placed: Any) -> None:
     """Check that all ranks know the experts that each should hold."""
-    from eldr_serve.experts.placement import placement_id
+    from eldr_serve.experts.parallel.placement import placement_id
 
     for status in session.ask("status"):
         assert placement_id(status["placement"], placed.ranks) == placed.id
@@ -201,11 +212,11 @@ def compiled(model: str, expected: Path) -> None:
 
 def check_log(session: Session) -> None:
     """Check that exactly one rank serves every (token, expert) pair."""
-    from eldr_serve.engine.vllm.ep.layer import LOGGED
+    from eldr_serve.engine.vllm.ep.layer import LOG_COLUMNS
 
     (end, mine), (_, theirs) = session.ask("batches", 0)
     mine, theirs = np.array(mine), np.array(theirs)
-    assert mine.shape == (end, LAYERS, len(LOGGED))
+    assert mine.shape == (end, LAYERS, len(LOG_COLUMNS))
     assert np.array_equal(mine[..., 0], theirs[..., 0])
     assert np.array_equal(mine[..., 2] + theirs[..., 2], mine[..., 0] * tiny_model.TOP_K)
     assert (mine[..., 3] + mine[..., 4] <= mine[..., 2]).all()
@@ -217,7 +228,7 @@ def check_log(session: Session) -> None:
 
 def check_refusals(session: Session) -> None:
     from eldr_serve.engine.vllm.ep.swap import PlacementError
-    from eldr_serve.experts.replica_choice import RULES
+    from eldr_serve.experts.parallel.replica_choice import RULES
 
     before = session.ask("status")
     good = [[*range(EXPERTS), *range(REDUNDANT)]] * LAYERS

@@ -33,8 +33,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from eldr_serve.engine.vllm import eplb
 from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
-from eldr_serve.experts.metro import route_metro
-from eldr_serve.experts.placement import hosts_of
+from eldr_serve.experts.parallel.metro import route_metro
+from eldr_serve.experts.parallel.placement import hosts_of
 from eldr_serve.experts.routing_table import ExpertPlacement
 
 RANKS, LAYERS, EXPERTS, SLOTS, TOP_K = 2, 2, 6, 8, 2
@@ -100,18 +100,22 @@ def worker(rank: int, path: Path, router_class: Any, choice: str, own_tokens: bo
     layers = [Layer(router_class, layer, rank, own_tokens) for layer in range(LAYERS)]
     parallel = SimpleNamespace(
         eplb_config=EPLBConfig(use_async=False, window_size=2, communicator="torch_gloo"),
-        num_ubatches=0, enable_eplb=True, enable_elastic_ep=False, enable_dbo=False,
-    )  # fmt: skip
+        num_ubatches=0,
+        enable_eplb=True,
+        enable_elastic_ep=False,
+        enable_dbo=False,
+    )
     state = EplbState(parallel, torch.device("cpu"))
     state.add_model(Model(layers), SimpleNamespace(compute_hash=lambda: "tiny", model="tiny"))
     made = object.__new__(eplb.PlacedWorker)
     made.vllm_config = SimpleNamespace(
-        parallel_config=parallel, speculative_config=None,
+        parallel_config=parallel,
+        speculative_config=None,
         additional_config={eplb.CONFIG_KEY: {"placement": str(path), "replica_choice": choice}},
         compilation_config=SimpleNamespace(
             static_forward_context={f"model.layers.{i}.mlp": layer for i, layer in enumerate(layers)}
         ),
-    )  # fmt: skip
+    )
     made.model_runner = SimpleNamespace(eplb_state=state)
     made.load_model()
     for layer in layers:

@@ -30,7 +30,7 @@ def main(model: str, out: str, after: str) -> None:
         llm.generate({"prompt_token_ids": list(range(1, tokens + 1))}, SamplingParams(max_tokens=1))
 
     def counted() -> int:
-        return int(get_kv_transfer_group()._capture.cache.rows.sum())
+        return int(get_kv_transfer_group().worker_side.capture.cache.rows.sum())
 
     if after == "a prompt":
         compute(100)

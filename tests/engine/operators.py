@@ -12,9 +12,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # On a GPU, a boolean mask calls `nonzero`; a tensor in an `if` or a format, `_local_scalar_dense`.
 WAITING = {
-    "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__",
-    "nonzero", "masked_select", "unique", "_unique2", "_local_scalar_dense", "equal",
-}  # fmt: skip
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "_unique2",
+    "_local_scalar_dense",
+    "equal",
+}
 
 
 class Operators:

@@ -14,11 +14,10 @@ TOKENS = 3  # few steps: with interpreted Triton kernels, each has very many cal
 def main(model: str, folder: str) -> None:
     from vllm import LLM, SamplingParams
 
-    from eldr_serve.engine.vllm.capture import ExpertCapture
+    from eldr_serve.engine.vllm import connector_worker
     from eldr_serve.engine.vllm.config import engine_kwargs
 
-    made = ExpertCapture.__init__
-    ExpertCapture.__init__ = lambda *a, **k: made(*a, **k | {"on_host": False})  # type: ignore[method-assign]
+    connector_worker.counts_on_host = lambda *_: False
     llm = LLM(
         model=model,
         dtype="float32",
@@ -27,11 +26,9 @@ def main(model: str, folder: str) -> None:
         max_num_batched_tokens=48,
         num_gpu_blocks_override=32,
         disable_log_stats=False,
-        profiler_config={
-            "profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_use_gzip": False,
-        },
+        profiler_config={"profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_use_gzip": False},
         **engine_kwargs("calibrate", device="cpu"),
-    )  # fmt: skip
+    )
     ours = {"eldr_calibrate": True, "eldr_routes": True}
     params = SamplingParams(
         max_tokens=TOKENS, temperature=0.0, ignore_eos=True, extra_args={"kv_transfer_params": ours}

@@ -11,17 +11,17 @@ import vllm
 
 def main(model: str, port: str, role: Any, version: str) -> None:
     vllm.__version__ = version or vllm.__version__
-    from eldr_serve.engine.vllm.compat.checked import clear_start
+    from eldr_serve.engine.vllm.calibration_engine import VllmCalibrationEngine
+    from eldr_serve.engine.vllm.compat.checked import start_errors
     from eldr_serve.engine.vllm.config import engine_kwargs
-    from eldr_serve.engine.vllm.tracer import VllmTracer
 
     kwargs = engine_kwargs(role, device="cpu", dtype="float32", num_gpu_blocks_override=16)
     kwargs |= {"model": model, "skip_tokenizer_init": True, "max_model_len": 128}
     if role == "calibrate":
-        VllmTracer(kwargs, int(port))  # like `eldr calibrate`
+        VllmCalibrationEngine(kwargs, int(port))  # like `eldr calibrate`
     else:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = port
-        with clear_start():
+        with start_errors():
             vllm.LLM(**kwargs)
 
 

@@ -79,7 +79,8 @@ def main(model: str, out: str, asynchronous: bool) -> None:
     abandon("nameless")
     found["without a name"] = used()
 
-    found["remembered"] = [len(connector._abandoned._names), len(connector._abandoned._abandoned)]
+    abandoned = connector.worker_side.abandoned
+    found["remembered"] = [len(abandoned._names), len(abandoned._abandoned)]
     Path(out).write_text(json.dumps(found))
 
 

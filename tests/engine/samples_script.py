@@ -20,8 +20,8 @@ import contract_script
 import numpy as np
 from contract_script import RemoteEngine, end, nixl, serve, start
 
-from eldr_serve.engine.chosen import ENGINES
-from eldr_serve.engine.keys import EXPERT_COUNTS
+from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.engine.protocol import EngineRequest, Sampling
 from eldr_serve.experts.signature import pack_counts
 
@@ -88,8 +88,10 @@ class Client:
 
 async def check(role: Any, model: str, many: int, prefills: Connection | None) -> dict[str, Any]:
     contract_script.KWARGS |= {
-        "max_num_seqs": AT_ONCE, "max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": BLOCKS,
-    }  # fmt: skip
+        "max_num_seqs": AT_ONCE,
+        "max_num_batched_tokens": CHUNK,
+        "num_gpu_blocks_override": BLOCKS,
+    }
     engine: Any = await start(role, model)
     client = Client(engine, None if prefills is None else RemoteEngine(prefills))
     waiting = asyncio.Semaphore(AT_ONCE)
@@ -124,27 +126,27 @@ async def check(role: Any, model: str, many: int, prefills: Connection | None) -
 
 def calibrate(model: str, pipe: Connection) -> None:
     """Count the experts of each [prompt, answer length] in a calibrating engine."""
-    settings, environment = ENGINES.tracing(model, "cpu", dict(contract_script.KWARGS))
+    settings, environment = ENGINES.calibration_settings(model, "cpu", dict(contract_script.KWARGS))
     os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    tracer = ENGINES.tracer(settings, nixl())
+    engine = ENGINES.start_calibration(settings, nixl())
     asked = pipe.recv()
     sampling = [Sampling(TOKENS, 0.0, ignore_eos=True)] * len(asked)
-    pipe.send(tracer.trace(asked, sampling))
+    pipe.send(engine.calibrate(asked, sampling))
 
 
 def main(model: str, out: Path, role: str, many: int) -> None:
     fork = get_context("fork")
-    (mine, theirs), (traced, tracers) = fork.Pipe(), fork.Pipe()
-    children = [fork.Process(target=calibrate, args=(model, tracers))]
+    (mine, theirs), (calibration, calibrating) = fork.Pipe(), fork.Pipe()
+    children = [fork.Process(target=calibrate, args=(model, calibrating))]
     if role == "decode":
         children.append(fork.Process(target=lambda: asyncio.run(serve(model, theirs))))
     for child in children:
         child.start()
     theirs.close()
-    tracers.close()
+    calibrating.close()
     found = asyncio.run(check(role, model, many, mine if role == "decode" else None))
-    traced.send([sample["prompt"] for sample in found["samples"]])
-    found["traced"] = traced.recv()
+    calibration.send([sample["prompt"] for sample in found["samples"]])
+    found["calibrated"] = calibration.recv()
     if role == "decode":
         mine.send(None)
     for child in children:

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from unittest import mock
 
-from cpu_features import limited_to
+from tests.support.cpu_features import limited_to
 
 ROOT = Path(__file__).parents[2]
 ENGINE_ENV = {
@@ -40,15 +40,19 @@ def run_script(name: str, *arguments: object, v2: bool = False, cpu: str = "", *
     """
     script = [str(Path(__file__).with_name(name)), *map(str, arguments)]
     if v2:
-        folders = [str(TRITON_CPU), str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        folders = [str(TRITON_CPU), str(ROOT), os.environ.get("PYTHONPATH", "")]
         env |= {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     if cpu:
         env |= limited_to(cpu, os.environ | env)
     if v2 or cpu:  # the fork server has imported vLLM without these settings
         done = subprocess.run(
             [sys.executable, *script],
-            capture_output=True, text=True, timeout=400, check=False, env=os.environ | ENGINE_ENV | env,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+            env=os.environ | ENGINE_ENV | env,
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return
     with tempfile.NamedTemporaryFile() as output:

@@ -17,15 +17,15 @@ def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) 
     from vllm import LLM, SamplingParams
 
     from eldr_serve.engine.vllm.config import engine_kwargs
-    from eldr_serve.engine.vllm.connector import EldrConnector
+    from eldr_serve.engine.vllm.connector_scheduler import EldrConnectorScheduler
 
     drafting: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
     # A draft model and the MTP layer have their own experts, which must not be counted.
     drafting |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": drafter}
     steps: list[Any] = []  # by step: prompt number -> (position of its first token, its drafts)
-    plan = EldrConnector._plan
+    plan = EldrConnectorScheduler.plan_step
 
-    def planned(self: EldrConnector, scheduler_output: Any) -> Any:
+    def planned(self: EldrConnectorScheduler, scheduler_output: Any) -> Any:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         steps.append(
             {
@@ -38,7 +38,7 @@ def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) 
         )
         return plan(self, scheduler_output)
 
-    EldrConnector._plan = planned  # type: ignore[method-assign]
+    EldrConnectorScheduler.plan_step = planned  # type: ignore[method-assign]
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,

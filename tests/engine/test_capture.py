@@ -21,16 +21,22 @@ from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router
 
 from eldr_serve.engine.vllm import capture as module
 from eldr_serve.engine.vllm.block_counts import active_experts
-from eldr_serve.engine.vllm.capture import ExpertCapture, StepPlan
+from eldr_serve.engine.vllm.capture import ExpertCapture
+from eldr_serve.engine.vllm.connector_metadata import StepPlan
+from eldr_serve.engine.vllm.device_capture import DeviceCapture
+from eldr_serve.engine.vllm.host_capture import HostCapture
 from eldr_serve.engine.vllm.host_copy import HostCopies, HostCopy
 
 LAYERS, EXPERTS, K, SIZE = 2, 8, 2, 4
 PLAN = StepPlan(
-    begun=[3, 1, 2],
+    new_blocks=[3, 1, 2],
     finished_prompts={"a": [3], "b": [1, 2]},
-    traced={"b": (3, [7, 8]), "a": (2, [14])},
-    requests=2, tokens=8, drafts=6, kv_tokens=12,
-)  # fmt: skip
+    decode_slots={"b": (3, [7, 8]), "a": (2, [14])},
+    requests=2,
+    tokens=8,
+    drafts=6,
+    kv_tokens=12,
+)
 SLOTS = [12, 13, 14, 4, 5, 6, 7, 8, -1, -1]  # three tokens of request a, five of b, padding
 
 
@@ -42,24 +48,29 @@ class Router:
         self.show = capture_fn
 
 
-def step(device: str = "cpu", on_host: bool = False) -> tuple[Any, Any, Tensor]:
-    """Return a step, its parts, and its tokens' choices int32[T,L,K]."""
+def device_capture(routers: Any, **sizes: Any) -> ExpertCapture:
+    return DeviceCapture(routers, max_tokens=16, device="cpu", **sizes)
+
+
+either_capture = pytest.mark.parametrize("capture_type", [device_capture, HostCapture])
+
+
+def step(capture_type: Callable[..., ExpertCapture]) -> tuple[Any, Any, Tensor]:
+    """Return the results of a step, and its tokens' choices int32[T,L,K]."""
     routers = [Router() for _ in range(LAYERS)]
-    capture = ExpertCapture(
-        routers, max_tokens=16, device=device, num_blocks=6, block_size=SIZE, on_host=on_host
-    )
+    capture = capture_type(routers, num_blocks=6, block_size=SIZE)
     assert capture.cache is not None
     capture.cache.rows += 1  # of earlier blocks
-    chosen = torch.rand(len(SLOTS), LAYERS, EXPERTS, device=device).topk(K).indices.int()
+    chosen = torch.rand(len(SLOTS), LAYERS, EXPERTS).topk(K).indices.int()
     for layer, router in enumerate(routers):
         router.show(chosen[:, layer])
-    counts, active = capture.after_forward(torch.tensor(SLOTS, device=device), PLAN)
+    counts, active = capture.after_forward(torch.tensor(SLOTS), PLAN)
     return counts, active, chosen
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-def test_a_step_counts_what_its_tokens_chose(on_host: bool) -> None:
-    counts, active, shown = step(on_host=on_host)
+@either_capture
+def test_a_step_counts_what_its_tokens_chose(capture_type: Callable[..., ExpertCapture]) -> None:
+    counts, active, shown = step(capture_type)
     chosen = shown.numpy()
     for request, tokens in {"a": chosen[:3], "b": chosen[3:8]}.items():
         expected = np.zeros((LAYERS, EXPERTS), int)
@@ -74,19 +85,18 @@ def test_a_step_counts_what_its_tokens_chose(on_host: bool) -> None:
     assert active.wait().tolist() == [len(np.unique(chosen[:8, layer])) for layer in range(LAYERS)]
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-def test_a_rank_that_does_not_report_still_counts(monkeypatch: pytest.MonkeyPatch, on_host: bool) -> None:
+@either_capture
+def test_a_rank_that_does_not_report_still_counts(
+    monkeypatch: pytest.MonkeyPatch, capture_type: Callable[..., ExpertCapture]
+) -> None:
     """With tensor parallelism, every rank has the rows but only the first one reports them."""
     copies: list[Tensor] = []
     monkeypatch.setattr(HostCopies, "start", lambda _, tensor: copies.append(tensor))
     routers = [[Router() for _ in range(LAYERS)] for _ in range(2)]
     ranks = [
-        ExpertCapture(
-            of_rank, max_tokens=16, device="cpu", num_blocks=6, block_size=SIZE,
-            reports=rank == 0, on_host=on_host,
-        )
+        capture_type(of_rank, num_blocks=6, block_size=SIZE, reports=rank == 0)
         for rank, of_rank in enumerate(routers)
-    ]  # fmt: skip
+    ]
     chosen = torch.rand(len(SLOTS), LAYERS, EXPERTS).topk(K).indices.int()
     for of_rank in routers:
         for layer, router in enumerate(of_rank):
@@ -105,27 +115,27 @@ def test_a_step_reads_no_tensor_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors have no values: code that reads one, or needs a size that depends on one, raises."""
     monkeypatch.setattr(module, "HostCopies", lambda device: SimpleNamespace(start=lambda tensor: tensor))
     with FakeTensorMode(allow_non_fake_inputs=True):  # lists of blocks come from the host
-        counts, active, _ = step()
+        counts, active, _ = step(device_capture)
     assert {r: c.shape for r, c in counts.prompts.items()} == dict.fromkeys("ab", (LAYERS, EXPERTS))
     assert counts.routes.chosen.shape == (3, LAYERS, K)
     assert active.shape == (LAYERS,)
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@either_capture
 def test_shared_experts_in_the_same_kernel_are_not_counted(
-    monkeypatch: pytest.MonkeyPatch, on_host: bool
+    monkeypatch: pytest.MonkeyPatch, capture_type: Callable[..., ExpertCapture]
 ) -> None:
     """vLLM's router on AMD with AITER lists two shared experts after the chosen ones."""
     monkeypatch.setattr(fused_topk_bias_router.rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)
     router = fused_topk_bias_router.FusedTopKBiasRouter(
         K, EXPERTS, torch.zeros(EXPERTS), scoring_func="softmax", num_fused_shared_experts=2
     )
-    capture = ExpertCapture([router], max_tokens=8, device="cpu", num_blocks=2, block_size=8, on_host=on_host)
+    capture = capture_type([router], num_blocks=2, block_size=8)
     logits = torch.rand(8, EXPERTS)
     _, shown = router._select_experts(logits, logits)
     assert shown.shape == (8, K + 2)
     counts, _ = capture.after_forward(
-        torch.arange(8), StepPlan(begun=[0], finished_prompts={"a": [0]}, requests=1, tokens=8)
+        torch.arange(8), StepPlan(new_blocks=[0], finished_prompts={"a": [0]}, requests=1, tokens=8)
     )
     chosen = logits.topk(K).indices.flatten()
     assert counts.prompts["a"].wait().tolist() == [torch.bincount(chosen, minlength=EXPERTS).tolist()]

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_contract import CHECKS
 from scripts import run_script
-from tiny_model import EXPERTS
 
 from eldr_serve.experts.signature import unpack_counts
+from tests.support.engine_contract import CHECKS
+from tests.support.tiny_model import EXPERTS
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def test_an_engine_satisfies_the_contract(found: Any, check: str) -> None:
     assert found["broken"][check] == ""
 
 
-def test_a_tracer_counts_prefill_and_decode_separately(found: Any) -> None:
-    assert found["tracer"] == []
+def test_a_calibration_engine_counts_prefill_and_decode_separately(found: Any) -> None:
+    assert found["calibration"] == []
 
 
 def test_counts_match_the_prompt_and_steps_are_reported(

@@ -25,7 +25,7 @@ from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.ep.transfer import start_layer
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse
-from eldr_serve.experts.placement import Topology
+from eldr_serve.experts.parallel.placement import Topology
 from eldr_serve.experts.routing_table import ExpertPlacement
 from examples.demo_model import WEIGHTS
 from offline.placement.affinity import co_activation
@@ -92,18 +92,20 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"data_parallel_size": 2}, "data parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"is_sequence_parallel": True}, "sequence parallelism"),
+        ({"is_sequence_parallel": True}, "set tensor_parallel_size to 1"),
         ({"num_experts": 15}, "15 experts on 2 ranks"),
         ({"speculative_config": object()}, "speculative decoding"),
     ],
 )
 def test_an_engine_with_inconsistent_ranks_is_refused(changes: dict[str, Any], reason: str) -> None:
     both = {
-        "data_parallel_size": 1, "pipeline_parallel_size": 1, "speculative_config": None, "num_experts": 16,
-        "is_sequence_parallel": False, "moe_parallel_config": SimpleNamespace(ep_size=2),
-    } | changes  # fmt: skip
+        "pipeline_parallel_size": 1,
+        "speculative_config": None,
+        "num_experts": 16,
+        "is_sequence_parallel": False,
+        "moe_parallel_config": SimpleNamespace(ep_size=2),
+    } | changes
     config = SimpleNamespace(**both)
     config.parallel_config = config
     with pytest.raises(UnsupportedEngineError, match=reason):
@@ -114,9 +116,12 @@ def test_an_engine_with_inconsistent_ranks_is_refused(changes: dict[str, Any], r
 def test_without_the_switch_expert_parallelism_is_refused(use_ep: bool, refused: bool) -> None:
     layer = object.__new__(MoERunner)
     layer.__dict__ |= {
-        "_modules": {}, "_parameters": {}, "_buffers": {}, "router": object.__new__(CPURouter),
+        "_modules": {},
+        "_parameters": {},
+        "_buffers": {},
+        "router": object.__new__(CPURouter),
         "moe_config": SimpleNamespace(moe_parallel_config=SimpleNamespace(use_ep=use_ep)),
-    }  # fmt: skip
+    }
     layer.router.e_score_correction_bias = layer.router.custom_routing_function = None
     layer.router.use_grouped_topk, layer.router.scoring_func = False, "softmax"
     context = {"model.layers.0.mlp.experts": layer}
@@ -147,9 +152,15 @@ def test_an_initial_placement_that_does_not_fit_is_refused(
         config = config | {"placement": str(file)}
     with pytest.raises(UnsupportedEngineError, match=sentence):
         start_layer(
-            [torch.nn.Parameter(torch.zeros(8, 4))], CpuExpertsConfig(**config),
-            layer=0, num_layers=3, num_experts=16, topology=Topology(ranks=2), rank=0, group=None,
-        )  # fmt: skip
+            [torch.nn.Parameter(torch.zeros(8, 4))],
+            CpuExpertsConfig(**config),
+            layer=0,
+            num_layers=3,
+            num_experts=16,
+            topology=Topology(ranks=2),
+            rank=0,
+            group=None,
+        )
 
 
 def test_the_error_names_a_misspelt_key() -> None:

@@ -10,7 +10,7 @@ import pytest
 from scripts import run_script
 from vllm.v1.worker.gpu_worker import Worker
 
-from benchmarks.lib.replay_engine import free_port
+from benchmarks.lib.ports import free_port
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.eplb import PlacedWorker, experts_config
 

@@ -36,9 +36,16 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
         out = tmp_path_factory.mktemp("engine") / "report.json"
         scheduler, batches, where, port = RUNS[name]
         run_script(
-            "engine_script.py", model, out, scheduler, batches, where,
-            v2=name == "v2", cpu="avx2" if name == "avx2" else "", VLLM_NIXL_SIDE_CHANNEL_PORT=port,
-        )  # fmt: skip
+            "engine_script.py",
+            model,
+            out,
+            scheduler,
+            batches,
+            where,
+            v2=name == "v2",
+            cpu="avx2" if name == "avx2" else "",
+            VLLM_NIXL_SIDE_CHANNEL_PORT=port,
+        )
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
@@ -65,7 +72,7 @@ def test_vllm_loads_the_kernels_for_the_visible_cpu_features(run: Callable[[str]
     assert len(run("async")["kernels"]) == 1
 
 
-def test_the_pressure_was_real(report: dict[str, Any], name: str) -> None:
+def test_prompts_were_cached_preempted_and_split(report: dict[str, Any], name: str) -> None:
     assert report["cached_tokens"] > (500 if "short" in RUNS[name] else 1000)
     assert report["preemptions"] > 0
     assert any(len(r["prompt"]) > 2 * CHUNK for r in report["records"])

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_features import available
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import X86CPUUnquantizedExperts
 from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 
 from benchmarks.engine.model_families import RUNNERS, rows
 from benchmarks.lib.families import FAMILIES
+from tests.support.cpu_features import available
 
 ALWAYS = {  # one kind of KV cache each: full attention, MLA, sliding windows, recurrent states, convolutions
     ("Qwen3-MoE", "V1"),

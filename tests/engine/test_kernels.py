@@ -30,9 +30,10 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
-from eldr_serve.engine.vllm.capture import ExpertCapture, StepPlan
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
-from eldr_serve.engine.vllm.compat.moe import choose_open_kernel, moe_routers
+from eldr_serve.engine.vllm.compat.moe import avoid_kernels_that_hide_choices, moe_routers
+from eldr_serve.engine.vllm.connector_metadata import StepPlan
+from eldr_serve.engine.vllm.device_capture import DeviceCapture
 
 LAYERS, EXPERTS, K, HIDDEN = 2, 8, 2, 16
 
@@ -40,12 +41,21 @@ LAYERS, EXPERTS, K, HIDDEN = 2, 8, 2, 16
 def moe_config(backend: str = "auto") -> FusedMoEConfig:
     """Return the configuration of a small GPT-OSS layer."""
     return FusedMoEConfig(
-        num_experts=EXPERTS, num_local_experts=EXPERTS, num_logical_experts=EXPERTS, experts_per_token=K,
-        hidden_dim=256, intermediate_size=256, activation=MoEActivation.SWIGLUOAI, device="cpu",
-        routing_method=RoutingMethodType.Renormalize, in_dtype=torch.bfloat16, has_bias=True,
-        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(), max_num_tokens=32,
+        num_experts=EXPERTS,
+        num_local_experts=EXPERTS,
+        num_logical_experts=EXPERTS,
+        experts_per_token=K,
+        hidden_dim=256,
+        intermediate_size=256,
+        activation=MoEActivation.SWIGLUOAI,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        in_dtype=torch.bfloat16,
+        has_bias=True,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        max_num_tokens=32,
         moe_backend=backend,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def engine(backend: str = "auto", quantization: str = "gpt_oss_mxfp4", eplb: bool = False) -> Any:
@@ -108,7 +118,7 @@ def test_gpt_oss_gets_a_kernel_that_exposes_its_choices(
     on_gpu(monkeypatch, *capability)
     assert selected("auto").__name__ == automatic
     config = engine()
-    choose_open_kernel(config)
+    avoid_kernels_that_hide_choices(config)
     assert config.kernel_config.moe_backend == backend
     assert selected(backend).__name__ == chosen
     assert is_open(selected(backend))
@@ -119,7 +129,7 @@ def test_a_gpu_without_a_kernel_that_exposes_choices(monkeypatch: pytest.MonkeyP
     assert not is_open(selected("auto"))
     monkeypatch.setattr(gpt_oss_triton_kernels_moe, "has_triton_kernels", lambda: False)
     config = engine()
-    choose_open_kernel(config)
+    avoid_kernels_that_hide_choices(config)
     assert config.kernel_config.moe_backend == "auto"
     assert is_open(selected("auto"))
 
@@ -130,13 +140,13 @@ def test_an_explicit_backend_and_other_quantizations_are_kept(
 ) -> None:
     on_gpu(monkeypatch, 9)
     config = engine(**settings)
-    choose_open_kernel(config)
+    avoid_kernels_that_hide_choices(config)
     assert config.kernel_config.moe_backend == settings.get("backend", "auto")
 
 
 def test_the_choice_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     on_gpu(monkeypatch, 9)
-    choose_open_kernel(engine())
+    avoid_kernels_that_hide_choices(engine())
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("eldr_serve")]
     assert line.startswith("MoE kernel: marlin, since vLLM's first choice, OAITritonMxfp4ExpertsMonolithic,")
 
@@ -207,19 +217,29 @@ def layers(kernel: type[InsideRouting]) -> tuple[VllmConfig, list[mk.FusedMoEKer
 
 def test_choices_made_in_the_kernel_are_counted() -> None:
     config, impls, made = layers(InsideRouting)
-    capture = ExpertCapture(
+    capture = DeviceCapture(
         [router for _, router in moe_routers(config)],
-        max_tokens=32, device="cpu", num_blocks=4, block_size=4,
-    )  # fmt: skip
+        max_tokens=32,
+        device="cpu",
+        num_blocks=4,
+        block_size=4,
+    )
     logits = torch.randn(LAYERS, 6, EXPERTS)
     for impl, layer, own in zip(impls, made, logits, strict=True):
         out = impl.apply(
-            torch.zeros(6, HIDDEN), torch.empty(0), torch.empty(0), own, MoEActivation.SWIGLUOAI, EXPERTS,
-            None, False, routing_sink=layer.routed_experts.routing_sink,
-        )  # fmt: skip
+            torch.zeros(6, HIDDEN),
+            torch.empty(0),
+            torch.empty(0),
+            own,
+            MoEActivation.SWIGLUOAI,
+            EXPERTS,
+            None,
+            False,
+            routing_sink=layer.routed_experts.routing_sink,
+        )
         assert isinstance(out, Tensor)
     plan = StepPlan(
-        begun=[1, 2], finished_prompts={"r": [1, 2]}, requests=1, tokens=5
+        new_blocks=[1, 2], finished_prompts={"r": [1, 2]}, requests=1, tokens=5
     )  # the last one is padding
     counts, _ = capture.after_forward(torch.tensor([4, 5, 6, 7, 8, -1]), plan)
     expected = torch.zeros(LAYERS, EXPERTS)

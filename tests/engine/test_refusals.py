@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.gpu_worker import Worker
 
 from eldr_serve.engine.vllm.compat import checked
-from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, clear_start
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, start_errors
 from eldr_serve.engine.vllm.compat.engine import check_engine
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup, counted_group
 from eldr_serve.engine.vllm.compat.moe import moe_routers
@@ -58,6 +58,10 @@ def config(
     sizes = {
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
+        "data_parallel_external_lb": False,
+        "data_parallel_hybrid_lb": False,
+        "tensor_parallel_size": 1,
+        "enable_expert_parallel": True,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "enable_dbo": False,
@@ -79,7 +83,11 @@ def config(
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.4", "0.32.1.post1", "0.32.10+cu130"])
 def test_a_patch_of_the_checked_vllm_is_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
-    check_engine(config())
+    check_engine(config(), "cpu")
+
+
+def test_data_parallel_ranks_with_whole_experts_are_accepted() -> None:
+    check_engine(config(data_parallel_size=4), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -90,9 +98,9 @@ def test_another_vllm_is_refused_with_the_same_names(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         UnsupportedEngineError, match=rf"vLLM {version} .*pip install vllm==0\.32\.0"
     ) as refused:
-        check_engine(config())
+        check_engine(config(), "cpu")
     assert "\n" not in str(refused.value)
-    with pytest.raises(UnsupportedEngineError, match=version), clear_start():
+    with pytest.raises(UnsupportedEngineError, match=version), start_errors():
         pytest.fail("it started")
 
 
@@ -101,7 +109,7 @@ def test_a_vllm_without_a_required_name_is_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         UnsupportedEngineError, match=r"no .*resolve_kv_cache_block_sizes.*pip install vllm=="
     ):
-        check_engine(config())
+        check_engine(config(), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +121,7 @@ def test_a_vllm_without_a_required_name_is_refused(monkeypatch: pytest.MonkeyPat
         ("compat.eplb", "vllm.distributed.eplb.eplb_state"),
         ("compat.described", "vllm.model_executor.model_loader.utils"),
         ("compat.serve_llm", "vllm.v1.engine.output_processor"),
-        ("compat.late_metrics", "vllm.v1.metrics.ray_wrappers"),
+        ("compat.buffered_metrics", "vllm.v1.metrics.ray_wrappers"),
         ("worker", "vllm.distributed.kv_transfer.kv_connector.v1.nixl"),
     ],
 )
@@ -158,21 +166,24 @@ def test_an_error_of_vllm_with_several_lines_becomes_one_sentence() -> None:
 
     with (
         pytest.raises(UnsupportedEngineError, match=r"inspected\. See the logs\..*torchvision") as found,
-        clear_start(),
+        start_errors(),
     ):
         Settings(model="Qwen3_5MoeForCausalLM")
     assert "\n" not in str(found.value)
 
 
 def test_a_plain_engine_is_accepted() -> None:
-    check_engine(config())
+    check_engine(config(), "cpu")
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline"),
-        ({"data_parallel_size": 2}, "data parallel"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": False}, "set enable_expert_parallel to true"),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 2}, "set tensor_parallel_size to 1"),
+        ({"data_parallel_size": 2, "data_parallel_external_lb": True}, "leave data_parallel_rank"),
+        ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True}, "data_parallel_hybrid_lb out"),
         ({"decode_context_parallel_size": 2}, "decode context"),
         ({"prefill_context_parallel_size": 2}, "prefill context"),
         ({"enable_dbo": True}, "overlap"),
@@ -182,7 +193,12 @@ def test_a_plain_engine_is_accepted() -> None:
 )
 def test_an_engine_that_would_not_count_exactly_is_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=reason):
-        check_engine(config(**settings))
+        check_engine(config(**settings), "cpu")
+
+
+def test_data_parallel_ranks_on_gpus_are_refused() -> None:
+    with pytest.raises(UnsupportedEngineError, match="on GPUs: set data_parallel_size to 1"):
+        check_engine(config(data_parallel_size=2), "cuda")
 
 
 ATTENTION: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
@@ -236,7 +252,7 @@ def test_prefix_hits_that_end_within_a_counted_block_are_refused() -> None:
 
 @pytest.mark.parametrize("kv_role", ["kv_consumer", "kv_producer"])
 def test_a_serving_engine_may_decode_speculatively(kv_role: str) -> None:
-    check_engine(config(speculative=object(), kv_role=kv_role))
+    check_engine(config(speculative=object(), kv_role=kv_role), "cpu")
 
 
 class Router(BaseRouter):

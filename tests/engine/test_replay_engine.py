@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,8 +18,9 @@ from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.replay import widened
 from benchmarks.lib.replay_engine import ENGINE_ENV, Arrival
 from benchmarks.papers.simulator_validation import simulator_validation
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from offline.simulation.calibration import fit_steps
+from tests.support.processes import output
 
 SHORT = 100  # characters
 WIDE = 1024  # neurons per expert
@@ -54,6 +54,11 @@ def pool(work: Path) -> Iterator[EnginePool]:
             process.kill()  # a regular engine exit takes 5 s; the first test waits for two
 
 
+def in_process(module: str, *words: str) -> None:
+    """Run a benchmark whose engines share its process, to its successful end."""
+    output(sys.executable, "-m", module, *words, env=os.environ | IN_PROCESS, timeout_s=600)
+
+
 def arguments(prompts: Path, work: Path, out: Path, **more: object) -> list[str]:
     options = {
         "prompts": prompts,
@@ -72,12 +77,7 @@ def arguments(prompts: Path, work: Path, out: Path, **more: object) -> list[str]
 
 def test_a_replay_measures_every_request_of_every_arm(prompts: Path, work: Path, tmp_path: Path) -> None:
     out = tmp_path / "band.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engine.replays", "band_width",
-         *arguments(prompts, work, out, engines=2)],
-        capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=os.environ | IN_PROCESS,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_process("benchmarks.engine.replays", "band_width", *arguments(prompts, work, out, engines=2))
     result = json.loads(out.read_text())
     assert result["inputs"]["step_cost"]["per_expert_s"] > 0
     arms = [row["arm"] for row in result["rows"]]
@@ -92,7 +92,7 @@ def test_a_replay_measures_every_request_of_every_arm(prompts: Path, work: Path,
 def test_a_dead_engine_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     monkeypatch.syspath_prepend(tmp_path)  # spawned processes inherit it
-    with pytest.raises(BadInput, match="engine died"), EnginePool(tmp_path / "no model", 1) as pool:
+    with pytest.raises(UserInputError, match="engine died"), EnginePool(tmp_path / "no model", 1) as pool:
         pool.probe_s()
 
 
@@ -135,16 +135,15 @@ def test_composed_steps_of_a_random_model_activate_the_given_experts(tmp_path: P
     out = tmp_path / "step_cost.json"
     narrow = "--layers 2 --vocabulary 1024 --hidden 64 --intermediate 32 --context 40"
     small = "--batches 2,4 --active 8,16,32 --rounds 5"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engine.step_cost", "--device", "cpu", *narrow.split(),
-         *small.split(), "--out", str(out)],
-        capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=os.environ | IN_PROCESS,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_process("benchmarks.engine.step_cost", "--device=cpu", *narrow.split(), *small.split(), f"--out={out}")
     rows = json.loads(out.read_text())["rows"]
     points = [row for row in rows if row["level"] == "point"]
     assert [(row["batch_size"], row["active_experts"]) for row in points] == [
-        (2, 8), (2, 16), (4, 8), (4, 16), (4, 32),
-    ]  # fmt: skip
+        (2, 8),
+        (2, 16),
+        (4, 8),
+        (4, 16),
+        (4, 32),
+    ]
     assert all(row["steps"] == 5 and 0 < row["forward_p50_ms"] <= row["step_p50_ms"] for row in points)
     assert [row["of"] for row in rows if row["level"] == "fit"] == ["forward", "step"]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from samples_script import TOKENS, prompts
 from scripts import run_script
-from tiny_model import EXPERTS
 
 from eldr_serve.experts.signature import unpack_counts
+from tests.support.tiny_model import EXPERTS
 
 RUNS = {"decode": ("decode", 30), "whole": ("whole", 30), "whole, v2": ("whole", 10)}
 
@@ -44,10 +44,10 @@ def test_some_requests_were_preempted(run: tuple[int, dict[str, Any]]) -> None:
 
 def test_counts_equal_those_of_a_calibration(run: tuple[int, dict[str, Any]]) -> None:
     _, found = run
-    for sample, traced in zip(found["samples"], found["traced"], strict=True):
-        assert sample["steps"] == traced["eldr_decode_steps"] == TOKENS - 1
-        assert sample["prefill"] == traced["eldr_prefill"]
-        assert sample["decode"] == traced["eldr_decode"]
+    for sample, calibrated in zip(found["samples"], found["calibrated"], strict=True):
+        assert sample["steps"] == calibrated["eldr_decode_steps"] == TOKENS - 1
+        assert sample["prefill"] == calibrated["eldr_prefill"]
+        assert sample["decode"] == calibrated["eldr_decode"]
 
 
 def test_counts_equal_an_uncached_recomputation(

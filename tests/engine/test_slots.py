@@ -15,15 +15,15 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-from eldr_serve.engine.abandoned import AbandonedPrompts
-from eldr_serve.engine.vllm import connector as module
-from eldr_serve.engine.vllm.capture import StepCounts, StepPlan, StepTimer
+from eldr_serve.engine.vllm import connector_worker
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup
-from eldr_serve.engine.vllm.connector import EldrConnector, EldrMetadata
+from eldr_serve.engine.vllm.connector import EldrConnector
+from eldr_serve.engine.vllm.connector_metadata import EldrConnectorMetadata, StepCounts, StepPlan
 from eldr_serve.engine.vllm.host_copy import HostCopy
-from eldr_serve.engine.vllm.measured import MEASURED
+from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.stats import EldrStats
+from eldr_serve.engine.vllm.step_timer import StepTimer
 
 SLOTS = torch.tensor([64, 65, -1, -1])  # two tokens, padded to the size of a graph
 
@@ -72,22 +72,19 @@ class Runner:
     """A V2 step: vLLM's own driver of connectors over our connector's worker side."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
+        monkeypatch.setattr(connector_worker, "get_tensor_model_parallel_rank", lambda: 0)
         self.capture = Capture()
-        self.timer = StepTimer("cpu")
+        transfer = SimpleNamespace(kv_role="kv_consumer")
+        config: Any = SimpleNamespace(use_v2_model_runner=True, kv_transfer_config=transfer)
+        self.worker_side: Any = connector_worker.EldrConnectorWorker(
+            config, CountedGroup(1, 32, "model.layers.1.attn"), num_blocks=8
+        )
+        self.worker_side.capture, self.worker_side.timer = self.capture, StepTimer("cpu")
         ours: Any = object.__new__(EldrConnector)  # without NIXL's agent
         ours.__dict__ |= {
-            "_vllm_config": SimpleNamespace(use_v2_model_runner=True),
-            "counted": CountedGroup(1, 32, "model.layers.1.attn"),
-            "_capture": self.capture,
-            "_timer": self.timer,
-            "_is_whole": False,
-            "_slots": None,
-            "_abandoned": AbandonedPrompts(),
-            "_counts": StepCounts(),
-            "_stats": EldrStats(),
-            "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
+            "kv_transfer_config": transfer,
             "connector_worker": Worker(),
+            "worker_side": self.worker_side,
         }
         self.connector = ours
         self.vllm: Any = object.__new__(ActiveKVConnector)
@@ -100,7 +97,7 @@ class Runner:
 
     def scheduled(self, tokens: int, requests: int | None = None) -> Any:
         """Return vLLM's SchedulerOutput of a step, reduced to what connectors read."""
-        metadata = EldrMetadata()
+        metadata = EldrConnectorMetadata()
         metadata.plan, metadata.held = StepPlan(requests=requests or tokens, tokens=tokens), {}
         return SimpleNamespace(
             kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set()
@@ -173,7 +170,7 @@ def test_a_step_with_unknown_slots_is_an_error(runner: Runner, slots: Tensor | N
 
 def test_prompts_of_a_whole_engine_are_timed_separately_from_decode(runner: Runner) -> None:
     for whole in (False, True):
-        runner.connector._is_whole = whole
+        runner.worker_side._is_whole = whole
         stats = runner.step(2, forward=SLOTS, requests=1).kv_connector_stats
         assert not stats.data["steps"]
         assert len(stats.data["prompt_steps"]) == whole
@@ -184,25 +181,28 @@ def test_prompts_of_a_whole_engine_are_timed_separately_from_decode(runner: Runn
     other.data["prompt_steps"].append(record | {"seconds": seconds})
     both = other.aggregate(EldrStats({**EldrStats().data, "prompt_steps": other.data["prompt_steps"]}))
     assert not both.is_empty()
-    MEASURED.take_steps()
-    MEASURED.add_steps([], both.data["prompt_steps"])
-    taken = MEASURED.take_steps()
+    MEASUREMENTS.take_steps()
+    MEASUREMENTS.add_steps([], both.data["prompt_steps"])
+    taken = MEASUREMENTS.take_steps()
     assert taken.prompts.tolist() == [2, 2, 0, 2, pytest.approx(2 * seconds)]
     assert (taken.steps, taken.seconds) == (0, 0)
-    assert not MEASURED.take_steps().prompts.any()
+    assert not MEASUREMENTS.take_steps().prompts.any()
 
 
 def test_a_step_ends_with_its_forward_not_with_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 3.0, 10.0, 14.0])
-    monkeypatch.setattr("eldr_serve.engine.vllm.capture.time.thread_time", lambda: next(now))
+    monkeypatch.setattr("eldr_serve.engine.vllm.step_timer.time.thread_time", lambda: next(now))
     timer = StepTimer("cpu")
     for expected in (2.0, 4.0):
         timer.begin()
         timer.stop()
         timer.stop()
         timer.finish({"requests": 1}, HostCopy(np.array([3, 4])))
-        (record,) = timer.known()
+        (record,) = timer.take_completed()
         assert record == {
-            "requests": 1, "active_experts": 3.5, "active_by_layer": [3, 4], "seconds": expected
-        }  # fmt: skip
-        assert timer.known() == []
+            "requests": 1,
+            "active_experts": 3.5,
+            "active_by_layer": [3, 4],
+            "seconds": expected,
+        }
+        assert timer.take_completed() == []

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_model
 from drafters import eagle, glm_with_mtp
 from scripts import run_script
 from speculative_script import PROMPTS, TOKENS
 
 from benchmarks.lib import families
 from eldr_serve.experts.signature import unpack_counts
+from tests.support import tiny_model
 
 RUNS = {  # name -> role, method, scheduler, port of NIXL
     "ngram": ("decode", "ngram", "sync", "21881"),
@@ -59,9 +59,15 @@ def run(model: Path, glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
         role, method, mode, port = RUNS[name]
         target = glm if method == "mtp" else model
         run_script(
-            "speculative_script.py", target, drafters[method], out, role, method, mode,
+            "speculative_script.py",
+            target,
+            drafters[method],
+            out,
+            role,
+            method,
+            mode,
             VLLM_NIXL_SIDE_CHANNEL_PORT=port,
-        )  # fmt: skip
+        )
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 

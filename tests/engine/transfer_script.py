@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.ports import free_port
+
 TOKENS = (70, 200, 331)  # prompt lengths
 OUTPUT = 8
 PATIENCE_S = 60.0
@@ -23,7 +25,6 @@ def engine(role: Any, arguments: dict[str, Any]) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from benchmarks.lib.replay_engine import free_port
     from eldr_serve.engine.vllm.config import engine_kwargs
 
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())

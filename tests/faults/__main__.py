@@ -5,8 +5,6 @@ python -m tests.faults simulate --seed 17          repeat one run and print all 
 python -m tests.faults mutate                      change the serving code; the runs must detect it
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -18,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
 from loadgen.progress import progress_bar
 from loadgen.results import environment, print_table, write_result
 from loadgen.workload import read_prompts
@@ -135,7 +133,7 @@ def mutate(
     """Change the serving code at import, one fault at a time; status 1 if the runs miss one."""
     chosen = [mutation for mutation in MUTATIONS if only in mutation.name]
     if not chosen:
-        raise BadInput(f"no mutation's name contains {only!r}")
+        raise UserInputError(f"no mutation's name contains {only!r}")
     console, missed = Console(highlight=False, soft_wrap=True), []
     for found in search(chosen, seeds, processes):
         by = "NOT FOUND" if found.seed is None else f"seed {found.seed}: {found.violation[:100]}"
@@ -173,9 +171,9 @@ def chaos(
     """Kill and stop the application's processes in turn; status 1 if a request fails or a text is wrong."""
     chosen = faults.split(",")
     if unknown := set(chosen) - set(FAULTS):
-        raise BadInput(f"there is no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
+        raise UserInputError(f"there is no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
     record = Record(out.with_suffix(".jsonl"))
-    seed += len(record.of("run"))
+    seed += len(record.entries("run"))
     options = Options(chosen, seconds, every, in_flight, blocks, port, seed)
     try:
         run_chaos(deployment, read_prompts([prompts]), record, options)
@@ -186,7 +184,7 @@ def chaos(
     held = table[-1]["processes"]
     print_table("faults", [{name: row[name] for name in table[0]} for row in table])
     print_table("processes", held)
-    for one in record.of("sent"):
+    for one in record.entries("sent"):
         if one["kind"] not in ("ok", "left", *APART):
             print(f"{one['kind']} after {one['fault']}: {one['detail'][:200]}")
     found = wrong(record)

@@ -4,8 +4,6 @@ A constant number of clients stream, ask for whole answers and disconnect (traff
 they occur (record.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -24,7 +22,7 @@ from rich.console import Console
 
 from eldr_serve.client import Client, ServiceError
 from loadgen import application, processes, workload
-from loadgen.remains import remains_of
+from loadgen.held_resources import held_in_status
 from tests.faults import steadiness
 from tests.faults.operations import ADMIN_KEY, Operator, Run
 from tests.faults.record import Record
@@ -59,9 +57,14 @@ class Options:
 
 
 async def drive(
-    service: Client, proxy_url: str, arguments: dict[str, Any], asked: list[tuple[str, Any]], record: Record,
-    options: Options, log: Callable[[str], None],
-) -> None:  # fmt: skip
+    service: Client,
+    proxy_url: str,
+    arguments: dict[str, Any],
+    asked: list[tuple[str, Any]],
+    record: Record,
+    options: Options,
+    log: Callable[[str], None],
+) -> None:
     """Run the load and the faults, then record what the service still holds."""
     rng, run = random.Random(options.seed), Run(record)
     operator = Operator(service, proxy_url, arguments, run, rng, log)
@@ -87,9 +90,13 @@ async def drive(
     )
     held = run.steadiness.rows(run.stops)
     record.add(
-        "end", settled_s=round(settled_s, 1), left_behind=left, counters=dict(run.counters), processes=held,
+        "end",
+        settled_s=round(settled_s, 1),
+        left_behind=left,
+        counters=dict(run.counters),
+        processes=held,
         unsteady=steadiness.wrong(held),
-    )  # fmt: skip
+    )
 
 
 async def _watch(steadiness: Steadiness) -> None:
@@ -123,7 +130,7 @@ def _settle(url: str) -> tuple[float, list[str]]:
     since = time.monotonic()
     while True:
         reported = _ingresses(url)
-        held = list(dict.fromkeys(what for status in reported for what in remains_of(status)))
+        held = list(dict.fromkeys(what for status in reported for what in held_in_status(status)))
         if len(reported) < _INGRESSES:
             held.append(f"{len(reported)} of {_INGRESSES} ingresses answer")
         took_s = time.monotonic() - since
@@ -135,9 +142,12 @@ def _settle(url: str) -> tuple[float, list[str]]:
 async def _compare_leases(url: str, model: str) -> list[str]:
     """Check that the router holds exactly one lease for each stream of the ingresses; return what differs."""
     body = {
-        "model": model, "prompt": "Once upon a time", "max_tokens": _STREAM_TOKENS, "stream": True,
+        "model": model,
+        "prompt": "Once upon a time",
+        "max_tokens": _STREAM_TOKENS,
+        "stream": True,
         "ignore_eos": True,
-    }  # fmt: skip
+    }
 
     async def stream() -> None:
         async with (
@@ -209,7 +219,7 @@ def run_chaos(deployment: Path, prompts: list[workload.Prompt], record: Record, 
     """Start the application on its own cluster, drive it and stop it; add the events to `record`.
 
     Raises:
-        BadInput: the application does not start.
+        UserInputError: the application does not start.
     """
     # Ray's default niceness of 15 would let other work on the machine slow the engines down.
     os.environ |= {"RAY_metrics_report_interval_ms": "1000", "RAY_worker_niceness": "0"}
@@ -220,22 +230,26 @@ def run_chaos(deployment: Path, prompts: list[workload.Prompt], record: Record, 
     arguments["ingress_deployment_config"] |= {"num_replicas": _INGRESSES}
     model = arguments["decode_config"]["model_loading_config"]["model_id"]
     asked = bodies(prompts, model, _PROMPTS, options.seed)
-    console, began_s = Console(stderr=True, highlight=False), time.monotonic()
+    console, start_s = Console(stderr=True, highlight=False), time.monotonic()
 
     def log(what: str) -> None:
-        console.print(f"{time.monotonic() - began_s:6.1f} s: {what}", markup=False, soft_wrap=True)
+        console.print(f"{time.monotonic() - start_s:6.1f} s: {what}", markup=False, soft_wrap=True)
 
     application.check_port(options.port)
     try:
         service, _ = application.start(arguments, options.port, ADMIN_KEY, dashboard=False, tell=log)
         record.add(
-            "run", seed=options.seed, seconds=options.seconds, every_s=options.every_s,
-            in_flight=options.in_flight, faults=options.faults,
-        )  # fmt: skip
+            "run",
+            seed=options.seed,
+            seconds=options.seconds,
+            every_s=options.every_s,
+            in_flight=options.in_flight,
+            faults=options.faults,
+        )
         proxy_url = f"http://127.0.0.1:{options.port + 1}"
         asyncio.run(drive(service, proxy_url, arguments, asked, record, options, log))
     finally:
         for role in processes.ROLES:
-            for process in processes.of(role):
-                processes.go_on(process)
+            for process in processes.with_role(role):
+                processes.resume(process)
         application.stop()

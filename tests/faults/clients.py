@@ -1,7 +1,5 @@
 """HTTP clients on virtual time that call an ingress's real ASGI application."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import deque
@@ -43,7 +41,6 @@ class Plan:
 
     @property
     def body(self) -> bytes:
-        """Return the body as JSON."""
         body = {"model": MODEL, "max_tokens": self.max_tokens, "stream": self.stream, "temperature": 0.0}
         if self.n > 1:
             body["n"] = self.n
@@ -175,7 +172,6 @@ class Connection:
         return message
 
     def close(self) -> None:
-        """Close the connection from the client's side."""
         if not self.closed:
             self.closed = True
             if self.ingress.alive:
@@ -187,13 +183,21 @@ def _application(process: Process) -> Any:
 
 
 def scope(method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
-    """Return an ASGI scope."""
     return {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
         "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
-        "client": ("client", 1), "server": ("ingress", 80), "state": {},
-    }  # fmt: skip
+        "client": ("client", 1),
+        "server": ("ingress", 80),
+        "state": {},
+    }
 
 
 async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:

@@ -6,8 +6,6 @@ it, it is released, or its lease ends; then it holds another prompt. A decode en
 holds and keeps it in its prefix cache.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
@@ -17,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from eldr_serve.engine.abandoned import AbandonedPrompts
+from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.engine.fake import InProcess
-from eldr_serve.engine.keys import EXPERT_COUNTS
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.scheduling.cost import StepSums
@@ -73,36 +71,30 @@ class BlockEngine(InProcess):
         send(json.dumps({"tokens": prompt_of(json.loads(request.body))}).encode(), 0)
 
     async def shape(self) -> tuple[int, int]:
-        """See protocol.Engine."""
         return LAYERS, EXPERTS
 
     def kv_usage(self) -> float:
-        """See protocol.Engine."""
         return self.blocks.usage
 
     def prefix_cache(self) -> tuple[int, int]:
-        """See protocol.Engine."""
         return BLOCK_TOKENS, BLOCK_TOKENS * len(self.blocks.content)
 
     def take_steps(self) -> StepSums:
-        """See protocol.Engine."""
         taken, self._steps = self._steps, []
-        return StepSums.of(*zip(*taken, strict=True)) if taken else StepSums()
+        return StepSums.from_steps(*zip(*taken, strict=True)) if taken else StepSums()
 
     def take_samples(self) -> list[ExpertSample]:
-        """See protocol.Engine; no request is sampled."""
+        """Return no samples: no request is sampled."""
         return []
 
     def status_of(self, error: Exception) -> int:
-        """See protocol.Engine."""
         return 500
 
     def parameter_of(self, error: Exception) -> str | None:
-        """See protocol.Engine."""
         return None
 
     async def stop(self) -> None:
-        """See protocol.Engine."""
+        """Do nothing, as there is no process to stop."""
 
 
 class PrefillEngine(BlockEngine):
@@ -125,12 +117,10 @@ class PrefillEngine(BlockEngine):
         self._prompts = 0
 
     async def release(self, request_id: str) -> None:
-        """See protocol.Engine."""
         self._names.abandon([request_id])
         self._free_abandoned()
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
-        """See protocol.Engine."""
         self.fail_if_sick(request)
         prompt = prompt_of(json.loads(request.body))
         context = prompt + _tokens(request.generated)
@@ -156,7 +146,6 @@ class PrefillEngine(BlockEngine):
         return Prefilled(np.asarray(prompt, np.uint32), {EXPERT_COUNTS: expert_counts_of(prompt)} | where)
 
     def prolong(self, engine_id: str) -> None:
-        """Renew the lease."""
         if engine_id in self.held:
             if engine_id in self._leases:
                 self._leases[engine_id].cancel()
@@ -187,9 +176,14 @@ class DecodeEngine(BlockEngine):
     """
 
     def __init__(
-        self, process: Process, blocks: int, time_s: Callable[[float], float], *, lease_s: float,
+        self,
+        process: Process,
+        blocks: int,
+        time_s: Callable[[float], float],
+        *,
+        lease_s: float,
         peers: dict[str, BlockEngine],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(process, blocks, time_s)
         self._peers = peers
         self._heartbeat_s = lease_s / 3
@@ -197,7 +191,6 @@ class DecodeEngine(BlockEngine):
         self._asked: dict[str, asyncio.Future[tuple[int, str]]] = {}  # expert counts, by request
 
     async def expert_counts(self, request_id: str) -> tuple[int, str]:
-        """See protocol.Engine."""
         asked: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         self._asked[request_id] = asked
         try:
@@ -206,7 +199,6 @@ class DecodeEngine(BlockEngine):
             del self._asked[request_id]
 
     async def generate(self, request: EngineRequest, send: Send) -> None:
-        """See protocol.Engine."""
         fields = json.loads(request.body)
         generated = _tokens(request.generated)
         prompt = (_tokens(request.token_ids) or prompt_of(fields)) + generated
@@ -265,9 +257,13 @@ class DecodeEngine(BlockEngine):
         return context
 
     async def _generate(
-        self, context: list[int], generated: list[int], request: EngineRequest, fields: dict[str, Any],
+        self,
+        context: list[int],
+        generated: list[int],
+        request: EngineRequest,
+        fields: dict[str, Any],
         send: Send,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Continue after the context, which ends with the tokens generated so far."""
         step_s = float(request.headers.get(TOKEN_HEADER, 0.02))
         prompt, most = context[: len(context) - len(generated)], fields["max_tokens"]
@@ -320,7 +316,6 @@ class Writer:
         return (self._line(usage) if options.get("include_usage") else b"") + b"data: [DONE]\n\n"
 
     def whole(self, prompt: list[int], generated: list[int]) -> bytes:
-        """Return a whole response."""
         text = "".join(map(text_of, generated))
         said: dict[str, Any] = (
             {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
@@ -338,6 +333,7 @@ class Writer:
 
 def _usage(prompt: list[int], generated: list[int]) -> dict[str, int]:
     return {
-        "prompt_tokens": len(prompt), "completion_tokens": len(generated),
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(generated),
         "total_tokens": len(prompt) + len(generated),
-    }  # fmt: skip
+    }

@@ -1,7 +1,5 @@
 """Replacements for what the serving code gets from Ray, and for files that it reads."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -17,6 +15,7 @@ from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.limits.keys import Key, Keys, Limits, digest
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.request import RequestFields
 from tests.faults.greedy_model import EXPERTS, LAYERS, MODEL, VOCABULARY, prompt_of
 from tests.faults.virtual_time import Process, current
@@ -54,19 +53,16 @@ def read_fake_keys(path: Path) -> Keys:
     return Keys(tenants=limits, keys=tuple(Key(sha256=digest(name), tenant=name) for name in limits))
 
 
-class FakePromptTokens:
+class FakePromptTokens(PromptTokens):
     """A fake of the ingress replicas' tokenizer."""
 
     NAME = "words"
 
-    def __init__(self, source: str) -> None:
-        pass
-
     async def fingerprint(self) -> str:
         return self.NAME
 
-    async def of(self, asked: RequestFields) -> NDArray[np.uint32]:
-        return np.array(prompt_of({k: v for k, v in asked.model_dump().items() if v is not None}), np.uint32)
+    async def tokenise(self, fields: RequestFields) -> NDArray[np.uint32]:
+        return np.array(prompt_of(fields.model_dump(exclude_none=True)), np.uint32)
 
 
 class Remote:

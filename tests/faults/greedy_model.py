@@ -1,7 +1,5 @@
 """A greedy "model" without weights, and the KV blocks in which an engine keeps its tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import zlib
 from collections import deque
@@ -10,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.errors import Refused
+from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.signature import pack_counts
 
 MODEL = "m"
@@ -29,9 +27,9 @@ def text_of(token: int) -> str:
     return f" {token}"
 
 
-def continuation(tokens: Sequence[int], seed: int = 0) -> Iterator[int]:
+def continuation(tokens: Sequence[int]) -> Iterator[int]:
     """Yield the greedy continuation of the tokens, without end."""
-    state = seed
+    state = 0
     for token in tokens:
         state = zlib.crc32(token.to_bytes(4, "big", signed=True), state)
     while True:
@@ -75,7 +73,7 @@ class Blocks:
         """Wait for enough free blocks for `tokens` tokens, and allocate them."""
         number = -(-tokens // BLOCK_TOKENS)
         if number > len(self.content):
-            raise Refused("the prompt is longer than the KV cache", status=400)
+            raise RequestRefusedError("the prompt is longer than the KV cache", status=400)
         turn: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._waiting.append((number, turn))
         self._serve()

@@ -1,7 +1,5 @@
 """What must hold in a world once its faults are over: functions that return a text for each violation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from eldr_serve.scheduling import State
@@ -11,12 +9,10 @@ from tests.faults.world import ROLES, World
 
 
 def client_of(ingress: Process) -> Any:
-    """Return an ingress's client of the router."""
     return ingress.servable_object._client
 
 
 def router_state(world: World) -> Any:
-    """Return the state of the live router."""
     router = world.router()
     assert router is not None
     return router.servable_object._state
@@ -49,8 +45,8 @@ def not_back(world: World) -> list[str]:
             found.append(f"{process} is stopped")
             continue
         ingress = process.servable_object
-        if ingress._client.router_away:
-            found.append(f"{process} places by own load")
+        if ingress._client.router_unreachable:
+            found.append(f"{process} places by local fallback")
         if set(ingress._prefill.live) != set(world.known["prefill"]):
             found.append(f"{process} does not know all prefill replicas")
         if set(ingress._decode.live) != set(world.known["decode"]):
@@ -68,30 +64,31 @@ def left_behind(world: World) -> list[str]:
             f"{process} in flight": ingress.gate.in_flight,
             f"{process} waiting": ingress.gate.limiter.waiting,
             f"{process} places of tenants": dict(ingress.gate.limiter._held),
-            f"{process} retries": world.retries_at_once - path._retries._turns._value,
+            f"{process} retries": world.retries_at_once - path._services.retries._permits._value,
+            f"{process} moves": set(path._services.moves._moving),
             f"{process} placements": dict(ingress._client.leases),
             f"{process} requests that wait for the router": list(ingress._client._waiting),
             f"{process} open calls to the router": ingress._client._calls,
             f"{process} progress to report": ingress._client._progress,
             f"{process} ended streams to report": len(ingress._client._finished),
-            f"{process} own load": len(ingress._client._own._ledger),
-            f"{process} background": len(path._background),
-            f"{process} prompts that wait for prefill": path.prefill.queues.outstanding,
+            f"{process} local fallback": len(ingress._client._fallback._ledger),
+            f"{process} background": path.kv_release.num_pending,
+            f"{process} prompts that wait for prefill": path.admission.queues.outstanding,
             f"{process} open calls": sum(ingress._prefill.in_flight.values())
             + sum(ingress._decode.in_flight.values()),
         }
     state = router_state(world)
     sessions = world.router().servable_object._sessions  # type: ignore[union-attr]
-    cached = state.placer.prefixes._caches.keys() | state.placer.prefixes._room.keys()
+    cached = state.placer.prefixes._caches.keys() | state.placer.prefixes._capacity.keys()
     held |= {
         "router leases": dict(state.placer.running),
         "router queue": dict(state.placer.queue),
         "router calls": dict(sessions.open),
-        "router progress": sessions.tokens,
-        "router clients too many": len(sessions.by_client) - world.wanted["ingress"],
+        "router progress": sessions.progress,
+        "router clients too many": len(sessions.by_ingress) - world.wanted["ingress"],
         "router ledger": len(state.placer._ledger),
         "router prompt tokens to compute": int(abs(state.placer._ledger._prefill_tokens).sum()),
-        "prefixes of workers that have gone": cached - set(state.positions),
+        "prefixes of workers that have gone": cached - set(state.positions.replicas),
     }
     for name, engine in world.engines.items():
         if engine.process.alive:
@@ -104,7 +101,6 @@ def left_behind(world: World) -> list[str]:
 
 
 def num_tasks(world: World) -> dict[Process, int]:
-    """Return the number of tasks of each live process."""
     return {process: len(process.pending) for role in ROLES for process in world.live[role]}
 
 

@@ -3,8 +3,6 @@
 A mutation replaces one piece of a module's source at import; no file changes.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import sys
@@ -31,37 +29,38 @@ class Mutation:
 MUTATIONS = (
     # -- a request's path
     Mutation(
-        "a lease is not released", "eldr_serve.pipeline.path", "self._client.release(context.request_id)"
+        "a lease is not released",
+        "eldr_serve.pipeline.attempt",
+        "services.client.release(context.request_id)",
     ),
     Mutation(
         "a retry decodes from blocks that were read before",
-        "eldr_serve.pipeline.path",
-        "prefilled = await self.prefill.try_prefill(context) if self._splits(context.request) else None",
-        "prefilled = context.__dict__.get('kept') or "
-        "(await self.prefill.try_prefill(context) if self._splits(context.request) else None)\n"
-        "                context.__dict__['kept'] = prefilled",
+        "eldr_serve.pipeline.attempt",
+        "self._prompt = await services.prefill.prepare(context)",
+        "self._prompt = context.__dict__.get('kept') or await services.prefill.prepare(context)\n"
+        "                context.__dict__['kept'] = self._prompt",
     ),
     Mutation(
         "a cancel is lost on its way to the decode engine",
-        "eldr_serve.pipeline.path",
-        "            if call is not None and not ended:\n                call.cancel()\n",
+        "eldr_serve.pipeline.decode_call",
+        "        if self.call is not None and not self.ended:\n            self.call.cancel()\n",
         "",
     ),
     Mutation(
         "blocks are freed while an engine may still read them",
-        "eldr_serve.pipeline.path",
-        "reader=call",
+        "eldr_serve.pipeline.attempt",
+        "reader=self._call",
         "reader=None",
     ),
     Mutation(
         "blocks that nobody reads are not released",
-        "eldr_serve.pipeline.path",
+        "eldr_serve.pipeline.kv_release",
         "create_task(self._send_release(request_id, replica, reader))",
         "create_task(asyncio.sleep(0))",
     ),
     Mutation(
         "a finished background task is kept",
-        "eldr_serve.pipeline.path",
+        "eldr_serve.pipeline.kv_release",
         "        task.add_done_callback(self._background.discard)\n",
         "",
     ),
@@ -72,36 +71,44 @@ MUTATIONS = (
         "yield b'data: [DONE]\\n\\n'",
     ),
     Mutation(
+        "an answer that moves ends where it was",
+        "eldr_serve.pipeline.path",
+        "if not moves.is_moving(context.request_id):",
+        "if True:",
+    ),
+    Mutation(
         "what was generated is not prefilled again",
-        "eldr_serve.pipeline.prefill_step",
-        "request.cache_salt,\n                generated=bytes(context.generated_ids),",
+        "eldr_serve.pipeline.split_prefill",
+        "request.cache_salt,\n                generated=bytes(context.answer.encoded_ids),",
         "request.cache_salt,",
     ),
     Mutation(
         "an answer that goes on elsewhere begins anew",
-        "eldr_serve.pipeline.path",
-        "            generated=bytes(context.generated_ids),\n            created",
+        "eldr_serve.pipeline.decode_call",
+        "            generated=bytes(context.answer.encoded_ids),\n            created",
         "            created",
     ),
     Mutation(
         "the ids of one token are lost",
-        "eldr_serve.pipeline.request_context",
-        "self.num_generated += chunk.tokens",
-        "self.num_generated += max(chunk.tokens - 1, 0)",
+        "eldr_serve.pipeline.partial_answer",
+        "self.num_tokens += chunk.num_tokens",
+        "self.num_tokens += max(chunk.num_tokens - 1, 0)",
     ),
     Mutation(
-        "a turn of the retries is not given back", "eldr_serve.pipeline.retry_turns", "self._turns.release()"
+        "a turn of the retries is not given back",
+        "eldr_serve.pipeline.retry_limiter",
+        "self._permits.release()",
     ),
     Mutation(
         "an answer that prefill does not take again is lost",
-        "eldr_serve.pipeline.prefill_step",
-        "if context.num_generated:\n                context.failure_messages",
-        "if False:\n                context.failure_messages",
+        "eldr_serve.pipeline.split_prefill",
+        "if not context.answer.num_tokens:\n                    raise",
+        "raise",
     ),
     Mutation(
         "a prompt that fails stays in the queue for prefill",
-        "eldr_serve.pipeline.prefill_step",
-        "        finally:\n            self.queues.leave(ticket)",
+        "eldr_serve.pipeline.split_prefill",
+        "        finally:\n            self._admission.queues.leave(ticket)",
         "        finally:\n            pass",
     ),
     Mutation(
@@ -110,15 +117,13 @@ MUTATIONS = (
         "asyncio.get_running_loop().call_later(_LATER_S, self._call.cancel)",
     ),
     Mutation(
-        "a replica that fails again and again is not set aside",
+        "a replica that fails again and again is not ejected",
         "eldr_serve.replicas.outliers",
         "if record.failures < FAILURES:",
         "if True:",
     ),
     # -- the router's client
-    Mutation(
-        "a release is not told", "eldr_serve.router.client", "call.close(lease.generated_tokens)"
-    ),
+    Mutation("a release is not told", "eldr_serve.router.client", "call.close(lease.generated_tokens)"),
     Mutation(
         "a request that is given up before its lease comes is not released",
         "eldr_serve.router.client",
@@ -128,14 +133,14 @@ MUTATIONS = (
     Mutation(
         "a request whose router is away waits for it",
         "eldr_serve.router.link",
-        "self._owner.router_is_away()",
+        "self._owner.router_is_unreachable()",
     ),
     Mutation(
         "a router that does not answer is not given up",
         "eldr_serve.router.waiting",
         'self._on_late(TimeoutError(f"no answer for {self._timeout_s:g} s"))',
     ),
-    Mutation("own load is never released", "eldr_serve.router.client", "self._own.release(request_id)"),
+    Mutation("own load is never released", "eldr_serve.router.client", "self._fallback.release(request_id)"),
     Mutation(
         "leases are not told over the next channel", "eldr_serve.router.link", "self._owner.hold(leases)"
     ),
@@ -165,7 +170,7 @@ MUTATIONS = (
     Mutation(
         "leases that a client no longer has are kept when it restores the others",
         "eldr_serve.router.state",
-        "self.placer.finish(known.request_id)",
+        "self.placer.finish(lease.request_id)",
     ),
     Mutation(
         "a client that is lost for good is not dropped",
@@ -175,7 +180,7 @@ MUTATIONS = (
     Mutation(
         "a connection that its client has left is still served",
         "eldr_serve.router.sessions",
-        'before.answer.peer.close("its client has connected again")',
+        'before.answer.peer.close("its ingress has connected again")',
     ),
     Mutation(
         "a request that is given up stays in the decode queue",
@@ -191,8 +196,8 @@ MUTATIONS = (
     Mutation(
         "prompt tokens of a request that has gone are still to be computed",
         "eldr_serve.scheduling.ledger",
-        "        self._prefilled(request_id)\n        held = self._requests.pop",
-        "        held = self._requests.pop",
+        "        self._remove_prefill(request_id)\n        entry = self._requests.pop",
+        "        entry = self._requests.pop",
     ),
     # -- engines' servers
     Mutation(
@@ -206,11 +211,9 @@ MUTATIONS = (
     Mutation(
         "calls of a lost channel are not told",
         "eldr_serve.channel.client",
-        "call.finish(ChannelLost(reason))",
+        "call.on_ended(ChannelLostError(reason, silent=self._silent))",
     ),
-    Mutation(
-        "an engine does not hear a cancel", "eldr_serve.channel.server", "self._calls[call].cancel()"
-    ),
+    Mutation("an engine does not hear a cancel", "eldr_serve.channel.server", "self._calls[call].cancel()"),
     Mutation(
         "a router does not hear that a call is closed",
         "eldr_serve.channel.server",
@@ -257,7 +260,7 @@ MUTATIONS = (
         "eldr_serve.ingress.admission",
         "answering.cancel()  # does nothing if it is done",
     ),
-)  # fmt: skip
+)
 
 
 class _Loader(SourceFileLoader):

@@ -33,8 +33,11 @@ _STOPPED = ("prefill", "decode", "router", "ingress")
 FAULTS = (
     *(f"kill {role}" for role in _KILLED),
     *(f"stop {role}" for role in _STOPPED),
-    "stop gcs", "swap table", "change policy", "redeploy",
-)  # fmt: skip
+    "stop gcs",
+    "swap table",
+    "change policy",
+    "redeploy",
+)
 # Further roles whose processes a fault removes. No fault is injected into them until the service recovers.
 _FURTHER_ROLES = {"redeploy": ("prefill", "decode", "ingress")}
 _RECOVERY_S = 240.0  # an engine takes over a minute to start on few cores
@@ -78,11 +81,16 @@ class Run:
         self.sent += 1
         before = [happened for happened in self.faults if happened.at_s <= sent.ended_s]
         self.record.add(
-            "sent", fault=before[-1].fault if before else None,
-            kind=explained_by_fault(sent, before) or sent.kind, detail=sent.detail[:300],
-            stream=sent.stream, by_proxy=sent.by_proxy, seconds=round(sent.ended_s - sent.began_s, 3),
-            silence_s=round(sent.silence_s, 3), gap_s=round(sent.gap_s, 3),
-        )  # fmt: skip
+            "sent",
+            fault=before[-1].fault if before else None,
+            kind=explained_by_fault(sent, before) or sent.kind,
+            detail=sent.detail[:300],
+            stream=sent.stream,
+            by_proxy=sent.by_proxy,
+            seconds=round(sent.ended_s - sent.start_s, 3),
+            silence_s=round(sent.silence_s, 3),
+            gap_s=round(sent.gap_s, 3),
+        )
 
     def over(self, happened: InjectedFault) -> None:
         """Record the recovery from a fault, or that it took too long."""
@@ -94,9 +102,9 @@ def explained_by_fault(sent: Sent, faults: list[InjectedFault]) -> str | None:
     """Return the kind of record.APART that explains a failed request by a fault; None if no fault does."""
     kills = [happened for happened in faults if happened.fault in ("kill ingress", "kill proxy")]
     for happened in reversed(kills):
-        under_way = sent.began_s <= max(happened.done_s, happened.at_s) and sent.ended_s >= happened.at_s
+        under_way = sent.start_s <= max(happened.done_s, happened.at_s) and sent.ended_s >= happened.at_s
         # During a kill the client does not read its clock: it may have connected earlier than recorded.
-        between = sent.began_s <= happened.done_s and happened.at_s <= sent.connected_s
+        between = sent.start_s <= happened.done_s and happened.at_s <= sent.connected_s
         its_own = sent.port in happened.held or (
             between and sent.by_proxy == (happened.fault == "kill proxy")
         )
@@ -132,9 +140,13 @@ class Operator:
 
     def __init__(
         self,
-        service: Client, proxy_url: str, arguments: dict[str, Any], run: Run, rng: random.Random,
+        service: Client,
+        proxy_url: str,
+        arguments: dict[str, Any],
+        run: Run,
+        rng: random.Random,
         log: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._service, self._proxy_url, self._arguments = service, proxy_url, arguments
         self._decodes = arguments["decode_config"]["deployment_config"]["num_replicas"]
         self._model = arguments["decode_config"]["model_loading_config"]["model_id"]
@@ -171,8 +183,8 @@ class Operator:
         self._run.faults.append(happened)
         self._log(fault)
         verb, _, what = fault.partition(" ")
-        before = {process.pid for process in processes.of(what)} if what in processes.ROLES else set()
-        there = processes.of(what) if verb in ("kill", "stop") else []
+        before = {process.pid for process in processes.with_role(what)} if what in processes.ROLES else set()
+        there = processes.with_role(what) if verb in ("kill", "stop") else []
         if verb in ("kill", "stop") and not there:
             self._log(f"{fault}: there is no such process")
             self._run.counters[f"no process to {fault}"] += 1
@@ -185,7 +197,7 @@ class Operator:
             victim = self._rng.choice(there)
             processes.stop(victim)
             seconds = GCS_S if what == "gcs" else STOP_S
-            asyncio.get_running_loop().call_later(seconds, processes.go_on, victim)
+            asyncio.get_running_loop().call_later(seconds, processes.resume, victim)
         else:
             await self._try_operation(_OPERATIONS[fault])
         task = asyncio.create_task(self._recover(happened, len(before)))
@@ -226,7 +238,7 @@ class Operator:
         role = happened.fault.split()[-1]
         while time.monotonic() - happened.at_s < _RECOVERY_S:
             await asyncio.sleep(0.25)
-            if role in processes.ROLES and len(processes.of(role)) < number:
+            if role in processes.ROLES and len(processes.with_role(role)) < number:
                 continue
             if await asyncio.to_thread(self._is_complete):
                 happened.recovery_s = time.monotonic() - happened.at_s
@@ -242,10 +254,10 @@ class Operator:
             by_proxy = httpx.get(f"{self._proxy_url}/v1/models", timeout=3.0).status_code
         except (ServiceError, httpx.TransportError):
             return False
-        ready = status["ingress"]["ready"] and not status["ingress"]["router_away"]
+        ready = status["ingress"]["ready"] and not status["ingress"]["router_unreachable"]
         served = ready and by_proxy == 200 and len(status.get("workers", ())) == self._decodes
         try:
-            return served and application.whole()
+            return served and application.all_replicas_running()
         except (RayError, RayServeException, ConnectionError, TimeoutError):  # the controller is away
             return False
 

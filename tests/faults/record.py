@@ -1,7 +1,5 @@
 """The events of chaos runs: a file of JSON lines, written as they occur, and their sums."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -40,20 +38,19 @@ class Record:
             self._file = path.open("a")
 
     def add(self, kind: str, /, **fields: Any) -> None:
-        """Append a line."""
         self.lines.append({kind: fields})
         if self._file is not None:
             self._file.write(json.dumps({kind: fields}) + "\n")
             self._file.flush()
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def entries(self, kind: str) -> list[dict[str, Any]]:
         """Return all lines of a kind."""
         return [line[kind] for line in self.lines if kind in line]
 
 
 def rows(record: Record) -> list[dict[str, Any]]:
     """Return a row for each kind of fault, with the requests that ended before the next one, and a total."""
-    sent, faults, ends = record.of("sent"), record.of("fault"), record.of("end")
+    sent, faults, ends = record.entries("sent"), record.entries("fault"), record.entries("end")
     kinds = dict.fromkeys(fault["fault"] for fault in faults)
     found = [_row("before any", [], [one for one in sent if one["fault"] is None])]
     for kind in sorted(kinds):
@@ -64,7 +61,7 @@ def rows(record: Record) -> list[dict[str, Any]]:
     found.append(
         _row("all", faults, sent)
         | {
-            "runs": len(record.of("run")),
+            "runs": len(record.entries("run")),
             "runs_to_the_end": len(ends),
             "resumed": counters["resumed"],
             "whole_without_prefill": counters["whole_without_prefill"],
@@ -124,5 +121,5 @@ def wrong(record: Record) -> list[str]:
     if total["runs"] != total["runs_to_the_end"]:
         found.append(f"{total['runs'] - total['runs_to_the_end']} runs did not finish")
     found += [f"left behind: {what}" for what in total["left_behind"]]
-    found += [f"not steady: {what}" for end in record.of("end") for what in end["unsteady"]]
+    found += [f"not steady: {what}" for end in record.entries("end") for what in end["unsteady"]]
     return found

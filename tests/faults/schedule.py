@@ -1,7 +1,5 @@
 """The requests and faults of a seed; faults occur at a time or at a step of a process."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,7 +84,6 @@ def faults(rng: random.Random) -> list[Fault]:
 
 
 def arm(world: World, fault: Fault, happened: Callable[[str], None]) -> None:
-    """Schedule the fault."""
 
     def due() -> None:
         live = world.live[fault.role]
@@ -114,7 +111,7 @@ def _on_connection(act: Callable[[World, End, Fault], None]) -> Callable[[World,
     """Return a fault that acts on one of the process's connections, if it has any."""
 
     def happen(world: World, process: Process, fault: Fault) -> None:
-        ends = world.network.of(process)
+        ends = world.network.ends_of(process)
         if ends:
             act(world, ends[int(fault.choice * 997) % len(ends)], fault)
 

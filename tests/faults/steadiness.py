@@ -1,7 +1,5 @@
 """Check for growth of memory, descriptors and tasks of an application, and for blocked event loops."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

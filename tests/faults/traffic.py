@@ -4,8 +4,6 @@ They compare it with the answer to the same request before the first fault: text
 log-probabilities, finish reason, usage and id.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -79,7 +77,7 @@ class Sent:
         gap_s: the longest time between two chunks of a stream.
     """
 
-    began_s: float
+    start_s: float
     stream: bool
     by_proxy: bool
     kind: str = ""
@@ -135,7 +133,7 @@ class Load:
                         "POST", f"{self._urls[by_proxy]}{prompt.path}", json=body, extensions={"trace": trace}
                     ) as answer,
                 ):
-                    heard_s = sent.began_s
+                    heard_s = sent.start_s
                     async for chunk in answer.aiter_bytes():
                         now = time.monotonic()
                         sent.silence_s = max(sent.silence_s, now - heard_s)
@@ -217,8 +215,11 @@ def bodies(prompts: list[workload.Prompt], model: str, number: int, seed: int) -
     for turn, prompt in enumerate(workload.balanced_sample(prompts, number, seed)):
         kind, text = _KINDS[turn % len(_KINDS)], prompt.text[:600]
         body: dict[str, Any] = {
-            "model": model, "max_tokens": rng.choice(_LENGTHS), "temperature": 0, "ignore_eos": True,
-        }  # fmt: skip
+            "model": model,
+            "max_tokens": rng.choice(_LENGTHS),
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         body |= {"messages": [{"role": "user", "content": text}]} if kind == "chat" else {"prompt": text}
         if kind == "logprobs":
             body["logprobs"] = 2

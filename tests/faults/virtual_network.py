@@ -147,7 +147,7 @@ class Network:
         end.protocol = make()
         end.protocol.connection_made(end)
 
-    def of(self, process: Process) -> list[End]:
+    def ends_of(self, process: Process) -> list[End]:
         """Return the open ends of a process."""
         ends = [end for mine in self.connections for end in (mine, mine.peer)]
         return [end for end in ends if end.process is process and end.protocol is not None and end.open]
@@ -162,7 +162,7 @@ class Network:
 
     def kill(self, process: Process, *, silently: bool = False) -> None:
         """Close the connections of a dead process."""
-        for end in self.of(process):
+        for end in self.ends_of(process):
             end.die(silently=silently)
         if not silently:
             self._listeners = {

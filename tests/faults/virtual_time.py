@@ -29,7 +29,7 @@ _MAX_STEPS = 3_000_000  # of one run; more mean a livelock
 _process: ContextVar[Process] = ContextVar("process")
 
 
-class Livelock(RuntimeError):  # noqa: N818
+class LivelockError(RuntimeError):
     """The run does not end."""
 
 
@@ -115,13 +115,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.trace = 0  # hash of the sequence of steps: equal for equal runs
 
     def process(self, name: str) -> Process:
-        """Create a process."""
         process = Process(self, name, len(self.processes))
         self.processes.append(process)
         return process
 
     def kill(self, process: Process) -> None:
-        """Kill a process; it never runs again."""
         process.alive = False
         process.ready.clear()
         self._runnable.pop(process, None)
@@ -259,9 +257,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 break
             handle = ready.popleft()
             if not handle.cancelled():
-                began_s = time.thread_time()
+                start_s = time.thread_time()
                 handle._run()
-                if time.thread_time() - began_s > STALL_S:
+                if time.thread_time() - start_s > STALL_S:
                     self.errors.append(f"the event loop of {process} was blocked in {handle}")
                 self._steps += 1
                 process.stepped()
@@ -269,11 +267,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._runnable.pop(process, None)
         self.trace = hash((self.trace, process.number, process.steps, self._now))
         if self._steps > _MAX_STEPS:
-            raise Livelock(f"{self._steps} steps, and {self._now:.1f} s of virtual time")
+            raise LivelockError(f"{self._steps} steps, and {self._now:.1f} s of virtual time")
 
     def _wait(self) -> None:
         if not self._timers:
-            raise Livelock("all processes wait, and no timer is left")
+            raise LivelockError("all processes wait, and no timer is left")
         self._now = max(self._now, self._timers[0][0])
         while self._timers and self._timers[0][0] <= self._now:
             _, _, timer, context = heapq.heappop(self._timers)

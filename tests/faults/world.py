@@ -5,8 +5,6 @@ router's client and link, its actor with state and placer, fleets, warm-up, and 
 real.
 """
 
-from __future__ import annotations
-
 import random
 import uuid
 from collections.abc import Iterator
@@ -17,18 +15,20 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from eldr_serve.channel import client as channel_client
+from eldr_serve.channel import calls as channel_calls
 from eldr_serve.ingress import deployment as ingress
 from eldr_serve.ingress import http_application
 from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.limits import tenants
-from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.limits.shared_limits import SharedLimits
+from eldr_serve.monitoring import loop_watch
+from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.replicas import engine_watch, servers
+from eldr_serve.replicas.directory import ReplicaDirectory
+from eldr_serve.replicas.kv_usage import KvUsage
+from eldr_serve.replicas.outliers import OutlierDetector
 from eldr_serve.router import actor as decode_router
-from eldr_serve.router import loop_watch
 from eldr_serve.router.actor import DecodeRouter
-from eldr_serve.router.budget import PrefillBudget
-from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from tests.faults.fake_engines import BlockEngine, DecodeEngine, PrefillEngine
@@ -170,18 +170,23 @@ class World:
             openapi={},
             application="world",
             tokenizer="/nowhere",
-            router=self.settings,
+            router_settings=self.settings,
             options=IngressOptions(
                 max_in_flight=self.rng.choice([6, 64]),
                 max_wait_s=WAIT_S,
                 keys_file=Path("/nowhere/keys.json") if self.keyed else None,
             ),
             path_options=PathOptions(
-                kv_lease_s=LEASE_S, queue_ttl_s=QUEUE_S, prefill_limit_s=CALL_S, first_token_limit_s=CALL_S,
-                gap_limit_s=CALL_S, retries_at_once=self.retries_at_once,
+                kv_lease_s=LEASE_S,
+                queue_ttl_s=QUEUE_S,
+                prefill_limit_s=CALL_S,
+                first_token_limit_s=CALL_S,
+                gap_limit_s=CALL_S,
+                retries_at_once=self.retries_at_once,
             ),
+            prefill_options=PrefillRouterOptions(),
             admin_key_sha256=sha256(ADMIN_KEY.encode()).hexdigest(),
-        )  # fmt: skip
+        )
         for role in ("prefill", "decode"):
             self._publish(role)
         self.loop.create_task(made.check_health())
@@ -192,7 +197,7 @@ class World:
         """Return the current process's directory of a deployment."""
         role = name.rpartition("/")[2]
         found = ReplicaDirectory()
-        found.budget = PrefillBudget(clock=self.loop.time)
+        found.kv_usage = KvUsage(clock=self.loop.time)
         return self.directories[current()].setdefault(role, found)
 
     def router(self) -> Process | None:
@@ -323,13 +328,16 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
             (ingress, "IngressMetrics", NoMetrics),
             (loop_watch, "LoopMetrics", NoMetrics),
             (engine_watch, "ReplicaMetrics", NoMetrics),
-            (channel_client, "MAX_UNREAD_BYTES", _MAX_UNREAD_BYTES),
+            (channel_calls, "MAX_UNREAD_BYTES", _MAX_UNREAD_BYTES),
             (uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
         ):
             patches.enter_context(patch.object(owner, name, other))
         patches.enter_context(patch("time.monotonic", loop.time))
         patches.enter_context(patch("time.time_ns", lambda: int(1e9 * loop.time())))
-        patches.enter_context(patch.dict(RouterState.__init__.__kwdefaults__, clock=loop.time))
+        for init in (RouterState.__init__, OutlierDetector.__init__):
+            patches.enter_context(patch.dict(init.__kwdefaults__, clock=loop.time))
+        for function in (tenants.Tenants.__init__, SharedLimits.__init__):
+            patches.enter_context(patch.object(function, "__defaults__", (loop.time,)))
         try:
             yield
         finally:

@@ -9,8 +9,6 @@ in flight, no lease or KV block be held, and a valid request must be answered. U
 changed too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -28,9 +26,9 @@ import typer
 from rich.console import Console
 
 from eldr_serve.client import Client, ServiceError
-from eldr_serve.command_errors import BadInput, run
+from eldr_serve.command_errors import UserInputError, run
+from loadgen.held_resources import settle
 from loadgen.progress import progress_bar
-from loadgen.remains import settle
 from tests.fuzz.cases import Case, by_hand, known
 from tests.fuzz.connections import occupied, slow_request
 from tests.fuzz.generated_cases import from_openapi, mutations
@@ -159,7 +157,7 @@ def hostile(
     url = url.rstrip("/")
     address = urlsplit(url)
     if address.scheme != "http" or not address.hostname:
-        raise BadInput(f"{url} is not an http URL")
+        raise UserInputError(f"{url} is not an http URL")
     try:
         served = model or Client(url, timeout_s=30).model()
         with Console(stderr=True).status(f"generating {cases} requests; thousands take minutes"):
@@ -173,7 +171,7 @@ def hostile(
         outcomes = asyncio.run(sending())
         wrong = settle(url, served, admin_key)
     except (httpx.HTTPError, ServiceError) as error:
-        raise BadInput(f"{url} does not answer as eldr-serve: {error}") from error
+        raise UserInputError(f"{url} does not answer as eldr-serve: {error}") from error
     violations = [outcome for outcome in outcomes if outcome.problem]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(f"{outcome.line}\n" for outcome in violations))

@@ -4,8 +4,6 @@ A case is the bytes of one HTTP request, so that it can also violate HTTP, be st
 cases are made before the first one is sent. Odd values and bodies are in cases.json.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator
@@ -31,9 +29,15 @@ class Case:
 
 
 def case(
-    label: str, path: str, body: Any = b"", *, method: str = "POST", headers: dict[str, str] | None = None,
-    length: int | None = None, complete: bool = True,
-) -> Case:  # fmt: skip
+    label: str,
+    path: str,
+    body: Any = b"",
+    *,
+    method: str = "POST",
+    headers: dict[str, str] | None = None,
+    length: int | None = None,
+    complete: bool = True,
+) -> Case:
     """Return a request with a body of bytes, text or JSON; `length` overrides its content-length."""
     if not isinstance(body, bytes):
         text = body if isinstance(body, str) else json.dumps(body)
@@ -213,16 +217,28 @@ def _transport(model: str) -> Iterator[Case]:
     one_by_one = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
     yield case("chunked", COMPLETIONS, one_by_one, headers=chunked)
     for broken in (
-        b"", chunks[:-5], b"zz\r\nx\r\n0\r\n\r\n", b"-1\r\n", b"f" * 18 + b"\r\n", b"5;x=" + b"y" * 5000,
-    ):  # fmt: skip
+        b"",
+        chunks[:-5],
+        b"zz\r\nx\r\n0\r\n\r\n",
+        b"-1\r\n",
+        b"f" * 18 + b"\r\n",
+        b"5;x=" + b"y" * 5000,
+    ):
         yield case("chunked", COMPLETIONS, broken, headers=chunked, complete=False)
     whole = case("", COMPLETIONS, body).raw
     for cut in (1, 10, 20, len(whole) // 2, len(whole) - 1):
         yield Case("cut", whole[:cut], complete=False)
-    for raw in (b"", b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00",
-                b"GET / HTTP/9.9\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\n",
-                b"POST / HTTP/1.0\r\n\r\n", b"GET /\x00 HTTP/1.1\r\n\r\n",
-                b"GET / HTTP/1.1\r\nx\r\n\r\n"):  # fmt: skip
+    for raw in (
+        b"",
+        b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"\x16\x03\x01\x02\x00",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\n",
+        b"POST / HTTP/1.0\r\n\r\n",
+        b"GET /\x00 HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx\r\n\r\n",
+    ):
         yield Case("http", raw, complete=False)
 
 
@@ -231,22 +247,50 @@ def _administration(key: str | None) -> Iterator[Case]:
     odd_counts: list[Any] = [2**31, 2**63, 10**30, -1, 0, 1.5, None, "x", [], {}]
     odd_values: list[Any] = [2**63, 10**400, -1, 1e308, 1e-320, None, "x", [], {}, {"x": 1}, True]
     policies: list[Any] = [
-        None, 5, [], {}, {"name": 5}, {"name": "x"}, {"name": "random", "x": 1},
+        None,
+        5,
+        [],
+        {},
+        {"name": 5},
+        {"name": "x"},
+        {"name": "random", "x": 1},
         {"name": "random", "parameters": 5},
         *(
             {"name": "balance-route", "parameters": {name: odd}}
-            for name in ("slots", "candidates", "lookahead", "threshold", "max_overtakes", "queue",
-                         "overcommit", "home")
+            for name in (
+                "slots",
+                "candidates",
+                "lookahead",
+                "threshold",
+                "max_overtakes",
+                "queue",
+                "overcommit",
+                "home",
+            )
             for odd in odd_counts
         ),
         *(
             {"name": policy, "parameters": {name: odd}}
             for policy in ("balance-route-horizon", "balance-band", "locality-band", "marginal-cost")
-            for name in ("alpha", "beta", "gamma", "horizon", "predictor", "refresh", "gate", "band",
-                         "max_load_ratio", "band_tokens", "affinity", "cost", "lookahead", "max_overtakes")
+            for name in (
+                "alpha",
+                "beta",
+                "gamma",
+                "horizon",
+                "predictor",
+                "refresh",
+                "gate",
+                "band",
+                "max_load_ratio",
+                "band_tokens",
+                "affinity",
+                "cost",
+                "lookahead",
+                "max_overtakes",
+            )
             for odd in odd_values
         ),
-    ]  # fmt: skip
+    ]
     keys = [{}, {"authorization": "Bearer wrong"}, {"authorization": "\xff"}]
     if key:
         keys.append({"authorization": f"Bearer {key}"})
@@ -254,13 +298,19 @@ def _administration(key: str | None) -> Iterator[Case]:
         for body in policies if headers is keys[-1] else policies[:8]:
             yield case("policy", "/eldr/policy", body, method="PUT", headers=JSON | headers)
         for table in (
-            b"", b"x", b"\x00" * 1000, b"\xff" * 8, b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ",
+            b"",
+            b"x",
+            b"\x00" * 1000,
+            b"\xff" * 8,
+            b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ",
             b"x" * 100_000,
-        ):  # fmt: skip
+        ):
             yield case("table", "/eldr/table", table, method="PUT", headers=headers)
     for text in (
-        "NaN", '{"name": "balance-band", "parameters": {"band_tokens": Infinity}}', "{",
+        "NaN",
+        '{"name": "balance-band", "parameters": {"band_tokens": Infinity}}',
+        "{",
         r'{"name": "\ud800"}',
-    ):  # fmt: skip
+    ):
         yield case("policy", "/eldr/policy", text, method="PUT", headers=JSON | keys[-1])
     yield case("table", "/eldr/table", b"x", method="PUT", length=10**9, complete=False)

@@ -1,7 +1,5 @@
 """Connections that only take resources: idle ones, half requests, and clients that never read."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource
@@ -18,9 +16,15 @@ _HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\
 def slow_request(model: str, max_tokens: int) -> bytes:
     """Return a request for a long stream, for a client that will not read it."""
     body = json.dumps(
-        {"model": model, "prompt": "Once", "max_tokens": max_tokens, "stream": True, "ignore_eos": True,
-         "logprobs": 5}
-    ).encode()  # fmt: skip
+        {
+            "model": model,
+            "prompt": "Once",
+            "max_tokens": max_tokens,
+            "stream": True,
+            "ignore_eos": True,
+            "logprobs": 5,
+        }
+    ).encode()
     return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
 
 

@@ -1,7 +1,5 @@
 """Hostile requests from a seed: mutations of valid ones (hypothesis), and from OpenAPI (schemathesis)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -31,9 +29,12 @@ def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[
 
     @seed(number)
     @settings(
-        max_examples=count, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(strategy)
     def take(example: Any) -> None:
         found.append(example)
@@ -44,9 +45,15 @@ def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[
 
 
 _SCALARS = st.one_of(
-    st.sampled_from(tables_for("m")["odd"]), st.none(), st.booleans(), st.integers(-200, 200), st.integers(),
-    st.floats(), st.text(st.characters(), max_size=20), st.text("\ud800\udfff\x00\u2028ab{}", max_size=8),
-)  # fmt: skip
+    st.sampled_from(tables_for("m")["odd"]),
+    st.none(),
+    st.booleans(),
+    st.integers(-200, 200),
+    st.integers(),
+    st.floats(),
+    st.text(st.characters(), max_size=20),
+    st.text("\ud800\udfff\x00\u2028ab{}", max_size=8),
+)
 _KEYS = ["type", "role", "content", "text", "name", "function", "parameters", "json_schema", "schema"]
 _VALUES = st.recursive(
     _SCALARS,
@@ -67,10 +74,15 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
         (CHAT, chat(model, logprobs=True, top_logprobs=1)),
         (CHAT, chat(model, [{"type": "text", "text": "x"}], stream=True)),
         (CHAT, chat(model, response_format={"type": "json_object"}, tools=[], tool_choice="auto")),
+        ("/v1/responses", {"model": model, "input": "x", "max_output_tokens": 4}),
+        ("/v1/responses", {"model": model, "input": [{"role": "user", "content": "x"}], "stream": True}),
+        ("/v1/messages", chat(model, system="x", stop_sequences=["y"])),
+        ("/v1/messages", chat(model, stream=True, tools=[{"name": "f", "input_schema": {}}])),
         ("/tokenize", {"model": model, "prompt": "x"}),
         ("/detokenize", {"model": model, "tokens": [1]}),
         ("/v1/embeddings", {"model": model, "input": "x"}),
         ("/v1/score", {"model": model, "text_1": "x", "text_2": "y"}),
+        ("/v1/rerank", {"model": model, "query": "x", "documents": ["y", "z"], "top_n": 1}),
     ]
 
     @st.composite

@@ -1,24 +1,18 @@
 """CPU features can be hidden from torch and vLLM, and tests report the features that they see."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
 
-import cpu_features
 import pytest
+
+from tests.support import cpu_features
+from tests.support.processes import python
 
 ASKED = "import json, torch; print(json.dumps({k: f() for k, f in vars(torch.cpu).items() if '_is_' in k}))"
 
 
 def test_a_process_sees_no_feature_above_the_selected_one() -> None:
-    environment = os.environ | cpu_features.limited_to("avx2", os.environ)
-    done = subprocess.run(
-        [sys.executable, "-c", ASKED], env=environment, capture_output=True, text=True, check=True
-    )
-    seen = json.loads(done.stdout)
+    seen = json.loads(python("-c", ASKED, **cpu_features.limited_to("avx2", os.environ)).stdout)
     hidden = {name for name in seen if "avx512" in name or "amx" in name}
     assert hidden == {f"_is_{name}_supported" for name in ("amx_fp16", "amx_tile", "avx512_bf16", "avx512")}
     assert not any(seen[name] for name in hidden)

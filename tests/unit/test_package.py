@@ -1,22 +1,33 @@
 """The wheel: its content, and that it runs outside of the repository."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from shipped import ROOT
 from typer.testing import CliRunner
 
 from eldr_serve.cli import app
-from eldr_serve.home import model_folder
+from eldr_serve.data_root import model_folder
+from tests.support.processes import output
+from tests.support.shipped import ROOT
+
+COMMANDS = ("demo", "calibrate", "refit", "simulate", "compare")
+HELPS = """
+import sys
+from typer.testing import CliRunner
+from eldr_serve.cli import app
+for name in sys.argv[1:]:
+    done = CliRunner().invoke(app, [name, "--help"], prog_name="eldr", catch_exceptions=False)
+    assert done.exit_code == 0, name
+    print(done.output)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +42,21 @@ def test_the_wheel_contains_everything_that_the_demo_needs(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eldr_serve", "offline", "loadgen"}
     tracked = subprocess.run(
-        ["git", "ls-files", "eldr_serve", "offline", "loadgen", "deployments", "examples/demo_model/weights",
-         "examples/demo_model/prompts"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.split()  # fmt: skip
+        [
+            "git",
+            "ls-files",
+            "eldr_serve",
+            "offline",
+            "loadgen",
+            "deployments",
+            "examples/demo_model/weights",
+            "examples/demo_model/prompts",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
     data = ("deployments/", "examples/")
     expected = {f"eldr_serve/data/{n}" if n.startswith(data) else n for n in tracked}
     assert expected <= names
@@ -53,18 +75,11 @@ def test_the_wheel_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     # A line of a .pth file adds a folder without the .pth files in it, so without an editable checkout.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-
-    def eldr(*arguments: str) -> str:
-        done = subprocess.run(
-            [tmp_path / "venv/bin/eldr", *arguments], cwd=empty, env=environment, capture_output=True,
-            text=True, timeout=300, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
+    inside = partial(output, cwd=empty, env=environment, timeout_s=300)
+    eldr = partial(inside, tmp_path / "venv/bin/eldr")
     assert eldr("--version").split() == ["eldr-serve", version("eldr-serve")]
-    for command in ("demo", "calibrate", "refit", "simulate", "compare"):
-        assert f"eldr {command}" in eldr(command, "--help")
+    helps = inside(python, "-c", HELPS, *COMMANDS)
+    assert all(f"eldr {command} [OPTIONS]" in helps for command in COMMANDS)
     assert not list(empty.iterdir())
     eldr("deployments", "cpu_demo.yaml", "--copy", "own.yaml")
     # Describe a machine that is large enough.

@@ -1,13 +1,10 @@
 """Each command on a page is run here or by a test named here, or is left out for a stated reason."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,71 +13,121 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from busy_router import E, L, busy_actor, served
-from ingress_app import KEY
-from shipped import ROOT
-from tables import unit_table
-from test_pages import PAGES, code_lines
-from traces import synthetic_trace
 from typer.testing import CliRunner
 
 from eldr_serve.cli import app
 from eldr_serve.router.messages import NamedPolicy
 from eldr_serve.scheduling import StepCost
+from tests.support.busy_router import E, L, busy_actor, served
+from tests.support.ingress_app import KEY
+from tests.support.pages import PAGES, code_lines
+from tests.support.processes import output
+from tests.support.shipped import ROOT
+from tests.support.tables import unit_table
+from tests.support.traces import synthetic_trace
 
 _PROGRAMS = (
-    "eldr", "make", "python", "curl", "locust", "serve", "ray", "kubectl", "helm", "podman", "haproxy", "pip",
-    "git", "chrt",
-)  # fmt: skip
+    "eldr",
+    "make",
+    "python",
+    "curl",
+    "locust",
+    "serve",
+    "ray",
+    "kubectl",
+    "helm",
+    "podman",
+    "haproxy",
+    "pip",
+    "git",
+    "chrt",
+)
 
 # Beginning of a command line -> the test that runs the command.
 BY_A_TEST = {
     "curl -N": "tests/e2e/test_serving.py::test_every_answer_names_its_worker_and_candidates",
     "eldr calibrate": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
     "eldr check": "tests/unit/test_package.py::test_the_wheel_runs_in_an_empty_folder",
-    "eldr check deployments/":
-        "tests/unit/preflight/test_check.py::test_the_command_prints_errors_and_exits_with_1",
+    "eldr check deployments/": (
+        "tests/unit/preflight/test_check.py::test_the_command_prints_errors_and_exits_with_1"
+    ),
     "eldr compare": "tests/unit/loadgen/test_compare.py::test_the_readmes_command_needs_no_load_and_no_model",
+    "eldr cost": "tests/unit/gpu_cost/test_cost_command.py"
+    "::test_the_simulator_and_a_deployment_read_what_the_command_writes",
     "eldr demo": "tests/e2e/test_demo.py::test_the_demo_writes_its_figures",
-    "eldr experts":
-        "tests/e2e/test_expert_parallel.py::test_moving_experts_during_answers_does_not_change_them",
-    "eldr fit-predictor":
-        "tests/unit/offline/test_predictor.py::test_the_command_writes_predictor_and_report",
-    "eldr place --trace trace.safetensors --method director":
-        "tests/unit/offline/test_place_command.py::test_a_placement_is_written_with_its_report",
-    "eldr predictor":
-        "tests/e2e/test_whole_replicas.py::test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays",
+    "eldr drain": (
+        "tests/unit/replicas/test_drain.py::test_the_command_waits_until_the_replica_has_no_calls"
+    ),
+    "eldr experts": (
+        "tests/e2e/test_expert_parallel.py::test_moving_experts_during_answers_does_not_change_them"
+    ),
+    "eldr fit-predictor": (
+        "tests/unit/offline/test_predictor.py::test_the_command_writes_predictor_and_report"
+    ),
+    "eldr place --trace trace.safetensors --method director": (
+        "tests/unit/offline/test_place_command.py::test_a_placement_is_written_with_its_report"
+    ),
+    "eldr predictor": (
+        "tests/e2e/test_whole_replicas.py::test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays"
+    ),
     "eldr refit": "tests/e2e/test_serving.py::test_refit_swaps_a_table_for_the_live_replicas",
     "eldr refit --admin-key": "tests/e2e/test_signature_pool.py::test_an_operator_can_request_a_refit",
+    "eldr routes": "tests/unit/offline/test_routes_command.py::"
+    "test_options_say_which_tokens_are_prompt_and_answer",
+    "eldr routes deepseek_v2_lite_routes.jsonl.gz --held-out": (
+        "tests/unit/offline/test_routes_command.py::test_samples_are_drawn_and_held_out_by_domain"
+    ),
     "eldr trace": "tests/e2e/test_signature_pool.py::test_saved_traffic_is_a_trace_that_can_be_fitted",
     "eldr reproduce": "tests/unit/papers/test_reproduce.py::test_without_arguments_it_lists_its_figures",
-    "eldr simulate --calibrate-from http":
-        "tests/unit/offline/test_simulate_command.py::test_a_running_service_says_what_its_steps_cost",
-    "eldr simulate --config scenario.yaml --cost":
-        "tests/e2e/test_foreign_application.py::test_parallel_simulations_give_the_results_of_sequential_ones",
+    "eldr simulate --calibrate-from http": (
+        "tests/unit/offline/test_simulate_command.py::test_a_running_service_says_what_its_steps_cost"
+    ),
+    "eldr simulate --config examples/scenarios/": "tests/unit/offline/test_routes_command.py::"
+    "test_the_example_is_simulated_by_size_cost_and_held_out_samples",
+    "eldr simulate --config scenario.yaml --cost": (
+        "tests/e2e/test_foreign_application.py::test_parallel_simulations_give_the_results_of_sequential_ones"
+    ),
     "haproxy": "tests/unit/ingress/test_front.py",
-    "locust":
-        "tests/unit/loadgen/test_locust.py::test_an_open_loop_sends_by_the_clock_and_records_every_request",
+    "locust": (
+        "tests/unit/loadgen/test_locust.py::test_an_open_loop_sends_by_the_clock_and_records_every_request"
+    ),
     "make docs": "tests/unit/test_docs_site.py::test_the_site_builds_strictly_and_fetches_from_no_other_host",
     "make package": "tests/unit/test_package.py::test_the_sdist_builds_the_same_wheel",
     "python -m benchmarks.engine.ep_layer": "tests/unit/papers/test_parallel_layer.py",
-    "python -m benchmarks.gpu":
-        "tests/unit/benchmarks/test_gpu.py::test_the_command_writes_states_and_fails_with_a_step",
+    "python -m benchmarks.engine.gpu_cost": (
+        "tests/unit/gpu_cost/test_cost_command.py::test_the_benchmark_has_a_row_with_the_errors_of_each_batch"
+    ),
+    "python -m benchmarks.papers.tail_price": (
+        "tests/unit/benchmarks/test_tail_price.py::test_changes_are_against_the_best_balancer_of_each_seed"
+    ),
+    "python -m benchmarks.papers.at_scale": (
+        "tests/unit/papers/test_at_scale.py::test_a_run_has_rows_by_workers_and_policy_and_resumes"
+    ),
+    "python -m benchmarks.serving.channel_or_grpc": (
+        "tests/unit/benchmarks/test_channel_or_grpc.py::test_the_command_writes_a_row_for_each_way"
+    ),
+    "python -m benchmarks.gpu": (
+        "tests/unit/benchmarks/test_gpu.py::test_the_command_writes_states_and_fails_with_a_step"
+    ),
     "python -m offline.widen": "tests/unit/demo/test_demo_model.py",
     "python -m examples.demo_model.": "tests/unit/demo/test_demo_model.py",
-    "python -m tests.faults chaos":
-        "tests/e2e/test_faults.py::test_processes_die_in_turn_and_no_request_is_lost",
-    "python -m tests.faults mutate":
-        "tests/unit/faults/test_faults.py::test_every_mutation_of_the_code_is_found",
-    "python -m tests.faults simulate":
-        "tests/unit/faults/test_faults.py::test_nothing_is_lost_whatever_fails",
+    "python -m tests.faults chaos": (
+        "tests/e2e/test_faults.py::test_processes_die_in_turn_and_no_request_is_lost"
+    ),
+    "python -m tests.faults mutate": (
+        "tests/unit/faults/test_faults.py::test_every_mutation_of_the_code_is_found"
+    ),
+    "python -m tests.faults simulate": (
+        "tests/unit/faults/test_faults.py::test_nothing_is_lost_whatever_fails"
+    ),
     "python -m tests.fuzz": "tests/e2e/test_hostile_requests.py::test_hostile_requests_cause_no_failure",
     "python -m offline.refit": "tests/e2e/test_serving.py::test_refit_swaps_a_table_for_the_live_replicas",
-    "python -m benchmarks.lib.screenshots":
-        "tests/unit/router/test_live_page.py::test_screenshots_are_small_and_fit_each_width",
+    "python -m benchmarks.lib.screenshots": (
+        "tests/unit/router/test_live_page.py::test_screenshots_are_small_and_fit_each_width"
+    ),
     "serve run": "tests/e2e/test_own_model.py::test_the_served_model_is_compared_watched_and_stopped",
     "ray job submit": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
-}  # fmt: skip
+}
 BY_NONE = {
     "make setup": "it installs the environment of the tests",
     "make demo": "it calls `eldr demo`, which is tested",
@@ -196,12 +243,7 @@ def test_commands_of_the_pages_that_need_no_service_run(folder: Path) -> None:
 @pytest.mark.slow
 def test_rays_token_is_created_where_the_page_says(tmp_path: Path) -> None:
     (line,) = lines_of(TOKEN)
-    command = [Path(sys.executable).with_name("ray"), *line.split()[1:]]
-    done = subprocess.run(
-        command, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    output(Path(sys.executable).with_name("ray"), *line.split()[1:], env=os.environ | {"HOME": str(tmp_path)})
     assert (tmp_path / ".ray/auth_token").read_text().strip()
 
 

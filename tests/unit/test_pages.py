@@ -1,32 +1,17 @@
 """Pages stay short, narrow and linked."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
-from shipped import ROOT
+
+from tests.support.pages import FENCED, PAGES, code_lines
+from tests.support.shipped import ROOT
 
 README = ROOT / "README.md"
-PAGES = [
-    *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-    ROOT / "examples/demo_model/README.md",
-]
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-_FENCED = re.compile(r"^ *```[a-z]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
-_INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+")
 _NUMBER = re.compile(r"^ *(?:#+ )?\d+\. ")
 _TWO_SENTENCES = re.compile(r"[.?!] +(?=[A-Z`*\[])")
-
-
-def code_lines(page: Path) -> list[str]:
-    """Return the lines of code blocks, fenced or indented by four; a continued command is one line."""
-    text = page.read_text()
-    blocks = [*_FENCED.findall(text), *_INDENTED.findall(_FENCED.sub("", text))]
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if line.strip()]
 
 
 def test_code_is_found_in_lists_and_without_a_fence(tmp_path: Path) -> None:
@@ -46,7 +31,7 @@ def test_pages_are_narrow_and_their_links_are_valid(page: Path) -> None:
     text = page.read_text()
     free = () if page == README else ("|", "<!--")
     assert not [line for line in text.splitlines() if len(line) > 110 and not line.startswith(free)]
-    prose = [_NUMBER.sub("", line) for line in _FENCED.sub("", text).splitlines() if not line.startswith("|")]
+    prose = [_NUMBER.sub("", line) for line in FENCED.sub("", text).splitlines() if not line.startswith("|")]
     assert not [line for line in prose if _TWO_SENTENCES.search(line)]
     for link in _LINK.findall(text):
         if link.startswith(("http:", "https:")):

@@ -1,14 +1,12 @@
 """Ray's settings where Ray is started."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import yaml
-from shipped import ROOT
 
 from eldr_serve.ray_settings import QUIET
+from tests.support.shipped import ROOT
 
 
 @pytest.mark.parametrize("name", ["ray_cluster.yaml", "ray_cluster_local.yaml"])

@@ -1,12 +1,11 @@
 """`make setup` with pip, and with uv if pip fails; fakes of both record their calls."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
 import pytest
-from shipped import ROOT
+
+from tests.support.processes import finished
 
 PIP_ERROR = "ERROR: No matching distribution found for torch==2.13.0+cpu"
 
@@ -24,10 +23,7 @@ def make_setup(
             f'case "$*" in {refused}) {"exit 0" if can else f"echo {PIP_ERROR!r} >&2; exit 1"};; esac\n'
         )
         stand_in.chmod(0o755)
-    done = subprocess.run(
-        ["make", "setup", "PYTHON=true", f"VENV={venv}", f"EXTRA={extra}"],
-        capture_output=True, text=True, cwd=ROOT, timeout=60, check=False,
-    )  # fmt: skip
+    done = finished("make", "setup", "PYTHON=true", f"VENV={venv}", f"EXTRA={extra}", timeout_s=60)
     return done, calls.read_text().splitlines()
 
 

@@ -1,14 +1,12 @@
 """No file of Python outside the tests has more than 400 lines, and no function more than 60."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "eldr_serve", "examples", "loadgen", "offline", "docs")
-MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
+MAX_LINES, MAX_LINES_OF_A_FUNCTION = 400, 60
 
 
 def functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -22,10 +20,10 @@ def functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 def offenders(name: str, source: str) -> Iterator[tuple[str, int]]:
     """Yield the name and the number of lines of the file and of functions that are too long."""
-    if (lines := len(source.splitlines())) > MOST_LINES:
+    if (lines := len(source.splitlines())) > MAX_LINES:
         yield name, lines
     for function in functions(ast.parse(source)):
-        if (lines := function.end_lineno - function.lineno + 1) > MOST_LINES_OF_A_FUNCTION:
+        if (lines := function.end_lineno - function.lineno + 1) > MAX_LINES_OF_A_FUNCTION:
             yield f"{name}: {function.name}", lines
 
 

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from eldr_serve.command_errors import BadInput
+from benchmarks.lib.active_experts import active_experts
+from eldr_serve.command_errors import UserInputError
+from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.scheduling import StepCost
 from loadgen.plots import bars, lines
 from loadgen.progress import progress_bar
+from offline.simulation.requests import Experts, Requests
 
+BATCH = 16  # mean requests of a worker that `requests_at_batch` aims at
 Rows = list[dict[str, Any]]
 Plot = Callable[[Rows, Path], None]
 Case = TypeVar("Case")
@@ -30,22 +35,22 @@ class Options:
     seeds: tuple[int, ...] = (0,)
 
     def trace(self, what: str) -> Path:
-        """Return the single trace; otherwise raise BadInput that says `what` it must be."""
+        """Return the single trace; otherwise raise UserInputError that says `what` it must be."""
         if len(self.traces) != 1:
-            raise BadInput(f"give one --trace: {what}")
+            raise UserInputError(f"give one --trace: {what}")
         return self.traces[0]
 
     def all_traces(self, what: str) -> tuple[Path, ...]:
-        """Return the traces; raise BadInput that says `what` they must be if there are none."""
+        """Return the traces; raise UserInputError that says `what` they must be if there are none."""
         if not self.traces:
-            raise BadInput(f"give --trace: {what}")
+            raise UserInputError(f"give --trace: {what}")
         return self.traces
 
     def two_traces(self) -> tuple[Path, Path]:
-        """Return the files of routes and of arrivals; raise BadInput unless two are given."""
+        """Return the files of routes and of arrivals; raise UserInputError unless two are given."""
         if len(self.traces) != 2:
-            raise BadInput(
-                "give two --trace: routes (a calibration trace or GPT-OSS-20B records), then arrivals"
+            raise UserInputError(
+                "give two --trace: routes (a calibration trace or published routes), then arrivals"
             )
         return self.traces[0], self.traces[1]
 
@@ -97,6 +102,23 @@ def mean(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for key, value in summaries[0].items()
         if isinstance(value, int | float)
     }
+
+
+def requests_at_batch(
+    trace: CalibrationTrace,
+    experts: Experts,
+    kinds: NDArray[np.int64],
+    workers: int,
+    cost: StepCost,
+    rng: np.random.Generator,
+) -> Requests:
+    """Return Poisson arrivals of these requests of the trace, in this order, for a mean batch of BATCH."""
+    output = trace.decode_steps[kinds].astype(np.int64)
+    active = active_experts(experts, kinds, BATCH, rng)
+    # Little's law: arrivals per second and worker = batch / time in the worker.
+    stay_s = float(output.mean() * cost.seconds(BATCH, BATCH * float(trace.prompt_tokens.mean()), active))
+    arrival_s = np.cumsum(rng.exponential(stay_s / (workers * BATCH), len(kinds)))
+    return Requests(arrival_s, trace.prompt_tokens[kinds].astype(np.int64), output, kinds)
 
 
 def over_seeds(key: str, values: Sequence[float]) -> dict[str, float]:

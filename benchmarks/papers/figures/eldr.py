@@ -26,7 +26,7 @@ from benchmarks.papers.figures.common import (
     mean,
     own_figure,
 )
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
@@ -36,7 +36,6 @@ from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.outcome import Outcome
 from offline.simulation.run import Change, simulate
 
-WORKLOADS = ("task", "language")
 TASKS = ("code", "math", "medical", "legal")
 RATES = (20, 40, 60, 80, 100)  # requests/s at 16 decode workers, as in the paper; else in proportion
 BALANCERS = ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")
@@ -60,7 +59,7 @@ def pool_size(options: Options) -> Rows:
     changed = []
     for k in (8, 16, 24, 64, 256, 1024):
         rows = _swept(options, [k], (60,) if k > 64 else RATES, policies)
-        for workload, policy in product(WORKLOADS, policies[2:]):
+        for workload, policy in product(dict.fromkeys(row["workload"] for row in rows), policies[2:]):
             mine = mean([r for r in rows if r["workload"] == workload and r["policy"] == policy])
             row = {"workload": workload, "decode_workers": k, "policy": policy}
             changes = (f"{q}_change_pct" for q in ("tpot_p50", "tpot_p99", "active_experts"))
@@ -70,11 +69,12 @@ def pool_size(options: Options) -> Rows:
 
 def prefix_cache(options: Options) -> Rows:
     """Compare repeated prompts with and without prefix caches in the prefill workers."""
+    workload = next(iter(workloads(_observed(options))))
 
     def run(case: tuple[bool, str], seed: int) -> dict[str, Any]:
         cached, policy = case
         prefill = PREFILL.model_copy(update={"cache_blocks": 4000 if cached else 0, "block_tokens": 16})
-        scenario, work = _case(options, "task", 16, 100, seed, prefill)
+        scenario, work = _case(options, workload, 16, 100, seed, prefill)
         return _outcome(_with_blocks(work), scenario, policy, seed).summary()
 
     cases = product((False, True), ("round-robin", "locality-band", "marginal-cost"))
@@ -89,13 +89,16 @@ def prefix_cache(options: Options) -> Rows:
 
 
 def drift(options: Options) -> Rows:
-    """Replace two domains by two others during a run: with the old table, a refit, and no table."""
+    """Replace half of the domains by the others during a run: with the old table, a refit, and no table."""
     trace = _observed(options)
-    mixes = ("code", "math"), ("medical", "legal")
+    workload, domains = next(iter(workloads(trace).items()))
+    mixes = domains[: len(domains) // 2], domains[len(domains) // 2 :]
+    if not mixes[0]:
+        raise UserInputError(f"{options.traces[0]} has one domain; a drift needs two")
 
     def run(case: str, seed: int) -> dict[str, float]:
         policy = case.partition(",")[0]
-        scenario, work = _case(options, "task", 16, 60, seed)
+        scenario, work = _case(options, workload, 16, 60, seed)
         first = _table(trace, mixes[0], 16, seed)
         second = _table(trace, mixes[1], 16, seed) if case.endswith(", refit") else None
         n = len(work.requests)
@@ -115,12 +118,12 @@ def drift(options: Options) -> Rows:
 def scaling(options: Options) -> Rows:
     """Change 16 decode workers to 24 or 8 during a run: with the old table, a refit, and no table."""
     trace = _observed(options)
-    domains = tuple(d for d in set(trace.domains) if d not in TASKS)
+    workload, domains = list(workloads(trace).items())[-1]
 
     def run(sizes: tuple[int, int], case: str, seed: int) -> dict[str, float]:
         (before, after), policy = sizes, case.partition(",")[0]
         most = max(sizes)
-        scenario, work = _case(options, "language", most, 40 * 16 / most, seed)
+        scenario, work = _case(options, workload, most, 40 * 16 / most, seed)
         changed_s = float(work.requests.arrival_s[len(work.requests) // 2])
         refit = _table(trace, domains, after, seed) if case.endswith(", refit") else None
         changes = [Change(0.0, workers=before), Change(changed_s, workers=after, table=refit)]
@@ -128,9 +131,9 @@ def scaling(options: Options) -> Rows:
 
     rows: Rows = []
     for sizes in ((16, 24), (16, 8)):
-        workload = f"{sizes[0]} to {sizes[1]} workers"
+        change = f"{sizes[0]} to {sizes[1]} workers"
         group = [
-            {"workload": workload, "case": case} | mean(runs)
+            {"workload": change, "case": case} | mean(runs)
             for case, runs in each_seed(options, CHANGED, partial(run, sizes))
         ]
         rows += _against(group, "case", "shortest-queue", HALVES)
@@ -145,7 +148,7 @@ def _swept(options: Options, sizes: Sequence[int], rates_: Sequence[int], polici
         return {policy: _outcome(work, scenario, policy, seed).summary() for policy in policies}
 
     rows: Rows = []
-    for case, runs in each_seed(options, product(WORKLOADS, sizes, rates_), run):
+    for case, runs in each_seed(options, product(workloads(_observed(options)), sizes, rates_), run):
         rows += _compared(*case, {policy: mean([run[policy] for run in runs]) for policy in policies})
     return rows
 
@@ -166,22 +169,33 @@ def _compared(workload: str, k: int, rate: float, means: dict[str, dict[str, Any
 
 
 def scenario_of(
-    options: Options, domains: tuple[str, ...], *, prefill: Prefill, decode_workers: int, rate_per_s: float,
-    requests: int, output_tokens: int, seed: int,
-) -> Scenario:  # fmt: skip
+    options: Options,
+    domains: tuple[str, ...],
+    *,
+    prefill: Prefill,
+    decode_workers: int,
+    rate_per_s: float,
+    requests: int,
+    output_tokens: int,
+    seed: int,
+) -> Scenario:
     """Return Poisson arrivals of requests of these domains of the single trace."""
     return Scenario(
         cluster=Cluster(
-            prefill=prefill, decode=Decode(workers=decode_workers, cost=options.cost or COST),
+            prefill=prefill,
+            decode=Decode(workers=decode_workers, cost=options.cost or COST),
             handover_fixed_s=5e-3,
         ),
         arrivals=Poisson(
-            kind="poisson", rate_per_s=rate_per_s, requests=options.requests or requests,
+            kind="poisson",
+            rate_per_s=rate_per_s,
+            requests=options.requests or requests,
             output_tokens=output_tokens,
         ),
         experts=routes_of(options.traces[0], domains=domains),
-        policies=(PolicyChoice(name="round-robin"),), seeds=(seed,),
-    )  # fmt: skip
+        policies=(PolicyChoice(name="round-robin"),),
+        seeds=(seed,),
+    )
 
 
 def _case(
@@ -192,30 +206,44 @@ def _case(
     per_s = rate * k / 16
     workers = max(prefill.workers, round(prefill.workers * k / 16))
     scenario = scenario_of(
-        options, TASKS if workload == "task" else tuple(sorted(set(trace.domains) - set(TASKS))),
-        prefill=prefill.model_copy(update={"workers": workers}), decode_workers=k, rate_per_s=per_s,
-        requests=max(200, round(per_s * SECONDS)), output_tokens=OUTPUT_TOKENS, seed=seed,
-    )  # fmt: skip
+        options,
+        workloads(trace)[workload],
+        prefill=prefill.model_copy(update={"workers": workers}),
+        decode_workers=k,
+        rate_per_s=per_s,
+        requests=max(200, round(per_s * SECONDS)),
+        output_tokens=OUTPUT_TOKENS,
+        seed=seed,
+    )
     return scenario, Work(scenario, seed)
 
 
+def workloads(trace: CalibrationTrace) -> dict[str, tuple[str, ...]]:
+    """Return the domains of each workload: the paper's two, or all domains if the trace lacks one of them."""
+    others = tuple(sorted(set(trace.domains) - set(TASKS)))
+    if set(TASKS) <= set(trace.domains) and others:
+        return {"task": TASKS, "language": others}
+    return {"all": tuple(sorted(set(trace.domains)))}
+
+
 def _observed(options: Options) -> CalibrationTrace:
-    path = options.trace("a calibration trace with routes (offline.calibrate --routes)")
-    trace = observed(routes_of(path))
-    if not set(TASKS) <= set(trace.domains) or set(TASKS) == set(trace.domains):
-        raise BadInput(f"{path} needs requests of {', '.join(TASKS)} and of other domains")
-    return trace
+    return observed(routes_of(options.trace("a calibration trace with routes, or published routes")))
 
 
 def _outcome(
-    work: Work, scenario: Scenario, policy: str, seed: int, table: RoutingTable | None = None,
+    work: Work,
+    scenario: Scenario,
+    policy: str,
+    seed: int,
+    table: RoutingTable | None = None,
     changes: Sequence[Change] = (),
-) -> Outcome:  # fmt: skip
-    made = work.policy(PolicyChoice(name=policy), scenario.cluster)
+) -> Outcome:
+    parameters = {"mix": work.mix} if policy == "domain" else {}
+    router_policy = work.policy(PolicyChoice(name=policy, parameters=parameters), scenario.cluster)
     if table is not None:
-        made = made.with_table(table)
+        router_policy = router_policy.with_table(table)
     return simulate(
-        work.requests, made, scenario.cluster, experts=work.experts, seed=seed, changes=list(changes)
+        work.requests, router_policy, scenario.cluster, experts=work.experts, seed=seed, changes=list(changes)
     )
 
 
@@ -276,4 +304,4 @@ FIGURES = {
     "scaling": own_figure(
         "Decode workers come and go in mid-run, with and without a refit", scaling, _CHANGES
     ),
-}  # fmt: skip
+}

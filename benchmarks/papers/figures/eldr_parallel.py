@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.papers.figures.common import Figure, Options, Rows, change_pct, each_seed, mean
-from benchmarks.papers.figures.eldr import BALANCERS, PREFILL, TASKS, scenario_of
-from eldr_serve.command_errors import BadInput
+from benchmarks.papers.figures.eldr import BALANCERS, PREFILL, scenario_of, workloads
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.plots import lines
 from offline.placement.eplb import activation_placement
@@ -32,17 +32,14 @@ ARMS = (
     *((balancer, "linear") for balancer in BALANCERS),
     ("shortest-queue", "one for all"),
     *((p, placed) for p in ("locality-band", "marginal-cost") for placed in ("linear", "one for all", "own")),
-)  # fmt: skip
+)
 PAPER = {"paper_p50_pct": "-2.7 to -4.3", "paper_p99_pct": "-0.6 to -2.0"}  # language, own placements
 
 
 def expert_parallel(options: Options) -> Rows:
     """Compare TPOT and active experts of the slowest rank at 2P8D, TP=4 and EP=4, by rate."""
-    path = options.trace("a calibration trace with routes, or GPT-OSS-20B records")
-    domains = set(observed(routes_of(path)).domains)
-    languages = domains - set(TASKS)
-    both = set(TASKS) <= domains and languages
-    groups = {"task": TASKS, "language": tuple(sorted(languages))} if both else {"all": ()}
+    path = options.trace("a calibration trace with routes, or published routes")
+    groups = workloads(observed(routes_of(path)))
 
     def run(case: tuple[str, int], seed: int) -> dict[tuple[str, str], dict[str, Any]]:
         group, rate = case
@@ -51,11 +48,15 @@ def expert_parallel(options: Options) -> Rows:
         placed = _placements(observed(routes_of(path)), work)
         return {
             (policy, placement): simulate(
-                work.requests, work.policy(PolicyChoice(name=policy), scenario.cluster), scenario.cluster,
-                experts=work.experts, ranks=placed[placement], seed=seed,
+                work.requests,
+                work.policy(PolicyChoice(name=policy), scenario.cluster),
+                scenario.cluster,
+                experts=work.experts,
+                ranks=placed[placement],
+                seed=seed,
             ).summary()
             for policy, placement in ARMS
-        }  # fmt: skip
+        }
 
     rows: Rows = []
     for (group, rate), runs in each_seed(options, product(groups, RATES), run):
@@ -68,18 +69,24 @@ def _scenario(options: Options, domains: tuple[str, ...], rate: float, seed: int
     per_token_s = PREFILL.per_token_s / RANKS
     prefill = PREFILL.model_copy(update={"workers": PREFILL_WORKERS, "per_token_s": per_token_s})
     return scenario_of(
-        options, domains, prefill=prefill, decode_workers=WORKERS, rate_per_s=rate,
-        requests=round(rate * SECONDS), output_tokens=OUTPUT_TOKENS, seed=seed,
-    )  # fmt: skip
+        options,
+        domains,
+        prefill=prefill,
+        decode_workers=WORKERS,
+        rate_per_s=rate,
+        requests=round(rate * SECONDS),
+        output_tokens=OUTPUT_TOKENS,
+        seed=seed,
+    )
 
 
 def _placements(trace: CalibrationTrace, work: Work) -> dict[str, NDArray[np.int64]]:
     """Return each expert's rank, [L, E] or [K, L, E]: by id, by all activations, by each worker's band."""
     layers, experts = trace.prefill_counts.shape[1:]
     if experts % RANKS:
-        raise BadInput(f"{experts} experts do not divide by {RANKS} ranks")
+        raise UserInputError(f"{experts} experts do not divide by {RANKS} ranks")
     if work.table is None:
-        raise BadInput(f"too few requests to make {WORKERS} clusters")
+        raise UserInputError(f"too few requests to make {WORKERS} clusters")
     linear = np.broadcast_to(np.arange(experts) // (experts // RANKS), (layers, experts))
     probability = trace.decode_probability[work.fitted_on]
     similarity = np.stack([work.table.similarity(trace.prefill_counts[i]) for i in work.fitted_on])
@@ -124,9 +131,15 @@ FIGURES = {
         "requests/s: median -2.7 to -4.3 %, p99 -0.6 to -2.0 % (Qwen3-235B-A22B)",
         expert_parallel,
         lambda rows, path: lines(
-            [row | {"arm": f"{row['policy']}, {row['placement']}"} for row in rows if row["policy"] not in
-             BALANCERS or row["policy"] == "shortest-queue"],
-            "rate_per_s", ["tpot_p50_ms"], path, by="arm",
+            [
+                row | {"arm": f"{row['policy']}, {row['placement']}"}
+                for row in rows
+                if row["policy"] not in BALANCERS or row["policy"] == "shortest-queue"
+            ],
+            "rate_per_s",
+            ["tpot_p50_ms"],
+            path,
+            by="arm",
         ),
-    ),
-}  # fmt: skip
+    )
+}

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.placement import Topology, hosts_of
+from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from offline.placement.affinity import co_activation, expert_load
 from offline.placement.eplb import eplb_placement
 from offline.placement.evaluate import Rule, evaluate, sample_batches, serve_even
@@ -131,11 +131,17 @@ def concentration(options: Options) -> Rows:
             hot = hot_experts(load, members, num_replicas(skew, topology.ranks))
             share = 100 * by_rank / by_rank.sum()
             result.append(
-                {"layer": layer, "load_skew": skew, "heaviest_group_pct": float(share.max()),
-                 "lightest_group_pct": float(share.min()), "experts_in_heaviest": float(len(members)),
-                 "replicas": float(num_replicas(skew, topology.ranks)), "hot_experts": float(len(hot)),
-                 "hot_load_pct": 100 * float(load[hot].sum() / load[members].sum())}
-            )  # fmt: skip
+                {
+                    "layer": layer,
+                    "load_skew": skew,
+                    "heaviest_group_pct": float(share.max()),
+                    "lightest_group_pct": float(share.min()),
+                    "experts_in_heaviest": float(len(members)),
+                    "replicas": float(num_replicas(skew, topology.ranks)),
+                    "hot_experts": float(len(hot)),
+                    "hot_load_pct": 100 * float(load[hot].sum() / load[members].sum()),
+                }
+            )
         return result
 
     return _averaged(options, rows)
@@ -154,9 +160,15 @@ def ratios(options: Options) -> Rows:
                 layers = zip(fit.affinity, grouped, strict=True)
                 use, deviation = np.mean([utilisation(a, g, topology.ranks) for a, g in layers], axis=0)
                 result.append(
-                    {"ranks": _shown(topology), "ratio": ratio, "affinity_within_pct": 100 * float(use),
-                     "size_deviation_experts": float(deviation), "knee_ratio": chosen} | judged
-                )  # fmt: skip
+                    {
+                        "ranks": _shown(topology),
+                        "ratio": ratio,
+                        "affinity_within_pct": 100 * float(use),
+                        "size_deviation_experts": float(deviation),
+                        "knee_ratio": chosen,
+                    }
+                    | judged
+                )
         return result
 
     return _averaged(options, rows)
@@ -165,19 +177,25 @@ def ratios(options: Options) -> Rows:
 # The paper's change of an arm against another, on its three models or their mean, %.
 PAPER: dict[str, dict[str, str]] = {
     "HG": {
-        "far_forwarded": "-3.3 / -14.6 / -26.0", "near_forwarded": "-10.0 / -25.1 / -35.8",
-        "load_std": "+37.5 / +75.2 / +11.1", "idle": "+13 / +231 / +147",
+        "far_forwarded": "-3.3 / -14.6 / -26.0",
+        "near_forwarded": "-10.0 / -25.1 / -35.8",
+        "load_std": "+37.5 / +75.2 / +11.1",
+        "idle": "+13 / +231 / +147",
     },
     "HG+FR, WRR": {"idle": "-42.2 / -39.1 / -35.7"},
     "HG+DR, WRR": {
-        "far_forwarded": "mean +17.7", "near_forwarded": "mean +2.8",
-        "load_std": "-44.8 / -48.0 / -58.3", "idle": "-43.3 / -32.3 / -37.8",
+        "far_forwarded": "mean +17.7",
+        "near_forwarded": "mean +2.8",
+        "load_std": "-44.8 / -48.0 / -58.3",
+        "idle": "-43.3 / -32.3 / -37.8",
     },
     "HG+DR, TAR": {
-        "far_forwarded": "-6.3 / -11.6 / -35.2", "near_forwarded": "mean -6.7",
-        "load_std": "mean +21.4", "idle": "mean +5.25",
+        "far_forwarded": "-6.3 / -11.6 / -35.2",
+        "near_forwarded": "mean -6.7",
+        "load_std": "mean +21.4",
+        "idle": "mean +5.25",
     },
-}  # fmt: skip
+}
 AGAINST = {"HG": "linear", "HG+FR, WRR": "HG", "HG+DR, WRR": "HG", "HG+DR, TAR": "HG+DR, WRR"}
 
 
@@ -210,7 +228,11 @@ def generalisation(options: Options) -> Rows:
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         topology = TOPOLOGIES[0]
-        parts = {domain: _halves(trace, seed, domain) for domain in DOMAINS}
+        known = set(trace.domains)
+        domains = DOMAINS if set(DOMAINS) <= known else sorted(known)
+        if len(domains) < 2:
+            raise UserInputError(f"the trace of {trace.model} has one domain; a transfer needs two")
+        parts = {domain: _halves(trace, seed, domain) for domain in domains}
         fits = {domain: Fit.on(trace, fit_on, topology) for domain, (fit_on, _) in parts.items()}
         together = np.concatenate([fit_on for fit_on, _ in parts.values()])
         fits["mixture"] = Fit.on(trace, together, topology)
@@ -228,11 +250,15 @@ def generalisation(options: Options) -> Rows:
             linear = _judged(evaluate(batches, fits[domain].linear, topology, serve_even))["copies"]
             for name, mine in judged.items():
                 result.append(
-                    {"evaluated_on": domain, "fitted_on": name, "copies": mine["copies"],
-                     "load_std_pct": mine["load_std_pct"],
-                     "against_own_domain_pct": change_pct(mine["copies"], judged[domain]["copies"]),
-                     "against_linear_pct": change_pct(mine["copies"], linear)}
-                )  # fmt: skip
+                    {
+                        "evaluated_on": domain,
+                        "fitted_on": name,
+                        "copies": mine["copies"],
+                        "load_std_pct": mine["load_std_pct"],
+                        "against_own_domain_pct": change_pct(mine["copies"], judged[domain]["copies"]),
+                        "against_linear_pct": change_pct(mine["copies"], linear),
+                    }
+                )
         others = [row for row in result if row["fitted_on"] not in ("mixture", row["evaluated_on"])]
         mixture = [row for row in result if row["fitted_on"] == "mixture"]
         for name, group in (("worst of other domains", others), ("worst of mixture", mixture)):
@@ -282,7 +308,7 @@ def _halves(trace: CalibrationTrace, seed: int, domain: str | None = None) -> tu
     """Return requests to fit on, and to judge by."""
     chosen = np.flatnonzero([domain in (None, name) for name in trace.domains])
     if len(chosen) < 2:
-        raise BadInput(f"the trace has fewer than two requests{f' of {domain}' if domain else ''}")
+        raise UserInputError(f"the trace has fewer than two requests{f' of {domain}' if domain else ''}")
     order = np.random.default_rng(seed).permutation(chosen)
     first, second = np.split(order, [len(order) // 2])
     return first, second
@@ -306,7 +332,7 @@ def _shown(topology: Topology) -> str:
 
 def _averaged(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -> Rows:
     """Return the rows of each trace, with numbers averaged over the seeds."""
-    paths = options.all_traces("calibration traces with routes, or GPT-OSS-20B records")
+    paths = options.all_traces("calibration traces with routes, or published routes")
     traces = {path: observed(routes_of(path)) for path in paths}
     rows: Rows = []
     for path, runs in each_seed(options, traces, lambda path, seed: make(traces[path], seed)):

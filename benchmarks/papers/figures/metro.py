@@ -8,7 +8,7 @@ come from the other half, each request at a random step. Nothing here ran on GPU
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -18,10 +18,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, steps
 from benchmarks.papers.replica_choice import route_even, route_optimal
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.metro import MetroPlan
-from eldr_serve.experts.placement import hosts_of
+from eldr_serve.experts.parallel.metro import MetroPlan
+from eldr_serve.experts.parallel.placement import hosts_of
 from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.eplb import eplb_placement
 from offline.scenario import observed, routes_of
@@ -58,10 +58,10 @@ class Source:
 
     @classmethod
     def read(cls, path: Path, seed: int) -> Source:
-        """Read a trace and split it by the seed; raise BadInput if the file has no routes."""
+        """Read a trace and split it by the seed; raise UserInputError if the file has no routes."""
         trace = observed(routes_of(path))
         if trace.routes is None:
-            raise BadInput(f"{path} has no routes")
+            raise UserInputError(f"{path} has no routes")
         order = np.random.default_rng(seed).permutation(len(trace.ids))
         return cls(trace.model, trace, order[: len(order) // 2], order[len(order) // 2 :])
 
@@ -81,7 +81,7 @@ class Source:
         """Return the plan of EPLB's placement with that many slots per expert."""
         load = self.trace.decode_counts[self.fit].sum(axis=0, dtype=np.int64)
         placed = eplb_placement(load, self._slots(ratio), groups=1, nodes=1, ranks=RANKS)
-        return MetroPlan.of(hosts_of(placed, self.experts, RANKS))
+        return MetroPlan.from_hosts(hosts_of(placed, self.experts, RANKS))
 
     def batches(self, size: int, number: int, seed: int) -> Ints:
         """Return int[n, L, E]: tokens of each expert in batches of `size` held-out requests."""
@@ -113,8 +113,7 @@ def served(routing: str, plan: MetroPlan, tokens: Ints) -> Ints:
     """
     hosts = plan.shares >= 0
     if routing == "greedy":
-        ids = np.broadcast_to(np.arange(hosts.shape[1]), hosts.shape[:2])
-        plan = replace(plan, shares=np.where(hosts, 0, -1), order=ids)
+        plan = MetroPlan.as_written(hosts)
     route: dict[str, Callable[[ArrayLike], Ints]] = {
         "even": partial(route_even, hosts=hosts),
         "optimum": partial(route_optimal, hosts=hosts),
@@ -138,7 +137,7 @@ def figure_4(options: Options) -> Rows:
     tokens = np.full((1, 1, 8), 2)
     rows: Rows = []
     for routing, paper in (("even", 2), ("metro", 1), ("optimum", 1)):
-        work = LayerWork.gathered(served(routing, MetroPlan.of(hosts), tokens))
+        work = LayerWork.gathered(served(routing, MetroPlan.from_hosts(hosts), tokens))
         row = {"routing": routing, "most_tokens_of_a_rank": int(work.tokens.max())}
         activated = int(work.activated.max())
         rows.append(row | {"most_activated_of_a_rank": activated, "paper_most_activated": paper})
@@ -182,7 +181,7 @@ def figure_8(options: Options) -> Rows:
 
 def _sources(options: Options) -> list[Halves]:
     """Return the sources of each trace."""
-    traces = options.all_traces("one or more calibration traces with routes, or GPT-OSS-20B records")
+    traces = options.all_traces("one or more calibration traces with routes, or published routes")
     return [Halves(Source.read(path, seed) for seed in options.seeds) for path in traces]
 
 
@@ -222,4 +221,4 @@ FIGURES = {
         figure_8,
         bar_plot("replication", "metro_below_even_pct", _PANELS),
     ),
-}  # fmt: skip
+}

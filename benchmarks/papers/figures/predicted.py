@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.active_experts import active_experts
 from benchmarks.papers.figures.common import (
     Options,
     Rows,
@@ -23,6 +22,7 @@ from benchmarks.papers.figures.common import (
     each_seed,
     over_seeds,
     own_figure,
+    requests_at_batch,
 )
 from benchmarks.papers.figures.eldr import BALANCERS, COST
 from benchmarks.papers.figures.predicted_signatures import (
@@ -53,12 +53,11 @@ from eldr_serve.scheduling import StepCost, make_policy
 from loadgen.statistics import paired_change_percent
 from offline.predictor import agreement
 from offline.simulation.cluster import Cluster, Decode
-from offline.simulation.requests import Experts, Requests
+from offline.simulation.requests import Experts
 from offline.simulation.run import simulate
 
 GROUPS = ("all", "language", "task")
 WORKERS = (8, 16)
-BATCH = 16  # mean requests a worker that arrivals aim at
 PER_WORKER = 150  # requests
 MEASURED = 500  # prompts that methods are compared on
 LEARNT = 600  # prompts of a stream before its domains change, and as many after
@@ -83,10 +82,10 @@ def methods(options: Options) -> Rows:
         }
 
     rows: Rows = []
-    for (group, name, size), found in each_seed(options, cases, run):
+    for (group, name, size), outcomes in each_seed(options, cases, run):
         row: dict[str, Any] = {"workload": group, "method": name, "prompts": size}
-        for key in found[0]:
-            row |= over_seeds(key, [one[key] for one in found])
+        for key in outcomes[0]:
+            row |= over_seeds(key, [outcome[key] for outcome in outcomes])
         rows.append(row)
     return rows
 
@@ -154,9 +153,10 @@ def shift(options: Options) -> Rows:
         found = _placed(trace, variants, stream, 8, options, seed, in_order=True, since=changed)
         for name, counts in variants.items():
             for part, (start, end) in {
-                "before": (0, changed), "first_100": (changed, changed + 100),
+                "before": (0, changed),
+                "first_100": (changed, changed + 100),
                 "later": (changed + LEARNT // 2, len(stream)),
-            }.items():  # fmt: skip
+            }.items():
                 there = stream[start:end]
                 frequency, truth, mean = (
                     frequencies_of(trace, c, there)
@@ -201,12 +201,12 @@ def _accuracy(prompts: Prompts, fit: Index, test: Index, predicted: Floats) -> d
     """Compare deviations from the fitted prompts' means with those of decode and of prefill."""
     decode = decode_frequencies(prompts.trace)
     mean = prompts.frequencies[fit].mean(axis=0)
-    found = agreement(predicted, prompts.frequencies[test], mean)
+    fit_quality = agreement(predicted, prompts.frequencies[test], mean)
     shifted = predicted - mean + decode[fit].mean(axis=0)
     return {
         "decode_cosine": agreement(shifted, decode[test], decode[fit].mean(axis=0))["cosine"],
-        "prefill_cosine": found["cosine"],
-        "prefill_gain": found["gain"],
+        "prefill_cosine": fit_quality["cosine"],
+        "prefill_gain": fit_quality["gain"],
     }
 
 
@@ -232,9 +232,15 @@ def _cluster_experts_pct(
 
 def _placed(
     trace: CalibrationTrace,
-    variants: dict[str, Counts], members: Index, workers: int, options: Options, seed: int, *,
-    in_order: bool = False, since: int = 0,
-) -> dict[str, dict[str, float]]:  # fmt: skip
+    variants: dict[str, Counts],
+    members: Index,
+    workers: int,
+    options: Options,
+    seed: int,
+    *,
+    in_order: bool = False,
+    since: int = 0,
+) -> dict[str, dict[str, float]]:
     """Return TPOT under each balancer, and under `marginal-cost` with each of the given signatures.
 
     Args:
@@ -246,42 +252,40 @@ def _placed(
     number = options.requests or PER_WORKER * workers
     kinds = members if in_order else rng.choice(members, number)
     experts = Experts.replayed(trace)
-    output = trace.decode_steps[kinds].astype(np.int64)
-    active = active_experts(experts, kinds, BATCH, rng)
-    stay_s = float(output.mean() * cost.seconds(BATCH, BATCH * float(trace.prompt_tokens.mean()), active))
-    arrival_s = np.cumsum(rng.exponential(stay_s / (workers * BATCH), len(kinds)))
-    requests = Requests(arrival_s, trace.prompt_tokens[kinds].astype(np.int64), output, kinds)
+    requests = requests_at_batch(trace, experts, kinds, workers, cost, rng)
     cluster = Cluster(decode=Decode(workers=workers, cost=cost))
 
     def tpot(policy: str, signatures: Experts) -> dict[str, float]:
-        made = make_policy(policy)
-        made.update_cost_model(cost)
-        times = simulate(requests, made, cluster, experts=signatures, seed=seed).tpot_s[since:]
+        placement_policy = make_policy(policy)
+        placement_policy.update_cost_model(cost)
+        times = simulate(requests, placement_policy, cluster, experts=signatures, seed=seed).tpot_s[since:]
         # An answer of one token has no TPOT.
         return {f"tpot_p{q}_ms": 1e3 * float(np.nanpercentile(times, q)) for q in (50, 99)}
 
-    found = {name: tpot(name, experts) for name in BALANCERS}
-    return found | {name: tpot("marginal-cost", replace(experts, counts=c)) for name, c in variants.items()}
+    outcomes = {name: tpot(name, experts) for name in BALANCERS}
+    return outcomes | {
+        name: tpot("marginal-cost", replace(experts, counts=c)) for name, c in variants.items()
+    }
 
 
 def _gains(options: Options, cases: Sequence[tuple[Any, ...]], run: Any) -> Rows:
     """Return a row per case and signature: changes against each seed's best balancer, and shares of gain."""
     rows: Rows = []
-    for case, found in each_seed(options, cases, run):
-        for name in found[0]:
+    for case, seeds in each_seed(options, cases, run):
+        for name in seeds[0]:
             if name in BALANCERS:
                 continue
             row: dict[str, Any] = {"workload": case[0], "workers": case[1] if len(case) > 1 else 8}
             row["signature"] = name
             for q in (50, 99):
                 mine, true = (
-                    [change_pct(seed[key][f"tpot_p{q}_ms"], _best(seed, q)) for seed in found]
+                    [change_pct(seed[key][f"tpot_p{q}_ms"], _best(seed, q)) for seed in seeds]
                     for key in (name, "true prefill")
                 )
                 row |= over_seeds(f"p{q}_change_pct", mine)
                 row |= _share(f"p{q}_share_of_gain_pct", mine, true)
-            extra = [key for key in found[0][name] if key.endswith("cosine")]
-            rows.append(row | {key: float(np.mean([seed[name][key] for seed in found])) for key in extra})
+            extra = [key for key in seeds[0][name] if key.endswith("cosine")]
+            rows.append(row | {key: float(np.mean([seed[name][key] for seed in seeds])) for key in extra})
     return rows
 
 
@@ -304,7 +308,8 @@ _PLOT = bar_plot("{workers} workers: {signature}", "p50_change_pct")
 FIGURES = {
     "methods": own_figure(
         "Prompts' experts predicted from their tokens: cosines and distinct experts, by method and prompts",
-        methods, bar_plot("{method}, {prompts}", "decode_cosine"),
+        methods,
+        bar_plot("{method}, {prompts}", "decode_cosine"),
     ),
     "placement": own_figure(
         "TPOT of marginal-cost by true and by predicted signatures, by calibration prompts", placement, _PLOT
@@ -312,7 +317,8 @@ FIGURES = {
     "held-out": own_figure("The same for domains that the fit did not see", held_out, _PLOT),
     "shift": own_figure(
         "Domains change in mid-run to ones that the fit never saw, with and without online learning",
-        shift, bar_plot("signature", "later_cosine"),
+        shift,
+        bar_plot("signature", "later_cosine"),
     ),
     "gptoss": own_figure("GPT-OSS-20B: decode experts predicted from the prompts' text", gptoss, _PLOT),
-}  # fmt: skip
+}

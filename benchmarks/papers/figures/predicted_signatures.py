@@ -5,7 +5,6 @@ Shapes: N prompts, L layers, E experts. A capture is a calibration trace with ro
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from transformers import AutoTokenizer
 from benchmarks.papers.figures.common import Options
 from benchmarks.papers.figures.eldr import TASKS
 from benchmarks.papers.signature_methods import Prompts
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from examples.demo_model import WEIGHTS
-from offline.gptoss import read_gptoss, read_records
 from offline.predictor import expert_frequencies, fit_signature_predictor, token_shares
+from offline.route_files import MODELS, read_samples, trace_of
 from offline.scenario import observed, routes_of
 
 SIZES = (50, 100, 300, 1000)  # calibration prompts
@@ -36,15 +35,15 @@ def prompts_of(options: Options) -> Prompts:
     path = options.trace("a calibration trace with routes and token ids (offline.calibrate --routes)")
     trace = observed(routes_of(path))
     if trace.routes is None or trace.token_ids is None:
-        raise BadInput(f"{path} has no routes or no token ids; make it with offline.calibrate --routes")
-    return Prompts.of(trace)
+        raise UserInputError(f"{path} has no routes or no token ids; make it with offline.calibrate --routes")
+    return Prompts.from_trace(trace)
 
 
 def members_of_group(trace: CalibrationTrace, group: str) -> Index:
     task = np.isin(trace.domains, TASKS)
     found = np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[group])
     if len(found) <= 2 * USUAL:
-        raise BadInput(f"the trace has {len(found)} prompts of the workload {group}, too few")
+        raise UserInputError(f"the trace has {len(found)} prompts of the workload {group}, too few")
     return found
 
 
@@ -64,16 +63,14 @@ def members_by_domain(trace: CalibrationTrace, among: Index) -> list[Index]:
 
 
 def gptoss_prompts(path: Path) -> Prompts:
-    """Read the records that have a prompt; their first steps replace prefill, as in `read_gptoss`.
+    """Read the records that have a prompt; their first steps replace prefill.
 
     The demo model's tokenizer replaces GPT-OSS's, which is not available.
     """
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
-    text = {str(r["id"]): r["prompt"] for r, _ in read_records(path) if r.get("prompt")}
-    trace = read_gptoss(path)
-    kept = np.flatnonzero([name in text for name in trace.ids])
-    offsets = np.concatenate([[0], np.cumsum(trace.decode_steps[kept], dtype=np.int64)])
-    trace = replace(trace.subset(kept), routes=trace.decode_routes(kept), route_offsets=offsets)
+    model, samples = read_samples(path, MODELS["gpt-oss-20b"])
+    text = {str(record["id"]): record["prompt"] for record, _ in samples if record.get("prompt")}
+    trace = trace_of(model, [sample for sample in samples if str(sample.record["id"]) in text])
     tokens = [np.array(tokenizer.encode(text[name])) for name in trace.ids]
     return Prompts(trace, token_shares(tokens, len(tokenizer)), expert_frequencies(trace))
 
@@ -93,13 +90,13 @@ def predicted_counts(trace: CalibrationTrace, predictor: SignaturePredictor, mem
 
 def recent_mean_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream: Index) -> Counts:
     """Predict the counts of each prompt of the stream by the mean of the prompts shortly before it."""
-    found = np.zeros(trace.prefill_counts.shape, np.float32)
+    predicted = np.zeros(trace.prefill_counts.shape, np.float32)
     mean = predictor.mean.copy()
     for member in stream:
         tokens = trace.prompt_tokens[member]
-        found[member] = tokens * mean
+        predicted[member] = tokens * mean
         mean += (trace.prefill_counts[member] / tokens - mean) / 64
-    return found
+    return predicted
 
 
 def online_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream: Index) -> Counts:

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.papers.migration import Links, plan_migration
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.placement import Topology, hosts_of
-from offline.placement.alignment import aligned
+from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from offline.placement.alignment import minimise_moves
 from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.director import director_placement, placed_work
 from offline.placement.forecast import decode_correction, expected_workload
@@ -38,9 +38,12 @@ _FLOPS = 2 * 3 * 2048 * 768  # per token and expert
 def _cluster(hbm: float, flops: float, near: float, far: float) -> tuple[LayerCost, Links]:
     """Return costs from memory bytes/s, FLOP/s (half of it reached), and link bytes/s of a GPU."""
     cost = LayerCost(
-        fixed_s=0, per_expert_s=EXPERT_BYTES / hbm, per_token_s=_FLOPS / (flops / 2),
-        near_byte_s=1 / near, far_byte_s=1 / far,
-    )  # fmt: skip
+        fixed_s=0,
+        per_expert_s=EXPERT_BYTES / hbm,
+        per_token_s=_FLOPS / (flops / 2),
+        near_byte_s=1 / near,
+        far_byte_s=1 / far,
+    )
     return cost, Links(expert_bytes=EXPERT_BYTES, near_byte_s=1 / near, far_byte_s=1 / far, commit_s=1e-6)
 
 
@@ -69,12 +72,15 @@ Forecast = Callable[[Batch], NDArray[np.float64]]
 
 
 def read_routes(path: Path) -> CalibrationTrace:
-    """Read a calibration trace with routes, or GPT-OSS-20B records; raise BadInput if there are no routes."""
+    """Read a calibration trace with routes, or published routes; raise UserInputError without routes."""
     trace = observed(routes_of(path))
     if trace.routes is None:
-        raise BadInput(f"{path} has no routes (calibrate with --routes)")
+        raise UserInputError(f"{path} has no routes (calibrate with --routes)")
     if len(set(trace.decode_steps.tolist())) > 1:
-        raise BadInput(f"the requests of {path} have different numbers of decode steps")
+        raise UserInputError(
+            f"the requests of {path} have different numbers of decode steps: give `eldr routes` equal "
+            "--output-tokens and --min-output-tokens"
+        )
     return trace
 
 
@@ -93,7 +99,7 @@ def shifting_batches(
     names, count = np.unique(domains, return_counts=True)
     names = names[count >= 4]
     if not len(names):
-        raise BadInput("no domain has 8 requests")
+        raise UserInputError("no domain has 8 requests")
     batches = []
     for _ in range(number):
         mix = rng.dirichlet(np.full(len(names), _CONCENTRATION))
@@ -145,7 +151,7 @@ class Cluster:
     slots: int
 
     @classmethod
-    def of(cls, name: str, ranks: int, experts: int) -> Cluster:
+    def from_name(cls, name: str, ranks: int, experts: int) -> Cluster:
         """Return one of CLUSTERS with one spare slot per rank."""
         topology = Topology(ranks=ranks, nodes=max(1, ranks // 8))
         return cls(topology, *CLUSTERS[name], -(-experts // ranks) + 1)
@@ -155,9 +161,14 @@ class Cluster:
     ) -> NDArray[np.int64]:
         """Return DIRECTOR's placement, if given as a repair of `start`."""
         placed, _ = director_placement(
-            workload, topology=self.topology, slots=self.slots, cost=self.cost,
-            token_bytes=TOKEN_BYTES, start=start, tolerance=2e-3 if start is None else 0.02,
-        )  # fmt: skip
+            workload,
+            topology=self.topology,
+            slots=self.slots,
+            cost=self.cost,
+            token_bytes=TOKEN_BYTES,
+            start=start,
+            tolerance=2e-3 if start is None else 0.02,
+        )
         return placed
 
     def vanilla(self, layers: int, experts: int) -> NDArray[np.int64]:
@@ -165,7 +176,7 @@ class Cluster:
         rank = np.arange(experts) * self.topology.ranks // experts
         rows = [np.flatnonzero(rank == g) for g in range(self.topology.ranks)]
         if any(not len(row) for row in rows):
-            raise BadInput(f"{experts} experts are fewer than {self.topology.ranks} ranks")
+            raise UserInputError(f"{experts} experts are fewer than {self.topology.ranks} ranks")
         line = np.concatenate([np.pad(row, (0, self.slots - len(row)), mode="edge") for row in rows])
         return np.tile(line, (layers, 1))
 
@@ -212,12 +223,17 @@ def adaptive(
         windows = cluster.windows_s(expected, placement)
         plans = []
         for wanted in (cluster.place(expected), cluster.place(expected, placement)):
-            new = aligned(placement, wanted, cluster.topology.ranks)
+            new = minimise_moves(placement, wanted, cluster.topology.ranks)
             gain = now - cluster.step_s(expected, new)
             plan = plan_migration(
-                placement, new, topology=cluster.topology, links=cluster.links, windows_s=windows,
-                gain_s=gain, steps=STEPS,
-            )  # fmt: skip
+                placement,
+                new,
+                topology=cluster.topology,
+                links=cluster.links,
+                windows_s=windows,
+                gain_s=gain,
+                steps=STEPS,
+            )
             kept = (plan.placement == new).all(axis=1)
             saved = (gain * (STEPS - np.minimum(plan.ready_steps, STEPS)))[kept].sum() - plan.cost_s
             plans.append((saved, plan))

@@ -29,10 +29,14 @@ WORKERS = 16
 SLOTS = 32
 LOADS = (0.85, 1.2)  # relative to slot capacity
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("shortest-queue", {}), ("least-tokens", {}), ("locality-band", {}), ("marginal-cost", {}),
-    ("balance-route", {"slots": SLOTS}), ("balance-route-horizon", {"slots": SLOTS}),
+    ("shortest-queue", {}),
+    ("least-tokens", {}),
+    ("locality-band", {}),
+    ("marginal-cost", {}),
+    ("balance-route", {"slots": SLOTS}),
+    ("balance-route-horizon", {"slots": SLOTS}),
     ("balance-band", {"slots": SLOTS}),
-)  # fmt: skip
+)
 BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbalance_tokens": 1}
 
 
@@ -96,6 +100,7 @@ def _requests(traffic: Traffic, experts: Experts, options: Options, load: float,
 FIGURES = {
     "policies": own_figure(
         "TPOT, throughput and imbalance of every policy, by load, with and without the step barrier",
-        policies, bar_plot("policy", "tpot_p50_ms"),
+        policies,
+        bar_plot("policy", "tpot_p50_ms"),
     )
-}  # fmt: skip
+}

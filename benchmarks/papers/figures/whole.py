@@ -18,9 +18,10 @@ equals the content of the simulated caches, since these evict only by size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from benchmarks.papers.figures.common import (
 )
 from benchmarks.papers.figures.eldr import BALANCERS, COST, PREFILL
 from benchmarks.papers.prefix_policies import LongestPrefix, SessionHash
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.scheduling import Policy, StepCost, make_policy
@@ -73,50 +74,91 @@ DECODE_ALONE, TRUE_COUNTS = f"{OURS}, of decode alone", f"{OURS}, told true coun
 Index = NDArray[np.int64]
 
 
-def policies(options: Options) -> Rows:
-    """Compare policies by workload and workers: times, and changes against each seed's best balancer."""
-    routes_path, trace_path = options.two_traces()
-    trace, records = observed(routes_of(routes_path)), read_trace(trace_path)
-    if not all(record.hash_ids for record in records):
-        raise BadInput(f"{trace_path} has no prefix blocks; give Mooncake's conversation trace")
-    if trace.token_ids is None:
-        raise BadInput(f"{routes_path} has no token ids; make it with offline.calibrate --routes")
-    if len(trace.ids) <= 2 * CALIBRATION:
-        raise BadInput(f"{routes_path} has {len(trace.ids)} prompts; give more than {2 * CALIBRATION}")
-    experts, cost = Experts.replayed(trace), options.cost or OUR_COST
-    if not cost.per_prompt_token_s:
-        raise BadInput("the step cost has no prompt tokens; fit it to whole engines")
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a study: observed requests, their experts, recorded arrivals, and the step cost."""
 
-    def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, Any]]:
-        name, workers = case
+    trace: CalibrationTrace
+    experts: Experts
+    records: list[TraceRequest]
+    cost: StepCost
+
+    @classmethod
+    def read(cls, routes_path: Path, trace_path: Path, cost: StepCost) -> Inputs:
+        """Read routes with token ids and a trace of arrivals with prefix blocks.
+
+        Raises:
+            UserInputError: a file or the cost lacks what the study needs.
+        """
+        trace, records = observed(routes_of(routes_path)), read_trace(trace_path)
+        if not all(record.hash_ids for record in records):
+            raise UserInputError(f"{trace_path} has no prefix blocks; give Mooncake's conversation trace")
+        if trace.token_ids is None:
+            raise UserInputError(f"{routes_path} has no token ids; make it with offline.calibrate --routes")
+        if len(trace.ids) <= 2 * CALIBRATION:
+            raise UserInputError(
+                f"{routes_path} has {len(trace.ids)} prompts; give more than {2 * CALIBRATION}"
+            )
+        if not cost.per_prompt_token_s:
+            raise UserInputError("the step cost has no prompt tokens; fit it to whole engines")
+        return cls(trace, Experts.replayed(trace), records, cost)
+
+
+class Case:
+    """The requests of a workload and a seed, which `outcome` simulates under a policy.
+
+    Args:
+        number: total requests; None: PER_WORKER for each worker.
+
+    Attributes:
+        own: each request's experts, with predicted counts.
+    """
+
+    def __init__(self, inputs: Inputs, name: str, workers: int, number: int | None, seed: int) -> None:
         rng = np.random.default_rng([seed, workers])
-        number = options.requests or PER_WORKER * workers
+        trace, number = inputs.trace, number or PER_WORKER * workers
         fit, members = np.split(np.random.default_rng(seed).permutation(len(trace.ids)), [CALIBRATION])
         predictor, _ = fit_signature_predictor(trace.subset(fit))
         requests = {
             "many domains": lambda: _many_domains(trace, members, number, rng),
-            "sessions": lambda: _sessions(trace, members, records, number, rng),
+            "sessions": lambda: _sessions(trace, members, inputs.records, number, rng),
             "system prompts": lambda: _system_prompts(trace, members, number, rng),
         }[name]()
-        requests = _at_load(requests, experts, cost, workers)
-        own = _own_experts(trace, experts, requests, members, predictor, seed)
-        requests = replace(requests, kind=np.arange(number))
+        requests = _at_load(requests, inputs.experts, inputs.cost, workers)
+        self.own = _own_experts(trace, inputs.experts, requests, members, predictor, seed)
+        self._requests = replace(requests, kind=np.arange(number))
         whole = Whole(cache_blocks=CACHE_BLOCKS, block_tokens=BLOCK)
-        cluster = Cluster(decode=Decode(workers=workers, cost=cost, whole=whole))
+        self._cluster = Cluster(decode=Decode(workers=workers, cost=inputs.cost, whole=whole))
+        self._seed = seed
 
-        def outcome(policy: Policy, step_cost: StepCost, known: Experts = own) -> dict[str, Any]:
-            policy.update_cost_model(step_cost)
-            simulated = simulate(requests, policy, cluster, experts=known, seed=seed)
-            summary = simulated.summary()
-            cached = 100 * float(simulated.hit_tokens.sum() / requests.prompt_tokens.sum())
-            keys = (*METRICS, "output_tokens_per_s", "active_experts", "batch_size")
-            per_s = number / float(np.nanmax(simulated.last_s) - requests.arrival_s[0])
-            return {key: summary[key] for key in keys} | {"cached_pct": cached, "requests_per_s": per_s}
+    def outcome(
+        self, policy: Policy, step_cost: StepCost | None = None, known: Experts | None = None
+    ) -> dict[str, float]:
+        """Return the figures under a new policy, by default with the true step cost and predicted counts."""
+        requests = self._requests
+        policy.update_cost_model(step_cost or self._cluster.decode.cost)
+        simulated = simulate(requests, policy, self._cluster, experts=known or self.own, seed=self._seed)
+        summary = simulated.summary()
+        cached = 100 * float(simulated.hit_tokens.sum() / requests.prompt_tokens.sum())
+        keys = (*METRICS, "output_tokens_per_s", "active_experts", "batch_size")
+        per_s = len(requests) / float(np.nanmax(simulated.last_s) - requests.arrival_s[0])
+        return {key: summary[key] for key in keys} | {"cached_pct": cached, "requests_per_s": per_s}
 
-        figures = {name: outcome(make(), cost) for name, make in BASELINES.items()}
-        figures[DECODE_ALONE] = outcome(make_policy(OURS), replace(cost, per_prompt_token_s=0.0))
-        figures[OURS] = outcome(make_policy(OURS), cost)
-        figures[TRUE_COUNTS] = outcome(make_policy(OURS), cost, replace(own, predicted=None))
+
+def policies(options: Options) -> Rows:
+    """Compare policies by workload and workers: times, and changes against each seed's best balancer."""
+    routes_path, trace_path = options.two_traces()
+    inputs = Inputs.read(routes_path, trace_path, options.cost or OUR_COST)
+    needed = options.requests or PER_WORKER * max(WORKERS)
+    if needed > len(inputs.records):
+        raise UserInputError(f"{trace_path} has {len(inputs.records)} requests, but {needed} are needed")
+
+    def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, Any]]:
+        made = Case(inputs, *case, options.requests, seed)
+        figures = {name: made.outcome(make()) for name, make in BASELINES.items()}
+        figures[DECODE_ALONE] = made.outcome(make_policy(OURS), replace(inputs.cost, per_prompt_token_s=0.0))
+        figures[OURS] = made.outcome(make_policy(OURS))
+        figures[TRUE_COUNTS] = made.outcome(make_policy(OURS), known=replace(made.own, predicted=None))
         return figures
 
     rows: Rows = []
@@ -133,9 +175,13 @@ def policies(options: Options) -> Rows:
 
 
 def _own_experts(
-    trace: CalibrationTrace, experts: Experts, requests: Requests, members: Index,
-    predictor: SignaturePredictor, seed: int,
-) -> Experts:  # fmt: skip
+    trace: CalibrationTrace,
+    experts: Experts,
+    requests: Requests,
+    members: Index,
+    predictor: SignaturePredictor,
+    seed: int,
+) -> Experts:
     """Return each request's experts: counts of its whole prompt, predicted counts, and routes of its kind."""
     domains, rng = np.array(trace.domains), np.random.default_rng(seed)
     before: dict[str, Index] = {}  # session or application -> prompts at the beginning of its prompts
@@ -186,22 +232,26 @@ def _many_domains(trace: CalibrationTrace, members: Index, number: int, rng: np.
 
 
 def _sessions(
-    trace: CalibrationTrace, members: Index, records: list[TraceRequest], number: int,
+    trace: CalibrationTrace,
+    members: Index,
+    records: list[TraceRequest],
+    number: int,
     rng: np.random.Generator,
-) -> Requests:  # fmt: skip
+) -> Requests:
     """Return a stretch of the trace; the first block, which all share, does not identify a session."""
-    if number > len(records):
-        raise BadInput(f"the trace has {len(records)} requests, but {number} are needed")
     start = int(rng.integers(len(records) - number + 1))
     played = records[start : start + number]
     sessions = [str(r.hash_ids[:2]) for r in played]
     kind = dict(zip(dict.fromkeys(sessions), rng.choice(members, number), strict=False))
     prompt, output = (np.array([getattr(r, f"{n}_tokens") for r in played]) for n in ("prompt", "output"))
     return Requests(
-        np.array([r.due_s - played[0].due_s for r in played]), np.maximum(prompt // SHRINK, 1),
-        np.maximum(output // SHRINK_ANSWERS, 2), np.array([kind[session] for session in sessions]),
-        tuple(r.hash_ids for r in played), tuple(sessions),
-    )  # fmt: skip
+        np.array([r.due_s - played[0].due_s for r in played]),
+        np.maximum(prompt // SHRINK, 1),
+        np.maximum(output // SHRINK_ANSWERS, 2),
+        np.array([kind[session] for session in sessions]),
+        tuple(r.hash_ids for r in played),
+        tuple(sessions),
+    )
 
 
 def _system_prompts(
@@ -238,6 +288,7 @@ def _at_load(requests: Requests, experts: Experts, cost: StepCost, workers: int)
 FIGURES = {
     "policies": own_figure(
         "Whole replicas: TPOT and TTFT by load, prefix and experts, for domains, sessions and system prompts",
-        policies, bar_plot("{workers} workers: {policy}", "tpot_p50_change_pct"),
+        policies,
+        bar_plot("{workers} workers: {policy}", "tpot_p50_change_pct"),
     )
-}  # fmt: skip
+}

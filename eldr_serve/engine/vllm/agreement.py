@@ -1,4 +1,7 @@
-"""Arguments that prefill and decode engines must share, so that decode can continue after prefill."""
+"""Check that prefill and decode engines share the arguments that let decode continue after prefill.
+
+It runs where a deployment is built, and in `eldr check`.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.validation import shown
+from eldr_serve.validation import format_value
 
 _CHOSEN_BY_VLLM = (None, "auto", "")
 
 
 @dataclass(frozen=True)
-class Agreed:
+class SharedArgument:
     """An engine argument that must be equal in both roles.
 
     Attributes:
         name: name of the argument.
         reason: why it must be equal.
-        resolved: path of the resolved value in vLLM's configuration. If None, vLLM does not change the
+        resolved: path of the resolved value in vLLM's configuration. If empty, vLLM does not change the
             value, so an argument that is missing in one role differs from one that is given in the other.
     """
 
@@ -32,40 +35,37 @@ _KV = "decode engines read KV blocks as prefill engines wrote them"
 _WEIGHTS = "both must compute with the same weights"
 _PROMPT = "both must turn a prompt into the same tokens"
 _ANSWER = "both engines read each request, and refuse those that their parsers do not support"
-_SAMPLING = "the first token is sampled by prefill engines, the others by decode engines"
 
-AGREED = (
-    Agreed(
+SHARED_ARGUMENTS = (
+    SharedArgument(
         "max_model_len",
         "a request passes through both, and /v1/models shows one length",
         "model_config.max_model_len",
     ),
-    Agreed("dtype", _KV, "model_config.dtype"),
-    Agreed("kv_cache_dtype", _KV, "cache_config.cache_dtype"),
-    Agreed("block_size", _KV, "cache_config.block_size"),
-    Agreed("mamba_cache_dtype", _KV, "cache_config.mamba_cache_dtype"),
-    Agreed("mamba_ssm_cache_dtype", _KV, "cache_config.mamba_ssm_cache_dtype"),
-    Agreed("disable_sliding_window", _KV, "model_config.disable_sliding_window"),
-    Agreed("quantization", _WEIGHTS, "model_config.quantization"),
-    Agreed("revision", _WEIGHTS),
-    Agreed("hf_overrides", _WEIGHTS),
-    Agreed("tokenizer", _PROMPT),
-    Agreed("tokenizer_mode", _PROMPT, "model_config.tokenizer_mode"),
-    Agreed("tokenizer_revision", _PROMPT),
-    Agreed("chat_template", _PROMPT),
-    Agreed("chat_template_content_format", _PROMPT),
-    Agreed("default_chat_template_kwargs", _PROMPT),
-    Agreed("trust_request_chat_template", _PROMPT),
-    Agreed("mm_processor_kwargs", _PROMPT),
-    Agreed("limit_mm_per_prompt", _PROMPT),
-    Agreed("enable_auto_tool_choice", _ANSWER),
-    Agreed("tool_call_parser", _ANSWER),
-    Agreed("tool_parser_plugin", _ANSWER),
-    Agreed("reasoning_parser", _ANSWER),
-    Agreed("reasoning_parser_plugin", _ANSWER),
-    Agreed("max_logprobs", _ANSWER, "model_config.max_logprobs"),
-    Agreed("generation_config", _SAMPLING, "model_config.generation_config"),
-    Agreed("override_generation_config", _SAMPLING),
+    SharedArgument("dtype", _KV, "model_config.dtype"),
+    SharedArgument("kv_cache_dtype", _KV, "cache_config.cache_dtype"),
+    SharedArgument("block_size", _KV, "cache_config.block_size"),
+    SharedArgument("mamba_cache_dtype", _KV, "cache_config.mamba_cache_dtype"),
+    SharedArgument("mamba_ssm_cache_dtype", _KV, "cache_config.mamba_ssm_cache_dtype"),
+    SharedArgument("disable_sliding_window", _KV, "model_config.disable_sliding_window"),
+    SharedArgument("quantization", _WEIGHTS, "model_config.quantization"),
+    SharedArgument("revision", _WEIGHTS),
+    SharedArgument("hf_overrides", _WEIGHTS),
+    SharedArgument("tokenizer", _PROMPT),
+    SharedArgument("tokenizer_mode", _PROMPT, "model_config.tokenizer_mode"),
+    SharedArgument("tokenizer_revision", _PROMPT),
+    SharedArgument("chat_template", _PROMPT),
+    SharedArgument("chat_template_content_format", _PROMPT),
+    SharedArgument("default_chat_template_kwargs", _PROMPT),
+    SharedArgument("trust_request_chat_template", _PROMPT),
+    SharedArgument("mm_processor_kwargs", _PROMPT),
+    SharedArgument("limit_mm_per_prompt", _PROMPT),
+    SharedArgument("enable_auto_tool_choice", _ANSWER),
+    SharedArgument("tool_call_parser", _ANSWER),
+    SharedArgument("tool_parser_plugin", _ANSWER),
+    SharedArgument("reasoning_parser", _ANSWER),
+    SharedArgument("reasoning_parser_plugin", _ANSWER),
+    SharedArgument("max_logprobs", _ANSWER, "model_config.max_logprobs"),
 )
 _DEFAULTS: Mapping[str, Any] = {"enable_auto_tool_choice": False, "trust_request_chat_template": False}
 
@@ -75,41 +75,43 @@ def compare_specs(prefill: Any, decode: Any) -> None:
 
     Values that vLLM chooses itself are unknown here; `differences` compares them.
     """
-    for name, reason, one, other in (
+    for name, reason, of_prefill, of_decode in (
         ("model_id", "a request names one model", prefill.model_id, decode.model_id),
         ("model_source", _WEIGHTS, prefill.model_source, decode.model_source),
         ("tokenizer_source", _PROMPT, prefill.tokenizer, decode.tokenizer),
     ):
-        if one != other:
-            raise ConfigurationError(_sentence(f"model_loading_config.{name}", one, other, reason))
+        if of_prefill != of_decode:
+            raise ConfigurationError(_sentence(f"model_loading_config.{name}", of_prefill, of_decode, reason))
     one_side, other_side = prefill.config.engine_kwargs, decode.config.engine_kwargs
-    for field in AGREED:
+    for field in SHARED_ARGUMENTS:
         default = _DEFAULTS.get(field.name)
-        one, other = one_side.get(field.name, default), other_side.get(field.name, default)
-        if field.resolved and (one in _CHOSEN_BY_VLLM or other in _CHOSEN_BY_VLLM):
+        of_prefill, of_decode = one_side.get(field.name, default), other_side.get(field.name, default)
+        if field.resolved and (of_prefill in _CHOSEN_BY_VLLM or of_decode in _CHOSEN_BY_VLLM):
             continue
-        if one != other:
-            raise ConfigurationError(_sentence(f"engine_kwargs.{field.name}", one, other, field.reason))
+        if of_prefill != of_decode:
+            raise ConfigurationError(
+                _sentence(f"engine_kwargs.{field.name}", of_prefill, of_decode, field.reason)
+            )
 
 
 def resolved(config: Any) -> dict[str, Any]:
-    """Return the value of each resolved field in vLLM's configuration; see VllmDescribed.agreed."""
-    found = {}
-    for field in AGREED:
+    """Return the value of each resolved field in vLLM's configuration; see VllmDescribed.shared_arguments."""
+    values = {}
+    for field in SHARED_ARGUMENTS:
         part, _, name = field.resolved.partition(".")
         if part and hasattr(getattr(config, part), name):
             value = getattr(getattr(config, part), name)
             plain = isinstance(value, int | float | str | None)
-            found[field.name] = value if plain else str(value).removeprefix("torch.")
-    return found
+            values[field.name] = value if plain else str(value).removeprefix("torch.")
+    return values
 
 
 def differences(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Iterator[str]:
     """Yield one sentence for each field that resolves to different values; see VllmBackend.differences."""
-    for field in AGREED:
+    for field in SHARED_ARGUMENTS:
         if field.name in prefill and field.name in decode and prefill[field.name] != decode[field.name]:
-            one, other = prefill[field.name], decode[field.name]
-            yield _sentence(f"engine_kwargs.{field.name}", one, other, field.reason)
+            of_prefill, of_decode = prefill[field.name], decode[field.name]
+            yield _sentence(f"engine_kwargs.{field.name}", of_prefill, of_decode, field.reason)
 
 
 def _sentence(name: str, prefill: Any, decode: Any, reason: str) -> str:
@@ -120,4 +122,4 @@ def _sentence(name: str, prefill: Any, decode: Any, reason: str) -> str:
 
 
 def _text(value: Any) -> str:
-    return "not given" if value is None else shown(value)
+    return "not given" if value is None else format_value(value)

@@ -1,6 +1,6 @@
 """Configure, check, start and calibrate vLLM engines, which run in Ray Serve LLM's deployments.
 
-This module is cheap to import: its methods, or `load`, import the engine software when they need it.
+Every process may import this module: its methods, or `load`, import the engine software when they need it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eldr_serve.engine.protocol import Device, Engine, EngineRole, Tracer
+from eldr_serve.engine.protocol import CalibrationEngine, Device, Engine, EngineRole
 from eldr_serve.engine.vllm.config import ENVIRONMENT, engine_kwargs
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class VllmBackend:
-    """The kind of engine that `eldr_serve.engine.chosen` selects.
+    """The kind of engine that `eldr_serve.engine.active_backend` selects.
 
     Attributes:
-        describing: environment variables of a process that calls `describe`.
+        describe_environment: environment variables of a process that calls `describe`.
     """
 
-    describing: Mapping[str, str] = {
+    describe_environment: Mapping[str, str] = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # any value: nothing is allocated
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -37,7 +37,7 @@ class VllmBackend:
         import eldr_serve.engine.vllm.imports  # noqa: F401
 
     def check(self) -> None:
-        """Raise RuntimeError, one sentence, if an installed package is not a supported version."""
+        """Raise RuntimeError if an installed package is not a supported version."""
         from eldr_serve.engine.vllm.compat.serve_llm import check_ray
 
         check_ray()
@@ -50,7 +50,7 @@ class VllmBackend:
 
     def requests(self) -> Mapping[str, Any]:
         """Return the types of clients' requests by method (see EngineRequest)."""
-        from eldr_serve.engine.vllm.requests import REQUESTS
+        from eldr_serve.engine.vllm.request_parsing import REQUESTS
 
         return REQUESTS
 
@@ -62,7 +62,7 @@ class VllmBackend:
             config: the configuration; it is not modified.
 
         Raises:
-            ConfigurationError: a name or value is wrong; one sentence.
+            ConfigurationError: a name or value is wrong.
         """
         from eldr_serve.engine.vllm.check_config import check_config
 
@@ -95,7 +95,7 @@ class VllmBackend:
         """Return one sentence for each field that must be equal but differs.
 
         Args:
-            prefill, decode: see VllmDescribed.agreed.
+            prefill, decode: resolved arguments of both roles (VllmDescribed.shared_arguments).
         """
         from eldr_serve.engine.vllm.agreement import differences
 
@@ -116,7 +116,7 @@ class VllmBackend:
     def describe(
         self, model: Path, arguments: dict[str, Any], memory_gib: float, capability: tuple[int, int] | None
     ) -> VllmDescribed:
-        """Return an engine as it would be on a machine; see VllmDescribed."""
+        """Return an engine as it would be on a machine, without starting it."""
         from eldr_serve.engine.vllm.compat.checked import configuration_errors
 
         with configuration_errors():
@@ -124,25 +124,27 @@ class VllmBackend:
 
             return VllmDescribed(model, arguments, memory_gib, capability)
 
-    def tracing(
+    def calibration_settings(
         self, model: str, device: Device, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the settings for `tracer`, and the environment variables of its process.
+        """Return the settings for `start_calibration`, and the environment variables of its process.
 
         Args:
             model: location of the model.
             device: the hardware that the engine runs on.
             arguments: arguments of a deployment's engine.
         """
-        return {"model": model, **engine_kwargs("calibrate", device=device, **arguments)}, dict(ENVIRONMENT)
+        # vLLM's LLM, which calibrates, has no data-parallel ranks.
+        given = {name: value for name, value in arguments.items() if name != "data_parallel_size"}
+        return {"model": model, **engine_kwargs("calibrate", device=device, **given)}, dict(ENVIRONMENT)
 
-    def tracer(self, settings: dict[str, Any], port: int) -> Tracer:
+    def start_calibration(self, settings: dict[str, Any], port: int) -> CalibrationEngine:
         """Start an engine for calibration.
 
         Args:
-            settings: see `tracing`.
+            settings: see `calibration_settings`.
             port: first port at which its ranks may listen.
         """
-        from eldr_serve.engine.vllm.tracer import VllmTracer
+        from eldr_serve.engine.vllm.calibration_engine import VllmCalibrationEngine
 
-        return VllmTracer(settings, port)
+        return VllmCalibrationEngine(settings, port)

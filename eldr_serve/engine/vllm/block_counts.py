@@ -1,17 +1,11 @@
-"""Expert counts per KV block (ELDR, section 4.4): one row per block, indexed by the block's id.
+"""Count experts per KV block (ELDR, section 4.4) in vLLM's workers: one row per block, indexed by its id.
 
 Array sizes: B KV blocks, L MoE layers, E experts per layer, k experts per token, T tokens of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -43,7 +37,7 @@ class BlockExpertCounts:
         num_experts: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self.rows = torch.zeros(
             (num_blocks, num_layers, num_experts), dtype=cell_dtype(block_size), device=device
         )
@@ -54,61 +48,24 @@ class BlockExpertCounts:
         """Return the size of the cache, bytes."""
         return self.rows.nbytes
 
-    def record(self, slots: Tensor, experts: Tensor, begun: Tensor) -> None:
+    def record(self, slots: Tensor, experts: Tensor, new_blocks: Tensor) -> None:
         """Count one step's tokens.
 
         Args:
             slots: int64[T], the KV slot to which each token's KV was written.
             experts: int[L,T,k], the chosen experts.
-            begun: int64[n], the blocks whose first slot is among `slots`.
+            new_blocks: int64[n], the blocks whose first slot is among `slots`.
         """
-        self.rows[begun] = 0
-        blocks = torch.div(slots, self._block_size, rounding_mode="floor")
+        self.rows[new_blocks] = 0
+        blocks = torch.div(slots, self.block_size, rounding_mode="floor")
         _, num_layers, num_experts = self.rows.shape
         first = torch.add(self._layer_cells, blocks, alpha=num_layers * num_experts)  # [L,T], expert 0's cell
         cells = experts.to(torch.int64, copy=True).add_(first[..., None]).flatten()
         self.rows.view(-1).scatter_add_(0, cells, torch.ones_like(cells, dtype=self.rows.dtype))
 
-    def record_on_host(
-        self, slots: Tensor, experts: Sequence[Tensor], top_k: int, begun: Sequence[int]
-    ) -> None:
-        """Do the same as `record` with host memory: one loop replaces a dozen torch operations.
-
-        Args:
-            slots: int64[T].
-            experts: for each layer, int[T,k] or larger.
-            top_k: k.
-            begun: the blocks whose first slot is among `slots`.
-        """
-        rows, where = self.rows.numpy(), slots.numpy()
-        for block in begun:
-            rows[block] = 0
-        count = _counting_loop()
-        for layer, chosen in enumerate(experts):
-            count(rows, where, chosen.numpy(), layer, top_k, self._block_size)
-
-    def total_on_host(self, blocks: Sequence[int]) -> NDArray[np.int32]:
-        """Do the same as `total` with host memory."""
-        found: NDArray[np.int32] = self.rows.numpy()[blocks].sum(0, dtype=np.int32)
-        return found
-
     def total(self, blocks: Tensor) -> Tensor:
         """Return int32[L,E], the counts of all tokens in `blocks` (int64[n])."""
         return self.rows.index_select(0, blocks).sum(dim=0, dtype=torch.int32)
-
-
-@cache
-def _counting_loop() -> Any:
-    """Return the loop, compiled on first use by numba, a dependency of vLLM."""
-    from numba import njit
-
-    def count(rows: Any, slots: Any, experts: Any, layer: int, top_k: int, size: int) -> None:
-        for token in range(len(slots)):
-            block = slots[token] // size
-            for choice in range(top_k):
-                rows[block, layer, experts[token, choice]] += 1
-
-    return njit(boundscheck=True)(count)
 
 
 def active_experts(experts: Tensor, num_experts: int) -> Tensor:

@@ -1,4 +1,7 @@
-"""Engine arguments that load our extension into a vLLM engine."""
+"""Return the engine arguments that load our extension into a vLLM engine.
+
+They are used where a deployment is built, and by calibration, tests and benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ _NO_DRAFT_KV = (*_SYNCHRONOUS, "ngram_gpu")
 # Tracing arguments. vLLM derives spans from its statistics; without these the first request fails.
 _SPANS = ("otlp_traces_endpoint", "collect_detailed_traces")
 
+_LEASE = "kv_lease_duration"  # NIXL's argument for `kv_lease_s`, s
+
 logger = logging.getLogger(__name__)
 
 
@@ -35,14 +40,16 @@ def engine_kwargs(
         device: "cpu" or "gpu", the location of the KV cache.
         kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
         overrides: further engine arguments, which replace ours. Exceptions: the keys of
-            `kv_transfer_config` are merged into ours. `speculative_config` applies to engines that decode; a
-            prefill engine keeps it if the drafter has a KV cache, since NIXL needs equal caches on both
-            sides. A calibrating engine emits no spans, since its prompts are no requests.
-            `disable_log_stats` causes a warning, except on a calibrating engine.
+            `kv_transfer_config` and its `kv_connector_extra_config` are merged into ours.
+            `speculative_config` applies to engines that decode; a prefill engine keeps it if the drafter has
+            a KV cache, since NIXL needs equal caches on both sides. A calibrating engine emits no spans,
+            since its prompts are no requests. `disable_log_stats` causes a warning, except on a calibrating
+            engine.
 
     Raises:
         ValueError: an unknown role.
-        ConfigurationError: the overrides enable spans and disable the statistics that spans need.
+        ConfigurationError: the overrides enable spans and disable the statistics that spans need, or set
+            the lease of KV blocks, which `kv_lease_s` sets.
     """
     if role not in _KV_ROLE:
         raise ValueError(f"unknown engine role {role!r}; there are {', '.join(_KV_ROLE)}")
@@ -62,13 +69,6 @@ def engine_kwargs(
     elif overrides.get("disable_log_stats"):
         logger.warning("the %s engine has disable_log_stats: its steps and KV usage are unknown", role)
     asynchronous = overrides.get("async_scheduling", role != "calibrate" and method not in _SYNCHRONOUS)
-    transfer = {
-        "kv_connector": "EldrConnector",
-        "kv_connector_module_path": "eldr_serve.engine.vllm.connector",
-        "kv_role": _KV_ROLE[role],
-        "kv_buffer_device": "cpu" if device == "cpu" else "cuda",
-        "kv_connector_extra_config": {"kv_lease_duration": int(kv_lease_s)},
-    }
     defaults: dict[str, Any] = {
         "scheduler_cls": f"eldr_serve.engine.vllm.scheduler.Eldr{'Async' if asynchronous else ''}Scheduler",
         "worker_extension_cls": "eldr_serve.engine.vllm.worker.EldrWorkerExtension",
@@ -79,5 +79,23 @@ def engine_kwargs(
         defaults |= {"enforce_eager": True, "block_size": 32}
     else:
         defaults["worker_cls"] = "eldr_serve.engine.vllm.gpu_worker.EldrWorker"
-    transfer |= overrides.pop("kv_transfer_config", {})
+    transfer = _transfer(role, device, kv_lease_s, overrides.pop("kv_transfer_config", None) or {})
     return defaults | overrides | {"kv_transfer_config": transfer}
+
+
+def _transfer(role: Role, device: str, kv_lease_s: float, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return vLLM's `kv_transfer_config`; raise ConfigurationError if the overrides set the lease."""
+    transfer: dict[str, Any] = {
+        "kv_connector": "EldrConnector",
+        "kv_connector_module_path": "eldr_serve.engine.vllm.connector",
+        "kv_role": _KV_ROLE[role],
+        "kv_buffer_device": "cpu" if device == "cpu" else "cuda",
+        **overrides,
+    }
+    extra = transfer.get("kv_connector_extra_config") or {}
+    if _LEASE in extra:
+        raise ConfigurationError(
+            f"engine_kwargs.kv_transfer_config.kv_connector_extra_config.{_LEASE} is {extra[_LEASE]!r}: set "
+            "path.kv_lease_s instead, since time limits of the service depend on it"
+        )
+    return transfer | {"kv_connector_extra_config": {**extra, _LEASE: int(kv_lease_s)}}

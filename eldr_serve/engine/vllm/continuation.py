@@ -1,9 +1,9 @@
 """Generate answers that another engine can continue, and continue answers that another engine has begun.
 
-The ingress receives the ids of generated tokens with the bytes made from them. If the engine is lost, another
-one receives the ids and computes prompt and ids as one prompt. Its vLLM output processor first processes the
-ids, whose output was already sent and is dropped, and then the new tokens. So buffered text, stop strings,
-log-probabilities, usage and finish reasons are equal to those of a single engine.
+It runs in the replica. The ingress receives the ids of generated tokens with the bytes made from them. If
+the engine is lost, another one receives the ids and computes prompt and ids as one prompt. Its vLLM output
+processor first processes the ids, whose output was already sent and is dropped, and then the new tokens. So
+buffered text, stop strings, log-probabilities, usage and finish reasons equal those of a single engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 
-from eldr_serve.engine.keys import CREATED
+from eldr_serve.engine.calls import CREATED
 from eldr_serve.engine.protocol import Send
 from eldr_serve.engine.vllm.compat.serve_llm import (
     EngineCoreOutput,
@@ -29,7 +29,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
 
 _CREATED = re.compile(rb'"created":\d+')  # in generated text the quotes are escaped
 _FINISHES = {str(reason): reason for reason in FinishReason}
-_TOKENS_A_FRAME = 8  # of an answer that is not streamed, whose bytes all come at the end
+_TOKENS_PER_FRAME = 8  # of an answer that is not streamed, whose bytes all come at the end
 _REPLAY_BATCH = 32  # tokens to replay before yielding to the event loop
 
 
@@ -67,9 +67,10 @@ class Continuation:
     Args:
         client: vLLM's client of the engine.
         send: callback that receives the frames.
-        request: ChatCompletionRequest or CompletionRequest with one prompt and one answer.
+        request: vLLM's request, with one prompt and one answer.
         generated: ids that another engine generated and the ingress received.
         created: timestamp in the chunks that were already sent, s since 1970; None if none were.
+        random_ids: parts of the answer have random ids, so no other engine can continue it.
 
     Attributes:
         failure: the engine's error, even if the serving object has handled it; None if there is none.
@@ -79,12 +80,20 @@ class Continuation:
     """
 
     def __init__(
-        self, client: Any, send: Send, request: Any, generated: list[int], created: int | None
+        self,
+        client: Any,
+        send: Send,
+        request: Any,
+        generated: list[int],
+        created: int | None,
+        *,
+        random_ids: bool = False,
     ) -> None:
         self._client = client
         self._send = send
         self._stream = bool(request.stream)
-        self._tools = bool(getattr(request, "tools", None))  # vLLM gives tool calls random ids
+        # vLLM gives tool calls random ids too.
+        self._random_ids = random_ids or bool(getattr(request, "tools", None))
         self._generated = generated
         self._created = None if created is None else b'"created":%d' % created
         self._replays = bool(generated)
@@ -125,11 +134,11 @@ class Continuation:
     ) -> AsyncGenerator[Any, None]:
         """Generate as the client does; an answer that is not streamed is yielded once, at its end."""
         one_prompt = isinstance(prompt, dict) and "prompt_token_ids" in prompt
-        self._with_ids = one_prompt and not self._tools and is_resumable(params, stream=self._stream)
+        self._with_ids = one_prompt and not self._random_ids and is_resumable(params, stream=self._stream)
         if not self._stream:
             params = params.clone()
             params.output_kind = RequestOutputKind.DELTA
-            params.stream_interval = max(params.stream_interval or 1, _TOKENS_A_FRAME)
+            params.stream_interval = max(params.stream_interval or 1, _TOKENS_PER_FRAME)
         # If the prompt's blocks come from a prefill engine, the prompt was written to that engine's cache.
         transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
         created = transfer.get(CREATED)
@@ -171,10 +180,10 @@ class Continuation:
         self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         client, generated = self._client, self._generated
-        each = params.clone()
-        each.stream_interval = None  # bytes were made from each of the ids
+        replayed = params.clone()
+        replayed.stream_interval = None  # bytes were made from each of the ids
         request = client.input_processor.process_inputs(
-            request_id, prompt, each, await client.get_supported_tasks()
+            request_id, prompt, replayed, await client.get_supported_tasks()
         )
         request.external_req_id = request_id
         processor = OutputProcessor(client.renderer.tokenizer, log_stats=False)
@@ -192,13 +201,13 @@ class Continuation:
         rest.min_tokens = max(params.min_tokens - len(generated), 0)
         rest.stop, rest.detokenize, rest.output_text_buffer_length = [], False, 0
         rest.output_kind = RequestOutputKind.DELTA
-        made = client.generate(prompt_with_generated(prompt, generated), rest, request_id, **kwargs)
-        async with aclosing(made) as outputs:
-            async for found in outputs:
+        stream = client.generate(prompt_with_generated(prompt, generated), rest, request_id, **kwargs)
+        async with aclosing(stream) as outputs:
+            async for result in outputs:
                 self._replays = False
-                done = processor.process_outputs([_core_output(found.outputs[0], request_id, params)])
+                done = processor.process_outputs([_core_output(result.outputs[0], request_id, params)])
                 for output in done.request_outputs:
-                    output.num_cached_tokens = found.num_cached_tokens
+                    output.num_cached_tokens = result.num_cached_tokens
                     yield output
                 if done.reqs_to_abort:  # a stop string, which the engine does not look for
                     return
@@ -214,7 +223,7 @@ def _core_output(output: Any, request_id: str, params: SamplingParams) -> Engine
     if output.finish_reason is not None:
         core.finish_reason = _FINISHES[output.finish_reason]
     if output.logprobs:
-        rows = [_logprob_row(found, params.logprobs or 0) for found in output.logprobs]
+        rows = [_logprob_row(logprobs, params.logprobs or 0) for logprobs in output.logprobs]
         core.new_logprobs = LogprobsLists(
             np.array([[token for token, _ in row] for row in rows]),
             np.array([[logprob.logprob for _, logprob in row] for row in rows]),
@@ -223,9 +232,9 @@ def _core_output(output: Any, request_id: str, params: SamplingParams) -> Engine
     return core
 
 
-def _logprob_row(found: dict[int, Any], top: int) -> list[tuple[int, Any]]:
+def _logprob_row(logprobs: dict[int, Any], top: int) -> list[tuple[int, Any]]:
     """Return the sampled token, then the `top` most likely ones, which may include it again."""
-    sampled, *others = found.items()
+    sampled, *others = logprobs.items()
     if len(others) < top:
         others.insert(sampled[1].rank - 1, sampled)
     return [sampled, *others]

@@ -1,4 +1,4 @@
-"""Describe a vLLM engine without starting it, for `eldr check`."""
+"""Describe a vLLM engine without starting it, in a process of `eldr check`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eldr_serve.engine.protocol import Step
+from eldr_serve.engine.protocol import StepSizes
 from eldr_serve.engine.vllm.agreement import resolved
 from eldr_serve.engine.vllm.compat.checked import configuration_errors
 from eldr_serve.engine.vllm.compat.described import DescribedEngine
@@ -20,14 +20,14 @@ class VllmDescribed(DescribedEngine):
 
     Args:
         model: folder with the model's config.json.
-        arguments: see VllmSpec.arguments.
+        arguments: the engine's arguments, as VllmSpec.arguments returns them.
         memory_gib: memory of the GPU, GiB.
         capability: CUDA compute capability of the GPU; None: the engine runs on a CPU.
 
     Attributes:
         max_model_len: maximum number of tokens of a prompt and its answer.
         memory_utilization: share of a GPU's memory that the engine may take.
-        agreed: resolved arguments that prefill and decode must share; JSON types.
+        shared_arguments: resolved arguments that prefill and decode must share; JSON types.
 
     Raises:
         ValueError, NotImplementedError, AssertionError: the engine would not start.
@@ -39,17 +39,17 @@ class VllmDescribed(DescribedEngine):
         if capability is not None:
             arguments = {"block_size": _GPU_BLOCK} | _batch(memory_gib, capability) | arguments
         super().__init__(arguments | {"model": str(model)}, capability)
-        self.agreed: Mapping[str, Any] = resolved(self.config)
+        self.shared_arguments: Mapping[str, Any] = resolved(self.config)
         self.max_model_len: int = self.config.model_config.max_model_len
         self.memory_utilization: float = self.config.cache_config.gpu_memory_utilization
 
-    def step(self) -> Step:
+    def largest_step(self) -> StepSizes:
         """Return the sizes of the largest step."""
         config = self.config
         model, scheduler, parallel = config.model_config, config.scheduler_config, config.parallel_config
         text = model.hf_text_config
         ranks = 1 if parallel.enable_expert_parallel else parallel.tensor_parallel_size
-        return Step(
+        return StepSizes(
             tokens=scheduler.max_num_batched_tokens,
             sequences=scheduler.max_num_seqs,
             hidden=model.get_hidden_size(),

@@ -1,11 +1,11 @@
-"""A vLLM engine in a replica, used through Ray Serve LLM's server and vLLM's own OpenAI endpoints."""
+"""Serve requests with vLLM in a replica, through Ray Serve LLM's server and vLLM's OpenAI endpoints."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,13 @@ import vllm
 from numpy.typing import ArrayLike
 from pydantic import ValidationError
 
-from eldr_serve.channel import CallFailed
-from eldr_serve.engine.keys import CALIBRATE, CREATED, EXPERT_COUNTS, REQUEST
+from eldr_serve.channel import CallFailedError
+from eldr_serve.engine.calls import CALIBRATE, CREATED, EXPERT_COUNTS, REQUEST
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
 from eldr_serve.engine.samples import SampleBuffer
-from eldr_serve.engine.vllm.compat import late_metrics
-from eldr_serve.engine.vllm.compat.checked import clear_start
+from eldr_serve.engine.vllm.answer_forms import to_events, to_json, to_whole_answer
+from eldr_serve.engine.vllm.compat import buffered_metrics
+from eldr_serve.engine.vllm.compat.checked import start_errors
 from eldr_serve.engine.vllm.compat.kv_cache import prefix_cache
 from eldr_serve.engine.vllm.compat.serve_llm import (
     ENDPOINT_REQUESTS,
@@ -33,18 +34,19 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     openai_serving,
     parameter_of,
     register_connector,
+    rerank,
     with_client,
     wrap_stream,
 )
 from eldr_serve.engine.vllm.continuation import Continuation
 from eldr_serve.engine.vllm.ep.plugin import switched_on
-from eldr_serve.engine.vllm.ep.swap import HeldExperts
+from eldr_serve.engine.vllm.ep.swap import EngineExperts
 from eldr_serve.engine.vllm.first_token import first_token
-from eldr_serve.engine.vllm.measured import MEASURED
-from eldr_serve.engine.vllm.plain_stream import PlainStream, is_plain
-from eldr_serve.engine.vllm.requests import parse_request, set_prompt
-from eldr_serve.errors import ConfigurationError, Refused, sentence
-from eldr_serve.experts.placement import ExpertPlacement
+from eldr_serve.engine.vllm.measurements import MEASUREMENTS
+from eldr_serve.engine.vllm.plain_stream import PLAIN_STREAMS, PlainStream, is_plain
+from eldr_serve.engine.vllm.request_parsing import parse_generation, parse_request, set_prompt
+from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_message
+from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import unpack_counts
 from eldr_serve.scheduling.cost import StepSums
@@ -61,7 +63,7 @@ _HAND_OVER = {
 
 
 class VllmEngine:
-    """See protocol.Engine.
+    """Implement protocol.Engine with vLLM behind Ray Serve LLM's server.
 
     Args:
         server: Ray Serve LLM's server; it has been started.
@@ -71,7 +73,7 @@ class VllmEngine:
     def __init__(self, server: Any, model_id: str) -> None:
         self.server = server
         self._model_id = model_id
-        self._held: HeldExperts | None = None
+        self._experts: EngineExperts | None = None
         self._samples = SampleBuffer()
 
     @classmethod
@@ -84,20 +86,22 @@ class VllmEngine:
         """
         register_connector()
         server = QuietLLMServer.sync_init(config)
-        with clear_start():
+        with start_errors():
             await server.start()
-        late_metrics.replace_ray_logger(engine_client(server.engine), late_metrics.LateStatLogger)
+        buffered_metrics.replace_ray_logger(engine_client(server.engine), buffered_metrics.BufferedStatLogger)
         check_serving(server.engine)  # fail now rather than at the first request
         engine = cls(server, config.model_id)
         parallel = engine_client(server.engine).vllm_config.parallel_config
-        if parallel.enable_expert_parallel and switched_on():
-            engine._held = HeldExperts(server.collective_rpc)
-            await engine._held.refresh()
+        # The experts of data-parallel ranks cannot be moved while they serve.
+        if parallel.enable_expert_parallel and switched_on() and parallel.data_parallel_size == 1:
+            engine._experts = EngineExperts(server.collective_rpc)
+            await engine._experts.refresh()
         return engine
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
-        """See protocol.Engine."""
-        parsed = parse_request(replace(request, kv=_HAND_OVER | {REQUEST: request.id}))
+        """Compute a prompt and hold its blocks."""
+        named = replace(request, kv=_HAND_OVER | {REQUEST: request.id})
+        parsed = await parse_generation(named, self.server.engine)
         raw_request, generated = _raw_request(parsed, request), _ids(request.generated)
         output = await first_token(self.server.engine, request.method, parsed, raw_request, generated)
         ids = output.prompt_token_ids[: len(output.prompt_token_ids) - len(generated)]
@@ -107,90 +111,100 @@ class VllmEngine:
         return Prefilled(np.asarray(ids, np.uint32), kv)
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
-        """See protocol.Engine; the time is unknown with `disable_log_stats`, or if the answer is resumed."""
+        """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""
         called_s = time.monotonic()
-        if MEASURED.awaits_counts(request.id):
+        if MEASUREMENTS.awaits_counts(request.id):
             request = replace(request, kv={REQUEST: request.id})
-        parsed = parse_request(request)
-        if request.token_ids:
+        parsed = await parse_generation(request, self.server.engine)
+        if request.token_ids and request.method != "responses":  # vLLM renders those from their input alone
             set_prompt(parsed, _ids(request.token_ids))
-        serving, create = openai_serving(self.server.engine, request.method)
-        single: Continuation | None = None
-        if _has_one_answer(parsed):
-            if request.sampled:
-                parsed.kv_transfer_params = {**(parsed.kv_transfer_params or {}), CALIBRATE: True}
-            serving, continuation = with_client(
-                serving,
-                lambda client: Continuation(client, send, parsed, _ids(request.generated), request.created),
-            )
-            single = continuation
-            if parsed.stream and is_plain(serving, parsed):
-                write = continuation.write
-                wrap_stream(serving, request.method, lambda generator: PlainStream(generator, write))
-        answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
-        if not isinstance(answer, AsyncGenerator):
-            body, tokens = _body(answer)
-            if single is None:
-                send(body, tokens)
-                return None
-            single.end(body)
-            self._keep_sample(request, single)
-            return _queued_s(single, called_s)
-        begun = False
-        async for chunk in answer:
-            if not begun and chunk.startswith('data: {"error"'):
-                _refuse_streamed(chunk)
-            begun = True
-            if single is None:
-                send(chunk.encode(), generated_tokens(chunk))
-            else:
-                single.write(chunk.encode())
-        if single is None:
+        if not _has_one_answer(parsed):
+            await self._generate_several(request, parsed, send)
             return None
-        single.end()
-        self._keep_sample(request, single)
-        return _queued_s(single, called_s)
+        if request.sampled:
+            parsed.kv_transfer_params = {**(parsed.kv_transfer_params or {}), CALIBRATE: True}
+        continuation = await self._generate_one(request, parsed, send)
+        self._keep_sample(request, continuation)
+        return _transport_s(continuation, called_s)
 
-    def _keep_sample(self, request: EngineRequest, single: Continuation) -> None:
-        counts = single.counts
+    async def _generate_several(self, request: EngineRequest, parsed: Any, send: Send) -> None:
+        """Send an answer with several choices or prompts, which no other engine can continue."""
+        serving, create = openai_serving(self.server.engine, request.method)
+        answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
+        if isinstance(answer, AsyncGenerator):
+            await _read_stream(answer, lambda chunk: send(chunk.encode(), generated_tokens(chunk)))
+        else:
+            send(*_body(answer))
+
+    async def _generate_one(self, request: EngineRequest, parsed: Any, send: Send) -> Continuation:
+        """Send an answer that another engine can continue."""
+        serving, create = openai_serving(self.server.engine, request.method)
+        serving, continuation = with_client(
+            serving,
+            lambda client: Continuation(
+                client,
+                send,
+                parsed,
+                _ids(request.generated),
+                request.created,
+                random_ids=request.method == "responses",
+            ),
+        )
+        if parsed.stream and request.method in PLAIN_STREAMS and is_plain(serving, parsed):
+            wrap_stream(serving, request.method, lambda generator: PlainStream(generator, continuation.write))
+        answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
+        if isinstance(answer, AsyncGenerator):
+            stream = to_events(request.method, serving, answer)
+            await _read_stream(stream, lambda chunk: continuation.write(chunk.encode()))
+            continuation.end()
+        else:
+            continuation.end(_body(to_whole_answer(request.method, serving, answer), request.method)[0])
+        return continuation
+
+    def _keep_sample(self, request: EngineRequest, continuation: Continuation) -> None:
+        counts = continuation.counts
         if request.sampled and counts:
             prefill = request.expert_counts or counts.get("eldr_prefill", "")
-            ids = np.asarray(single.prompt_token_ids, np.uint32)
+            ids = np.asarray(continuation.prompt_token_ids, np.uint32)
             self._samples.put(request, ids, prefill, counts["eldr_decode"], counts["eldr_decode_steps"])
 
     async def expert_counts(self, request_id: str) -> tuple[int, str]:
-        """See protocol.Engine; never returns with `disable_log_stats`."""
-        return await MEASURED.counts_of(request_id)
+        """Wait for a prompt's expert counts; never return with `disable_log_stats`."""
+        return await MEASUREMENTS.wait_for_counts(request_id)
 
     async def answer(self, request: EngineRequest, send: Send) -> None:
-        """See protocol.Engine."""
+        """Answer a call to another endpoint."""
         if request.method not in ENDPOINT_REQUESTS:
-            raise Refused(f"an engine has no call {request.method!r}", status=400)
+            raise RequestRefusedError(f"an engine has no call {request.method!r}", status=400)
         parsed = parse_request(request)
-        if request.method in ("tokenize", "detokenize"):
+        if request.method in ("tokenize", "detokenize", "count_tokens"):
             serving, create = openai_serving(self.server.engine, request.method)
-            send(*_body(await getattr(serving, create)(parsed, _raw_request(parsed, request))))
+            answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
+            send(*_body(answer, request.method))
+            return
+        if request.method == "rerank":
+            send(await rerank(self.server.engine, parsed, _raw_request(parsed, request)), 0)
             return
         info = RawRequestInfo(headers=request.headers)
         async for response in await getattr(self.server, request.method)(parsed, info):
             send(*_body(response))
 
     async def release(self, request_id: str) -> None:
-        """See protocol.Engine."""
+        """Free the blocks of a held prompt."""
         await self.server.collective_rpc("eldr_abandon", args=([request_id],))
 
     async def shape(self) -> tuple[int, int]:
-        """See protocol.Engine."""
+        """Prefill a short prompt and return the shape of its counts."""
         body = {"model": self._model_id, "prompt": "count the experts of this prompt"}
         first = EngineRequest("completions", json.dumps(body).encode(), f"start-{uuid.uuid4().hex}")
         try:
-            found = await self.prefill(first)
+            prefilled = await self.prefill(first)
         except Exception as error:
             raise ConfigurationError(
-                f"the prefill engine of {self._model_id!r} failed its first prompt: {sentence(error)}"
+                f"the prefill engine of {self._model_id!r} failed its first prompt: {one_line_message(error)}"
             ) from error
         try:
-            layers, experts = unpack_counts(found.kv[EXPERT_COUNTS]).shape
+            layers, experts = unpack_counts(prefilled.kv[EXPERT_COUNTS]).shape
         except (KeyError, ValueError) as error:
             raise ConfigurationError(
                 f"the prefill engine of {self._model_id!r} (vLLM {vllm.__version__}) answered its first "
@@ -203,61 +217,67 @@ class VllmEngine:
     async def place_experts(
         self, placement: ExpertPlacement, load: ArrayLike | None = None
     ) -> dict[str, Any]:
-        """See protocol.Engine."""
-        if self._held is None:
-            raise Refused(
-                "this engine's experts cannot be moved: it does not run eldr-serve's expert parallelism",
+        """Move the experts to a placement."""
+        if self._experts is None:
+            raise RequestRefusedError(
+                "this engine's experts cannot be moved: it does not run eldr-serve's expert parallelism, or "
+                "has data-parallel ranks",
                 status=400,
             )
-        return await self._held.place(placement, load)
+        return await self._experts.place(placement, load)
 
     def experts(self) -> dict[str, Any] | None:
-        """See protocol.Engine."""
-        return None if self._held is None else self._held.status
+        """Return the state of the expert placement."""
+        return None if self._experts is None else self._experts.status
 
     def kv_usage(self) -> float:
-        """See protocol.Engine."""
-        return MEASURED.kv_usage
+        """Return the share of KV blocks in use; of data-parallel ranks, on the fullest one."""
+        return max([*MEASUREMENTS.kv_usage.values()], default=0.0)
 
     def prefix_cache(self) -> tuple[int, int]:
-        """See protocol.Engine."""
-        return prefix_cache(engine_client(self.server.engine).vllm_config)
+        """Return tokens per block, and tokens of the KV caches of all data-parallel ranks."""
+        block_tokens, cached = prefix_cache(engine_client(self.server.engine).vllm_config)
+        return block_tokens, cached * self._data_parallel_size()
 
     def slots(self) -> int:
-        """See protocol.Engine."""
-        return int(engine_client(self.server.engine).vllm_config.scheduler_config.max_num_seqs)
+        """Return vLLM's `max_num_seqs`, of all data-parallel ranks together."""
+        config = engine_client(self.server.engine).vllm_config
+        return int(config.scheduler_config.max_num_seqs) * self._data_parallel_size()
 
     def take_steps(self) -> StepSums:
-        """See protocol.Engine."""
-        return MEASURED.take_steps()
+        """Return sums over the engine's steps since the last call."""
+        return MEASUREMENTS.take_steps()
+
+    def _data_parallel_size(self) -> int:
+        return int(engine_client(self.server.engine).vllm_config.parallel_config.data_parallel_size)
 
     def take_samples(self) -> list[ExpertSample]:
-        """See protocol.Engine; an engine that drafts tokens records no samples."""
+        """Return samples since the last call; an engine that drafts tokens records none."""
         return self._samples.take()
 
     @staticmethod
     def status_of(error: Exception) -> int:
-        """See protocol.Engine."""
+        """Return the HTTP status of an error."""
         if isinstance(error, ValidationError):
             return 400
         return int(create_error_response(error).error.code)
 
     @staticmethod
     def parameter_of(error: Exception) -> str | None:
-        """See protocol.Engine."""
+        """Return the parameter that an error names."""
         return parameter_of(error)
 
     async def ping(self) -> None:
-        """See protocol.Engine; this is the cheapest call that the core answers between two steps."""
+        """Make the cheapest call that the core answers between two steps."""
         await engine_client(self.server.engine).is_sleeping()
 
     async def check_health(self) -> None:
-        """See protocol.Engine."""
+        """Raise an error if the engine is dead."""
         await self.server.check_health()
 
     async def stop(self) -> None:
-        """See protocol.Engine."""
-        late_metrics.flush()
+        """Write buffered metrics and stop the engine."""
+        buffered_metrics.flush()
         await self.server.engine.shutdown()
 
 
@@ -266,9 +286,9 @@ def _raw_request(parsed: Any, request: EngineRequest) -> Any:
     return RawRequestInfo.to_starlette_request_optional(info)
 
 
-def _queued_s(single: Continuation, called_s: float) -> float | None:
+def _transport_s(continuation: Continuation, called_s: float) -> float | None:
     """Return the time from the call to its first step, s; vLLM uses the same monotonic clock."""
-    scheduled_s: float = getattr(single.metrics, "scheduled_ts", 0.0)
+    scheduled_s: float = getattr(continuation.metrics, "scheduled_ts", 0.0)
     return max(scheduled_s - called_s, 0.0) if scheduled_s else None
 
 
@@ -278,31 +298,48 @@ def _ids(packed: bytes) -> list[int]:
 
 
 def _has_one_answer(parsed: Any) -> bool:
-    several = (parsed.n or 1) > 1 or parsed.use_beam_search
+    several = (getattr(parsed, "n", None) or 1) > 1 or getattr(parsed, "use_beam_search", False)
     return not several and not several_prompts(getattr(parsed, "prompt", None))
 
 
-def _body(response: Any) -> tuple[bytes, int]:
+def _body(response: Any, method: str = "") -> tuple[bytes, int]:
     """Return the JSON body of a response of vLLM or Ray, and its number of generated tokens.
 
+    Args:
+        method: the request's method.
+
     Raises:
-        CallFailed: the response is an error.
+        CallFailedError: the response is an error.
     """
     error = getattr(response, "error", None)
-    body = response.model_dump_json().encode()
+    body = to_json(method, response)
     if error is not None:
-        raise CallFailed(int(error.code), body)
+        raise CallFailedError(int(error.code), body)
     tokens = getattr(getattr(response, "usage", None), "completion_tokens", None)
     return body, int(tokens or 0)
 
 
-def _refuse_streamed(chunk: str) -> None:
-    body = chunk.removeprefix("data: ").strip().encode()
+async def _read_stream(answer: AsyncGenerator[str, None], write: Callable[[str], None]) -> None:
+    """Pass the chunks of a stream to `write`.
+
+    Raises:
+        CallFailedError: the stream begins with an error.
+    """
+    begun = False
+    async for chunk in answer:
+        if not begun and chunk.startswith(('data: {"error"', "event: error")):
+            raise _stream_error(chunk)
+        begun = True
+        write(chunk)
+
+
+def _stream_error(chunk: str) -> CallFailedError:
+    body = chunk[chunk.index("data: ") :].removeprefix("data: ").strip().encode()
     try:
         code = int(pydantic_core.from_json(body)["error"].get("code") or 500)
     except (ValueError, KeyError, TypeError, AttributeError):
         code = 500
-    raise CallFailed(code, body)
+    return CallFailedError(code, body)
 
 
 def generated_tokens(chunk: str) -> int:

@@ -6,8 +6,8 @@ Engine arguments, on GPUs (docs/replica_routing.md):
     eplb_config={"num_redundant_experts": P - E, "use_async": False, "step_interval": 10**9},
     additional_config={"eldr_experts": {"placement": "placement.json", "replica_choice": "metro"}}
 
-vLLM has no option for either. The worker applies both after it has loaded the weights and before memory is
-profiled and CUDA graphs are captured: a captured graph keeps its replica choice.
+vLLM has no option for either. Its worker, extended here, applies both after it has loaded the weights and
+before memory is profiled and CUDA graphs are captured: a captured graph keeps its replica choice.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from eldr_serve.engine.vllm.compat.eplb import (
 )
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse
-from eldr_serve.experts.placement import Topology, check_fits
-from eldr_serve.experts.replica_choice import Metro, Nearest, OnePerExpert, slots_by_rank
+from eldr_serve.experts.parallel.placement import Topology, check_fits
+from eldr_serve.experts.parallel.replica_choice import Metro, Nearest, OnePerExpert, slots_by_rank
 from eldr_serve.experts.routing_table import ExpertPlacement
 
 Ints = NDArray[np.int64]
@@ -111,8 +111,9 @@ def choose_replicas(vllm_config: VllmConfig, choice: str) -> None:
     for index, layer in moe_layers(vllm_config):
         own, state = routes_own_tokens(layer), layer.router.eplb_state
         slots, device = _slots(state, topology.ranks), state.logical_replica_count.device
-        if choice == "metro":
-            set_choice(layer.router, Metro(slots, device, group.all_reduce if own else None))
+        if choice in ("metro", "metro-paper"):
+            gather, as_written = group.all_reduce if own else None, choice == "metro-paper"
+            set_choice(layer.router, Metro(slots, device, gather, as_written=as_written))
         elif own:
             set_choice(layer.router, Nearest(slots, topology, group.rank_in_group, device))
         else:

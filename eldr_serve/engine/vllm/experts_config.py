@@ -1,4 +1,7 @@
-"""The engine setting `additional_config["eldr_experts"]`: expert placement and replica choice."""
+"""Define the engine setting `additional_config["eldr_experts"]`: expert placement and replica choice.
+
+Workers read it when they load the model.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
-from eldr_serve.errors import sentence
-from eldr_serve.experts.replica_choice import Rule
+from eldr_serve.errors import one_line_message
+from eldr_serve.experts.parallel.replica_choice import Rule
 
 CONFIG_KEY = "eldr_experts"
 Config = TypeVar("Config", bound=BaseModel)
@@ -21,29 +24,33 @@ class ExpertsConfig(BaseModel):
     Attributes:
         placement: file of an ExpertPlacement (`offline.place --out`), with its sidecar file beside it.
         replica_choice: even: vLLM's own, by the token's position; metro: one replica per batch, so that no
-            rank activates too many experts; local: the rank's own replica, else one on its node, else any.
+            rank activates too many experts; metro-paper: the same by METRO's Algorithm 1 as written; local:
+            the rank's own replica, else one on its node, else any.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     placement: Path
-    replica_choice: Literal["even", "metro", "local"] = "even"
+    replica_choice: Literal["even", "metro", "metro-paper", "local"] = "even"
 
 
 class CpuExpertsConfig(BaseModel):
     """Setting of a CPU engine, with our expert parallelism (ep/); all fields are optional.
 
     Attributes:
-        placement: as in ExpertsConfig; None: experts in equal blocks, redundant slots empty.
+        placement: as in ExpertsConfig; None: experts in equal blocks.
+        fill_redundant: without a placement, start with replicas of the next rank's experts in the redundant
+            slots; false: they are empty until a placement is loaded.
         redundant_experts: slots of a layer beyond one per expert, over all ranks; None: the placement's.
-        replica_choice: even, metro and local as in ExpertsConfig, where a token's own rank follows from its
-            position in the batch; weighted: GRACE-MoE's polling by load; none: an expert's first replica.
+        replica_choice: as in ExpertsConfig, where a token's own rank follows from its position in the batch;
+            weighted: GRACE-MoE's polling by load; none: an expert's first replica.
         moves_per_slice: maximum number of experts that move between two steps during a swap.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     placement: Path | None = None
+    fill_redundant: bool = False
     redundant_experts: int | None = Field(default=None, ge=0)
     replica_choice: Rule = "even"
     moves_per_slice: int = Field(default=8, ge=1)
@@ -53,9 +60,9 @@ def parse(config: type[Config], given: Any) -> Config:
     """Validate the value of CONFIG_KEY.
 
     Raises:
-        UnsupportedEngineError: the value is invalid; one sentence.
+        UnsupportedEngineError: the value is invalid.
     """
     try:
         return config.model_validate(given)
     except ValidationError as error:
-        raise UnsupportedEngineError(f"{CONFIG_KEY} does not fit, {sentence(error)}") from error
+        raise UnsupportedEngineError(f"{CONFIG_KEY} does not fit, {one_line_message(error)}") from error

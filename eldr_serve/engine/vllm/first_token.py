@@ -1,23 +1,33 @@
-"""The prefill call: run all of vLLM's checks of the client's request, then generate only one token."""
+"""Prefill a prompt, in a replica: run all of vLLM's checks of the request, but generate only one token."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from eldr_serve.channel import CallFailed
+from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.vllm.compat.serve_llm import openai_serving, with_client
 from eldr_serve.engine.vllm.continuation import prompt_with_generated
 
 
-class _OneTokenClient:
-    """A proxy of a vLLM engine client whose `generate` checks the request and generates one token."""
+class _PromptKnownError(BaseException):
+    """Ends vLLM's work on an answer when its prompt is known; vLLM catches every Exception."""
 
-    def __init__(self, client: Any, generated: list[int]) -> None:
+
+class _OneTokenClient:
+    """A proxy of a vLLM engine client whose `generate` checks the request and generates one token.
+
+    Args:
+        raises: `generate` raises _PromptKnownError, because vLLM would read `output` at once.
+    """
+
+    def __init__(self, client: Any, generated: list[int], *, raises: bool) -> None:
         self._client = client
         self._generated = generated
+        self._raises = raises
         self.output: AsyncGenerator[Any, None] | None = None  # result of the last `generate`
 
     def __getattr__(self, name: str) -> Any:
@@ -27,6 +37,8 @@ class _OneTokenClient:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         self.output = self._generate(prompt, sampling_params, request_id, kwargs)
+        if self._raises:
+            raise _PromptKnownError
         return self.output
 
     async def _generate(
@@ -38,7 +50,7 @@ class _OneTokenClient:
             request_id, prompt, params, await client.get_supported_tasks(), **checked
         )
         # Blocks are handed over only if the request ends by its length, so no token may end it.
-        one = SamplingParams(
+        one_token = SamplingParams(
             max_tokens=1,
             temperature=0.0,
             ignore_eos=True,
@@ -47,7 +59,7 @@ class _OneTokenClient:
             extra_args=params.extra_args,
         )
         prompt = prompt_with_generated(prompt, self._generated)
-        async for output in client.generate(prompt, one, request_id, **kwargs):
+        async for output in client.generate(prompt, one_token, request_id, **kwargs):
             yield output
 
 
@@ -60,20 +72,25 @@ async def first_token(engine: Any, method: str, request: Any, raw_request: Any, 
 
     Args:
         engine: Ray's VLLMEngine.
-        method: "chat" or "completions".
+        method: "chat", "completions", "messages" or "responses".
         request: the client's request, with `kv_transfer_params` for the hand-over.
         raw_request: a Starlette request with the client's headers, or None.
         generated: tokens that another engine generated from the prompt, appended to it.
 
     Raises:
-        CallFailed: vLLM refuses the request.
+        CallFailedError: vLLM refuses the request.
     """
     serving, create = openai_serving(engine, method)
-    serving, client = with_client(serving, lambda client: _OneTokenClient(client, generated))
-    # vLLM returns a stream before it begins; this one is never read, so no answer is made.
-    answer = await getattr(serving, create)(request.model_copy(update={"stream": True}), raw_request)
+    # A stream of the Responses API calls `generate` only when it is read; a whole answer does at once.
+    lazy = method == "responses"
+    serving, client = with_client(serving, lambda client: _OneTokenClient(client, generated, raises=lazy))
+    answer: Any = None
+    with suppress(_PromptKnownError):
+        # Other streams are returned before they begin and are never read, so no answer is made.
+        asked = request.model_copy(update={"stream": not lazy})
+        answer = await getattr(serving, create)(asked, raw_request)
     if client.output is None:
-        raise CallFailed(int(answer.error.code), answer.model_dump_json().encode())
+        raise CallFailedError(int(answer.error.code), answer.model_dump_json().encode())
     last: Any = None
     async for output in client.output:
         last = output

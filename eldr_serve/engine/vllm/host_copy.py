@@ -1,4 +1,4 @@
-"""Copy tensors from the device to the host asynchronously, so that no step waits for them."""
+"""Copy tensors from the device to the host in vLLM's workers, asynchronously: no step waits for them."""
 
 from __future__ import annotations
 

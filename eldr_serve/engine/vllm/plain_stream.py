@@ -1,4 +1,4 @@
-"""Serialize the chunks of plain streams without pydantic, byte for byte as vLLM's server does.
+"""Serialize the chunks of plain streams without pydantic, byte for byte as vLLM's server does, in a replica.
 
 vLLM's own generator makes the first and last chunks of a stream, and one more with a marker as its text. That
 chunk, split at the marker, is the template of all chunks in between.
@@ -15,6 +15,7 @@ import pydantic_core
 
 from eldr_serve.engine.protocol import several_prompts
 
+PLAIN_STREAMS = ("chat", "completions")  # methods whose streams may be plain
 _MARK = "\x00eldr\x00"
 _MARK_JSON = pydantic_core.to_json(_MARK).decode()
 

@@ -1,9 +1,9 @@
-"""vLLM's schedulers with two changes.
+"""Extend vLLM's schedulers, in its engine core; set as `scheduler_cls`.
 
 The connector receives the workers' counts earlier: vLLM would pass them on after it has finished the step's
 requests, so a prefill that ends in that step would have no counts. The connector's stats, which reach the
-engine's client process, also contain the share of KV blocks in use and the expert counts of prompts that
-decode in this engine.
+replica, also contain the share of KV blocks in use and the expert counts of prompts that decode in this
+engine.
 """
 
 from __future__ import annotations
@@ -13,24 +13,29 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from eldr_serve.engine.vllm.connector import EldrConnector, EldrWorkerMetadata
+from eldr_serve.engine.vllm.connector import EldrConnector
+from eldr_serve.engine.vllm.connector_metadata import EldrConnectorWorkerMetadata
 from eldr_serve.engine.vllm.stats import EldrStats
 
 
-class _CountsFirst:
+class _CountingScheduler:
+    """Mixin of vLLM's schedulers."""
+
     connector: Any
     kv_cache_manager: Any
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Pass the workers' counts to the connector, then let vLLM's Scheduler use the step's output."""
         output = model_runner_output.kv_connector_output
         meta = output.kv_connector_worker_meta if output else None
-        if isinstance(meta, EldrWorkerMetadata) and isinstance(self.connector, EldrConnector):
+        if isinstance(meta, EldrConnectorWorkerMetadata) and isinstance(self.connector, EldrConnector):
             self.connector.take_counts(meta)
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
     def make_stats(
         self, spec_decoding_stats: Any = None, kv_connector_stats: Any = None, *others: Any, **named: Any
     ) -> Any:
+        """Return vLLM's statistics, with what this process knows in those of the connector."""
         if isinstance(self.connector, EldrConnector):
             kv_connector_stats = kv_connector_stats or EldrStats()
             kv_connector_stats.data["kv_usage"] = self.kv_cache_manager.usage
@@ -38,9 +43,9 @@ class _CountsFirst:
         return super().make_stats(spec_decoding_stats, kv_connector_stats, *others, **named)  # type: ignore[misc]
 
 
-class EldrScheduler(_CountsFirst, Scheduler):
+class EldrScheduler(_CountingScheduler, Scheduler):
     """The synchronous scheduler."""
 
 
-class EldrAsyncScheduler(_CountsFirst, AsyncScheduler):
+class EldrAsyncScheduler(_CountingScheduler, AsyncScheduler):
     """The asynchronous scheduler, vLLM's default."""

@@ -1,4 +1,7 @@
-"""The vLLM engines of a deployment: Ray Serve LLM's configuration, completed with our settings."""
+"""Complete Ray Serve LLM's configuration of a deployment's vLLM engines with our settings.
+
+It runs where the application is built; Ray sends the result to the replicas.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
+from eldr_serve.data_root import model_folder
 from eldr_serve.engine.protocol import Device, EngineRole
 from eldr_serve.engine.vllm.compat.serve_llm import (
     LocalModel,
@@ -20,7 +24,6 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     to_model_metadata,
 )
 from eldr_serve.engine.vllm.config import ENVIRONMENT, ONE_PROCESS, engine_kwargs
-from eldr_serve.home import model_folder
 
 # First port of the NIXL side channels; each replica adds an offset by its rank.
 _PORT_BASE: dict[EngineRole, int] = {"prefill": 20000, "decode": 22000, "whole": 22000}
@@ -50,21 +53,22 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
         kind = OneProcessLLMConfig
         config["engine_kwargs"].pop("distributed_executor_backend", None)  # Ray knows its own names alone
         environment.update(ONE_PROCESS | environment)
-    made: LLMConfig = kind.model_validate(config)
-    made.get_engine_config().get_initialization_kwargs()  # raises the errors that a replica would
-    return made
+    llm_config: LLMConfig = kind.model_validate(config)
+    llm_config.get_engine_config().get_initialization_kwargs()  # raises the errors that a replica would
+    return llm_config
 
 
 def _in_one_process(kwargs: dict[str, Any], accelerator: str) -> bool:
-    """Return whether an engine of one rank runs in one process.
+    """Return whether scheduler and model run in one process, for each data-parallel rank.
 
-    It does on a CPU unless the arguments name an executor, and on a GPU if they name "uni".
+    They do on a CPU unless the arguments name an executor, and on a GPU if they name "uni".
     """
-    asked = kwargs.get("distributed_executor_backend")
-    return _ranks(kwargs) == 1 and asked == (None if accelerator == "cpu" else "uni")
+    backend = kwargs.get("distributed_executor_backend")
+    return _model_ranks(kwargs) == 1 and backend == (None if accelerator == "cpu" else "uni")
 
 
-def _ranks(kwargs: dict[str, Any]) -> int:
+def _model_ranks(kwargs: dict[str, Any]) -> int:
+    """Return the number of ranks that a data-parallel rank's model is divided among."""
     return int(kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1))
 
 
@@ -74,12 +78,12 @@ class VllmSpec:
 
     Attributes:
         config: Ray Serve LLM's configuration.
-        fixed_port: environment variable that would give all replicas the same NIXL port.
+        fixed_port_variable: environment variable that would give all replicas the same NIXL port.
         host_kv_variable: environment variable that sets the size of a KV cache on a CPU.
     """
 
     config: LLMConfig
-    fixed_port = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+    fixed_port_variable = "VLLM_NIXL_SIDE_CHANNEL_PORT"
     host_kv_variable = "VLLM_CPU_KVCACHE_SPACE"
 
     @property
@@ -117,7 +121,8 @@ class VllmSpec:
     @property
     def ranks(self) -> int:
         """Return the number of processes, and of GPUs, of one engine."""
-        return _ranks(self.config.engine_kwargs)
+        kwargs = self.config.engine_kwargs
+        return _model_ranks(kwargs) * int(kwargs.get("data_parallel_size") or 1)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -137,7 +142,7 @@ class VllmSpec:
 
     def ports(self, replicas: int) -> list[int]:
         """Return the first port of each replica's NIXL side channel; each rank takes one, consecutively."""
-        fixed = self.environment.get(self.fixed_port)
+        fixed = self.environment.get(self.fixed_port_variable)
         if fixed is not None:
             return [int(fixed)] * replicas
         base = int(self.config.experimental_configs["NIXL_SIDE_CHANNEL_PORT_BASE"])

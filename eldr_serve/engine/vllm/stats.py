@@ -1,4 +1,8 @@
-"""Carry step costs and active experts from vLLM's workers to its metrics, as connector stats."""
+"""Carry step costs and active experts from vLLM's workers to its metrics, as connector stats.
+
+A worker makes an EldrStats in each step, the engine core adds to it, and the replica's EldrPromMetrics
+reports it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from eldr_serve.engine.vllm.compat.nixl import NixlKVConnectorStats, NixlPromMetrics
-from eldr_serve.engine.vllm.measured import MEASURED
+from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.metrics import COUNTER, ENGINE
 
 _MAX_RECORDS = 4096  # between two readings of the metrics; the oldest are dropped
@@ -30,11 +34,19 @@ _TOKEN_SECONDS = "eldr_decode_token_seconds_total"
 class EldrStats(KVConnectorStats):
     """NIXL's transfer stats, step records and capture times.
 
-    data: {"nixl": ..., "steps": [{"requests", "kv_tokens", "active_experts" (mean over layers),
-    "active_by_layer", "seconds"}] of decode steps, "prompt_steps": [{"requests", "kv_tokens",
-    "prompt_tokens", "seconds"}] of steps in which a whole engine computed prompts, "capture_s": [...]}. The
-    scheduler adds "kv_usage", the share of KV blocks in use, and "prompt_counts"
-    (EldrConnector.take_prompt_counts). If a step verifies drafts, its experts and KV tokens include those.
+    `data` has these keys. If a step verifies drafts, its experts and KV tokens include those.
+
+    - nixl: data of NIXL's stats, or None.
+    - steps: records of decode steps: requests, kv_tokens, active_experts (mean over layers),
+      active_by_layer, seconds.
+      Data-parallel ranks also record `forward` (number of the step, the same on all ranks, which wait for
+      each other in it) and `engine_experts` (expert slots of all ranks that the step activated, summed over
+      layers).
+    - prompt_steps: records of steps in which a whole engine computed prompts: requests, kv_tokens,
+      prompt_tokens, seconds.
+    - capture_s: duration of the counting in each step, s.
+    - kv_usage, prompt_counts: added by the scheduler: the share of KV blocks in use, and the result of
+      `EldrConnectorScheduler.take_prompt_counts`.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -59,16 +71,16 @@ class EldrStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         records = self.data["steps"]
-        found: dict[str, int | float] = {}
+        summary: dict[str, int | float] = {}
         if records:
-            found = {
+            summary = {
                 "decode steps": len(records),
                 "mean active experts": round(sum(s["active_experts"] for s in records) / len(records), 1),
                 "mean step ms": round(1000 * sum(s["seconds"] for s in records) / len(records), 2),
             }
         if self.data["nixl"]:
-            found |= NixlKVConnectorStats(data=self.data["nixl"]).reduce()
-        return found
+            summary |= NixlKVConnectorStats(data=self.data["nixl"]).reduce()
+        return summary
 
     def is_empty(self) -> bool:
         nixl = self.data["nixl"]
@@ -97,12 +109,12 @@ class EldrPromMetrics(KVConnectorPromMetrics):
         metric = ENGINE[name]
         about = f"{metric.about}, {metric.unit}"
         if metric.kind == COUNTER:
-            made = self._counter_cls(name=name, documentation=about, labelnames=labelnames)
+            vllm_metric = self._counter_cls(name=name, documentation=about, labelnames=labelnames)
         else:
-            made = self._histogram_cls(
+            vllm_metric = self._histogram_cls(
                 name=name, documentation=about, buckets=list(metric.bounds), labelnames=labelnames
             )
-        return self._by_engine(made)
+        return self._by_engine(vllm_metric)
 
     def _by_engine(self, metric: Any) -> dict[int, Any]:
         return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
@@ -112,10 +124,10 @@ class EldrPromMetrics(KVConnectorPromMetrics):
         if transfer_stats_data.get("nixl"):
             self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
         if "kv_usage" in transfer_stats_data:
-            MEASURED.kv_usage = transfer_stats_data["kv_usage"]
+            MEASUREMENTS.kv_usage[engine_idx] = transfer_stats_data["kv_usage"]
         if transfer_stats_data.get("prompt_counts"):
-            MEASURED.deliver_counts(transfer_stats_data["prompt_counts"])
-        MEASURED.add_steps(transfer_stats_data["steps"], transfer_stats_data["prompt_steps"])
+            MEASUREMENTS.deliver_counts(transfer_stats_data["prompt_counts"])
+        MEASUREMENTS.add_steps(transfer_stats_data["steps"], transfer_stats_data["prompt_steps"])
         if transfer_stats_data["steps"]:
             self._observe_steps(transfer_stats_data["steps"], engine_idx)
         for seconds in transfer_stats_data["capture_s"]:

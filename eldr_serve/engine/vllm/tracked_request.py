@@ -1,4 +1,4 @@
-"""The scheduler's record of a request whose experts are counted, in prefill and in decode."""
+"""Collect the expert counts of a request, in prefill and in decode, in vLLM's engine core."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class RouteCounts:
         self._num_experts = 0
         self._cells: NDArray[np.int64] | None = None  # flattened counts
 
-    def take(self, first: int, routes: NDArray[np.int16], num_experts: int) -> None:
+    def add(self, first: int, routes: NDArray[np.int16], num_experts: int) -> None:
         """Add the experts int16[n,L,k] of n consecutive tokens that start at this position."""
         new = routes[max(0, self._next - first) :]
-        if first > self._next or not len(new):  # tokens after a gap are not counted; see `complete`
+        if first > self._next or not len(new):  # tokens after a gap are not counted; see `covers`
             return
         self._next += len(new)
         self._num_experts = num_experts
@@ -49,9 +49,9 @@ class RouteCounts:
         if len(self._pending) >= _BATCH:
             self._sum()
 
-    def complete(self, last: int) -> bool:
-        """Return whether all positions before `last`, and no others, were counted."""
-        return self._next == last
+    def covers(self, end: int) -> bool:
+        """Return whether all positions before `end`, and no others, were counted."""
+        return self._next == end
 
     @property
     def steps(self) -> int:
@@ -98,8 +98,8 @@ class TrackedRequest:
         Args:
             prefilled_here: whether this engine prefilled the prompt; the answer must then include its counts.
         """
-        last = self.request.num_tokens - 1  # the last sampled token is never routed
-        if self.decode is None or not self.decode.complete(last):
+        end = self.request.num_tokens - 1  # the last sampled token is never routed
+        if self.decode is None or not self.decode.covers(end):
             return {}
         answer: dict[str, Any] = {"eldr_decode_steps": self.decode.steps}
         shape = (1, 1)

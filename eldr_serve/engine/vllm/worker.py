@@ -1,4 +1,4 @@
-"""Methods of a worker for `collective_rpc`; set as vLLM's `worker_extension_cls`.
+"""Extend vLLM's workers by methods for `collective_rpc`; set as `worker_extension_cls`.
 
 None of them raises: after an exception in one rank, vLLM would return answers to the wrong calls.
 """

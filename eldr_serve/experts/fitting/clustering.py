@@ -10,6 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import logsumexp
 from sklearn.cluster import KMeans, kmeans_plusplus
 
+from eldr_serve.errors import UserInputError
+
+STARTS = 8  # starts of balanced K-means, of which the best is kept
+
 
 @dataclass(frozen=True)
 class Clusters:
@@ -23,24 +27,42 @@ class Clusters:
         """Return the number of points in each cluster, int64[k]."""
         return np.bincount(self.labels, minlength=len(self.centroids))
 
+    def distance(self, points: NDArray[np.floating]) -> float:
+        """Return the mean cosine distance of the points, float[N,D], to their centroids."""
+        return 1 - float(np.einsum("nd,nd->n", points, self.centroids[self.labels]).mean())
 
-def balanced_kmeans(points: ArrayLike, k: int, *, seed: int = 0, iterations: int = 20) -> Clusters:
+
+def balanced_kmeans(
+    points: ArrayLike, k: int, *, seed: int = 0, starts: int = STARTS, iterations: int = 20
+) -> Clusters:
     """Run K-means by cosine distance with at most ceil(N/k) points per cluster.
 
     Each round assigns all points with the least total distance under this bound (exactly, see
     `balanced_assignment`) and moves the centroids to the directions of the clusters' means, until nothing
-    changes.
+    changes. Of several starts, each from centroids of its own, the one with the least distance is kept.
 
     Args:
         points: float[N,D], rows of unit norm, or of zeros, which are equally far from all centroids.
-        iterations: maximum number of rounds.
+        seed: seed of all starts; the first starts of a seed are equal for any number of them.
+        starts: number of starts, 1 or more.
+        iterations: maximum number of rounds of a start.
 
     Raises:
-        ValueError: points are not a finite [N, D] array, or k is not in 1..N.
+        UserInputError: points are not a finite [N, D] array, k is not in 1..N, or there is no start.
     """
+    if starts < 1:
+        raise UserInputError(f"starts is {starts}, it must be 1 or more")
     x = _checked(points, k)
+    rng = np.random.RandomState(seed)  # the generator that scikit-learn takes
+    found = [_one_start(x, kmeans_plusplus(x, k, random_state=rng)[0], iterations) for _ in range(starts)]
+    return min(found, key=lambda clusters: clusters.distance(x))
+
+
+def _one_start(x: NDArray[np.float32], first: NDArray[np.float32], iterations: int) -> Clusters:
+    """Run rounds of assignments and means from the first centroids, float32[k,D]."""
+    k = len(first)
     capacity = -(-len(x) // k)
-    centroids = _unit(_seeds(x, k, seed))
+    centroids = _unit(first)
     labels = np.full(len(x), -1)
     prices = np.zeros(k)
     for _ in range(iterations):
@@ -78,12 +100,12 @@ def balanced_assignment(
         labels int64[N] and the clusters' prices float64[K], which certify that the labels are optimal.
 
     Raises:
-        ValueError: the points do not fit.
+        UserInputError: the points do not fit.
     """
     costs = np.asarray(cost, np.float64)
     num_points, k = costs.shape
     if num_points > k * capacity:
-        raise ValueError(f"{num_points} points do not fit into {k} clusters of {capacity}")
+        raise UserInputError(f"{num_points} points do not fit into {k} clusters of {capacity}")
     # Dummy points without cost fill the clusters, so that all end exactly full.
     costs = np.vstack([costs, np.zeros((k * capacity - num_points, k))])
     price = _soft_prices(costs, capacity, np.zeros(k) if prices is None else prices.copy())
@@ -163,15 +185,10 @@ def _soft_prices(
 def _checked(points: ArrayLike, k: int) -> NDArray[np.float32]:
     x = np.asarray(points, np.float32)
     if x.ndim != 2 or not np.isfinite(x).all():
-        raise ValueError(f"points must be a finite array [N, D], got shape {x.shape}")
+        raise UserInputError(f"points must be a finite array [N, D], got shape {x.shape}")
     if not 1 <= k <= len(x):
-        raise ValueError(f"cannot make {k} clusters of {len(x)} points")
+        raise UserInputError(f"cannot make {k} clusters of {len(x)} points")
     return x
-
-
-def _seeds(x: NDArray[np.float32], k: int, seed: int) -> NDArray[np.float32]:
-    seeds: NDArray[np.float32] = kmeans_plusplus(x, k, random_state=seed)[0]
-    return seeds
 
 
 def _means(

@@ -51,7 +51,7 @@ def judge(table: RoutingTable, held_out: CalibrationTrace, *, seed: int = 0) -> 
     of their decode steps, the expert is idle in a batch with probability (1 - p)^BATCH.
 
     Raises:
-        ValueError: the counts do not have the table's shape.
+        UserInputError: the counts do not have the table's shape.
     """
     workers = len(table.centroids)
     similarity = table.spec.encode(held_out.prefill_counts) @ table.centroids.T

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import Element, cells_of
 
 
@@ -16,11 +17,11 @@ def inverse_document_frequency(prefill_counts: ArrayLike) -> NDArray[np.float32]
     """Return log((N+1)/(df+1)), float32[L,E]; df is the number of requests that use the expert (4.2.2).
 
     Raises:
-        ValueError: the counts are not [N, L, E] with N > 0.
+        UserInputError: the counts are not [N, L, E] with N > 0.
     """
     counts = np.asarray(prefill_counts)
     if counts.ndim != 3 or not len(counts):
-        raise ValueError(f"prefill counts have shape {counts.shape}, they must be [N, L, E] with N > 0")
+        raise UserInputError(f"prefill counts have shape {counts.shape}, they must be [N, L, E] with N > 0")
     document_frequency = (counts > 0).sum(axis=0)
     idf: NDArray[np.float32] = np.log((len(counts) + 1) / (document_frequency + 1)).astype(np.float32)
     return idf
@@ -34,11 +35,13 @@ def signature_quality(a: ArrayLike, b: ArrayLike, pairs: int = 20000, seed: int 
         pairs: number of random pairs of different requests.
 
     Raises:
-        ValueError: there are fewer than three requests, or their numbers differ.
+        UserInputError: there are fewer than three requests, or their numbers differ.
     """
     left, right = (np.asarray(x, np.float32).reshape(len(np.asarray(x)), -1) for x in (a, b))
     if len(left) != len(right) or len(left) < 3:
-        raise ValueError(f"need the same 3 or more requests on both sides, got {len(left)} and {len(right)}")
+        raise UserInputError(
+            f"need the same 3 or more requests on both sides, got {len(left)} and {len(right)}"
+        )
     i, j = _pairs(len(left), pairs, seed)
     result = stats.spearmanr(_cosine_distance(left, i, j), _cosine_distance(right, i, j))
     return float(result.statistic)
@@ -78,6 +81,9 @@ def select_layers(
         decode_probability: float[N,L,E], share of decode steps in which the expert was chosen.
         idf: float[L,E]; None for no weights.
         pairs: number of random pairs of requests for rho.
+
+    Raises:
+        UserInputError: there are fewer than three requests.
     """
     cells = cells_of(np.asarray(prefill_counts), element)
     if idf is not None:
@@ -93,14 +99,14 @@ def select_layers(
     norms_i, norms_j = squares[:, i], squares[:, j]
     order: list[int] = []
     rhos: list[float] = []
-    left = list(range(cells.shape[1]))
+    remaining = list(range(cells.shape[1]))
     dot, norm_i, norm_j = (np.zeros(len(i), np.float32) for _ in range(3))
-    while left:
-        norm = np.sqrt((norm_i + norms_i[left]) * (norm_j + norms_j[left]))
-        cosine = np.divide(dot + dots[left], norm, out=np.zeros_like(norm), where=norm > 0)
+    while remaining:
+        norm = np.sqrt((norm_i + norms_i[remaining]) * (norm_j + norms_j[remaining]))
+        cosine = np.divide(dot + dots[remaining], norm, out=np.zeros_like(norm), where=norm > 0)
         scores = _centred_ranks(1 - cosine) @ target
         best = int(np.argmax(scores))
-        layer = left.pop(best)
+        layer = remaining.pop(best)
         order.append(layer)
         rhos.append(float(scores[best]))
         dot, norm_i, norm_j = dot + dots[layer], norm_i + norms_i[layer], norm_j + norms_j[layer]
@@ -109,7 +115,7 @@ def select_layers(
 
 def _pairs(num_requests: int, pairs: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if num_requests < 3:
-        raise ValueError(f"rho needs 3 or more requests, got {num_requests}")
+        raise UserInputError(f"rho needs 3 or more requests, got {num_requests}")
     rng = np.random.default_rng(seed)
     i = rng.integers(num_requests, size=pairs)
     return i, (i + rng.integers(1, num_requests, size=pairs)) % num_requests

@@ -14,7 +14,7 @@ from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import Counts
 
 
-def reason(table: RoutingTable, counts: Counts, workers: int, min_gain: float) -> str | None:
+def refit_reason(table: RoutingTable, counts: Counts, workers: int, min_gain: float) -> str | None:
     """Return the reason to refit the table to these counts, or None.
 
     Args:
@@ -25,25 +25,25 @@ def reason(table: RoutingTable, counts: Counts, workers: int, min_gain: float) -
         return None
     if len(table.centroids) != workers:
         return f"{workers} decode replicas serve, and the table is for {len(table.centroids)}"
-    gained = gain(table, counts)
-    return f"traffic has drifted, by a cosine of {gained:.3f}" if gained >= min_gain else None
+    gain = refit_gain(table, counts)
+    return f"traffic has drifted, by a cosine of {gain:.3f}" if gain >= min_gain else None
 
 
 def refit_centroids(table: RoutingTable, counts: Counts, workers: int, *, seed: int = 0) -> RoutingTable:
     """Return the table with new centroids and the same signature.
 
-    New centroids are assigned to the slots of old ones so that the total similarity is greatest; workers thus
-    keep the kind of request they serve. Additional centroids are appended.
+    New centroids take the positions of old ones so that the total similarity is greatest, and workers keep
+    the kind of request that they serve. Additional centroids are appended.
 
     Args:
         counts: unsigned[N,L,E], counts of prompts.
 
     Raises:
-        ValueError: there are fewer requests than workers, or the counts do not have the table's shape.
+        UserInputError: there are fewer requests than workers, or the counts do not have the table's shape.
     """
     clusters = balanced_kmeans(table.spec.encode(counts), workers, seed=seed)
     similarity = clusters.centroids @ table.centroids.T
-    order = _slots(similarity)
+    order = _matching_order(similarity)
     nearest = similarity.argmax(axis=1)
     return replace(
         table,
@@ -56,15 +56,15 @@ def refit_centroids(table: RoutingTable, counts: Counts, workers: int, *, seed: 
     )
 
 
-def keep_slots(fitted: RoutingTable, live: RoutingTable, counts: Counts) -> RoutingTable:
-    """Return the fitted table, with another signature, in the slot order of the live one.
+def keep_positions(fitted: RoutingTable, live: RoutingTable, counts: Counts) -> RoutingTable:
+    """Return the fitted table, with another signature, in the order of positions of the live one.
 
-    A new centroid takes the slot of the live centroid that is nearest for the same requests.
+    A new centroid takes the position of the live centroid that is nearest for the same requests.
     """
     new, old = ((t.spec.encode(counts) @ t.centroids.T).argmax(axis=1) for t in (fitted, live))
     shared = np.zeros((len(fitted.centroids), len(live.centroids)))
     np.add.at(shared, (new, old), 1)
-    order = _slots(shared)
+    order = _matching_order(shared)
     return replace(
         fitted,
         centroids=fitted.centroids[order],
@@ -80,7 +80,7 @@ def halves(requests: int, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.
     return np.sort(shuffled[: (requests + 1) // 2]), np.sort(shuffled[(requests + 1) // 2 :])
 
 
-def gain(table: RoutingTable, counts: Counts, *, seed: int = 0) -> float:
+def refit_gain(table: RoutingTable, counts: Counts, *, seed: int = 0) -> float:
     """Return how much a refit would raise the mean cosine between a request and its nearest centroid.
 
     The new centroids are fitted to one half of the requests and compared with the table on the other half.
@@ -91,7 +91,7 @@ def gain(table: RoutingTable, counts: Counts, *, seed: int = 0) -> float:
     return _nearest(points, fitted) - _nearest(points, table)
 
 
-def _slots(similarity: NDArray[np.floating]) -> NDArray[np.int64]:
+def _matching_order(similarity: NDArray[np.floating]) -> NDArray[np.int64]:
     """Return the order of the new clusters that best matches the old ones; extra clusters come last.
 
     Args:

@@ -9,62 +9,71 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.fitting.clustering import Clusters, balanced_kmeans
+from eldr_serve.experts.fitting.clustering import STARTS, Clusters, balanced_kmeans
 from eldr_serve.experts.fitting.quality import inverse_document_frequency, select_layers, signature_quality
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.experts.signature import TRANSFORMS, SignatureSpec
+from eldr_serve.experts.signature import DEFAULT_TRANSFORM, TRANSFORMS, Element, SignatureSpec
 
 
-def fit_signature(trace: CalibrationTrace, transform: str = "count-idf", *, seed: int = 0) -> SignatureSpec:
+def fit_signature(
+    trace: CalibrationTrace, transform: str = DEFAULT_TRANSFORM, *, seed: int = 0
+) -> SignatureSpec:
     """Fit the weights and the layer mask to a calibration trace.
 
     Args:
         transform: one of TRANSFORMS.
 
     Raises:
-        ValueError: the transform is unknown, or the trace is too small to correlate.
+        UserInputError: the transform is unknown, or the trace is too small to correlate.
     """
     if transform not in TRANSFORMS:
-        raise ValueError(f"unknown transform {transform!r}; there are {', '.join(TRANSFORMS)}")
-    element, weighted = TRANSFORMS[transform]
-    idf = (
-        inverse_document_frequency(trace.prefill_counts)
-        if weighted
-        else np.ones(trace.prefill_counts.shape[1:], np.float32)
-    )
+        raise UserInputError(f"unknown transform {transform!r}; there are {', '.join(TRANSFORMS)}")
+    element, weights = signature_weights(trace, transform)
     selection = select_layers(
-        trace.prefill_counts, trace.decode_probability, idf=idf, element=element, seed=seed
+        trace.prefill_counts, trace.decode_probability, idf=weights, element=element, seed=seed
     )
-    return SignatureSpec(idf, selection.kept, element)
+    return SignatureSpec(weights, selection.kept, element)
+
+
+def signature_weights(trace: CalibrationTrace, transform: str) -> tuple[Element, NDArray[np.float32]]:
+    """Return the element of a transform of TRANSFORMS, and the weight of each cell, float32[L,E]."""
+    element, added = TRANSFORMS[transform]
+    if added is None:
+        return element, np.ones(trace.prefill_counts.shape[1:], np.float32)
+    return element, inverse_document_frequency(trace.prefill_counts) + np.float32(added)
 
 
 def fit_table(
     trace: CalibrationTrace,
     workers: int,
     *,
-    transform: str = "count-idf",
+    transform: str = DEFAULT_TRANSFORM,
     band: float = 0.1,
+    starts: int = STARTS,
     seed: int = 0,
 ) -> tuple[RoutingTable, dict[str, Any]]:
     """Fit one balanced cluster per decode worker, over signatures with the layer mask that maximises rho.
+
+    Args:
+        starts: starts of balanced K-means, of which the best is kept.
 
     Returns:
         The table, and a JSON-able report: rho (kept layers, all layers), layers, cluster sizes,
         clusters by domain, mean similarity to the own and to the next cluster, seconds.
 
     Raises:
-        ValueError: there are fewer requests than workers or no decode steps, or the transform is unknown.
+        UserInputError: there are fewer requests than workers or no decode steps, or the transform is unknown.
     """
     if not trace.decode_steps.any():
-        raise ValueError("the trace holds no decode step, so signatures have nothing to predict")
+        raise UserInputError("the trace holds no decode step, so signatures have nothing to predict")
     if workers > len(trace.ids):
-        raise ValueError(f"cannot make {workers} clusters of {len(trace.ids)} requests")
+        raise UserInputError(f"cannot make {workers} clusters of {len(trace.ids)} requests")
     start = time.perf_counter()
-    spec = fit_signature(trace, transform, seed=seed)
-    fitted = time.perf_counter()
+    spec, fitted = fit_signature(trace, transform, seed=seed), time.perf_counter()
     points = spec.encode(trace.prefill_counts)
-    clusters = balanced_kmeans(points, workers, seed=seed)
+    clusters = balanced_kmeans(points, workers, seed=seed, starts=starts)
     clustered = time.perf_counter()
     table = RoutingTable(
         model=trace.model,
@@ -100,21 +109,20 @@ def fit_table(
 
 def compare_transforms(trace: CalibrationTrace, *, seed: int = 0) -> dict[str, dict[str, Any]]:
     """Return rho of all layers, greedy order and rho after each layer, by transform (Fig. 7, 8)."""
-    idf = inverse_document_frequency(trace.prefill_counts)
-    found = {}
-    for name, (element, weighted) in TRANSFORMS.items():
+    results = {}
+    for name in TRANSFORMS:
+        element, weights = signature_weights(trace, name)
         selection = select_layers(
-            trace.prefill_counts, trace.decode_probability, idf=idf if weighted else None, element=element,
-            seed=seed,
-        )  # fmt: skip
-        found[name] = {
+            trace.prefill_counts, trace.decode_probability, idf=weights, element=element, seed=seed
+        )
+        results[name] = {
             "rho_all_layers": float(selection.rho[-1]),
             "rho_kept_layers": float(selection.rho.max()),
             "layers_kept": len(selection.kept),
             "order": selection.order.tolist(),
             "rho": selection.rho.tolist(),
         }
-    return found
+    return results
 
 
 def _majorities(clusters: Clusters, domains: list[str]) -> list[str]:

@@ -58,7 +58,7 @@ class Policy(ABC):
             cls.name = f"{cls.__module__}:{cls.__qualname__}"
 
     def __init__(self, **parameters: Any) -> None:
-        """Validate the parameters; raise PolicyError, one sentence, if one is unknown or out of range."""
+        """Validate the parameters; raise PolicyError if one is unknown or out of range."""
         self.parameters = validated(self.Parameters, self.name, parameters)
         self.table: CentroidTable | None = None
 
@@ -88,8 +88,8 @@ class Policy(ABC):
         """Process the assignment of a request to `worker`; it no longer runs on its previous worker.
 
         Args:
-            decision: the decision that this policy has just made (see `Decision.learnt`); None if it did not
-                choose the worker, or if the request ran before the policy was set.
+            decision: the decision that this policy has just made (see `Decision.policy_data`); None if it did
+                not choose the worker, or if the request ran before the policy was set.
         """
 
     def on_finished(self, request_id: str) -> None:  # noqa: B027

@@ -30,21 +30,21 @@ def check_policy(policy_class: type[Policy], **parameters: Any) -> list[str]:
 
     checks: dict[str, Callable[[Callable[[], Policy]], Iterator[str]]] = {
         "parameters": _parameters,
-        "select": _selects,
+        "select": _select,
         "requests without usable counts": _odd_requests,
         "notifications": _notifications,
-        "more and fewer workers": _changes_of_workers,
-        "a new table": _swaps,
-        "dispatch": _dispatches,
-        "repetition": _repeats,
+        "more and fewer workers": _more_and_fewer_workers,
+        "a new table": _new_table,
+        "dispatch": _dispatch,
+        "repetition": _repetition,
     }
-    found: list[str] = []
+    violations: list[str] = []
     for what, check in checks.items():
         try:
-            found += check(make)
+            violations += check(make)
         except Exception as error:  # any exception of the class is a finding
-            found.append(f"{what}: it raised {error!r}")
-    return list(dict.fromkeys(found))
+            violations.append(f"{what}: it raised {error!r}")
+    return list(dict.fromkeys(violations))
 
 
 class _Table:
@@ -58,8 +58,8 @@ class _Table:
     def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]:
         if signature.shape != (_LAYERS, _EXPERTS):
             raise ValueError("the signature has another shape")
-        of_kind = signature.sum(axis=0).reshape(len(self.centroids), -1).sum(axis=1)
-        similarity: NDArray[np.float32] = (of_kind / max(1.0, np.linalg.norm(of_kind))).astype(np.float32)
+        by_kind = signature.sum(axis=0).reshape(len(self.centroids), -1).sum(axis=1)
+        similarity: NDArray[np.float32] = (by_kind / max(1.0, np.linalg.norm(by_kind))).astype(np.float32)
         return similarity
 
 
@@ -68,9 +68,14 @@ def _request(name: str, rng: np.random.Generator) -> PlacementRequest:
     counts = rng.integers(0, 3, (_LAYERS, _EXPERTS)).astype(np.uint16)
     counts[:, 2 * kind : 2 * kind + 2] += 20
     return PlacementRequest(
-        name, counts, int(rng.integers(30, 300)), 50, domain=f"domain{kind}", prompt_key=f"key{kind}",
+        name,
+        counts,
+        int(rng.integers(30, 300)),
+        50,
+        domain=f"domain{kind}",
+        prompt_key=f"key{kind}",
         may_wait=True,
-    )  # fmt: skip
+    )
 
 
 def _loads(rng: np.random.Generator, workers: int = 4) -> Loads:
@@ -81,10 +86,10 @@ def _loads(rng: np.random.Generator, workers: int = 4) -> Loads:
 
 
 def _copy(loads: Loads) -> Loads:
-    return Loads.of(loads.in_flight, loads.kv_tokens, loads.available)
+    return Loads.from_counts(loads.in_flight, loads.kv_tokens, loads.available)
 
 
-def _wrong(decision: Any, loads: Loads) -> Iterator[str]:
+def _invalid(decision: Any, loads: Loads) -> Iterator[str]:
     if not isinstance(decision, Decision):
         yield f"it returned {decision!r} where a Decision belongs"
     elif not 0 <= decision.worker < len(loads):
@@ -98,7 +103,7 @@ def _changed(call: str, loads: Loads, before: Loads) -> Iterator[str]:
         yield f"{call} changed the loads, which belong to the caller"
 
 
-def _served(
+def _place_each(
     policy: Policy, rng: np.random.Generator, requests: Iterable[PlacementRequest], workers: int = 4
 ) -> Iterator[str]:
     """Place each request; yield violations."""
@@ -106,9 +111,9 @@ def _served(
         loads = _loads(rng, workers)
         before = _copy(loads)
         decision = policy.select(request, loads, rng)
-        wrong = [*_wrong(decision, before), *_changed("select", loads, before)]
-        yield from wrong
-        policy.on_assigned(request, int(before.workers[0]) if wrong else decision.worker)
+        errors = [*_invalid(decision, before), *_changed("select", loads, before)]
+        yield from errors
+        policy.on_assigned(request, int(before.workers[0]) if errors else decision.worker)
 
 
 def _parameters(make: Callable[[], Policy]) -> Iterator[str]:
@@ -118,11 +123,11 @@ def _parameters(make: Callable[[], Policy]) -> Iterator[str]:
         yield "its parameters change in a round trip through JSON"
 
 
-def _selects(make: Callable[[], Policy]) -> Iterator[str]:
+def _select(make: Callable[[], Policy]) -> Iterator[str]:
     rng, policy = np.random.default_rng(0), make()
-    yield from _served(policy, rng, (_request(f"r{n}", rng) for n in range(_ROUNDS)))
+    yield from _place_each(policy, rng, (_request(f"r{n}", rng) for n in range(_ROUNDS)))
     try:
-        policy.select(_request("last", rng), Loads.of([0, 0], available=False), rng)
+        policy.select(_request("last", rng), Loads.from_counts([0, 0], available=False), rng)
         yield "select must raise NoWorkerError if no worker is available"
     except NoWorkerError:
         pass
@@ -138,7 +143,9 @@ def _odd_requests(make: Callable[[], Policy]) -> Iterator[str]:
     ]
     for similarity in (np.full(4, np.nan, np.float32), np.ones(9, np.float32)):
         fields.append({"expert_counts": None, "similarity": similarity})
-    yield from _served(make(), rng, [replace(plain, request_id=f"odd{n}", **f) for n, f in enumerate(fields)])
+    yield from _place_each(
+        make(), rng, [replace(plain, request_id=f"odd{n}", **f) for n, f in enumerate(fields)]
+    )
 
 
 def _notifications(make: Callable[[], Policy]) -> Iterator[str]:
@@ -150,7 +157,7 @@ def _notifications(make: Callable[[], Policy]) -> Iterator[str]:
     for n in range(_ROUNDS):
         request, loads = _request(f"r{n % 9}", rng), _loads(rng)
         decision = policy.select(request, loads, rng)
-        yield from _wrong(decision, loads)
+        yield from _invalid(decision, loads)
         policy.on_assigned(request, decision.worker, decision)
         policy.on_assigned(request, (decision.worker + 1) % len(loads))
         policy.on_progress({request.request_id: n, "nobody": n})
@@ -159,23 +166,23 @@ def _notifications(make: Callable[[], Policy]) -> Iterator[str]:
             policy.on_finished(request.request_id)
 
 
-def _changes_of_workers(make: Callable[[], Policy]) -> Iterator[str]:
+def _more_and_fewer_workers(make: Callable[[], Policy]) -> Iterator[str]:
     rng, policy = np.random.default_rng(3), make()
     for workers in (1, 5, 2, 9, 4):
-        yield from _served(policy, rng, (_request(f"{workers}.{n}", rng) for n in range(6)), workers)
+        yield from _place_each(policy, rng, (_request(f"{workers}.{n}", rng) for n in range(6)), workers)
 
 
-def _swaps(make: Callable[[], Policy]) -> Iterator[str]:
+def _new_table(make: Callable[[], Policy]) -> Iterator[str]:
     rng, policy = np.random.default_rng(4), make()
     for table in (None, _Table(band=0.5), _Table(2)):
         policy = policy.with_table(table)
         if not isinstance(policy, Policy):
             yield "with_table must return the policy"
             return
-        yield from _served(policy, rng, (_request(f"r{n}", rng) for n in range(6)))
+        yield from _place_each(policy, rng, (_request(f"r{n}", rng) for n in range(6)))
 
 
-def _dispatches(make: Callable[[], Policy]) -> Iterator[str]:
+def _dispatch(make: Callable[[], Policy]) -> Iterator[str]:
     policy = make()
     if not isinstance(policy, QueuedPolicy):
         return
@@ -185,24 +192,24 @@ def _dispatches(make: Callable[[], Policy]) -> Iterator[str]:
     for n in range(_ROUNDS):
         waiting += [_request(f"r{n}.{m}", rng) for m in range(rng.integers(4))]
         # At times no request runs: requests that are left waiting then would wait forever.
-        loads = _loads(rng) if n % 4 else Loads.of([0, 0, 0], available=[True, False, True])
+        loads = _loads(rng) if n % 4 else Loads.from_counts([0, 0, 0], available=[True, False, True])
         before = _copy(loads)
-        given = policy.dispatch(tuple(waiting), loads, rng)
+        decisions = policy.dispatch(tuple(waiting), loads, rng)
         yield from _changed("dispatch", loads, before)
-        indices = [index for index, _ in given]
+        indices = [index for index, _ in decisions]
         if len(set(indices)) < len(indices) or not all(0 <= index < len(waiting) for index in indices):
             yield "dispatch must give each index into `waiting` at most once, and no other"
             return
-        if waiting and not given and not loads.in_flight.any():
+        if waiting and not decisions and not loads.in_flight.any():
             yield "dispatch left requests waiting though no request runs: it would not be called again"
-        for index, decision in given:
-            wrong = list(_wrong(decision, before))
-            yield from wrong
-            policy.on_assigned(waiting[index], 0 if wrong else decision.worker, None if wrong else decision)
+        for index, decision in decisions:
+            errors = list(_invalid(decision, before))
+            yield from errors
+            policy.on_assigned(waiting[index], 0 if errors else decision.worker, None if errors else decision)
         waiting = [request for index, request in enumerate(waiting) if index not in indices]
 
 
-def _repeats(make: Callable[[], Policy]) -> Iterator[str]:
+def _repetition(make: Callable[[], Policy]) -> Iterator[str]:
     first, second = (_workers_of(make(), np.random.default_rng(6)) for _ in range(2))
     if first != second:
         yield "two runs with the same seed chose different workers: use only `rng`"

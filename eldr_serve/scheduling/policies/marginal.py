@@ -21,6 +21,10 @@ _MAX_EXACT_WORKERS = 512
 _FINALISTS = 32
 _DEFAULT_ANSWER_TOKENS = 128.0  # mean length of answers until one has ended
 _ANSWER_MEMORY = 64  # time constant of the mean length, answers
+# Times the median step time, and the mean batch, above which a tail power raises the cost. Step times are
+# estimated too low if answers use other experts than their prompts, so alone they let some batches grow.
+_SLOW = 1.05
+_LARGE = 1.5
 
 
 class RequestEstimate(NamedTuple):
@@ -50,6 +54,10 @@ class MarginalCost(Policy):
 
     and workers are compared by 1/N of it, seconds per step. N is the mean length of recent answers or, if
     less, the request's token limit. With separate prefill engines per_prompt_token_s is 0.
+
+    With a tail power g, workers that would be slow or full cost x^(g-1) times as much. x is the worker's step
+    time over 1.05 times the median or, if more, its batch over 1.5 times the mean, and at least 1. On whole
+    replicas the step time includes the wait for pending prompts, (m + n) per_prompt_token_s / N.
     """
 
     name = "marginal-cost"
@@ -58,9 +66,13 @@ class MarginalCost(Policy):
     class Parameters(Policy.Parameters):
         affinity: Weight = Field(
             default=0.2,
-            description="a worker whose affinity profile is less similar to the request than the most "
-            "similar one, by a cosine of d, costs 1 + affinity x d times as much; 0: no profiles; far above "
-            "0.2 medians fall little further and tails rise",
+            description="weight of a worker's affinity profile in its decode cost; 0: no profiles",
+        )
+        tail_power: float = Field(
+            default=16.0,
+            ge=1,
+            le=32,
+            description="exponent by which slow or full workers cost more; 1: they cost their time only",
         )
         cost: StepCost | None = Field(
             default=None, description="terms of the step cost, s; null: fitted to the engines' steps"
@@ -96,13 +108,16 @@ class MarginalCost(Policy):
             candidates = candidates[np.argpartition(price, _FINALISTS)[:_FINALISTS]]
         price = self._price(candidates, loads, estimate, len(estimate.p))
         return Decision(
-            int(candidates[price.argmin()]), num_candidates=len(workers), reason=self.name, learnt=estimate
+            int(candidates[price.argmin()]),
+            num_candidates=len(workers),
+            reason=self.name,
+            policy_data=estimate,
         )
 
     def added_cost(self, request: PlacementRequest, loads: Loads) -> NDArray[np.float64]:
-        """Return the time that the request would add to a step of each worker, over all requests, float64[W].
+        """Return the cost of the request at each worker, float64[W]; zeros if nothing is known of it.
 
-        Zeros if nothing is known of the request.
+        With a tail power of 1 it is the time that the request adds to a step over all requests, s.
         """
         levels = self.active.levels(request)
         if levels is None:
@@ -110,47 +125,49 @@ class MarginalCost(Policy):
         self.active.grow(len(loads))
         added = self.active.idle[: len(loads)] @ probability(levels)
         everywhere = np.arange(len(loads))
-        decode = self._marginal(everywhere, loads, added, request.prompt_tokens)
-        return decode + self._prefill(everywhere, loads, request)
+        decode, prefill = self._costs(everywhere, loads, request, added)
+        return decode + prefill
 
-    def _prefill(
-        self, workers: NDArray[np.int64], loads: Loads, request: PlacementRequest
-    ) -> NDArray[np.float64]:
-        """Return the prefill cost over all requests of each worker, s per step of the new request."""
-        lacking = np.full(len(workers), request.prompt_tokens)
-        if loads.cached_tokens is not None:
-            lacking = np.maximum(lacking - loads.cached_tokens[workers], 0)
-        tokens = (loads.in_flight[workers] + 1) * lacking
-        if loads.prefill_tokens is not None:
-            tokens += loads.prefill_tokens[workers]
-        steps = min(self._answer_tokens, request.max_new_tokens or self._answer_tokens)
-        return np.asarray(tokens * (self.cost.per_prompt_token_s / steps))
+    def _costs(
+        self, workers: NDArray[np.int64], loads: Loads, request: PlacementRequest, added: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the costs of decode and of prefill over all requests of each worker, float64[n] each.
 
-    def _marginal(
-        self, workers: NDArray[np.int64], loads: Loads, added: NDArray[np.float32], tokens: int
-    ) -> NDArray[np.float64]:
-        """Return the decode cost of the new request over all requests of each worker, s per step."""
-        marginal = self.cost.added_seconds(
-            loads.in_flight[workers],
-            loads.kv_tokens[workers],
-            self.active.union[workers],
-            more_tokens=tokens,
-            more_experts=added,
+        Args:
+            added: float32[n], active experts that the request adds.
+        """
+        requests, kv_tokens = loads.in_flight[workers], loads.kv_tokens[workers]
+        active, tokens = self.active.union[workers], request.prompt_tokens
+        decode, step_s = self.cost.added_seconds(
+            requests, kv_tokens, active, more_tokens=tokens, more_experts=added
         )
-        return np.asarray(marginal)
+        uncached = np.full(len(workers), tokens)
+        if loads.cached_tokens is not None:
+            uncached = np.maximum(uncached - loads.cached_tokens[workers], 0)
+        pending = np.zeros_like(uncached) if loads.prefill_tokens is None else loads.prefill_tokens[workers]
+        steps = min(self._answer_tokens, request.max_new_tokens or self._answer_tokens)
+        per_token_s = self.cost.per_prompt_token_s / steps
+        prefill = ((requests + 1) * uncached + pending) * per_token_s
+        if self.parameters.tail_power == 1:
+            return decode, prefill
+        own_s = step_s + (uncached + pending) * per_token_s
+        slow = own_s / (_SLOW * np.median(own_s) or 1.0)  # the median is 0 if nothing costs time
+        large = (requests + 1) / (_LARGE * (requests.mean() + 1))
+        excess = np.maximum(np.maximum(slow, large), 1) ** (self.parameters.tail_power - 1)
+        return decode * excess, prefill * excess
 
     def _price(
         self, workers: NDArray[np.int64], loads: Loads, estimate: RequestEstimate, cells: int
     ) -> NDArray[np.float64]:
         """Return the cost at each worker, weighted by affinity, from the first `cells` of each row."""
         added = _dot_products(self.active.idle, workers, estimate.p, cells)
-        price = self._marginal(workers, loads, added, estimate.request.prompt_tokens)
+        price, prefill = self._costs(workers, loads, estimate.request, added)
         if estimate.deviation is not None:
             similarity = self.profiles.cosine(
                 workers, _dot_products(self.profiles.profile, workers, estimate.deviation, cells)
             )
             price *= 1 + self._affinity * (similarity.max() - similarity)
-        return price + self._prefill(workers, loads, estimate.request)
+        return price + prefill
 
     def _estimate(self, request: PlacementRequest) -> RequestEstimate | None:
         levels = self.active.levels(request)
@@ -162,8 +179,8 @@ class MarginalCost(Policy):
         return RequestEstimate(request, levels, p, deviation)
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
-        learnt = decision.learnt if decision is not None else None
-        estimate: RequestEstimate | None = learnt if learnt is not None else self._estimate(request)
+        data = decision.policy_data if decision is not None else None
+        estimate: RequestEstimate | None = data if data is not None else self._estimate(request)
         if estimate is not None and estimate.deviation is not None:
             self._learn(request.request_id, worker, estimate.deviation)
         self.active.on_assigned(request, worker, estimate.levels if estimate is not None else None)
@@ -173,15 +190,15 @@ class MarginalCost(Policy):
         if request_id not in self._profiled:
             self._profiled[request_id] = (worker, self.profiles.learn(worker, deviation))
             return
-        _, levels = self.active.held[request_id]
+        _, levels = self.active.running[request_id]
         assert self.active.mean is not None
         before = deviation_of(probability(levels), self.active.mean)
         if before is not None:
             self.profiles.correct(*self._profiled[request_id], deviation - before)
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
-        held = self.active.held
-        self._generated.update((name, n) for name, n in generated_tokens.items() if name in held)
+        running = self.active.running
+        self._generated.update((name, n) for name, n in generated_tokens.items() if name in running)
 
     def on_finished(self, request_id: str) -> None:
         self.active.on_finished(request_id)
@@ -197,8 +214,8 @@ def _dot_products(
 ) -> NDArray[np.float32]:
     """Estimate rows[workers] @ vector, float32[n], from the first `cells` columns."""
     few = 2 * len(workers) < len(rows)
-    found = (rows[workers] if few else rows)[:, :cells] @ vector[:cells]
+    products = (rows[workers] if few else rows)[:, :cells] @ vector[:cells]
     if not few:
-        found = found[workers]
-    scaled: NDArray[np.float32] = found * np.float32(len(vector) / cells)
+        products = products[workers]
+    scaled: NDArray[np.float32] = products * np.float32(len(vector) / cells)
     return scaled

@@ -19,7 +19,7 @@ from eldr_serve.scheduling.policies.loading import load
 from eldr_serve.scheduling.types import PolicyError
 
 Prediction = tuple[NDArray[np.float64], NDArray[np.float64]]
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Predictor(Protocol):
@@ -61,8 +61,8 @@ class Survival:
         n = len(self._newest)
         if n == len(self._sorted):
             n -= 1
-            gone = int(np.searchsorted(self._sorted, self._newest.popleft()))
-            self._sorted[gone:n] = self._sorted[gone + 1 : n + 1]
+            oldest = int(np.searchsorted(self._sorted, self._newest.popleft()))
+            self._sorted[oldest:n] = self._sorted[oldest + 1 : n + 1]
         at = int(np.searchsorted(self._sorted[:n], output_tokens))
         self._sorted[at + 1 : n + 1] = self._sorted[at:n]
         self._sorted[at] = output_tokens
@@ -97,7 +97,7 @@ class PromptKeyed:
         self._overall = Survival(horizon)
         self._rows: OrderedDict[str, int] = OrderedDict()
         self._lengths = np.zeros((capacity, lengths_each), np.int64)  # 0: none
-        self._learnt = np.zeros(capacity, np.int64)
+        self._num_observed = np.zeros(capacity, np.int64)
 
     def learn(self, key: str | None, prompt_tokens: int, output_tokens: int) -> None:
         self._overall.learn(key, prompt_tokens, output_tokens)
@@ -109,27 +109,29 @@ class PromptKeyed:
             if row == len(self._lengths):
                 _, row = self._rows.popitem(last=False)
             self._rows[key] = row
-            self._lengths[row] = self._learnt[row] = 0
+            self._lengths[row] = self._num_observed[row] = 0
         self._rows.move_to_end(key)
-        self._lengths[row, self._learnt[row] % self._lengths.shape[1]] = output_tokens
-        self._learnt[row] += 1
+        self._lengths[row, self._num_observed[row] % self._lengths.shape[1]] = output_tokens
+        self._num_observed[row] += 1
 
     def predict(
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
     ) -> Prediction:
         p, mu = self._overall.predict(ages, keys, prompt_tokens)
-        known = [(n, self._rows[key]) for n, key in enumerate(keys) if key is not None and key in self._rows]
-        if not known:
+        with_key = [
+            (n, self._rows[key]) for n, key in enumerate(keys) if key is not None and key in self._rows
+        ]
+        if not with_key:
             return p, mu
-        at, rows = np.array(known).T
-        left = self._lengths[rows] - ages[at, None]
-        running = left > 0
-        ending = running & (left <= self._horizon)
+        at, rows = np.array(with_key).T
+        remaining = self._lengths[rows] - ages[at, None]
+        running = remaining > 0
+        ending = running & (remaining <= self._horizon)
         survivors, ended = running.sum(axis=1), ending.sum(axis=1)
         hit = survivors > 0
         p[at[hit]] = ended[hit] / survivors[hit]
         hit = ended > 0
-        mu[at[hit]] = (left * ending).sum(axis=1)[hit] / ended[hit]
+        mu[at[hit]] = (remaining * ending).sum(axis=1)[hit] / ended[hit]
         return p, mu
 
 
@@ -163,7 +165,7 @@ class BoostedTrees:
         self._history: deque[tuple[int, int, NDArray[np.float64]]] = deque(maxlen=capacity)
         self._refit_every = refit_every
         self._age_step = age_step
-        self._ended = 0
+        self._num_learnt = 0
         self._mean_output: float | None = None  # exponentially weighted
         self._window: deque[tuple[int, int]] = deque(maxlen=64)  # (prompt, output) tokens
         self._recent = np.zeros(5)
@@ -179,16 +181,16 @@ class BoostedTrees:
         self._window.append((prompt_tokens, output_tokens))
         newest = np.array(self._window, np.float64)
         self._recent = np.array([self._mean_output, *newest.mean(axis=0), *newest.std(axis=0)])
-        self._ended += 1
-        if self._ended % self._refit_every == 0:
+        self._num_learnt += 1
+        if self._num_learnt % self._refit_every == 0:
             self._refit()
 
     def predict(
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
     ) -> Prediction:
         if self._fitting is not None and self._fitting.done():
-            done, self._fitting = self._fitting, None
-            self._trees = done.result() or self._trees
+            fitted, self._fitting = self._fitting, None
+            self._trees = fitted.result() or self._trees
         if self._trees is None:
             return self._survival.predict(ages, keys, prompt_tokens)
         ends_soon, remaining = self._trees
@@ -209,12 +211,12 @@ class BoostedTrees:
         """Return classifier and regressor; None if the history contains only one of the two classes."""
         from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
-        features, left = [], []
+        features, remaining = [], []
         for prompt_tokens, output_tokens, recent in history:
             for age in range(0, output_tokens, self._age_step):
                 features.append([prompt_tokens, age, *recent])
-                left.append(output_tokens - age)
-        x, y = np.array(features), np.array(left)
+                remaining.append(output_tokens - age)
+        x, y = np.array(features), np.array(remaining)
         soon = y <= self._horizon
         if soon.all() or not soon.any():
             return None
@@ -253,17 +255,16 @@ def predictor_class(name: str) -> Callable[[int], Predictor]:
     """Return the factory, given H, of a predictor by name or import path `my_package.module:MyPredictor`.
 
     Raises:
-        PolicyError: there is no such predictor; one sentence.
+        PolicyError: there is no such predictor.
     """
     if name in PREDICTORS:
         return PREDICTORS[name]
     if ":" not in name:
         raise PolicyError(f"it must be one of {', '.join(PREDICTORS)}, or module:Class of your own")
-    found = load(name, "which")
-    if not all(callable(getattr(found, method, None)) for method in ("__call__", "predict", "learn")):
+    factory: Callable[[int], Predictor] = load(name, "which")
+    if not all(callable(getattr(factory, method, None)) for method in ("__call__", "predict", "learn")):
         raise PolicyError("which is no class with `predict` and `learn`")
-    made: Callable[[int], Predictor] = found
-    return made
+    return factory
 
 
 class Guarded:
@@ -285,7 +286,7 @@ class Guarded:
         try:
             self.predictor.learn(key, prompt_tokens, output_tokens)
         except Exception as error:
-            self._failed(error)
+            self._record_failure(error)
 
     def predict(
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
@@ -294,13 +295,15 @@ class Guarded:
             try:
                 return _checked(source.predict(ages, keys, prompt_tokens), len(ages))
             except Exception as error:
-                self._failed(error)
+                self._record_failure(error)
         return np.zeros(len(ages)), np.full(len(ages), float(self._horizon))
 
-    def _failed(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         self.failures += 1
         if self.failures == 1:
-            _log.warning("predictor %s failed (%s); only past output lengths are used", self.predictor, error)
+            logger.warning(
+                "predictor %s failed (%s); only past output lengths are used", self.predictor, error
+            )
 
 
 def _checked(prediction: Prediction, n: int) -> Prediction:

@@ -45,7 +45,7 @@ def policy_class(name: str) -> type[Policy]:
     """Return the policy class of that name or of the import path `my_package.module:MyPolicy`.
 
     Raises:
-        PolicyError: there is no such policy; one sentence.
+        PolicyError: there is no such policy.
     """
     if name in POLICIES:
         return POLICIES[name]
@@ -61,25 +61,25 @@ def policy_class(name: str) -> type[Policy]:
 
 @lru_cache
 def _imported(path: str) -> type[Policy]:
-    found = load(path, f"policy {path!r}")
-    if not (isinstance(found, type) and issubclass(found, Policy)):
+    policy = load(path, f"policy {path!r}")
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise PolicyError(f"policy {path!r} is no subclass of eldr_serve.scheduling.Policy")
-    return found
+    return policy
 
 
 def make_policy(name: str, /, **parameters: Any) -> Policy:
     """Create the policy of that name or import path.
 
     Raises:
-        PolicyError: the name, a parameter or a value is invalid; one sentence that lists valid ones.
+        PolicyError: the name, a parameter or a value is invalid; the message lists valid ones.
     """
-    made = policy_class(name)
+    cls = policy_class(name)
     try:
-        return made(**parameters)
+        return cls(**parameters)
     except PolicyError:
         raise
     except Exception as error:  # another package's constructor may raise anything
-        raise PolicyError(f"policy {name!r} cannot be made: {error!r}") from error
+        raise PolicyError(f"policy {name!r} cannot be created: {error!r}") from error
 
 
 def reads_counts(name: str) -> bool:

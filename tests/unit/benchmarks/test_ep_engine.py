@@ -12,21 +12,17 @@ from benchmarks.engine.ep_engine import spread
 from benchmarks.lib.ep_engine import Decoded
 from benchmarks.lib.ep_rows import PHASES, choice_rows, shift_rows
 from benchmarks.lib.ep_turns import SKIPPED, disjoint, in_turns, summary
-from eldr_serve.command_errors import BadInput
-from eldr_serve.experts.placement import placement_id
+from eldr_serve.command_errors import UserInputError
+from eldr_serve.experts.parallel.placement import placement_id
 from loadgen.journal import Journal
 
 
 def measured(step_ms: float, experts: float = 10.0, answers: str = "ab", **others: float) -> dict[str, Any]:
-    figures = {
-        "experts_all_ranks": 18.0, "worst_rank_pairs": 16.0, "away_pct": 50.0, "moved_a_token": 0.9,
-    }  # fmt: skip
+    figures = {"experts_all_ranks": 18.0, "worst_rank_pairs": 16.0, "away_pct": 50.0, "moved_a_token": 0.9}
     return {"step_ms": step_ms, "worst_rank_experts": experts, "answers": list(answers)} | figures | others
 
 
 class Engine:
-    """A fake engine that counts its starts."""
-
     started = 0
 
     def __enter__(self) -> Engine:
@@ -46,17 +42,17 @@ def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: 
         assert running is engine
         asked.append(key)
         if len(asked) == 3:
-            raise BadInput("the engine died")
+            raise UserInputError("the engine died")
         return f"{key[1]}{key[0]}"
 
     def turns(minutes: float | None) -> dict[tuple[int, str], str]:
         return in_turns(Journal(tmp_path / "j.jsonl", {"seed": 0}), keys, lambda: engine, measure, minutes)
 
-    with pytest.raises(BadInput, match="died"):
+    with pytest.raises(UserInputError, match="died"):
         turns(None)
     assert asked == keys[:3]
     assert list(Journal.read(tmp_path / "j.jsonl")) == ["0/a", "0/b"]
-    with pytest.raises(BadInput, match="time is up"):
+    with pytest.raises(UserInputError, match="time is up"):
         turns(0.0)
     assert turns(None) == {(0, "a"): "a0", (0, "b"): "b0", (1, "a"): "a1", (1, "b"): "b1"}
     assert asked == [*keys[:3], *keys[2:]]
@@ -77,10 +73,15 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     assert len(set(hashes)) == 2
     assert found == pytest.approx(
         {
-            "step_ms": 20, "steps": 4, "worst_rank_experts": 7, "experts_all_ranks": 12,
-            "worst_rank_pairs": 10, "away_pct": 100 * 7 / 16, "moved_a_token": 1.0,
+            "step_ms": 20,
+            "steps": 4,
+            "worst_rank_experts": 7,
+            "experts_all_ranks": 12,
+            "worst_rank_pairs": 10,
+            "away_pct": 100 * 7 / 16,
+            "moved_a_token": 1.0,
         }
-    )  # fmt: skip
+    )
 
 
 def test_batches_share_a_request_only_when_there_are_no_others() -> None:

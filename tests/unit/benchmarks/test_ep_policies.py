@@ -1,15 +1,13 @@
 """Placements of requests and experts before measurements, and rows of the times; without engines."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-from traces import synthetic_trace
 
 from benchmarks.lib.capture import Captured
 from benchmarks.papers.ep_policies import ARMS, BASE, Case, policy_rows
+from tests.support.traces import synthetic_trace
 
 
 @pytest.fixture(scope="module")

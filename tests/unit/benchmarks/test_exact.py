@@ -1,7 +1,5 @@
 """Comparison of engine reports with the choices of tokens."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
@@ -36,13 +34,15 @@ def report() -> dict[str, Any]:
         decoded = chosen[PROMPT:-1]
         records.append(
             {
-                "request": f"{number}-0", "prompt": prompt, "output": output,
+                "request": f"{number}-0",
+                "prompt": prompt,
+                "output": output,
                 "eldr_prefill": pack_counts(histogram(chosen[:PROMPT]).astype(np.uint32)),
                 "eldr_decode": pack_counts(histogram(decoded).astype(np.uint32)),
                 "eldr_decode_steps": len(decoded),
                 "eldr_routes": pack_routes(decoded[..., ::-1]),  # experts of a token have no order
             }
-        )  # fmt: skip
+        )
         for position in range(PROMPT, PROMPT + TOKENS - 1):
             step = {"requests": 1, "kv_tokens": position + 1, "active_by_layer": [TOP_K] * LAYERS}
             steps.append(step | {"fed": [[f"{number}-0", position]]})

@@ -1,7 +1,5 @@
 """The steps of a GPU session: no step delays or stops the others, and a second start resumes."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import time
@@ -9,10 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from in_process import command, sentence
 
 from benchmarks import gpu
 from benchmarks.gpu import STEPS, Step, run_steps
+from tests.support.in_process import command, sentence
 
 WRITES = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text('{}')"
 CRASHES = "print('before'); raise SystemExit('no kernel for this card')"
@@ -37,9 +35,7 @@ def test_a_step_that_hangs_or_crashes_costs_only_its_own_limit(
     monkeypatch.setattr(gpu, "_GRACE_S", 0.2)
     pids = tmp_path / "pids"
     start = time.monotonic()
-    rows = run_steps(
-        [step("x", HANGS, pids, limit_s=3), step("y", CRASHES), step("z", WRITES)], tmp_path, 60
-    )  # fmt: skip
+    rows = run_steps([step("x", HANGS, pids, limit_s=3), step("y", CRASHES), step("z", WRITES)], tmp_path, 60)
     assert time.monotonic() - start < 30
     assert [row["step"] for row in rows] == ["x_fake", "y_fake", "z_fake"]
     hung, crashed, written = (row["state"] for row in rows)

@@ -1,7 +1,5 @@
 """A live comparison: its folder, which a run with other options cannot resume, and its rows."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from dataclasses import asdict
@@ -9,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import synthetic_trace
 
 from benchmarks.lib import live
 from eldr_serve.client import Client
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.figures import policy_rows
 from loadgen.journal import Journal
 from loadgen.statistics import Slo
-from loadgen.trial import JOURNAL, RESTORE, Trial, order, read_trials
+from loadgen.trial import JOURNAL, RESTORE, Trial, read_trials, schedule_trials
+from tests.support.traces import synthetic_trace
 
 URL = "http://127.0.0.1:1"
 
@@ -55,10 +53,10 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
         return live.Comparison(tmp_path, {"rate": rate, "folder": tmp_path})
 
     assert asked("2").result is None  # nothing was measured
-    with pytest.raises(BadInput, match="status 130"):
+    with pytest.raises(UserInputError, match="status 130"):
         asked("4").measure(table, {"rate": "stop"}, port=1)
     assert asked("4").result is None
-    with pytest.raises(BadInput, match="another rate"):
+    with pytest.raises(UserInputError, match="another rate"):
         asked("8")
     (tmp_path / "comparison" / JOURNAL).unlink()
     asked("4").measure(table, {"rate": "4"}, port=1)
@@ -76,15 +74,15 @@ def test_rows_exist_for_both_clocks_until_they_are_published(tmp_path: Path) -> 
     shape = {"warm_up_s": 0, "seconds": 100, "slo_ttft_ms": 1e3, "slo_tpot_ms": 1e2, "seed": 0}
     policies = ["random", "marginal-cost"]
     journal = Journal(tmp_path / "comparison" / JOURNAL, shape)
-    for step in order(policies, 1, 0):
+    for step in schedule_trials(policies, 1, 0):
         slow = step.policy == "marginal-cost"
         times = {k: v * (1 + slow) for k, v in (("ttft_s", 1.0), ("tpot_s", 0.1), ("end_s", 6.0))}
         times |= {"itl_s": [], "due_s": None, "late_s": None, "handover_s": None}
         requests = [
             times | {"number": n, "sent_s": float(n), "sent_unix_s": 60.0 * slow + n} for n in range(5)
         ]
-        engines = {"seconds": 10.0 * (1 + slow), "batch": 100.0, "steps": 10.0, "active": 50.0}
-        engines["waited"] = 12 * engines["seconds"]
+        engines = {"seconds": 10.0 * (1 + slow), "requests": 100.0, "steps": 10.0, "active_experts": 50.0}
+        engines["token_seconds"] = 12 * engines["seconds"]
         journal.put(step.key, asdict(Trial(step.policy, 0, requests, engines)))
     trials = read_trials(tmp_path / "comparison")
     wall = policy_rows(policies, trials, warm_up_s=0, seconds=100, slo=Slo(1e3, 1e2), seed=0)

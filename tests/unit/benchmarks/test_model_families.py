@@ -1,7 +1,5 @@
 """The comparison of model families finds counts that are wrong by one, and excuses only near ties."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -38,11 +36,14 @@ def record(
     prompt = histogram(CHOSEN[:PROMPT]) if prompt is None else prompt
     decode = histogram(CHOSEN[PROMPT:]) if decode is None else decode
     return {
-        "prompt": list(range(PROMPT)), "output": list(range(OUTPUT)), "cached": 0,
+        "prompt": list(range(PROMPT)),
+        "output": list(range(OUTPUT)),
+        "cached": 0,
         "seen": [[token] for token in CHOSEN.tolist()],
-        "eldr_prefill": pack_counts(prompt), "eldr_decode": pack_counts(decode),
+        "eldr_prefill": pack_counts(prompt),
+        "eldr_decode": pack_counts(decode),
         "eldr_routes": pack_routes((CHOSEN[PROMPT:] if routes is None else routes).astype(np.int16)),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture
@@ -167,5 +168,5 @@ def test_a_step_is_attributed_to_the_tokens_that_it_computed() -> None:
 
     step(["a"], {"a": 2}, [10, 20])
     step(["b", "a"], {"a": 1, "b": 2}, [11, 90, 30])
-    assert seen.of([1, 2, 3]) == [[[[10], [11]], [[11], [12]]], [[[20], [21]]], [[[30], [31]]]]
-    assert seen.of([1, 9])[1] == [[[90], [91]]]
+    assert seen.routes([1, 2, 3]) == [[[[10], [11]], [[11], [12]]], [[[20], [21]]], [[[30], [31]]]]
+    assert seen.routes([1, 9])[1] == [[[90], [91]]]

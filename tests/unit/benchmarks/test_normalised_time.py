@@ -1,7 +1,5 @@
 """Normalised time from synthetic samples of CPU speed, and the probe that takes samples."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -13,7 +11,7 @@ import pytest
 
 from benchmarks.lib.cpu_speed import probed
 from benchmarks.lib.normalised_time import NormalisedTime, felt_by_engines, normalised
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.trial import Trial
 
 HALF_AT = 50.0  # from here on the cores of `samples` do half as much
@@ -39,9 +37,9 @@ def test_the_slowdown_excludes_stolen_time(tmp_path: Path) -> None:
     slow, stolen = NormalisedTime([samples()]), NormalisedTime([samples(slow=1.0, stolen=0.5)])
     assert slow.slowdown(60.0, 90.0) == pytest.approx(2 * slow.slowdown(10.0, 40.0))
     assert stolen.slowdown(60.0, 90.0) == pytest.approx(stolen.slowdown(10.0, 40.0)) == pytest.approx(1.0)
-    with pytest.raises(BadInput, match="have gaps"):
+    with pytest.raises(UserInputError, match="have gaps"):
         slow.seconds(90.0, 120.0)
-    with pytest.raises(BadInput, match="no records"):
+    with pytest.raises(UserInputError, match="no records"):
         NormalisedTime.read(tmp_path)
 
 
@@ -68,7 +66,7 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
     quick = {"ttft_s": 2.0, "tpot_s": 0.1, "end_s": 12.0, "itl_s": [0.1] * 100, "handover_s": 0.5}
     slow = {k: [2 * gap for gap in v] if isinstance(v, list) else 2 * v for k, v in quick.items()}
     failed = record(70.0, error="HTTP 500")
-    engines = {"seconds": 6.0, "waited": 60.0, "batch": 10.0}
+    engines = {"seconds": 6.0, "token_seconds": 60.0, "requests": 10.0}
     trial = Trial("random", 0, [record(20.0, **quick), record(60.0, **slow), failed], engines)
     even = normalised(trial, NormalisedTime([samples()]))
     first, second, unknown = even.requests
@@ -78,9 +76,9 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
     for before, after in zip(trial.requests[:2], even.requests[:2], strict=True):
         assert after["sent_s"] + after["end_s"] == pytest.approx(before["sent_s"] + before["end_s"])
     assert unknown == failed
-    assert even.engines["batch"] == 10.0
+    assert even.engines["requests"] == 10.0
     assert 3.0 < even.engines["seconds"] < 6.0 == engines["seconds"]
-    assert even.engines["waited"] == pytest.approx(10 * even.engines["seconds"])
+    assert even.engines["token_seconds"] == pytest.approx(10 * even.engines["seconds"])
 
 
 @pytest.mark.parametrize("felt", [0.0, 0.5, 1.0, 1.5])
@@ -94,7 +92,9 @@ def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(felt: float) -
     for n, policy in enumerate(policies):
         sent = record(100.0 * n + 10.0, ttft_s=10.0, tpot_s=0.1, end_s=80.0, itl_s=[], handover_s=None)
         seconds = (5.0 if policy == "marginal-cost" else 10.0) * slowdown[n] ** felt
-        trials.append(Trial(policy, 0, [sent], {"seconds": seconds, "waited": seconds, "batch": 100.0}))
+        trials.append(
+            Trial(policy, 0, [sent], {"seconds": seconds, "token_seconds": seconds, "requests": 100.0})
+        )
     alike = ("random", "round-robin")
     clock = NormalisedTime([of_core])
     assert felt_by_engines(trials, clock, alike) == pytest.approx(felt, abs=0.02)
@@ -119,7 +119,7 @@ def test_the_speed_of_every_core_is_sampled_until_the_end(tmp_path: Path) -> Non
     start, end = max(times[0] for times in noted), min(times[-1] for times in noted)
     clock = NormalisedTime.read(tmp_path)
     assert clock.seconds(start, end) > 0.0
-    with pytest.raises(BadInput):
+    with pytest.raises(UserInputError):
         clock.seconds(began - 10.0, end)
     time.sleep(1.0)
     assert [f.read_text() for f in files] == lines

@@ -1,7 +1,5 @@
 """The commands of a cluster run, and processes that a cluster leaves behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts of replays by step, without an engine."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traces import synthetic_trace
 
 from benchmarks.engine.moe_layer_latency import routes
 from benchmarks.lib import replay
@@ -18,16 +15,17 @@ from benchmarks.lib.engine_pool import EnginePool, Served
 from benchmarks.lib.engines import device_kwargs
 from benchmarks.lib.replay import FIT_REQUESTS, Arm, Bench, Case, Load, fit_batches, loads_of
 from benchmarks.lib.replay_command import chosen_arms
-from benchmarks.lib.replay_engine import BLOCK, Arrival, Steps, aligned
+from benchmarks.lib.replay_engine import BLOCK, Arrival, Steps, pad_to_blocks
 from benchmarks.lib.replay_rows import LAYERS
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.engine.vllm.config import engine_kwargs
 from loadgen.journal import Journal
+from tests.support.traces import synthetic_trace
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=200))
 def test_aligned_prompts_keep_their_end_and_fill_blocks_plus_one_token(tokens: list[int]) -> None:
-    filled = aligned(tokens)
+    filled = pad_to_blocks(tokens)
     assert len(filled) % BLOCK == 1
     assert len(filled) >= min(len(tokens), BLOCK + 1)
     assert filled[-len(tokens) :] == tokens
@@ -56,11 +54,11 @@ def test_workloads_are_split_without_overlap() -> None:
     assert data.trace.subset(fit).ids == [data.trace.ids[i] for i in fit]
     assert loads_of("task", "4,8", "16", 5) == [Load("task", 4, 16, 5), Load("task", 8, 16, 5)]
     for groups, workers, batch in (("tasks", "4", "8"), ("task", "four", "8"), ("task", "4", "0")):
-        with pytest.raises(BadInput):
+        with pytest.raises(UserInputError):
             loads_of(groups, workers, batch, 5)
-    with pytest.raises(BadInput, match="cores"):
+    with pytest.raises(UserInputError, match="cores"):
         EnginePool(Path("model"), 100_000)
-    with pytest.raises(BadInput, match="leave it at 1"):
+    with pytest.raises(UserInputError, match="leave it at 1"):
         EnginePool(Path("model"), 2, "cuda")
 
 
@@ -77,7 +75,9 @@ def test_a_replay_can_be_limited_to_some_arms() -> None:
     arms = [Arm(name, name) for name in ("round-robin", "shortest-queue", "marginal-cost")]
     assert chosen_arms("all", arms) == arms
     assert chosen_arms("marginal-cost,round-robin", arms) == [arms[2], arms[0]]
-    with pytest.raises(BadInput, match="'nearest'; there are round-robin, shortest-queue, marginal-cost"):
+    with pytest.raises(
+        UserInputError, match="'nearest'; there are round-robin, shortest-queue, marginal-cost"
+    ):
         chosen_arms("round-robin,nearest", arms)
 
 
@@ -129,10 +129,16 @@ def test_a_stopped_run_resumes_and_repeats_no_measurement(
     def compared(runs: int, fit_requests: int = FIT_REQUESTS) -> list[Case]:
         pools.append(_EnginePool(runs))
         bench = Bench(
-            tmp_path, engine_pool=pools[-1], requests=60, output_tokens=4, intermediate=32, work=tmp_path,
-            seed=0, journal=Journal(tmp_path / f"fit_{fit_requests}.jsonl", {"seed": 0}),
+            tmp_path,
+            engine_pool=pools[-1],
+            requests=60,
+            output_tokens=4,
+            intermediate=32,
+            work=tmp_path,
+            seed=0,
+            journal=Journal(tmp_path / f"fit_{fit_requests}.jsonl", {"seed": 0}),
             fit_requests=fit_requests,
-        )  # fmt: skip
+        )
         return bench.compare([Load("all", 3, 2, 4)], arms, repeats=2)
 
     needed = 16 + 3 * 2 * 2  # batches of the fit; workers x arms x repeats

@@ -1,26 +1,26 @@
 """The shadow's benchmark with a fake service, and its rows from synthetic trials."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_service import KEY, fake_service
 
 from benchmarks.serving import shadow as module
 from benchmarks.serving.shadow import Part, rows, shadow, sums
 from eldr_serve import client
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
+from tests.support.fake_service import KEY, fake_service
 
 # 100 steps of 4 requests, 10 ms each; tokens at the client take twice as long.
 PART = Part(400, 4.4, 5.5, 100, 400, 2000, 1.0, 4.0, 0.02, {"steps": 100.0})
 
 
 def test_a_prediction_is_compared_with_measurements_of_the_engines() -> None:
-    other = replace(PART, live=5.5, shadow=4.4, seconds=1.2, waited=5.0, tpot=0.019, active=2500)
+    other = replace(
+        PART, live=5.5, shadow=4.4, seconds=1.2, token_seconds=5.0, tpot=0.019, active_experts=2500
+    )
     parts = {"marginal-cost": [PART, PART], "random": [other, other]}
     found = {row["figure"]: row for row in rows(("marginal-cost", "random"), parts, seed=0)}
     for live in parts:
@@ -55,7 +55,7 @@ def test_a_status_before_the_first_token_has_sums() -> None:
 
 @pytest.mark.parametrize("bad", [{"policies": "random"}, {"policies": "a,a"}, {"intermediate": "16"}])
 def test_bad_input_is_reported_in_one_sentence(bad: dict[str, str]) -> None:
-    with pytest.raises(BadInput, match=r"\A--.+"):
+    with pytest.raises(UserInputError, match=r"\A--.+"):
         shadow(**bad)
 
 
@@ -70,7 +70,7 @@ def test_each_policy_is_live_once_in_each_round_with_the_other_as_shadow(
         monkeypatch.setattr(client, "_STABLE_S", 0.1)  # the fake's steps are counted at once
         served = nullcontext(client.Client(service.url, KEY))
         monkeypatch.setattr(module, "serving", lambda arguments, port: served)
-        load = {"rounds": 1, "trial_seconds": 10, "warm_up_seconds": 1, "in_flight": 4, "output_tokens": 8}
+        load = {"rounds": 1, "trial_seconds": 6, "warm_up_seconds": 1, "in_flight": 4, "output_tokens": 8}
         shadow(policies=",".join(policies), intermediate="32", work=tmp_path, out=out, **load)
     assert sorted(service.policies_set) == sorted(service.shadows) == policies
     assert service.policies_set != service.shadows

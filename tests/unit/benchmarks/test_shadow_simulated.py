@@ -1,20 +1,18 @@
 """The shadow in the simulator, whose steps cost what the shadow prices."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from traces import synthetic_trace
 
 from benchmarks.papers.shadow_simulated import shadow_simulated
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.scheduling import make_policy
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Requests
 from offline.simulation.run import simulate
+from tests.support.traces import synthetic_trace
 
 
 def test_a_closed_loop_keeps_its_number_in_flight() -> None:
@@ -46,5 +44,5 @@ def test_the_shadow_prices_simulated_steps_and_agrees_with_the_simulation(tmp_pa
 
 
 def test_two_policies_are_required() -> None:
-    with pytest.raises(BadInput, match="name two"):
+    with pytest.raises(UserInputError, match="name two"):
         shadow_simulated(trace=Path("none"), policies="random")

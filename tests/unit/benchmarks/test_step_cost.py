@@ -1,17 +1,15 @@
 """Rows of composed steps, without an engine."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from in_process import command, sentence
 from numpy.typing import NDArray
 
 from benchmarks.engine.step_cost import PACKAGE, Step, composed_steps, fit_rows, package_rows, point_rows
 from eldr_serve.scheduling import StepCost
+from tests.support.in_process import command, sentence
 
 LAYERS = 3
 COST = StepCost(2e-3, 5e-5, 0.0, 3e-6)

@@ -1,7 +1,5 @@
 """The live comparison of whole replicas: its workloads, its trials and its rows."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -10,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_process import command, sentence
 
 from benchmarks.lib import whole_report
 from benchmarks.lib.client import Answer
@@ -25,10 +22,11 @@ from benchmarks.lib.whole_workloads import (
     system_prompts,
 )
 from benchmarks.serving import whole_replicas
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.sse import StreamTiming
 from loadgen.traces import BLOCK_TOKENS, TraceRequest
 from loadgen.workload import Prompt
+from tests.support.in_process import command, sentence
 
 PROMPTS = [Prompt(f"p{n}", f"d{n % 3}", f"{n} of domain {n % 3}, " + "text " * n) for n in range(30)]
 ANSWERS = range(8, 17)
@@ -96,7 +94,7 @@ def test_a_trial_counts_the_same_requests_of_each_system() -> None:
     assert len(sent) < 50  # then the loop was stopped
     for chain in range(len(sent) // 2):  # a chain's second after its first
         assert sent.index(2 * chain) < sent.index(2 * chain + 1)
-    with pytest.raises(BadInput, match="4 requests, a trial needs 11"):
+    with pytest.raises(UserInputError, match="4 requests, a trial needs 11"):
         _trial(2, in_flight=2, warm_up=4, requests=6)
 
 
@@ -140,8 +138,9 @@ def test_our_system_is_compared_with_each_other_system_round_by_round() -> None:
     (row,) = whole_report.rows(trials, [whole_report.OURS], ["sessions"])
     assert (row["server_ttft_mean_ms"], row["server_queue_mean_ms"]) == (500, 250)
     before, after = (
-        {"steps": 2.0, "active": 10.0, "batch": 4.0}, {"steps": 6.0, "active": 90.0, "batch": 36.0},
-    )  # fmt: skip
+        {"steps": 2.0, "active_experts": 10.0, "requests": 4.0},
+        {"steps": 6.0, "active_experts": 90.0, "requests": 36.0},
+    )
     assert whole_report.means(before, after) == {"active_experts": 20, "batch_size": 8}
     # A system that a stopped run has not measured has no row.
     assert whole_report.rows(trials, ["eldr/random"], ["sessions"]) == []
@@ -187,5 +186,6 @@ def test_impossible_options_are_refused_before_anything_starts() -> None:
     ):
         assert said in sentence(command("benchmarks.serving.whole_replicas", **asked))
     assert whole_replicas._chosen("workload", "", whole_replicas.WORKLOADS, "sessions", None) == [
-        "many domains", "system prompts",
-    ]  # fmt: skip
+        "many domains",
+        "system prompts",
+    ]

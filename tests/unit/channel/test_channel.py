@@ -1,96 +1,28 @@
 """Both ends of a channel over real sockets: calls, cancellation, and peers that are faulty or vanish."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import suppress
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from channel_calls import read_all
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.channel import Answer, CallFailed, Channel, ChannelLost, ChannelServer, SlowReader
+from eldr_serve.channel import (
+    CallFailedError,
+    Channel,
+    ChannelLostError,
+    SlowReaderError,
+)
 from eldr_serve.channel import client as client_module
 from eldr_serve.channel import peer as peer_module
 from eldr_serve.channel.client import SILENT_S
-from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, VERSION, BrokenFrame, Frames, Kind, frame
+from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, VERSION, BrokenFrameError, Frames, Kind, frame
 from tests.faults.virtual_time import VirtualLoop
-
-SECRET = "secret"
-HELLO = frame(Kind.HELLO, 0, bytes([VERSION]) + SECRET.encode())
-
-
-class Engine:
-    """An engine whose methods are named after what they do; it records which calls run."""
-
-    def __init__(self, limit: int = 1000, report: Any = dict) -> None:
-        self.running: list[str] = []
-        self.begun = 0
-        self.go_on = asyncio.Event()
-        self.server = ChannelServer(
-            SECRET, self.answer,
-            describe=lambda error: (400 if isinstance(error, ValueError) else 500, f"{error}".encode()),
-            limit=limit, full=lambda: RuntimeError("full"), report=report,
-        )  # fmt: skip
-
-    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        self.running.append(method)
-        self.begun += 1
-        try:
-            if method == "echo":
-                for part in header["parts"]:
-                    answer.send(part + body, 1)
-                    await asyncio.sleep(0)
-            elif method == "running":
-                answer.send(" ".join(self.running).encode())
-            elif method == "refuse":
-                raise ValueError("this is wrong")
-            elif method == "flood":
-                while True:
-                    answer.send(b"x" * 65536, 1)
-                    await asyncio.sleep(0)
-            elif method == "wait":
-                answer.send(b"begun")
-                await self.go_on.wait()
-                answer.send(b"done", 1)
-        finally:
-            self.running.remove(method)
-
-
-@asynccontextmanager
-async def listening(**options: Any) -> AsyncIterator[tuple[Engine, int]]:
-    engine = Engine(**options)
-    port = await engine.server.start("127.0.0.1")
-    try:
-        yield engine, port
-    finally:
-        await engine.server.stop()
-
-
-@asynccontextmanager
-async def connected(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
-    async with listening(**options) as (engine, port):
-        channel = await Channel.connect("127.0.0.1", port, SECRET)
-        try:
-            yield engine, channel
-        finally:
-            channel.close("the test ends")
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name.startswith("eldr_serve")]
+from tests.support.channel_calls import HELLO, SECRET, connected, lines, listening, read_all, until
 
 
 async def test_pings_carry_the_report_to_authenticated_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,12 +48,12 @@ async def test_many_calls_share_a_connection_and_each_gets_its_own_answer() -> N
 
 async def test_a_refused_call_raises_the_status_and_body_of_the_engine() -> None:
     async with connected(limit=1) as (engine, channel):
-        with pytest.raises(CallFailed) as refused:
+        with pytest.raises(CallFailedError) as refused:
             await channel.call("refuse", {}).read()
         assert (refused.value.status, refused.value.body) == (400, b"this is wrong")
         waiting = channel.call("wait", {})
         await waiting.read()
-        with pytest.raises(CallFailed, match="full"):  # more calls than the limit
+        with pytest.raises(CallFailedError, match="full"):  # more calls than the limit
             await channel.call("echo", {"parts": []}).read()
         engine.go_on.set()
         assert await read_all(waiting) == (b"done", 1)
@@ -131,12 +63,12 @@ async def test_a_cancelled_call_ends_in_the_engine_first() -> None:
     async with connected() as (engine, channel):
         unread = channel.call("wait", {})
         unread.cancel()  # the engine may not have begun it
-        await unread.end()
+        await unread.wait_until_ended()
         begun = channel.call("wait", {})
         await begun.read()
         begun.cancel()
         begun.cancel()
-        await begun.end()
+        await begun.wait_until_ended()
         assert not engine.running
         begun.cancel()
         assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
@@ -147,8 +79,31 @@ async def test_a_reader_that_reads_nothing_is_disconnected_and_disturbs_no_other
         flood = channel.call("flood", {})
         await until(lambda: engine.begun and not engine.running)
         assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
-        with pytest.raises(SlowReader):
+        with pytest.raises(SlowReaderError):
             await flood.read()
+
+
+async def test_a_slow_reader_does_not_wait_for_an_engine_that_is_stuck() -> None:
+    async with connected() as (engine, channel):
+        engine.stops = False
+        flood = channel.call("flood", {})
+        flood.expect(0.05, 0.05)
+        async with asyncio.timeout(5):
+            await until(lambda: flood._error is not None)  # more has arrived than a stream may buffer
+            with pytest.raises(SlowReaderError):
+                await flood.read()
+        engine.stops = True
+
+
+async def test_draining_survives_a_peer_that_is_closed_meanwhile() -> None:
+    async with listening() as (engine, port):
+        peers = [await Channel.connect("127.0.0.1", port, SECRET) for _ in range(3)]
+        assert engine.server.num_peers == 3
+        for connection in list(engine.server.connections)[:2]:
+            connection.send = lambda data, connection=connection: connection.close("too slow")
+        async with asyncio.timeout(5):
+            await engine.server.drain()
+        await until(lambda: not any(peer.open for peer in peers))
 
 
 async def test_calls_end_in_the_engine_when_the_ingress_disconnects() -> None:
@@ -158,9 +113,9 @@ async def test_calls_end_in_the_engine_when_the_ingress_disconnects() -> None:
         channel.close("test")
         await until(lambda: not engine.running)
         for call in calls:
-            with pytest.raises(ChannelLost):
+            with pytest.raises(ChannelLostError):
                 await read_all(call)
-        with pytest.raises(ChannelLost):
+        with pytest.raises(ChannelLostError):
             channel.call("echo", {})
 
 
@@ -169,10 +124,11 @@ async def test_all_calls_are_lost_at_once_when_the_engine_stops() -> None:
         call = channel.call("wait", {})
         await call.read()
         await engine.server.stop()
-        with pytest.raises(ChannelLost):
+        with pytest.raises(ChannelLostError) as lost:
             await call.read()
-        with pytest.raises(ChannelLost):
-            await call.end()
+        assert not lost.value.silent
+        with pytest.raises(ChannelLostError):
+            await call.wait_until_ended()
         assert not channel.open
 
 
@@ -186,6 +142,21 @@ async def test_a_draining_engine_refuses_new_calls_and_finishes_the_running_ones
         engine.go_on.set()
         assert await read_all(call) == (b"done", 1)
         await draining
+
+
+async def test_an_engine_that_leaves_says_so_on_open_and_on_later_connections() -> None:
+    async with connected() as (engine, channel):
+        call = channel.call("wait", {})
+        await call.read()
+        assert not call.leaving
+        engine.server.leave()
+        await until(lambda: call.leaving)
+        host, port = engine.server.address
+        later = await Channel.connect(host, port, SECRET)
+        await until(lambda: not later.open)
+        later.close("the test ends")
+        engine.go_on.set()
+        assert await read_all(call) == (b"done", 1)
 
 
 async def test_a_call_in_transit_to_a_draining_engine_is_answered() -> None:
@@ -235,28 +206,6 @@ async def test_an_unauthenticated_peer_or_a_malformed_frame_closes_only_its_own_
         assert await read_all(call) == (b"done", 1)
 
 
-@pytest.mark.parametrize(
-    "sent", [frame(Kind.CALL, 1, b"x" * 100)[:-50], HEAD.pack(2**31, Kind.CALL, 2, 0), HEAD.pack(0, 77, 1, 0)]
-)
-@pytest.mark.parametrize("calls", [0, 2])
-async def test_an_engine_logs_one_line_for_a_malformed_frame(
-    sent: bytes, calls: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with connected() as (engine, channel):
-        _, port = engine.server.address
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        waits = [frame(Kind.CALL, 10 + n, b"\x93\xa4wait\x80\xc4\x00") for n in range(calls)]
-        writer.write(HELLO + b"".join(waits))
-        await until(lambda: len(engine.running) == calls and len(engine.server.connections) == 2)
-        writer.write(sent)
-        await writer.drain()
-        writer.close()
-        await until(lambda: len(engine.server.connections) == 1 and not engine.running)
-        (line,) = lines(caplog)
-        assert "is closed" in line
-        assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
-
-
 async def test_a_connection_without_a_hello_is_closed_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,8 +231,9 @@ async def test_a_silent_peer_is_disconnected(silent: str, monkeypatch: pytest.Mo
 
         server = await asyncio.start_server(deaf, "127.0.0.1", 0)
         channel = await Channel.connect("127.0.0.1", server.sockets[0].getsockname()[1], SECRET)
-        with pytest.raises(ChannelLost, match="silent"):
+        with pytest.raises(ChannelLostError, match="silent") as lost:
             await channel.call("echo", {}).read()
+        assert lost.value.silent
         server.close()
         return
     async with listening() as (engine, port):
@@ -293,12 +243,32 @@ async def test_a_silent_peer_is_disconnected(silent: str, monkeypatch: pytest.Mo
         await until(lambda: not engine.running)
 
 
+async def test_a_cancelled_connect_leaves_no_connection() -> None:
+    accepted, closed = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(len(HELLO))
+        accepted.set()  # and send no welcome
+        with suppress(ConnectionError):
+            assert not await reader.read()
+        closed.set()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    connecting = asyncio.create_task(Channel.connect("127.0.0.1", server.sockets[0].getsockname()[1], SECRET))
+    await accepted.wait()
+    connecting.cancel()
+    async with asyncio.timeout(5):
+        await closed.wait()
+    server.close()
+
+
 async def test_connecting_fails_with_a_wrong_secret_or_without_a_server() -> None:
     async with listening() as (engine, port):
-        with pytest.raises(ChannelLost):
+        with pytest.raises(ChannelLostError):
             await Channel.connect("127.0.0.1", port, "wrong")
         await engine.server.stop()
-        with pytest.raises(ChannelLost):
+        with pytest.raises(ChannelLostError):
             await Channel.connect("127.0.0.1", port, SECRET)
 
 
@@ -319,7 +289,7 @@ def test_a_silent_engine_is_noticed_right_after_the_limit(last_frame_s: float) -
     assert SILENT_S <= loop.run(main()) < SILENT_S + 0.2
 
 
-async def test_an_engine_writes_all_streams_at_once_in_each_turn() -> None:
+async def test_an_engine_writes_all_streams_at_once_in_each_iteration_of_the_loop() -> None:
     async with connected() as (engine, channel):
         (connection,) = engine.server.connections
         written: list[int] = []
@@ -332,7 +302,7 @@ async def test_an_engine_writes_all_streams_at_once_in_each_turn() -> None:
         for call in calls:
             await call.read()
         written.clear()
-        engine.go_on.set()  # all calls send in the same turn
+        engine.go_on.set()  # all calls send in the same iteration
         assert [await read_all(call) for call in calls] == [(b"done", 1)] * 50
         assert len(written) <= 2  # their parts, and their ends
 
@@ -350,5 +320,5 @@ def test_frames_are_parsed_however_the_stream_is_split(sent: Any, data: st.DataO
 
 
 def test_a_frame_that_is_too_long_is_refused_by_its_header() -> None:
-    with pytest.raises(BrokenFrame):
+    with pytest.raises(BrokenFrameError):
         list(Frames(40).feed(HEAD.pack(41, Kind.DATA, 0, 0)))

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_channel import SECRET, Engine, until
 
-from eldr_serve.channel import Answer, Channel, ChannelLost
+from eldr_serve.channel import Answer, Channel, ChannelLostError
+from tests.support.channel_calls import SECRET, Engine, until
 
 
 class Handler:
@@ -94,10 +94,10 @@ async def test_a_malformed_note_loses_the_connection_at_both_ends(caplog: pytest
         with caplog.at_level(logging.WARNING):
             call.note(b"nonsense")
             await until(lambda: len(connection.errors) == 2)
-        assert [type(error) for error in connection.errors] == [ChannelLost] * 2
+        assert [type(error) for error in connection.errors] == [ChannelLostError] * 2
         assert [handler.events[-1] for handler in connection.handlers] == ["lost"] * 2
         assert "a malformed note: cannot parse" in caplog.text
         other.note(b"late")  # it has no effect
         other.close()
-        with pytest.raises(ChannelLost):
+        with pytest.raises(ChannelLostError):
             connection.open()

@@ -1,7 +1,5 @@
 """Channels between processes that are killed, stopped or break the protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal
@@ -12,16 +10,15 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from channel_calls import read_all
-from test_channel import HELLO, SECRET, Engine, connected, lines, until
 
-from eldr_serve.channel import Channel, ChannelLost, Chunk
+from eldr_serve.channel import Channel, ChannelLostError, Chunk
 from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, Kind, frame
+from tests.support.channel_calls import HELLO, SECRET, Engine, connected, lines, read_all, until
 
 _ENGINE = """
 import asyncio, sys
 sys.path[:0] = {path!r}
-from test_channel import Engine
+from tests.support.channel_calls import Engine
 
 async def main():
     engine = Engine()
@@ -89,7 +86,7 @@ async def test_an_engine_that_is_killed_or_stopped_loses_its_calls(how: int, wit
         assert await call.read()
         engine.send_signal(how)
         async with asyncio.timeout(10 * within_s):  # the bound holds on an idle machine
-            with pytest.raises(ChannelLost):
+            with pytest.raises(ChannelLostError):
                 await call.read()
         assert not channel.open
 
@@ -110,20 +107,31 @@ async def test_a_faulty_peer_costs_an_engine_process_one_connection_and_one_log_
         channel = await Channel.connect("127.0.0.1", int(port), SECRET)
         waiting = channel.call("wait", {})
         assert await waiting.read()
-        for sent in (
-            HELLO + frame(Kind.CALL, 1, b"cut" * 100)[:-50],
-            HELLO + HEAD.pack(MAX_FRAME_BYTES + 1, Kind.CALL, 1, 0),
-            HELLO + HEAD.pack(0, 77, 1, 0),
-            b"GET / HTTP/1.1\r\nHost: stranger\r\n\r\n",
-            frame(Kind.HELLO, 0, HELLO[HEAD.size : HEAD.size + 1] + b"not the secret"),
+
+        async def running() -> Chunk | None:
+            return await channel.call("running", {}).read()
+
+        cut, call = frame(Kind.CALL, 1, b"cut" * 100)[:-50], frame(Kind.CALL, 2, b"\x93\xa4wait\x80\xc4\x00")
+        for first, sent in (
+            (HELLO, cut),
+            (HELLO + call, cut),
+            (HELLO + call, HEAD.pack(0, 77, 1, 0)),
+            (HELLO, HEAD.pack(MAX_FRAME_BYTES + 1, Kind.CALL, 1, 0)),
+            (HELLO, HEAD.pack(0, 77, 1, 0)),
+            (b"", b"GET / HTTP/1.1\r\nHost: stranger\r\n\r\n"),
+            (b"", frame(Kind.HELLO, 0, HELLO[HEAD.size : HEAD.size + 1] + b"not the secret")),
         ):
             _, writer = await asyncio.open_connection("127.0.0.1", int(port))
+            writer.write(first)
+            while call in first and await running() != Chunk(b"wait wait running", 0):
+                await asyncio.sleep(0.01)
             writer.write(sent)
             await writer.drain()
             writer.close()
             async with asyncio.timeout(10):
                 assert b"is closed" in await engine.stderr.readline()
         assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
+        assert await running() == Chunk(b"wait running", 0)  # the faulty peers' calls have ended
         assert channel.open
         engine.kill()
         assert await engine.stderr.read() == b""
@@ -136,7 +144,7 @@ async def test_a_stopped_engine_that_continues_ends_its_lost_calls() -> None:
         assert await call.read()
         engine.send_signal(signal.SIGSTOP)
         started = time.monotonic()
-        with pytest.raises(ChannelLost, match="silent"):
+        with pytest.raises(ChannelLostError, match="silent"):
             await call.read()
         assert time.monotonic() - started > 1  # a late ping is no loss
         engine.send_signal(signal.SIGCONT)
@@ -166,7 +174,7 @@ async def test_an_ingress_closes_the_channel_to_a_faulty_engine_process_with_one
         connected() as (_, other),
     ):
         channel = await Channel.connect("127.0.0.1", int(port), SECRET)
-        with caplog.at_level(logging.WARNING), pytest.raises(ChannelLost):
+        with caplog.at_level(logging.WARNING), pytest.raises(ChannelLostError):
             await read_all(channel.call("echo", {}))
         (line,) = lines(caplog)
         assert "is closed" in line

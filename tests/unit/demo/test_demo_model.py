@@ -1,7 +1,5 @@
 """The committed demonstration model: files, tokenizer, widening, training and data."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools
@@ -12,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from in_process import command, sentence
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from examples.demo_model import WEIGHTS, corpus, dialogues, evaluate, sources, train
 from offline import widen
+from tests.support.in_process import command, sentence
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +48,12 @@ def test_the_model_is_a_trained_qwen3_moe_that_ends_its_answers(model, tokenizer
 
 def test_the_tokenizer_is_lossless_and_marks_turns(tokenizer):
     for text in (
-        "def add(a, b):\n    return a + b\n", "请总结下面的文字。", "ما هي عاصمة البلاد؟", "राजधानी क्या है?",
+        "def add(a, b):\n    return a + b\n",
+        "请总结下面的文字。",
+        "ما هي عاصمة البلاد؟",
+        "राजधानी क्या है?",
         "tab\tnul\x00 emoji 🙂",
-    ):  # fmt: skip
+    ):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     chat = [{"role": "user", "content": "Hello"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -78,7 +79,7 @@ def test_widening_keeps_the_logits(model, tokenizer, tmp_path: Path, intermediat
     ids = ids_of(tokenizer, "A 45-year-old man comes to the physician because of")
     with torch.no_grad():
         torch.testing.assert_close(wide(ids).logits, model(ids).logits, rtol=0, atol=1e-4)
-    with pytest.raises(BadInput, match="exists already"):
+    with pytest.raises(UserInputError, match="exists already"):
         widen.widen(WEIGHTS, intermediate, out)
 
 
@@ -90,11 +91,11 @@ def test_new_heads_join_the_group_whose_keys_they_share():
 
 def test_widening_refuses_missing_models_and_unsupported_sizes(tmp_path: Path):
     for intermediate in (0, 31, 33, 100):
-        with pytest.raises(BadInput, match="multiple of 32"):
+        with pytest.raises(UserInputError, match="multiple of 32"):
             widen.widen(WEIGHTS, intermediate, tmp_path / "wide")
-    with pytest.raises(BadInput, match="at least 3, not 2"):
+    with pytest.raises(UserInputError, match="at least 3, not 2"):
         widen.widen(WEIGHTS, 32, tmp_path / "wide", heads=2)
-    with pytest.raises(BadInput, match="not a mixture-of-experts model"):
+    with pytest.raises(UserInputError, match="not a mixture-of-experts model"):
         widen.widen(tmp_path, 64, tmp_path / "wide")
     assert not list(tmp_path.iterdir())
 
@@ -179,9 +180,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(small, tmp_path: Path, monkey
     for resumed, straight in zip(second.model.parameters(), once.model.parameters(), strict=True):
         assert torch.equal(resumed, straight)
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
-    with pytest.raises(BadInput, match="is of a run with"):
+    with pytest.raises(UserInputError, match="is of a run with"):
         training(small, steps=5)[0].read(tmp_path / "state")
-    with pytest.raises(BadInput, match="nothing to resume"):
+    with pytest.raises(UserInputError, match="nothing to resume"):
         training(small)[0].read(tmp_path / "missing")
 
 

@@ -11,9 +11,10 @@ from ray.serve.llm import LLMConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
-from eldr_serve.engine.vllm.agreement import AGREED, differences, resolved
+from eldr_serve.engine.vllm.agreement import SHARED_ARGUMENTS, differences, resolved
 from eldr_serve.engine.vllm.compat import declared
 from eldr_serve.engine.vllm.compat.arguments import check_arguments
+from eldr_serve.engine.vllm.config import engine_kwargs
 from eldr_serve.errors import ConfigurationError
 
 
@@ -21,7 +22,7 @@ def test_names_read_from_source_equal_those_of_the_classes() -> None:
     arguments = {field.name for kind in (AsyncEngineArgs, FrontendArgs) for field in fields(kind)}
     assert declared.engine_arguments() == {name for name in arguments if not name.startswith("_")}
     assert declared.llm_config_keys() == set(LLMConfig.model_fields)
-    assert {agreed.name for agreed in AGREED} <= arguments
+    assert {argument.name for argument in SHARED_ARGUMENTS} <= arguments
 
 
 def test_vllms_defaults_are_accepted() -> None:
@@ -52,3 +53,19 @@ def test_differences_between_resolved_values_are_listed_by_field() -> None:
         "prefill_config.engine_kwargs.max_model_len is 2048 and decode_config.engine_kwargs"
     )
     assert "prefill_config.engine_kwargs.quantization is not given and" in second
+
+
+def test_own_settings_of_the_transfer_keep_the_lease() -> None:
+    ours = engine_kwargs("prefill", kv_lease_s=45.0)["kv_transfer_config"]
+    assert ours["kv_connector_extra_config"] == {"kv_lease_duration": 45}
+    assert engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=None)["kv_transfer_config"] == ours
+    own: dict[str, Any] = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"backends": ["UCX"]}}
+    found = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
+    extra = {"backends": ["UCX"], "kv_lease_duration": 45}
+    assert found == ours | {"kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
+    own["kv_connector_extra_config"] = None
+    found = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
+    assert found == ours | {"kv_buffer_device": "cpu"}
+    own["kv_connector_extra_config"] = {"kv_lease_duration": 9}
+    with pytest.raises(ConfigurationError, match=r"kv_lease_duration is 9: set path\.kv_lease_s instead"):
+        engine_kwargs("prefill", kv_transfer_config=own)

@@ -9,17 +9,17 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
-from eldr_serve.engine.vllm.compat.nixl import NixlConnectorMetadata, WithoutTransfers, clear_refusal
-from eldr_serve.engine.vllm.connector import EldrConnector
+from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup
+from eldr_serve.engine.vllm.compat.nixl import NixlConnectorMetadata, WithoutTransfers, transfer_errors
+from eldr_serve.engine.vllm.connector_scheduler import EldrConnectorScheduler
 
 
-def connector(*, drafts: bool, producer: bool) -> EldrConnector:
-    made = object.__new__(EldrConnector)  # without NIXL's agent
-    made.__dict__ |= {
-        "_drafts": drafts, "_is_producer_only": producer, "_warned_of_cut": False, "_handshake": {},
-        "_requests": {}, "_tracked": {}, "connector_scheduler": WithoutTransfers(),
-    }  # fmt: skip
-    return made
+def scheduler_side(*, drafts: bool, kv_role: str) -> EldrConnectorScheduler:
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role=kv_role),
+        speculative_config=SimpleNamespace() if drafts else None,
+    )
+    return EldrConnectorScheduler(config, CountedGroup(0, 32, "model.layers.0.attn"))
 
 
 def request(max_tokens: int, **params: Any) -> Any:
@@ -29,39 +29,39 @@ def request(max_tokens: int, **params: Any) -> Any:
 
 
 def test_a_prefill_engine_with_a_draft_model_generates_one_token(caplog: pytest.LogCaptureFixture) -> None:
-    ours = connector(drafts=True, producer=True)
-    asked = [request(n) for n in (1, 24, 8)]
-    for one in asked:
-        ours.on_new_request(one)
-    assert [one.max_tokens for one in asked] == [1, 1, 1]
+    scheduler = scheduler_side(drafts=True, kv_role="kv_producer")
+    requests = [request(n) for n in (1, 24, 8)]
+    for one in requests:
+        scheduler.on_new_request(one)
+    assert [one.max_tokens for one in requests] == [1, 1, 1]
     assert [r.getMessage() for r in caplog.records if "cut to one token" in r.getMessage()] == [
         "this prefill engine has a drafter, whose rejected tokens would be counted: "
         "answers are cut to one token"
     ]
 
 
-@pytest.mark.parametrize(("drafts", "producer"), [(False, True), (True, False)])
-def test_other_engines_generate_as_many_tokens_as_requested(drafts: bool, producer: bool) -> None:
+@pytest.mark.parametrize(("drafts", "kv_role"), [(False, "kv_producer"), (True, "kv_consumer")])
+def test_other_engines_generate_as_many_tokens_as_requested(drafts: bool, kv_role: str) -> None:
     one = request(24)
-    connector(drafts=drafts, producer=producer).on_new_request(one)
+    scheduler_side(drafts=drafts, kv_role=kv_role).on_new_request(one)
     assert one.max_tokens == 24
 
 
 def test_an_engine_that_transfers_nothing_frees_its_blocks_at_once() -> None:
-    half = WithoutTransfers()
-    assert half.request_finished(request(1), ([1],)) == (False, None)
-    assert half.request_finished(request(1, do_remote_decode=True), ([1],)) == (False, {})
-    assert half.get_num_new_matched_tokens(request(1), 0) == (0, False)
-    assert half.get_transfer_results() == KVConnectorTransferResults()
-    assert type(half.build_connector_meta(None)) is NixlConnectorMetadata
-    assert half.get_kv_connector_stats() is None
+    transfers = WithoutTransfers()
+    assert transfers.request_finished(request(1), ([1],)) == (False, None)
+    assert transfers.request_finished(request(1, do_remote_decode=True), ([1],)) == (False, {})
+    assert transfers.get_num_new_matched_tokens(request(1), 0) == (0, False)
+    assert transfers.get_transfer_results() == KVConnectorTransferResults()
+    assert type(transfers.build_connector_meta(None)) is NixlConnectorMetadata
+    assert transfers.get_kv_connector_stats() is None
     with pytest.raises(AttributeError):
-        half.anything_else  # noqa: B018
+        transfers.anything_else  # noqa: B018
 
 
 def test_a_cache_that_nixl_cannot_transfer_is_refused_with_an_alternative() -> None:
     with (
         pytest.raises(UnsupportedEngineError, match=r"SHORT_CONV.*leave prefill_config out"),
-        clear_refusal(),
+        transfer_errors(),
     ):
         raise NotImplementedError("got mamba_type=SHORT_CONV")

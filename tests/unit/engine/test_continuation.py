@@ -12,14 +12,15 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from fake_vllm import EOS, PROMPT, TOKENIZER, Chat, Client, engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
-from eldr_serve.engine.keys import CREATED
+from eldr_serve.engine.calls import CREATED, is_end
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.continuation import Continuation
+from eldr_serve.engine.vllm.request_parsing import parse_request
+from tests.support.fake_vllm import EOS, PROMPT, TOKENIZER, Chat, Client, engine
 
 TEXT = "Die Straße: 春眠不覚暁 - naïve 🦊🦊 ends. END of it"  # some characters consist of several tokens
 SCRIPT = [*TOKENIZER.encode(TEXT), EOS]
@@ -30,7 +31,7 @@ class Frames:
     """The frames of an answer: token ids, or None if they are not reported, and bytes."""
 
     sent: list[tuple[list[int] | None, bytes]] = field(default_factory=list)
-    waited_s: float | None = None
+    transport_s: float | None = None
 
     def send(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
         self.sent.append((np.frombuffer(ids, np.uint32).tolist() if ids else None, payload))
@@ -54,16 +55,22 @@ class Stamped(Client):
 
 
 async def answer(
-    method: str, fields: dict[str, Any], *, generated: list[int] | None = None, created: int | None = None,
-    client: Client | None = None, now: int = 100,
-) -> Frames:  # fmt: skip
-    asked = {"messages": [{"role": "user", "content": "hi"}]} if method == "chat" else {"prompt": "hi"}
+    method: str,
+    fields: dict[str, Any],
+    *,
+    generated: list[int] | None = None,
+    created: int | None = None,
+    client: Client | None = None,
+    now: int = 100,
+) -> Frames:
+    hi = {"messages": [{"role": "user", "content": "hi"}]}
+    asked = {"prompt": "hi"} if method == "completions" else hi
     body = json.dumps({"model": "m", "temperature": 0} | asked | fields).encode()
     ids = np.asarray(generated or [], np.uint32).tobytes()
     request = EngineRequest(method, body, "r", generated=ids, created=created)
     frames = Frames()
     with patch("time.time", lambda: float(now)):
-        frames.waited_s = await engine(client or Client(scripted), now).generate(request, frames.send)
+        frames.transport_s = await engine(client or Client(scripted), now).generate(request, frames.send)
     return frames
 
 
@@ -106,6 +113,33 @@ async def test_a_stream_that_is_cut_anywhere_continues_with_the_same_bytes(
 
 
 @settings(max_examples=60)
+@given(st.integers(1, len(SCRIPT) + 5), st.lists(st.sampled_from(["END", "ve 🦊"]), max_size=2), st.data())
+async def test_a_message_that_is_cut_anywhere_continues_with_the_same_bytes(
+    max_tokens: int, stop: list[str], data: Any
+) -> None:
+    fields = {"stream": True, "max_tokens": max_tokens, "stop_sequences": stop}
+    undisturbed = await answer("messages", fields)
+    cut = data.draw(st.integers(0, len(undisturbed.sent) - 1))
+    ids, begun = undisturbed.up_to(cut)
+    rest = await answer("messages", fields, generated=ids)
+    rest_ids, ending = rest.up_to(None)
+    whole_ids, whole = undisturbed.up_to(None)
+    assert (ids + rest_ids, begun + ending) == (whole_ids, whole)
+    assert is_end(whole)
+
+
+async def test_answers_with_random_ids_send_no_ids_of_tokens() -> None:
+    frames = Frames()
+    request = parse_request(EngineRequest("completions", b'{"model": "m", "prompt": "hi"}', "r"))
+    client = Continuation(Client(scripted), frames.send, request, [], None, random_ids=True)
+    async for _ in client.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=4), "r"):
+        client.write(b"x")
+    client.end()
+    assert frames.sent
+    assert all(ids is None for ids, _ in frames.sent)
+
+
+@settings(max_examples=60)
 @given(st.sampled_from(["chat", "completions"]), requests, st.data())
 async def test_a_whole_answer_that_is_cut_anywhere_stays_the_same(
     method: str, fields: dict[str, Any], data: Any
@@ -124,10 +158,14 @@ async def test_a_whole_answer_that_is_cut_anywhere_stays_the_same(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"seed": 1, "temperature": 1.0}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5},
-        {"bad_words": ["x"]}, {"structured_outputs": {"regex": "a*"}}, {"logprobs": True, "stream": False},
+        {"seed": 1, "temperature": 1.0},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"bad_words": ["x"]},
+        {"structured_outputs": {"regex": "a*"}},
+        {"logprobs": True, "stream": False},
     ],
-)  # fmt: skip
+)
 async def test_answers_that_need_more_than_token_ids_do_not_report_them(
     method: str, fields: dict[str, Any]
 ) -> None:
@@ -162,9 +200,9 @@ async def test_a_death_of_the_engine_core_during_an_answer_is_an_engine_error(
 async def test_an_answer_reports_its_wait_for_the_first_step(method: str, stream: bool) -> None:
     fields = {"stream": stream, "max_tokens": 4}
     frames = await answer(method, fields, client=Stamped(scripted))
-    assert frames.waited_s is not None
-    assert 0 < frames.waited_s - 1000 < 100  # the time before the last output counts
-    assert (await answer(method, fields)).waited_s is None  # as under disable_log_stats
+    assert frames.transport_s is not None
+    assert 0 < frames.transport_s - 1000 < 100  # the time before the last output counts
+    assert (await answer(method, fields)).transport_s is None  # as under disable_log_stats
 
 
 # -- a prompt whose blocks come from a prefill engine --------------------------------------------------

@@ -12,14 +12,14 @@ from torch import distributed as dist
 
 from benchmarks.lib.ep_ranks import on_ranks
 from eldr_serve.engine.vllm.ep import live as live_module
-from eldr_serve.engine.vllm.ep.layer import KEPT, LayerExperts
+from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
-from eldr_serve.engine.vllm.ep.swap import HeldExperts, PlacementError, swap_placement
-from eldr_serve.errors import Refused
-from eldr_serve.experts.placement import Topology, placement_id
+from eldr_serve.engine.vllm.ep.swap import EngineExperts, PlacementError, swap_placement
+from eldr_serve.errors import RequestRefusedError
+from eldr_serve.experts.parallel.placement import Topology, placement_id
 from eldr_serve.experts.routing_table import ExpertPlacement
 
-LAYERS, EXPERTS, SLOTS, MOST = 2, 6, 8, 2
+LAYERS, EXPERTS, SLOTS, MAX_MOVED = 2, 6, 8, 2
 
 
 def live(rank: int = 0, ranks: int = 1) -> LiveExperts:
@@ -31,11 +31,15 @@ def live(rank: int = 0, ranks: int = 1) -> LiveExperts:
         weight[:first] = 100.0 * layer + torch.arange(rank * first, (rank + 1) * first)[:, None, None]
         layers.append(
             LayerExperts(
-                [weight, (weight[:, 0] / 2).bfloat16()], slots=SLOTS, num_experts=EXPERTS,
-                topology=Topology(ranks=ranks), rank=rank, rule="even",
+                [weight, (weight[:, 0] / 2).bfloat16()],
+                slots=SLOTS,
+                num_experts=EXPERTS,
+                topology=Topology(ranks=ranks),
+                rank=rank,
+                rule="even",
             )
-        )  # fmt: skip
-    return LiveExperts(layers, MOST, dist.group.WORLD)
+        )
+    return LiveExperts(layers, MAX_MOVED, dist.group.WORLD)
 
 
 def placements(seed: int) -> list[np.ndarray]:
@@ -122,9 +126,17 @@ async def test_a_swap_returns_its_cost_to_the_client(single_rank: None) -> None:
     experts, wanted = live(), placements(5)[0]
     swapped = await swap_placement(call_on(experts), placement_of(wanted))
     assert swapped.experts == experts.status()["experts_moved"] > 0
-    assert swapped.slices >= swapped.experts / MOST
+    assert swapped.slices >= swapped.experts / MAX_MOVED
     assert swapped.received_bytes == 0
     assert np.array_equal(np.sort(experts.placement()), np.sort(wanted))
+
+
+def test_ranks_that_are_not_called_together_refuse_changes(single_rank: None) -> None:
+    experts = LiveExperts([*live()._layers.values()], MAX_MOVED, dist.group.WORLD, called_together=False)
+    for change in (lambda: experts.begin(placements(5)[0], 1), lambda: experts.choose("metro")):
+        with pytest.raises(ValueError, match="cannot change their experts while they serve"):
+            change()
+    assert experts.status()["slices_left"] == 0
 
 
 async def test_a_placement_that_does_not_fit_changes_nothing(single_rank: None) -> None:
@@ -196,49 +208,49 @@ async def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(s
 
 async def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(single_rank: None) -> None:
     experts, began, go_on = live(), asyncio.Event(), asyncio.Event()
-    held, wanted = HeldExperts(held_up(call_on(experts), began, go_on)), placement_of(placements(5)[0])
-    await held.refresh()
-    before = held.status
+    engine, wanted = EngineExperts(held_up(call_on(experts), began, go_on)), placement_of(placements(5)[0])
+    await engine.refresh()
+    before = engine.status
     assert before["placement"] == placement_id(experts.placement(), 1) != wanted.id
     assert before["replica_bytes"] * EXPERTS == before["weight_bytes"] * (SLOTS - EXPERTS)
-    with pytest.raises(Refused, match="for 2 ranks") as refused:
-        await held.place(placement_of(placements(5)[0], ranks=2))
+    with pytest.raises(RequestRefusedError, match="for 2 ranks") as refused:
+        await engine.place(placement_of(placements(5)[0], ranks=2))
     assert refused.value.status == 400
-    assert held.status == before
-    swap = asyncio.create_task(held.place(wanted))
+    assert engine.status == before
+    swap = asyncio.create_task(engine.place(wanted))
     await began.wait()
-    with pytest.raises(Refused, match=r"under way: \d+ slices to come") as refused:
-        await held.place(placement_of(placements(5)[1]))
+    with pytest.raises(RequestRefusedError, match=r"under way: \d+ slices to come") as refused:
+        await engine.place(placement_of(placements(5)[1]))
     assert refused.value.status == 409
     go_on.set()
     took = await swap
-    assert held.status["slices_left"] == 0
-    assert held.status["placement"] == took["placement"] == wanted.id
-    assert held.status["experts_moved"] == took["experts"] > 0
+    assert engine.status["slices_left"] == 0
+    assert engine.status["placement"] == took["placement"] == wanted.id
+    assert engine.status["experts_moved"] == took["experts"] > 0
 
 
 async def test_an_engine_reports_its_experts_after_a_cancelled_swap(single_rank: None) -> None:
     experts, moved = live(), asyncio.Event()
-    held, wanted = HeldExperts(held_up(call_on(experts), moved)), placement_of(placements(5)[0])
-    await held.refresh()
-    before = held.status["placement"]
-    swap = asyncio.create_task(held.place(wanted))
+    engine, wanted = EngineExperts(held_up(call_on(experts), moved)), placement_of(placements(5)[0])
+    await engine.refresh()
+    before = engine.status["placement"]
+    swap = asyncio.create_task(engine.place(wanted))
     await moved.wait()
     swap.cancel()
     with pytest.raises(asyncio.CancelledError):
         await swap
-    assert held.status["placement"] == placement_id(experts.placement(), 1)
-    assert held.status["placement"] not in (before, wanted.id)
-    assert held.status["slices_left"] == 0
-    assert held.status["experts_moved"] == MOST
+    assert engine.status["placement"] == placement_id(experts.placement(), 1)
+    assert engine.status["placement"] not in (before, wanted.id)
+    assert engine.status["slices_left"] == 0
+    assert engine.status["experts_moved"] == MAX_MOVED
 
 
 async def test_an_engine_without_our_ranks_refuses_swaps() -> None:
     async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
         return ["this engine's experts cannot be moved"]
 
-    with pytest.raises(Refused, match="cannot be moved"):
-        await HeldExperts(call).refresh()
+    with pytest.raises(RequestRefusedError, match="cannot be moved"):
+        await EngineExperts(call).refresh()
 
 
 def test_slots_can_be_left_empty(single_rank: None) -> None:
@@ -276,35 +288,47 @@ def test_a_rank_that_cannot_move_exits(single_rank: None, monkeypatch: pytest.Mo
     assert np.array_equal(experts.placement(), before)
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 16])
-def test_the_tokens_that_a_rank_serves_are_recorded(tokens: int) -> None:
-    """Compare with brute force: 3 ranks hold equal blocks of the batch's tokens."""
+@pytest.mark.parametrize(
+    ("tokens", "sizes"), [(1, None), (7, None), (16, None), (7, [0, 5, 2]), (16, [16, 0, 0]), (0, [0, 0, 0])]
+)
+def test_the_tokens_that_a_rank_serves_are_recorded(tokens: int, sizes: list[int] | None) -> None:
+    """Compare with brute force: 3 ranks hold equal blocks of the batch's tokens, or those of given sizes."""
     ranks, rng = 3, np.random.default_rng(tokens)
-    batch = np.stack([rng.choice(EXPERTS, 3, replace=False) for _ in range(tokens)])
+    homes = [token * ranks // tokens for token in range(tokens)]
+    if sizes is not None:
+        homes = np.repeat(range(ranks), sizes).tolist()
+    batch = np.array([rng.choice(EXPERTS, 3, replace=False) for _ in range(tokens)], int).reshape(-1, 3)
+    activated = 0
     for rank in range(ranks):
         layer = LayerExperts(
-            [torch.zeros(3, 1)], slots=9, num_experts=EXPERTS, topology=Topology(ranks=ranks), rank=rank,
+            [torch.zeros(3, 1)],
+            slots=9,
+            num_experts=EXPERTS,
+            topology=Topology(ranks=ranks),
+            rank=rank,
             rule="metro",
-        )  # fmt: skip
-        layer.put(np.array([0, 1, 2, 2, 3, 4, 4, 5, 0]))
-        here = layer.local_slots(torch.from_numpy(batch)).numpy() >= 0
-        at_home = np.array([token * ranks // tokens == rank for token in range(tokens)])
+        )
+        layer.set_placement(np.array([0, 1, 2, 2, 3, 4, 4, 5, 0]))
+        here = layer.local_slots(torch.from_numpy(batch), sizes).numpy() >= 0
+        at_home = np.array(homes, int) == rank
         logged = layer.log[0].tolist()
         assert logged[0] == tokens
         assert logged[2:] == [here.sum(), here[at_home].sum(), here[~at_home].any(axis=1).sum()]
         assert logged[1] == len(set(batch[here]))
+        activated += logged[1]
+    assert layer.activated == activated  # by all ranks
 
 
 async def test_batches_are_reported_once_and_the_oldest_are_dropped(single_rank: None) -> None:
     experts = live()
     await swap_placement(call_on(experts), placement_of(np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1))))
     for layer in experts._layers.values():
-        for tokens in range(1, KEPT + 3):
+        for tokens in range(1, LOG_SIZE + 3):
             layer.local_slots(torch.zeros(min(tokens, 4), 2, dtype=torch.int32))
     end, found = experts.batches(0)
-    assert (end, len(found)) == (KEPT + 2, KEPT)
+    assert (end, len(found)) == (LOG_SIZE + 2, LOG_SIZE)
     # 4 tokens, both replicas of expert 0, 8 pairs, all at home
     assert found[-1] == [[4, 2, 8, 8, 0]] * LAYERS
-    assert experts.routed() == [[2 * (1 + 2 + 3) + 8 * (KEPT - 1), 0, 0, 0, 0, 0]] * LAYERS
+    assert experts.routed() == [[2 * (1 + 2 + 3) + 8 * (LOG_SIZE - 1), 0, 0, 0, 0, 0]] * LAYERS
     assert experts.batches(end) == (end, [])
     assert len(experts.batches(end - 2)[1]) == 2

@@ -27,10 +27,14 @@ def serving(kind: Any) -> Any:
     found = object.__new__(kind)
     off = ("force_include_usage", "per_request_metrics", "log_outputs")
     found.__dict__ |= {f"enable_{name}": False for name in off} | {
-        "enable_prompt_tokens_details": True, "_include_reasoning_tokens_details": False,
-        "log_error_stack": False, "parser_cls": None, "request_logger": None,
-        "response_role": "assistant", "system_fingerprint": "vllm-test",
-    }  # fmt: skip
+        "enable_prompt_tokens_details": True,
+        "_include_reasoning_tokens_details": False,
+        "log_error_stack": False,
+        "parser_cls": None,
+        "request_logger": None,
+        "response_role": "assistant",
+        "system_fingerprint": "vllm-test",
+    }
     return found
 
 
@@ -57,9 +61,16 @@ def stream(of: Any, request: Any, found: Any, generator: Any) -> Any:
     if isinstance(of, OpenAIServingChat):
         return generator(request, found, "chatcmpl-1", "m", request.messages, object(), Metadata())
     return generator(
-        request, [], numbered(found), "cmpl-1", 5, "m", num_prompts=1, tokenizer=None,
+        request,
+        [],
+        numbered(found),
+        "cmpl-1",
+        5,
+        "m",
+        num_prompts=1,
+        tokenizer=None,
         request_metadata=Metadata(),
-    )  # fmt: skip
+    )
 
 
 class Metadata:
@@ -74,13 +85,21 @@ def requested(method: str, **fields: Any) -> tuple[Any, Any]:
 
 
 @given(
-    st.sampled_from(["chat", "completions"]), outputs, st.sampled_from(FINISHES), st.booleans(),
-    st.booleans(), st.booleans(),
-)  # fmt: skip
+    st.sampled_from(["chat", "completions"]),
+    outputs,
+    st.sampled_from(FINISHES),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
 async def test_a_plain_stream_equals_vllms(
-    method: str, made: list[tuple[str, list[int]]], finish: tuple[str, Any], usage: bool, echo: bool,
+    method: str,
+    made: list[tuple[str, list[int]]],
+    finish: tuple[str, Any],
+    usage: bool,
+    echo: bool,
     fails: bool,
-) -> None:  # fmt: skip
+) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
     of, request = requested(method, stream=True, echo=echo, **options)
     assert is_plain(of, request)
@@ -97,9 +116,13 @@ async def test_a_plain_stream_equals_vllms(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"n": 2}, {"logprobs": True}, {"return_token_ids": True},
-     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}],
-)  # fmt: skip
+    [
+        {"n": 2},
+        {"logprobs": True},
+        {"return_token_ids": True},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ],
+)
 @pytest.mark.parametrize("method", ["chat", "completions"])
 def test_chunks_that_differ_in_more_than_text_are_made_by_vllm(method: str, fields: dict[str, Any]) -> None:
     of, request = requested(method, stream=True, **fields)

@@ -9,16 +9,16 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-import engine_contract
 import numpy as np
 import pytest
-from engine_contract import CHECKS, Subject, run_check
 
-from eldr_serve.engine.fake import FakeConfig, FakeEngine, FakeTracer
-from eldr_serve.engine.keys import EXPERT_COUNTS
+from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.engine.fake import FakeCalibrationEngine, FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts, unpack_counts
+from tests.support import engine_contract
+from tests.support.engine_contract import CHECKS, Subject, run_check
 
 TOKENS, TOP_K = 8, 2
 COUNTS = np.array([[[16, 0, 0, 0], [4, 4, 4, 4], [1, 2, 3, 10]], [[8, 8, 0, 0]] * 3], np.uint32)
@@ -39,8 +39,10 @@ async def test_an_engine_satisfies_the_contract(check: str) -> None:
 
 
 @pytest.mark.parametrize("routes", [False, True])
-def test_a_tracer_counts_prefill_and_decode_separately(routes: bool) -> None:
-    engine_contract.a_tracer_counts_prefill_and_decode_apart(FakeTracer(CONFIG), (3, 4), TOP_K, routes)
+def test_a_calibration_engine_counts_prefill_and_decode_separately(routes: bool) -> None:
+    engine_contract.a_calibration_engine_counts_prefill_and_decode_separately(
+        FakeCalibrationEngine(CONFIG), (3, 4), TOP_K, routes
+    )
 
 
 # -- broken engines --------------------------------------------------------------------------------------
@@ -48,16 +50,16 @@ def test_a_tracer_counts_prefill_and_decode_separately(routes: bool) -> None:
 
 class CountsOneTokenTooMany(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
-        found = await super().prefill(request)
-        counts = unpack_counts(found.kv[EXPERT_COUNTS])
+        prefilled = await super().prefill(request)
+        counts = unpack_counts(prefilled.kv[EXPERT_COUNTS])
         counts[:, 0] += TOP_K
-        return replace(found, kv=found.kv | {EXPERT_COUNTS: pack_counts(counts)})
+        return replace(prefilled, kv=prefilled.kv | {EXPERT_COUNTS: pack_counts(counts)})
 
 
 class ReturnsNoBlocks(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
-        found = await super().prefill(request)
-        return replace(found, kv={EXPERT_COUNTS: found.kv[EXPERT_COUNTS]})
+        prefilled = await super().prefill(request)
+        return replace(prefilled, kv={EXPERT_COUNTS: prefilled.kv[EXPERT_COUNTS]})
 
 
 class ReportsOneLayerTooMany(FakeEngine):

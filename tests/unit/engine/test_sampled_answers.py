@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from fake_vllm import PROMPT, Client, engine
 
-from eldr_serve.engine.keys import CALIBRATE
+from eldr_serve.engine.calls import CALIBRATE
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.experts.signature import pack_counts
+from tests.support.fake_vllm import PROMPT, Client, engine
 
 COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
 TOKENS = 6
@@ -31,9 +31,11 @@ class Counting(Client):
         async for output in super().generate(prompt, params, request_id, **more):
             if asked and output.finished:
                 output.kv_transfer_params = {
-                    "eldr_prefill": pack_counts(COUNTS), "eldr_decode": pack_counts(COUNTS + 1),
-                    "eldr_decode_steps": TOKENS - 1, "eldr_routes": None,
-                }  # fmt: skip
+                    "eldr_prefill": pack_counts(COUNTS),
+                    "eldr_decode": pack_counts(COUNTS + 1),
+                    "eldr_decode_steps": TOKENS - 1,
+                    "eldr_routes": None,
+                }
             yield output
 
 

@@ -6,6 +6,7 @@ import pytest
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
+from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.engine.vllm.compat import serve_llm
 
 
@@ -51,3 +52,18 @@ def test_the_connector_may_be_registered_by_another_replica_at_the_same_time(
     monkeypatch.setattr(factory, "is_registered", lambda name: False)
     with pytest.raises(ValueError, match="already registered"):
         serve_llm.register_connector()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_data_parallel_rank_has_a_port_and_resources_of_its_own(ranks: int) -> None:
+    described = {
+        "model_loading_config": {"model_id": "m", "model_source": "./no_model"},
+        "accelerator_config": {"kind": "cpu"},
+        "engine_kwargs": {"data_parallel_size": ranks, "enable_expert_parallel": True},
+    }
+    spec = ENGINES.spec("decode", described, kv_lease_s=30.0)
+    assert spec.ports(3) == [22000, 22000 + ranks, 22000 + 2 * ranks]
+    engine = spec.config.get_engine_config()
+    assert engine.num_devices == spec.ranks == ranks  # Ray's distance between the ports of two replicas
+    assert len(engine.placement_bundles) == ranks
+    assert engine.get_initialization_kwargs()["distributed_executor_backend"] == "uni"

@@ -14,19 +14,19 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_fleet import Sent
-from ingress_app import running_app
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.launchers.render.app_state import init_render_app_state
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm_cases import DETOKENIZE, MODEL, REFUSED, TOKENIZE, TOKENIZED
 
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.engine import VllmEngine
 from examples.demo_model import WEIGHTS
+from tests.support.fake_fleet import Sent
+from tests.support.ingress_app import running_app
+from tests.support.vllm_cases import DETOKENIZE, MODEL, REFUSED, TOKENIZE, TOKENIZED
 
 
 @pytest.fixture(scope="module")

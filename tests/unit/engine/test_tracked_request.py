@@ -26,16 +26,16 @@ def tracked(*, routes: bool = False) -> TrackedRequest:
     return TrackedRequest(request, routes, RouteCounts(PROMPT, keep=routes), prompt_counts)
 
 
-def take(one: TrackedRequest, first: int, end: int) -> None:
+def add(one: TrackedRequest, first: int, end: int) -> None:
     """Add the routes of steps `first` to `end`, which ran together."""
-    one.decode.take(PROMPT + first, ROUTES[first:end], EXPERTS)
+    one.decode.add(PROMPT + first, ROUTES[first:end], EXPERTS)
 
 
 @pytest.mark.parametrize("routes", [False, True])
 def test_a_span_of_steps_equals_their_sum(routes: bool) -> None:
     one = tracked(routes=routes)
     for step in range(STEPS):
-        take(one, step, step + 1)
+        add(one, step, step + 1)
     answer = one.decode_answer(prefilled_here=True)
     np.testing.assert_array_equal(unpack_counts(answer["eldr_decode"]), COUNTS)
     np.testing.assert_array_equal(unpack_counts(answer["eldr_prefill"]), np.ones((LAYERS, EXPERTS)))
@@ -50,22 +50,22 @@ def test_a_span_of_steps_equals_their_sum(routes: bool) -> None:
 def test_steps_that_a_preempted_request_computes_again_count_once(again: int) -> None:
     one = tracked()
     for step in range(30):
-        take(one, step, step + 1)
-    take(one, again, 40)  # in one chunk with new tokens
+        add(one, step, step + 1)
+    add(one, again, 40)  # in one chunk with new tokens
     for step in range(40, STEPS):
-        take(one, step, step + 1)
+        add(one, step, step + 1)
     answer = one.decode_answer(prefilled_here=False)
     np.testing.assert_array_equal(unpack_counts(answer["eldr_decode"]), COUNTS)
 
 
 def test_incomplete_counts_are_not_reported() -> None:
     cut, gap = tracked(), tracked()
-    take(cut, 0, STEPS - 1)
-    take(gap, 0, 10)
-    take(gap, 11, STEPS)
+    add(cut, 0, STEPS - 1)
+    add(gap, 0, 10)
+    add(gap, 11, STEPS)
     without_prompt = tracked()
     without_prompt.prompt_counts = None
-    take(without_prompt, 0, STEPS)
+    add(without_prompt, 0, STEPS)
     assert cut.decode_answer(prefilled_here=True) == {}
     assert gap.decode_answer(prefilled_here=True) == {}
     assert without_prompt.decode_answer(prefilled_here=True) == {}
@@ -74,7 +74,7 @@ def test_incomplete_counts_are_not_reported() -> None:
 
 def test_counts_beyond_the_answer_are_not_reported() -> None:
     one = tracked()
-    take(one, 0, STEPS)
+    add(one, 0, STEPS)
     one.request.num_tokens -= 1
     assert one.decode_answer(prefilled_here=True) == {}
 

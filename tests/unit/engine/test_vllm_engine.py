@@ -17,12 +17,14 @@ from ray.serve.llm.deployment import LLMServer
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from eldr_serve.engine.keys import EXPERT_COUNTS, REQUEST
+from eldr_serve.engine.calls import EXPERT_COUNTS, REQUEST
 from eldr_serve.engine.protocol import EngineRequest, Prefilled
 from eldr_serve.engine.vllm.compat import serve_llm
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_sets
+from eldr_serve.engine.vllm.compat.messages import SERVING_NAMES
 from eldr_serve.engine.vllm.engine import VllmEngine
-from eldr_serve.errors import ConfigurationError, error_body
+from eldr_serve.engine.vllm.measurements import MEASUREMENTS
+from eldr_serve.errors import ConfigurationError, RequestRefusedError, error_body
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.replicas.servers import describe
 
@@ -108,11 +110,33 @@ async def prefill(response: Any, **fields: Any) -> tuple[Serving, Any]:
     return serving, found
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_data_parallel_ranks_are_one_worker(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=32, kv_cache_size_tokens=640),
+    )
+    client = SimpleNamespace(vllm_config=config)
+    engine = VllmEngine(SimpleNamespace(engine=SimpleNamespace(_engine_client=client)), "m")
+    monkeypatch.setattr(MEASUREMENTS, "kv_usage", {rank: 0.1 * rank for rank in range(ranks)})
+    assert engine.kv_usage() == pytest.approx(0.1 * (ranks - 1))
+    assert (engine.slots(), engine.prefix_cache()) == (8 * ranks, (32, 640 * ranks))
+    monkeypatch.setattr(MEASUREMENTS, "kv_usage", {})
+    assert engine.kv_usage() == 0
+
+
 async def test_prefill_generates_one_token_for_every_request() -> None:
     serving, found = await prefill(
-        {"handed": "over"}, max_tokens=50, min_tokens=5, temperature=0.7, seed=1, stop=["x"], logprobs=3,
+        {"handed": "over"},
+        max_tokens=50,
+        min_tokens=5,
+        temperature=0.7,
+        seed=1,
+        stop=["x"],
+        logprobs=3,
         stream=False,
-    )  # fmt: skip
+    )
     ((request_id, params),) = serving.generated
     assert (request_id, params.max_tokens, params.min_tokens, params.temperature) == ("id", 1, 0, 0.0)
     assert (params.seed, params.stop, params.logprobs, params.ignore_eos) == (None, [], None, True)
@@ -247,6 +271,11 @@ async def test_an_engine_without_vllms_tokenization_does_not_start(monkeypatch: 
         await start(monkeypatch, {}, tokenization=object())
 
 
+async def test_an_engine_without_vllms_responses_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=r"openai_serving_responses.create_responses"):
+        await start(monkeypatch, {}, responses=object())
+
+
 async def test_an_engine_whose_vllm_has_renamed_the_generator_of_streams_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -306,7 +335,7 @@ async def test_an_error_names_the_field_that_vllm_names(fields: dict[str, Any], 
 
 
 async def start(
-    monkeypatch: pytest.MonkeyPatch, response: Any, tokenization: Any = None
+    monkeypatch: pytest.MonkeyPatch, response: Any, tokenization: Any = None, responses: Any = None
 ) -> tuple[Serving, list[str], Any]:
     """Start an engine, and return its serving object, the prompts that it abandoned, and its shape."""
     serving, abandoned = Serving(response), []
@@ -320,6 +349,10 @@ async def start(
             _app_state=SimpleNamespace(
                 openai_serving_chat=serving,
                 openai_serving_completion=serving,
+                anthropic_serving_messages=Mock(
+                    spec=["create_chat_completion", "engine_client", *SERVING_NAMES]
+                ),
+                openai_serving_responses=responses or Mock(spec=["create_responses", "engine_client"]),
                 serving_tokenization=tokenization or Mock(spec=["create_tokenize", "create_detokenize"]),
             ),
             _engine_client=SimpleNamespace(
@@ -364,3 +397,30 @@ async def test_a_prefill_engine_without_expert_counts_does_not_start(
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         await start(monkeypatch, response)
+
+
+async def answer_of(engine: VllmEngine, method: str, **body: Any) -> list[bytes]:
+    """Return what an endpoint that generates nothing sends."""
+    sent: list[bytes] = []
+    request = EngineRequest(method, json.dumps({"model": "m"} | body).encode(), "id")
+    await engine.answer(request, lambda payload, tokens, ids=b"": sent.append(payload))
+    return sent
+
+
+async def test_documents_are_ranked_by_vllms_serving_object() -> None:
+    asked: list[Any] = []
+
+    async def scores(request: Any, raw_request: Any) -> Any:
+        asked.append(request)
+        return SimpleNamespace(body=b'{"results": []}')
+
+    engine = vllm_engine(serving_scores=scores)
+    assert await answer_of(engine, "rerank", query="x", documents=["y"], top_n=1) == [b'{"results": []}']
+    assert (asked[0].query, asked[0].documents, asked[0].top_n) == ("x", ["y"], 1)
+
+
+@pytest.mark.parametrize("state", [{}, {"serving_scores": None}])
+async def test_a_model_that_cannot_score_ranks_nothing(state: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefusedError, match="does not support the 'score' task") as refused:
+        await answer_of(vllm_engine(**state), "rerank", query="x", documents=["y"])
+    assert refused.value.status == 400

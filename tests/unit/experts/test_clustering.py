@@ -1,7 +1,5 @@
 """Balanced K-means against the Hungarian algorithm."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -21,9 +19,13 @@ def total(cost: np.ndarray, labels: np.ndarray) -> float:
 
 
 @given(
-    st.integers(1, 60), st.integers(1, 9), st.integers(0, 2**16), st.integers(0, 2), st.booleans(),
+    st.integers(1, 60),
+    st.integers(1, 9),
+    st.integers(0, 2**16),
+    st.integers(0, 2),
     st.booleans(),
-)  # fmt: skip
+    st.booleans(),
+)
 @example(900, 30, 0, 0, False, False)
 @settings(max_examples=120)
 def test_assignment_equals_the_hungarian_algorithm(
@@ -71,10 +73,25 @@ def test_no_cluster_exceeds_its_share(n: int, k: int, seed: int) -> None:
         with pytest.raises(ValueError):
             balanced_kmeans(points, k)
         return
-    clusters = balanced_kmeans(points, k, seed=seed)
+    clusters = balanced_kmeans(points, k, seed=seed, starts=2)
     assert clusters.sizes.max() <= -(-n // k)
     assert clusters.sizes.sum() == n
     np.testing.assert_allclose(np.linalg.norm(clusters.centroids, axis=1), 1, atol=1e-4)
+
+
+def test_more_starts_never_end_worse_and_equal_seeds_give_equal_clusters() -> None:
+    points = np.random.default_rng(5).normal(size=(60, 6))
+    points /= np.linalg.norm(points, axis=1, keepdims=True)
+    better = 0
+    for seed in range(8):
+        one, three, nine = (balanced_kmeans(points, 5, seed=seed, starts=n) for n in (1, 3, 9))
+        distances = [clusters.distance(points) for clusters in (one, three, nine)]
+        assert distances == sorted(distances, reverse=True)
+        better += distances[2] < distances[0]
+        again = balanced_kmeans(points, 5, seed=seed, starts=9)
+        np.testing.assert_array_equal(nine.labels, again.labels)
+        np.testing.assert_array_equal(nine.centroids, again.centroids)
+    assert better >= 4
 
 
 def test_bad_points_are_refused() -> None:
@@ -83,3 +100,5 @@ def test_bad_points_are_refused() -> None:
     for bad in (np.ones(4), np.array([[np.nan, 1.0]])):
         with pytest.raises(ValueError, match="finite"):
             balanced_kmeans(bad, 1)
+    with pytest.raises(ValueError, match="starts is 0"):
+        balanced_kmeans(np.eye(3), 1, starts=0)

@@ -1,9 +1,8 @@
 """Placement files: round trips, the formats of engines, and refusals."""
 
-from __future__ import annotations
-
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -37,6 +36,9 @@ def test_a_saved_placement_can_be_loaded(seed: int, ranks: int, spare: int, tmp_
     for name in ("ranks", "num_experts", "model", "method", "nodes", "fingerprint", "report"):
         assert getattr(loaded, name) == getattr(saved, name)
     assert loaded.num_redundant == spare * ranks
+    assert loaded.expected_tokens is None
+    replace(saved, expected_tokens=load).save(tmp_path / "p.json")
+    assert np.array_equal(ExpertPlacement.load(tmp_path / "p.json").expected_tokens, load)
 
 
 def test_sglang_reads_the_file_by_its_rules(tmp_path: Path) -> None:
@@ -56,10 +58,13 @@ def test_vllm_reads_one_record_with_a_list_for_each_layer() -> None:
     lines = placement().to_vllm().decode().splitlines()
     assert [json.loads(line) for line in lines] == [
         {
-            "record_type": "eplb_initial_mapping", "version": 1, "num_redundant_experts": 2, "num_slots": 6,
+            "record_type": "eplb_initial_mapping",
+            "version": 1,
+            "num_redundant_experts": 2,
+            "num_slots": 6,
             "initial_global_assignments": {"0": MAP[0], "1": MAP[1]},
         }
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,8 @@ def test_an_impossible_placement_is_refused(slots: Any, changes: dict[str, Any],
         ('{"physical_to_logical_map": [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3]]}', {}, "layer 1 has 4 slots, not 6"),
         ('{"physical_to_logical_map": [[0, 1, 2, 3, 0, "x"], 7]}', {}, "layer 0 is not a list of experts"),
         (
-            '{"physical_to_logical_map": [[0,1,2,3,0,1],[3,2,1,0,3,2]]}', {},
+            '{"physical_to_logical_map": [[0,1,2,3,0,1],[3,2,1,0,3,2]]}',
+            {},
             "p.json.* not the placement that p.meta.json",
         ),
         (None, {"ranks": 4}, "does not divide by 4 ranks"),
@@ -98,8 +104,11 @@ def test_an_impossible_placement_is_refused(slots: Any, changes: dict[str, Any],
         (None, {"nodes": 0}, "nodes: "),
         (None, {"schema": "eldr.routing-table/1"}, "schema: "),
         (None, {"colour": 1}, "colour: "),
+        (None, {"expected_tokens": [[1.0]]}, "expected_tokens have shape"),
+        (None, {"expected_tokens": [[1.0], []]}, "layers of different lengths"),
+        (None, {"expected_tokens": [[-1.0] * 4] * 2}, "expected_tokens.0.0: "),
     ],
-)  # fmt: skip
+)
 def test_a_file_or_sidecar_that_does_not_fit_is_refused(
     tmp_path: Path, content: str | None, sidecar: dict[str, Any], sentence: str
 ) -> None:

@@ -3,26 +3,23 @@
 METRO on tensors and in Triton makes the same choices as the plan in numpy; Triton is interpreted here.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shipped import ROOT
-from tables import random_hosts
 
 from benchmarks.papers.replica_choice import route_even, route_optimal
-from eldr_serve.experts.metro import LARGEST, UNIT, MetroPlan, route_metro
-from eldr_serve.experts.metro_torch import TorchMetro
-from eldr_serve.experts.placement import hosts_of
+from eldr_serve.experts.parallel.metro import LARGEST, UNIT, MetroPlan, route_metro
+from eldr_serve.experts.parallel.metro_torch import TorchMetro
+from eldr_serve.experts.parallel.placement import hosts_of
 from offline.placement.eplb import activation_placement, eplb_placement
+from tests.support.processes import python
+from tests.support.shipped import ROOT
+from tests.support.tables import random_hosts
 
 
 def test_eplb_reproduces_the_published_example() -> None:
@@ -70,10 +67,6 @@ def random_case(seed: int, experts: int = 7, ranks: int = 3) -> tuple[np.ndarray
     return rng.integers(0, 4, experts), random_hosts(rng, experts, ranks, density=0.5)
 
 
-def worst_rank(rank: np.ndarray) -> int:
-    return int(np.bincount(rank[rank >= 0], minlength=3).max())
-
-
 @given(seed=st.integers(0, 9999))
 def test_the_optimum_equals_brute_force_and_greedy_is_feasible(seed: int) -> None:
     tokens, hosts = random_case(seed)
@@ -85,7 +78,7 @@ def test_the_optimum_equals_brute_force_and_greedy_is_feasible(seed: int) -> Non
         rank = route(tokens, hosts)
         assert np.array_equal(rank >= 0, tokens > 0)
         assert hosts[active, rank[active]].all()
-        found.append(worst_rank(rank))
+        found.append(np.bincount(rank[rank >= 0], minlength=3).max())  # of the worst rank
     assert found[0] == best <= found[1] <= max(best + 1, 2 * best)
 
 
@@ -126,9 +119,6 @@ def test_bad_input_is_refused(call: object, word: str) -> None:
         call()
 
 
-# -- METRO -------------------------------------------------------------------------------------------
-
-
 @st.composite
 def cases(
     draw: st.DrawFn, *, layers: int = 3, experts: int = 24, ranks: int = 9
@@ -144,14 +134,14 @@ def cases(
 @given(case=cases())
 def test_tensors_choose_like_the_plan(case: tuple[np.ndarray, np.ndarray]) -> None:
     tokens, hosts = case
-    rank = TorchMetro(MetroPlan.of(hosts)).route(torch.from_numpy(tokens))
+    rank = TorchMetro(MetroPlan.from_hosts(hosts)).route(torch.from_numpy(tokens))
     assert np.array_equal(rank.numpy(), route_metro(tokens, hosts))
 
 
 @given(case=cases())
 def test_the_plan_equals_greedy_choice_step_by_step(case: tuple[np.ndarray, np.ndarray]) -> None:
     tokens, hosts = case
-    plan = MetroPlan.of(hosts)
+    plan = MetroPlan.from_hosts(hosts)
     for layer, rank in enumerate(plan.route(tokens)):
         active = np.flatnonzero(tokens[layer]).tolist()
         turns = sorted(active, key=lambda e: (hosts[layer, e].sum(), e))
@@ -162,6 +152,24 @@ def test_the_plan_equals_greedy_choice_step_by_step(case: tuple[np.ndarray, np.n
             choice = min(np.flatnonzero(hosts[layer, expert]), key=lambda g: (expected[g], g))
             assert rank[expert] == choice
             load[choice] += UNIT
+
+
+@given(case=cases())
+def test_algorithm_1_takes_the_experts_by_id_and_counts_only_those_before(
+    case: tuple[np.ndarray, np.ndarray],
+) -> None:
+    tokens, hosts = case
+    plan = MetroPlan.as_written(hosts)
+    for layer, rank in enumerate(plan.route(tokens)):
+        load = [0] * hosts.shape[2]
+        for expert in range(hosts.shape[1]):
+            if not tokens[layer, expert]:
+                assert rank[expert] == -1
+                continue
+            choice = min(np.flatnonzero(hosts[layer, expert]), key=load.__getitem__)
+            load[choice] += 1
+            assert rank[expert] == choice
+    assert np.array_equal(TorchMetro(plan).route(torch.from_numpy(tokens)).numpy(), plan.route(tokens))
 
 
 def test_greedy_choice_is_within_three_percent_of_the_optimum_on_average() -> None:
@@ -178,16 +186,12 @@ def test_greedy_choice_is_within_three_percent_of_the_optimum_on_average() -> No
 
 def test_a_plan_too_large_for_its_integers_is_refused() -> None:
     with pytest.raises(ValueError, match="pairs"):
-        MetroPlan.of(np.ones((LARGEST // 2 + 1, 2), bool))
+        MetroPlan.from_hosts(np.ones((LARGEST // 2 + 1, 2), bool))
 
 
 @pytest.mark.parametrize(("what", "interpreter"), [("interpret", "1"), ("compile", "0")])
 def test_the_triton_kernel_chooses_like_the_plan_and_compiles_for_gpus(what: str, interpreter: str) -> None:
-    script = ROOT / "tests/unit/metro_interpreted.py"
+    script = ROOT / "tests/support/metro_interpreted.py"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, script, what],
-        env=os.environ | {"TRITON_INTERPRET": interpreter, "PYTHONPATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = python(script, what, timeout_s=600, TRITON_INTERPRET=interpreter, PYTHONPATH=path)
     assert not done.returncode, done.stderr

@@ -1,7 +1,5 @@
 """Online learning of the predictor, which is disabled while the mean of recent prompts is better."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from dataclasses import replace
@@ -10,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_signature_predictor import PREDICTOR, E, L, R, V, predictor
 
 from eldr_serve.experts import online_predictor
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
+from tests.support.predictors import PREDICTOR, E, L, R, V, predictor
 
 TRUTH = predictor(1, scale=0.2)
 

@@ -1,7 +1,5 @@
 """Automatic refits of a table: their reasons, and that workers keep their traffic."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -9,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tables import unit_table
 
-from eldr_serve.experts.fitting.refit import gain, reason, refit_centroids
+from eldr_serve.experts.fitting.refit import refit_centroids, refit_gain, refit_reason
+from tests.support.tables import unit_table
 
 
 def traffic(*experts: int, each: int = 20, seed: int = 0) -> NDArray[np.uint32]:
@@ -50,10 +48,10 @@ def test_new_centroids_follow_those_that_stay() -> None:
     ],
 )
 def test_a_refit_has_a_reason(now: tuple[int, ...], workers: int, each: int, why: Any) -> None:
-    found = reason(unit_table(3), traffic(*now, each=each), workers, min_gain=0.02)
+    found = refit_reason(unit_table(3), traffic(*now, each=each), workers, min_gain=0.02)
     assert found is None if why is None else found.startswith(why)
 
 
 def test_the_gain_is_measured_on_signatures_outside_the_fit() -> None:
-    assert gain(unit_table(3), traffic(0, 1, 2)) < 0.02
-    assert gain(unit_table(3), traffic(5, 6, 7)) > 0.5
+    assert refit_gain(unit_table(3), traffic(0, 1, 2)) < 0.02
+    assert refit_gain(unit_table(3), traffic(5, 6, 7)) > 0.5

@@ -1,18 +1,19 @@
 """Replica choice: every pair goes to a slot of its expert, by the rule."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+import yaml
+from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.experts.metro import route_metro
-from eldr_serve.experts.placement import Topology
-from eldr_serve.experts.replica_choice import RULES, Nearest, make_choice, slots_by_rank
+from eldr_serve.experts.parallel.metro import MetroPlan, route_metro
+from eldr_serve.experts.parallel.moves import fill_with_replicas
+from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.parallel.replica_choice import RULES, Nearest, make_choice, slots_by_rank
+from tests.support.shipped import ROOT
 
 
 class Case(NamedTuple):
@@ -43,14 +44,12 @@ def cases(draw: Any) -> Case:
     return Case(row, experts, topology, batch.argsort(dim=1)[:, :top_k].int())
 
 
-@settings(deadline=None)
 @given(cases(), st.sampled_from(RULES))
 def test_a_pair_is_served_by_a_replica_of_its_expert(case: Case, rule: str) -> None:
     found = make_choice(rule, case.row, case.experts, case.topology).slots(case.batch).numpy()
     assert np.array_equal(case.row[found], case.batch.numpy())
 
 
-@settings(deadline=None)
 @given(cases())
 def test_metro_is_greedy_over_the_whole_batch(case: Case) -> None:
     found = make_choice("metro", case.row, case.experts, case.topology).slots(case.batch).numpy()
@@ -58,7 +57,38 @@ def test_metro_is_greedy_over_the_whole_batch(case: Case) -> None:
     assert np.array_equal(found // case.size, route_metro(tokens, case.slots >= 0)[case.batch.numpy()])
 
 
-@settings(deadline=None)
+@given(cases())
+def test_metro_paper_is_algorithm_1_over_the_whole_batch(case: Case) -> None:
+    found = make_choice("metro-paper", case.row, case.experts, case.topology).slots(case.batch).numpy()
+    tokens = np.bincount(case.batch.numpy().ravel(), minlength=case.experts)
+    ranks = MetroPlan.as_written(case.slots >= 0).route(tokens)
+    assert np.array_equal(found // case.size, ranks[case.batch.numpy()])
+
+
+@pytest.mark.parametrize(("rule", "plans"), [("metro", ["from_hosts"]), ("metro-paper", ["as_written"])])
+def test_each_form_of_metro_is_called_by_its_name(
+    rule: str, plans: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def watch(name: str) -> None:
+        make = getattr(MetroPlan, name)
+
+        def plan(hosts: np.ndarray) -> MetroPlan:
+            called.append(name)
+            return make(hosts)
+
+        monkeypatch.setattr(MetroPlan, name, plan)
+
+    watch("from_hosts")
+    watch("as_written")
+    # Experts 0 and 1 have both ranks, 2 only the first: Algorithm 1 takes 0 before it knows of 2.
+    choice = make_choice(rule, [0, 1, 2, 0, 1, -1], 3, Topology(ranks=2))
+    slots = choice.slots(torch.tensor([[0, 2]])).tolist()
+    assert called == plans
+    assert slots == ([[3, 2]] if rule == "metro" else [[0, 2]])
+
+
 @given(cases())
 def test_even_is_vllms_hash_of_the_position_over_all_slots(case: Case) -> None:
     found = make_choice("even", case.row, case.experts, case.topology).slots(case.batch).numpy()
@@ -68,22 +98,24 @@ def test_even_is_vllms_hash_of_the_position_over_all_slots(case: Case) -> None:
             assert found[place, column] == held[place * 2654435769 % 2**32 % len(held)]
 
 
-@settings(deadline=None)
-@given(cases())
-def test_local_chooses_the_replica_nearest_to_the_tokens_rank(case: Case) -> None:
-    found = make_choice("local", case.row, case.experts, case.topology).slots(case.batch).numpy()
-    node, tokens = case.topology.node_of, len(case.batch)
+@given(cases(), st.booleans())
+def test_local_chooses_the_replica_nearest_to_the_tokens_rank(case: Case, given_homes: bool) -> None:
+    node, tokens, ranks = case.topology.node_of, len(case.batch), case.topology.ranks
+    homes = [place * ranks // tokens for place in range(tokens)]
+    if given_homes:  # such as those of data-parallel ranks, whose batches differ in size
+        homes = [ranks - 1 if place < tokens // 3 else 0 for place in range(tokens)]
+    choice = make_choice("local", case.row, case.experts, case.topology)
+    found = choice.slots(case.batch, torch.tensor(homes, dtype=torch.int64) if given_homes else None).numpy()
     for place, experts in enumerate(case.batch.tolist()):
-        home = place * case.topology.ranks // tokens
+        home = homes[place]
         for column, expert in enumerate(experts):
-            ranks = np.flatnonzero(case.slots[expert] >= 0)
-            own = ranks[ranks == home]
-            near = ranks[node[ranks] == node[home]]
-            nearest = own if len(own) else near if len(near) else ranks
+            hosts = np.flatnonzero(case.slots[expert] >= 0)
+            own = hosts[hosts == home]
+            near = hosts[node[hosts] == node[home]]
+            nearest = own if len(own) else near if len(near) else hosts
             assert found[place, column] // case.size in nearest
 
 
-@settings(deadline=None)
 @given(cases())
 def test_a_rank_that_routes_alone_chooses_its_nearest_replica(case: Case) -> None:
     for rank in range(case.topology.ranks):
@@ -101,5 +133,17 @@ def test_weighted_is_proportional_to_the_inverse_load() -> None:
 
 
 def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="'best'; there are none, even, metro, local, weighted"):
+    with pytest.raises(ValueError, match="'best'; there are none, even, metro, metro-paper, local, weighted"):
         make_choice("best", [0, 1], 2, Topology(ranks=2))
+
+
+def test_the_shipped_deployment_gives_metro_a_choice() -> None:
+    document = yaml.safe_load((ROOT / "deployments/cpu_demo_ep.yaml").read_text())
+    kwargs = document["applications"][0]["args"]["decode_config"]["engine_kwargs"]
+    config = kwargs["additional_config"]["eldr_experts"]
+    assert config == {"redundant_experts": 16, "fill_redundant": True, "replica_choice": "metro"}
+    spare = np.full((2, 8), -1)
+    row = fill_with_replicas(np.concatenate([np.arange(64).reshape(2, 32), spare], axis=1).ravel(), 2)
+    choice = make_choice("metro", row, 64, Topology(ranks=2))
+    batch = torch.arange(8)[:, None]  # experts of the first rank, which the second holds too
+    assert set((choice.slots(batch) // 40).flatten().tolist()) == {0, 1}

@@ -1,7 +1,5 @@
 """Saved artifacts can be loaded; all other files are refused in one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -12,21 +10,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from full_disk import full_disk
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save as save_tensors
-from tables import unit_table
-from traces import synthetic_trace
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import ArtifactError, RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
+from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.files import write_whole
+from tests.support.full_disk import full_disk
+from tests.support.predictors import PREDICTOR
+from tests.support.tables import unit_table
+from tests.support.traces import synthetic_trace
 
 TRACE = synthetic_trace(12)
 TABLE = unit_table(3)
-KINDS: list[tuple[Any, Any]] = [(TRACE, CalibrationTrace), (TABLE, RoutingTable)]
+KINDS: list[tuple[Any, Any]] = [
+    (TRACE, CalibrationTrace),
+    (TABLE, RoutingTable),
+    (PREDICTOR, SignaturePredictor),
+]
 
 
 @pytest.mark.parametrize(("artifact", "kind"), KINDS)

@@ -1,7 +1,5 @@
 """Signatures against slow, plain references."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 
@@ -11,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
-from traces import synthetic_trace
 
 from eldr_serve.experts.fitting.quality import inverse_document_frequency, select_layers, signature_quality
 from eldr_serve.experts.fitting.table import fit_signature
 from eldr_serve.experts.signature import TRANSFORMS, SignatureSpec, pack_counts, unpack_counts
+from tests.support.traces import synthetic_trace
 
 COUNTS = arrays(np.uint32, (3, 4, 5), elements=st.integers(0, 50_000))
 
@@ -48,10 +46,14 @@ def test_counts_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("idf", "layers"),
     [
-        (np.ones(5), [0]), (np.full((2, 3), np.nan), [0]), (-np.ones((2, 3)), [0]),
-        (np.ones((2, 3)), []), (np.ones((2, 3)), [2]), (np.ones((2, 3)), [-1]),
+        (np.ones(5), [0]),
+        (np.full((2, 3), np.nan), [0]),
+        (-np.ones((2, 3)), [0]),
+        (np.ones((2, 3)), []),
+        (np.ones((2, 3)), [2]),
+        (np.ones((2, 3)), [-1]),
     ],
-)  # fmt: skip
+)
 def test_an_impossible_spec_is_refused(idf: np.ndarray, layers: list[int]) -> None:
     with pytest.raises(ValueError):
         SignatureSpec(idf, np.array(layers, np.int64))

@@ -1,15 +1,13 @@
 """A table must group held-out requests better than chance."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
-from traces import synthetic_trace
 
 from eldr_serve.experts.fitting.guard import judge
-from eldr_serve.experts.fitting.refit import halves, keep_slots
+from eldr_serve.experts.fitting.refit import halves, keep_positions
 from eldr_serve.experts.fitting.table import fit_table
+from tests.support.traces import synthetic_trace
 
 
 def test_a_table_fitted_to_the_traffic_is_better_than_load() -> None:
@@ -27,9 +25,13 @@ def test_a_table_of_noise_is_not_better_than_load() -> None:
         trace = synthetic_trace(120, seed=seed)
         shuffled = np.random.default_rng(seed).permutation(120)
         trace = replace(
-            trace, prefill_counts=trace.prefill_counts[shuffled], prompt_tokens=trace.prompt_tokens[shuffled],
-            token_ids=None, tokenizer="", vocabulary=0,
-        )  # fmt: skip
+            trace,
+            prefill_counts=trace.prefill_counts[shuffled],
+            prompt_tokens=trace.prompt_tokens[shuffled],
+            token_ids=None,
+            tokenizer="",
+            vocabulary=0,
+        )
         seen, unseen = halves(120)
         refused += not judge(fit_table(trace.subset(seen), 3)[0], trace.subset(unseen)).better
     assert refused >= 8
@@ -45,10 +47,12 @@ def test_a_full_fit_keeps_the_worker_order_of_the_live_table() -> None:
     live = fit_table(trace, 3)[0]
     order = [2, 0, 1]
     fitted = replace(
-        live, centroids=live.centroids[order], cluster_sizes=live.cluster_sizes[order],
+        live,
+        centroids=live.centroids[order],
+        cluster_sizes=live.cluster_sizes[order],
         domains=[live.domains[slot] for slot in order],
-    )  # fmt: skip
-    kept = keep_slots(fitted, live, trace.prefill_counts)
+    )
+    kept = keep_positions(fitted, live, trace.prefill_counts)
     np.testing.assert_array_equal(kept.centroids, live.centroids)
     assert kept.domains == live.domains
     assert kept.version == live.version + 1

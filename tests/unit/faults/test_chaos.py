@@ -1,7 +1,5 @@
 """The chaos command: classification of answers, injection of faults, and the record of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -83,9 +81,10 @@ def test_tokens_of_log_probabilities_are_compared(kind: str, tokens: list[str]) 
 
 
 WHOLE = {
-    "id": "a", "choices": [{"text": ANSWER.text, "finish_reason": "length"}],
+    "id": "a",
+    "choices": [{"text": ANSWER.text, "finish_reason": "length"}],
     "usage": {"prompt_tokens": 5, "completion_tokens": 3},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ class UnreachableRouter:
     url = ""
 
     def status(self) -> dict[str, Any]:
-        return {"ingress": {"ready": False, "router_away": True}}
+        return {"ingress": {"ready": False, "router_unreachable": True}}
 
     def swap_table(self, table: bytes) -> None:
         raise ServiceError("the router does not answer")
@@ -142,7 +141,7 @@ def operator() -> Operator:
 async def test_a_role_without_a_process_does_not_end_the_run(
     role: str, operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "of", lambda role: [])
+    monkeypatch.setattr(processes, "with_role", lambda role: [])
     await operator._inject(f"kill {role}")
     assert operator._run.counters == {f"no process to kill {role}": 1}
     assert not operator._run.faults
@@ -176,7 +175,7 @@ async def test_no_fault_is_injected_into_a_recovering_role(operator: Operator) -
 
 
 @pytest.mark.parametrize("fault", ["swap table", "change policy", "redeploy"])
-async def test_an_operation_that_fails_while_the_router_is_away_is_counted(
+async def test_an_operation_that_fails_while_the_router_is_unreachable_is_counted(
     fault: str, operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def deploy(arguments: dict[str, Any]) -> None:
@@ -197,22 +196,22 @@ KILLED = [
 @pytest.mark.parametrize(
     ("apart", "kind", "fields"),
     [
-        ("own_connection", "connection lost", {"began_s": 9, "ended_s": 10.1, "port": 77}),
-        ("own_connection", "cut", {"began_s": 9, "ended_s": 10.1, "port": 77}),
-        (None, "connection lost", {"began_s": 9, "ended_s": 10.1, "port": 78}),  # another ingress's
-        ("own_connection", "connection lost", {"began_s": 10.1, "connected_s": 10.1, "ended_s": 10.3}),
-        ("own_connection", "connection lost", {"began_s": 9.9, "connected_s": 10.25, "ended_s": 10.3}),
-        (None, "connection lost", {"began_s": 10.3, "connected_s": 10.3, "ended_s": 10.4}),
-        (None, "engine lost", {"began_s": 9, "ended_s": 10.1, "port": 77}),
-        (None, "wrong text", {"began_s": 9, "ended_s": 10.1, "port": 77}),
-        (None, "connection lost", {"began_s": 12, "ended_s": 13, "port": 77}),  # a later connection
-        (None, "not connected", {"began_s": 12, "ended_s": 13}),  # there is another ingress
-        ("behind_proxy", "http 500", {"began_s": 9, "ended_s": 10.1, "by_proxy": True}),
-        (None, "http 500", {"began_s": 9, "ended_s": 19, "by_proxy": True}),
-        (None, "http 503", {"began_s": 9, "ended_s": 10.1, "by_proxy": True}),
-        ("own_connection", "cut", {"began_s": 19, "ended_s": 20.1, "port": 88, "by_proxy": True}),
-        ("nobody_listened", "not connected", {"began_s": 21, "ended_s": 21, "by_proxy": True}),
-        (None, "not connected", {"began_s": 25, "ended_s": 25, "by_proxy": True}),  # the proxy is back
+        ("own_connection", "connection lost", {"start_s": 9, "ended_s": 10.1, "port": 77}),
+        ("own_connection", "cut", {"start_s": 9, "ended_s": 10.1, "port": 77}),
+        (None, "connection lost", {"start_s": 9, "ended_s": 10.1, "port": 78}),  # another ingress's
+        ("own_connection", "connection lost", {"start_s": 10.1, "connected_s": 10.1, "ended_s": 10.3}),
+        ("own_connection", "connection lost", {"start_s": 9.9, "connected_s": 10.25, "ended_s": 10.3}),
+        (None, "connection lost", {"start_s": 10.3, "connected_s": 10.3, "ended_s": 10.4}),
+        (None, "engine lost", {"start_s": 9, "ended_s": 10.1, "port": 77}),
+        (None, "wrong text", {"start_s": 9, "ended_s": 10.1, "port": 77}),
+        (None, "connection lost", {"start_s": 12, "ended_s": 13, "port": 77}),  # a later connection
+        (None, "not connected", {"start_s": 12, "ended_s": 13}),  # there is another ingress
+        ("behind_proxy", "http 500", {"start_s": 9, "ended_s": 10.1, "by_proxy": True}),
+        (None, "http 500", {"start_s": 9, "ended_s": 19, "by_proxy": True}),
+        (None, "http 503", {"start_s": 9, "ended_s": 10.1, "by_proxy": True}),
+        ("own_connection", "cut", {"start_s": 19, "ended_s": 20.1, "port": 88, "by_proxy": True}),
+        ("nobody_listened", "not connected", {"start_s": 21, "ended_s": 21, "by_proxy": True}),
+        (None, "not connected", {"start_s": 25, "ended_s": 25, "by_proxy": True}),  # the proxy is back
     ],
 )
 def test_a_kill_explains_only_failures_of_its_own_connections(
@@ -262,9 +261,13 @@ def test_a_run_appends_to_the_record_of_earlier_runs(tmp_path: Path) -> None:
             )
             run.over(stopped)
         record.add(
-            "end", settled_s=1.0 + number, left_behind=[], counters={"resumed": 3},
-            processes=[{"process": "decode", "stalls": 1, "memory_mib": 10.0 * number}], unsteady=[],
-        )  # fmt: skip
+            "end",
+            settled_s=1.0 + number,
+            left_behind=[],
+            counters={"resumed": 3},
+            processes=[{"process": "decode", "stalls": 1, "memory_mib": 10.0 * number}],
+            unsteady=[],
+        )
     found = {row["fault"]: row for row in rows(Record(file))}
     assert list(found) == ["before any", "kill decode", "stop router", "all"]
     assert [row["requests"] for row in found.values()] == [2, 4, 1, 7]

@@ -1,40 +1,56 @@
 """Seeded runs of the serving code lose nothing under faults, and detect faults in the code."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import random
 import time
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import python
 
-from eldr_serve.pipeline.prefill_step import PrefillStep
+from eldr_serve.limits.shared_limits import SharedLimits
+from eldr_serve.limits.tenants import Tenants
+from eldr_serve.pipeline.split_prefill import SplitPrefill
 from eldr_serve.router.client import RouterClient
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Placer
 from tests.faults import virtual_time
+from tests.faults.__main__ import mutate, simulate
 from tests.faults.clients import Plan
 from tests.faults.greedy_model import Blocks, continuation
 from tests.faults.mutations import MUTATIONS, Mutation
 from tests.faults.schedule import Fault
 from tests.faults.simulate import run_seed
 from tests.faults.virtual_network import Network
-from tests.faults.virtual_time import Livelock, Process, VirtualLoop
+from tests.faults.virtual_time import LivelockError, Process, VirtualLoop
+from tests.support.in_process import command, sentence
+from tests.support.processes import python
 
 SEEDS = 150
 STEPS, STRIDE = 48, 2  # an engine needs fewer for these requests
 
 
+@pytest.fixture
+def abandoned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect the ids of requests that end while they wait in the decode queue."""
+    finish, found = Placer.finish, []
+
+    def finished(placer: Placer, request_id: str) -> None:
+        found.extend({request_id} & placer.queue.keys())
+        finish(placer, request_id)
+
+    monkeypatch.setattr(Placer, "finish", finished)
+    return found
+
+
 @pytest.mark.parametrize("first", range(0, SEEDS, 50))
-def test_nothing_is_lost_whatever_fails(first: int) -> None:
+def test_nothing_is_lost_whatever_fails(first: int, abandoned: list[str]) -> None:
     for seed in range(first, first + 50):
         run = run_seed(seed)
         assert not run.violations, f"python -m tests.faults simulate --seed {seed}"
+    assert abandoned, "no request of these runs was abandoned in the decode queue"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -50,12 +66,19 @@ def test_no_answer_is_lost_by_a_fault_at_any_step_of_an_engine(kind: str, role: 
 
 
 def test_a_seed_gives_the_same_run_in_every_process() -> None:
-    first, second = (
-        python("-m", "tests.faults", "simulate", "--seed", 3).stdout.rpartition(", trace")[0]
-        for _ in range(2)
+    here, there = (
+        done.stdout.rpartition(", trace")[0]
+        for done in (command(simulate, seed=3), python("-m", "tests.faults", "simulate", "--seed", 3))
     )
-    assert first == second
-    assert first.endswith(f"seed 3: {run_seed(3).virtual_s:.1f} s of virtual time")
+    assert here == there
+    assert here.endswith(f"seed 3: {run_seed(3).virtual_s:.1f} s of virtual time")
+
+
+def test_tenants_limits_do_not_depend_on_the_speed_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    minutes = count(0.0, 60.0)
+    for init in (Tenants.__init__, SharedLimits.__init__):
+        monkeypatch.setattr(init, "__defaults__", (lambda: next(minutes),))
+    assert not run_seed(5).violations  # its clients send keys
 
 
 @pytest.mark.faults
@@ -69,16 +92,23 @@ def test_every_mutation_of_the_code_is_found() -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "wrong", "seeds"),
     [
-        (PrefillStep, "try_prefill", lambda step, context: step.prefill(context), 5),
+        (SplitPrefill, "prepare", lambda step, context: step.prefill(context), 5),
         (RouterState, "hold", lambda state, lease: None, 5),
         (Placer, "finish", lambda placer, request_id: placer._leave(request_id), 40),
         (RouterClient, "hold", lambda client, leases: None, 20),
+        (
+            RouterClient,
+            "_lease_by_local_fallback",
+            lambda client, lease: client._fallback.lease(lease, "no-worker"),
+            5,
+        ),
     ],
     ids=[
         "prefill is repeated",
-        "the router ignores own leases",
+        "own leases are ignored",
         "the queue keeps it",
         "no lease is restored",
+        "own leases are sent late",
     ],
 )
 def test_each_run_provokes_cases_that_chance_seldom_produces(
@@ -86,18 +116,6 @@ def test_each_run_provokes_cases_that_chance_seldom_produces(
 ) -> None:
     monkeypatch.setattr(owner, method, wrong)
     assert any(run_seed(seed).violations for seed in range(seeds))
-
-
-def test_some_runs_abandon_requests_in_the_decode_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = Placer.finish
-    abandoned: list[str] = []
-
-    def finished(placer: Placer, request_id: str) -> None:
-        abandoned.extend({request_id} & placer.queue.keys())
-        finish(placer, request_id)
-
-    monkeypatch.setattr(Placer, "finish", finished)
-    assert any(run_seed(seed) and abandoned for seed in range(40))
 
 
 # -- the harness's own parts -----------------------------------------------------------------------------
@@ -156,7 +174,7 @@ def test_a_deadlock_is_reported() -> None:
     async def main(loop: VirtualLoop) -> None:
         await loop.create_future()
 
-    with pytest.raises(Livelock, match="all processes wait"):
+    with pytest.raises(LivelockError, match="all processes wait"):
         on_virtual_time(main)
 
 
@@ -255,4 +273,4 @@ def test_mutations_have_unique_names() -> None:
 
 
 def test_an_unknown_mutation_is_refused() -> None:
-    assert python("-m", "tests.faults", "mutate", "--only", "no such").returncode == 2
+    assert "no mutation's name contains 'no such'" in sentence(command(mutate, only="no such"))

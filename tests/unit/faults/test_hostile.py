@@ -1,7 +1,5 @@
 """The hostile requests, and the classification of their answers."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -10,12 +8,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from in_process import python, sentence
 
-from tests.fuzz.__main__ import _read, send, send_all
+from tests.fuzz.__main__ import _read, hostile, send, send_all
 from tests.fuzz.cases import Case, by_hand, case, known
 from tests.fuzz.connections import occupied, slow_request
 from tests.fuzz.generated_cases import mutations
+from tests.support.in_process import command, sentence
 
 OK = b"HTTP/1.1 200 OK\r\n\r\n{}"
 
@@ -85,7 +83,7 @@ def test_cases_are_numerous_and_distinct_and_repeat_by_seed() -> None:
 
 @pytest.mark.parametrize("url", ["nowhere", "http://127.0.0.1:1"])
 def test_a_missing_service_is_reported_in_one_sentence(url: str) -> None:
-    assert sentence(python("-m", "tests.fuzz", "--url", url)).startswith("hostile: ")
+    assert sentence(command(hostile, url=url)).startswith("hostile: ")
 
 
 async def test_connections_are_held_open_and_then_closed() -> None:

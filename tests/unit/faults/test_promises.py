@@ -4,8 +4,6 @@ A message takes 1 ms, and work of engines a few ms. tests/unit/replicas/test_rea
 processes, whose times depend on the machine's load.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Measurements of memory, descriptors, tasks and event loops by the chaos command."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

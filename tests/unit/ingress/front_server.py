@@ -3,8 +3,6 @@
 python front_server.py PORT
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

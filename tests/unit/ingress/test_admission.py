@@ -1,30 +1,33 @@
 """Admission: validation, the concurrency limit, and the release of the permit however a request ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip
 import hashlib
 import json
+import random
+import time
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
-from fake_fleet import answer_with
-from fake_router import wait_until
-from ingress_app import CHAT, COMPLETIONS, HELLO, TOKEN, running_app
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from eldr_serve.engine.protocol import EngineRequest
-from eldr_serve.engine.vllm.requests import parse_request
-from eldr_serve.errors import Overloaded
+from eldr_serve.engine.vllm.request_parsing import parse_request
+from eldr_serve.errors import OverloadedError
+from eldr_serve.ingress import body as request_body
 from eldr_serve.ingress.admission import Admission, Gate
-from eldr_serve.ingress.body import parse_json
+from eldr_serve.ingress.body import BodyShare, parse_json
 from eldr_serve.ingress.options import IngressOptions
+from tests.support.fake_fleet import answer_with
+from tests.support.fake_router import wait_until
+from tests.support.ingress_app import CHAT, COMPLETIONS, HELLO, TOKEN, running_app
 
 
 def chat(content: Any) -> dict[str, Any]:
@@ -65,6 +68,8 @@ def is_one_sentence(answer: httpx.Response, status: int) -> bool:
         (COMPLETIONS, "[" * 100_000),
         (COMPLETIONS, ""),
         (COMPLETIONS, "null"),
+        (COMPLETIONS, "[]"),
+        (COMPLETIONS, '{"model": "m", "prompt": "x'),
         (COMPLETIONS, '{"model": "m", "prompt": "x"} y'),
         ("/v1/embeddings", chat([5])),
         ("/tokenize", r'{"model": "m", "prompt": "\udfff"}'),
@@ -80,7 +85,7 @@ async def test_an_invalid_request_gets_400_and_releases_its_permit(path: str, bo
 
 async def test_the_limit_holds_for_requests_that_arrive_together() -> None:
     held = asyncio.Event()
-    async with running_app(prefill=answer_with(held, Overloaded("over")), max_in_flight=2) as app:
+    async with running_app(prefill=answer_with(held, OverloadedError("over")), max_in_flight=2) as app:
         posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO)) for _ in range(5)]
         done, pending = await asyncio.wait(posts, timeout=0.5)
         assert sorted(task.result().status_code for task in done) == [429] * 3
@@ -91,7 +96,8 @@ async def test_the_limit_holds_for_requests_that_arrive_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [COMPLETIONS, CHAT, "/v1/embeddings", "/v1/score", "/tokenize", "/detokenize"]
+    "path",
+    [COMPLETIONS, CHAT, "/v1/embeddings", "/v1/score", "/v1/rerank", "/rerank", "/tokenize", "/detokenize"],
 )
 async def test_a_full_ingress_refuses_all_engine_endpoints(path: str) -> None:
     async with running_app(max_in_flight=1) as app:
@@ -163,7 +169,8 @@ async def test_unknown_adapters_are_refused_without_an_engine_call() -> None:
 async def test_the_openapi_document_is_served() -> None:
     async with running_app() as app:
         paths = (await app.client.get("/openapi.json")).json()["paths"]
-        assert {COMPLETIONS, CHAT, "/tokenize", "/eldr/policy"} <= paths.keys()
+        assert {COMPLETIONS, CHAT, "/tokenize", "/eldr/policy", "/eldr/predictor"} <= paths.keys()
+        assert paths["/eldr/shadow"].keys() == {"put", "delete"}
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "x-gzip", "GZIP"])
@@ -188,6 +195,7 @@ async def test_a_gzip_body_is_decompressed_before_the_engines(encoding: str) -> 
         (gzip.compress(b"{}", mtime=0)[:-9], "gzip", 400, "it ends early"),
         (gzip.compress(b" " * 2**26, 1, mtime=0), "gzip", 413, "larger than 1 MiB"),
         (gzip.compress(b" " * 2**20, mtime=0) * 500, "gzip", 413, "larger than 1 MiB"),
+        (gzip.compress(b"", mtime=0) * 50_000, "gzip", 400, "it has more than 64 members"),
     ],
 )
 async def test_unsupported_broken_and_oversized_encoded_bodies_are_refused(
@@ -205,7 +213,29 @@ async def test_unsupported_broken_and_oversized_encoded_bodies_are_refused(
         assert not app.decode.sent
 
 
-# -- admission alone ------------------------------------------------------------------------------
+PARTS = 3 * request_body._PART_BYTES
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"x", b"a" * request_body._PART_BYTES, b"b" * (PARTS + 1), random.Random(0).randbytes(PARTS + 1)],
+    ids=["empty", "byte", "part", "parts", "random"],
+)
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_body_is_decompressed_in_bounded_parts(content: bytes, members: int) -> None:
+    parts = list(request_body._decompressed_parts(gzip.compress(content, mtime=0) * members))
+    assert b"".join(parts) == content * members
+    assert max(map(len, parts)) <= request_body._PART_BYTES
+
+
+async def test_decompression_counts_towards_the_time_of_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_parts(content: bytes) -> Iterator[bytes]:
+        while True:
+            time.sleep(0.01)
+            yield b""
+
+    monkeypatch.setattr(request_body, "_decompressed_parts", slow_parts)
+    assert await Upload(b"x", content_encoding="gzip").status() == 408
 
 
 class Upload:
@@ -235,11 +265,13 @@ class Upload:
         transport = httpx.ASGITransport(Admission(self._app, lambda: self.gate))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             method, path, headers = self.head
+            pending_bytes = self.gate.bodies.used
             try:
                 request = client.request(method, path, headers=headers, content=self._body())
                 return (await request).status_code
             finally:
                 assert self.gate.in_flight == 0
+                assert self.gate.bodies.used == pending_bytes
 
 
 async def test_a_body_arrives_whole_and_a_failing_application_releases_the_permit() -> None:
@@ -248,6 +280,90 @@ async def test_a_body_arrives_whole_and_a_failing_application_releases_the_permi
     assert upload.bodies == [b"abcd"]
     with pytest.raises(AssertionError, match="breaks"):
         await Upload(b"breaks").status()
+
+
+async def test_bodies_that_wait_for_their_rest_have_a_bounded_total_size() -> None:
+    events: list[str] = []
+    upload = Upload(b"x")
+    upload.gate.count = events.append
+    shares = [BodyShare(upload.gate.bodies) for _ in range(2)]
+    for share in shares:
+        share.add(upload.gate.bodies.max_bytes // 2)
+    assert await upload.status() == 503
+    assert events == ["refused_pending_bodies"]
+    shares[0].reduce_to(0)
+    assert await upload.status() == 200
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+async def test_a_body_counts_until_its_request_ends(encoding: str) -> None:
+    go = asyncio.Event()
+    body = json.dumps(HELLO).encode()
+    sent = gzip.compress(body) if encoding == "gzip" else body
+    async with running_app(prefill=answer_with(go, OverloadedError("over"))) as app:
+        headers = {"content-encoding": encoding}
+        post = asyncio.create_task(app.client.post(COMPLETIONS, content=sent, headers=headers))
+        await wait_until(lambda: app.prefill.requests)
+        assert app.ingress.gate.bodies.used == len(body)  # another engine may need it
+        go.set()
+        assert (await post).status_code == 503
+        assert app.ingress.gate.bodies.used == 0
+
+
+async def test_a_body_is_received_once_and_then_the_disconnection_is_awaited() -> None:
+    upload = Upload()
+    left = asyncio.Event()
+    sent = [{"type": "http.request", "body": b"x"}]
+    received: list[asyncio.Task[Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        received.extend(asyncio.create_task(receive()) for _ in range(2))
+        await asyncio.sleep(60)
+
+    async def receive() -> Any:
+        if sent:
+            return sent.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}
+    answering = asyncio.create_task(Admission(app, lambda: upload.gate)(scope, receive, Mock()))
+    await wait_until(lambda: received and received[0].done())
+    assert received[0].result()["body"] == b"x"
+    await asyncio.sleep(0.01)
+    assert not received[1].done()
+    left.set()
+    assert (await received[1])["type"] == "http.disconnect"
+    await answering
+
+
+ORIGIN = "https://chat.example.com"
+
+
+@pytest.mark.parametrize(
+    ("cors_origins", "allowed"), [((), None), (("https://other",), None), ((ORIGIN,), ORIGIN), (("*",), "*")]
+)
+async def test_scripts_of_other_pages_read_answers_only_if_their_origin_is_named(
+    cors_origins: tuple[str, ...], allowed: str | None
+) -> None:
+    async with running_app(cors_origins=cors_origins) as app:
+        answer = await app.post(COMPLETIONS, HELLO, origin=ORIGIN)
+        assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (200, allowed)
+        asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
+        preflight = await app.client.options(COMPLETIONS, headers=asked)
+        assert preflight.headers.get("access-control-allow-origin") == allowed
+        assert preflight.is_success == (allowed is not None)
+
+
+@pytest.mark.parametrize("origin", ["chat.example.com", "https://chat.example.com/", "https://a b", ""])
+def test_an_origin_has_a_scheme_a_host_and_no_path(origin: str) -> None:
+    with pytest.raises(ValidationError, match="is no origin: give a scheme"):
+        IngressOptions(cors_origins=(origin,))
+
+
+def test_pending_bodies_have_room_for_one_compressed_body() -> None:
+    with pytest.raises(ValidationError, match="at least twice max_body_mib"):
+        IngressOptions(max_body_mib=16, max_pending_mib=31)
 
 
 ADMIN = [{"path": path, "method": "PUT"} for path in ("/eldr/table", "/eldr/policy")]
@@ -277,9 +393,6 @@ async def test_a_body_is_read_no_further_than_its_limit(
     upload = Upload(*chunks, **options)
     assert (await upload.status(), upload.received) == (status, received)
     assert len(upload.bodies) == (status == 200)
-
-
-# -- parsing ----------------------------------------------------------------------------------------
 
 
 def test_standard_json_is_parsed_unchanged() -> None:

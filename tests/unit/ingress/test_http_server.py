@@ -1,7 +1,5 @@
 """The ingress's own HTTP server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -14,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from eldr_serve.ingress.http_server import HttpServer
 from eldr_serve.ingress.options import IngressOptions
@@ -51,6 +50,18 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
     with contextlib.suppress(ConnectionError):
         return await reader.read() == b""
     return True
+
+
+async def test_a_uvicorn_without_a_name_that_the_server_uses_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patches:
+        patches.delattr(HttpToolsProtocol, "on_headers_complete")
+        with pytest.raises(RuntimeError, match=r"has no HttpToolsProtocol.on_headers_complete, which"):
+            HttpServer(answer_yes(), IngressOptions(port=0))
+    monkeypatch.setattr(RequestResponseCycle, "__init__", lambda self: None)
+    with pytest.raises(RuntimeError, match=r"no RequestResponseCycle.chunked_encoding.* pip install"):
+        HttpServer(answer_yes(), IngressOptions(port=0))
 
 
 async def test_replicas_share_a_port_and_drain_waits_for_open_answers() -> None:
@@ -119,12 +130,12 @@ def test_one_of_several_applications_that_start_together_gets_the_port(tmp_path:
     """Each process takes the port repeatedly, and writes its name while it holds the port."""
     script = """
 import sys, time
-from eldr_serve.ingress.port import Port, PortTaken
+from eldr_serve.ingress.port import Port, PortTakenError
 until = time.monotonic() + 2
 held = 0
 while time.monotonic() < until:
     try: port = Port('127.0.0.1', int(sys.argv[1]), sys.argv[2])
-    except PortTaken: continue
+    except PortTakenError: continue
     held += 1
     others = [line for line in open(sys.argv[3]).read().split() if line != sys.argv[2]]
     open(sys.argv[3], 'w').write(sys.argv[2])
@@ -165,9 +176,6 @@ async def test_an_http_1_0_client_gets_an_unchunked_answer_that_ends_with_the_co
             assert body == b"onetwo"
             assert b"chunked" not in head
             writer.close()
-
-
-# -- bounds --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: x\r\n"])
@@ -223,9 +231,6 @@ async def test_a_client_that_reads_nothing_loses_its_connection() -> None:
                 await received.wait()
                 while server._server.server_state.connections:
                     await asyncio.sleep(0.05)
-
-
-# -- the client's request id ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

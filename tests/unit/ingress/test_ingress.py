@@ -1,26 +1,25 @@
 """Answers of the ingress to clients and operators, and the end of a request whose client disconnects."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-import json
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
-from fake_fleet import answer_with
-from fake_router import FakeActor, wait_until
-from ingress_app import COMPLETIONS, HELLO, KEY, TOKEN, running_app, stream_answer
+from starlette.requests import Request
 
-from eldr_serve.channel import ChannelLost
-from eldr_serve.errors import Overloaded
-from eldr_serve.ingress.http_server import HttpServer
-from eldr_serve.ingress.options import IngressOptions
+from eldr_serve.channel import ChannelLostError
+from eldr_serve.errors import OverloadedError, RequestRefusedError
+from eldr_serve.ingress import deployment
+from eldr_serve.limits.keys import Keys, add_key, write_keys
+from eldr_serve.pipeline.path_options import PathOptions
+from tests.support.fake_fleet import answer_with, refusal
+from tests.support.fake_router import FakeActor, wait_until
+from tests.support.ingress_app import COMPLETIONS, HELLO, KEY, TOKEN, running_app, stream_answer
 
 HUGE_SLOTS = {"name": "balance-route", "parameters": {"slots": 2**62}}
 
@@ -48,6 +47,38 @@ async def test_changes_need_the_admin_key_and_invalid_ones_change_nothing(
         assert actor.state.settings is before
 
 
+@pytest.mark.parametrize("prefix", ["", "/name", "/eldr"])
+async def test_changes_need_the_admin_key_under_a_route_prefix(prefix: str) -> None:
+    actor = FakeActor()
+    before = actor.state.settings
+    async with running_app(actor=actor) as app:
+        transport = httpx.ASGITransport(app.http, root_path=prefix)  # as Serve's proxy sets it
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for path in ("policy", "shadow", "table", "refit", "predictor", "experts", "drain"):
+                assert (await client.put(f"{prefix}/eldr/{path}", content=b"{}")).status_code == 401
+            assert (await client.delete(f"{prefix}/eldr/shadow")).status_code == 401
+            assert actor.state.settings is before
+            headers = {"authorization": f"Bearer {KEY}"}
+            answer = await client.put(f"{prefix}/eldr/policy", json={"name": "random"}, headers=headers)
+            assert answer.json()["policy"] == "random"
+            assert (await client.post(f"{prefix}{COMPLETIONS}", json=HELLO)).status_code == 200
+            assert (await client.get(f"{prefix}/version")).status_code == 200
+
+
+async def test_endpoints_of_operators_check_the_admin_key_themselves() -> None:
+    """Admission may not know them by their path."""
+    async with running_app() as app:
+        routes = [route for route in app.http.routes if route.path.startswith("/eldr/")]
+        public = {"/eldr/", "/eldr/status", "/eldr/ready"}
+        guarded = [route for route in routes if route.path not in public]
+        assert len(guarded) == len(routes) - len(public)
+        for route in guarded:
+            request = Request({"type": "http", "method": "PUT", "path": "/elsewhere", "headers": []})
+            with pytest.raises(RequestRefusedError) as refused:
+                await route.endpoint(request)
+            assert refused.value.status == 401
+
+
 async def test_the_ready_endpoint_answers_200_once_the_engines_are_warm() -> None:
     async with running_app(admin_key=None) as app:
         answer = await app.client.get("/eldr/ready")
@@ -66,7 +97,7 @@ async def test_the_ready_endpoint_answers_200_once_the_engines_are_warm() -> Non
 
 
 async def test_an_overloaded_service_answers_503_with_retry_after() -> None:
-    async with running_app(prefill=answer_with(Overloaded("all are full", retry_after_s=7))) as app:
+    async with running_app(prefill=answer_with(OverloadedError("all are full", retry_after_s=7))) as app:
         answer = await app.post(COMPLETIONS, HELLO)
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
@@ -74,7 +105,8 @@ async def test_an_overloaded_service_answers_503_with_retry_after() -> None:
 
 
 async def test_a_lost_engine_is_a_503_for_every_endpoint() -> None:
-    async with running_app(decode=answer_with(ChannelLost("gone"))) as app:
+    options = PathOptions(retry_backoff_s=0.0, decode_tries=2)
+    async with running_app(decode=answer_with(ChannelLostError("gone")), path_options=options) as app:
         for path in (COMPLETIONS, "/tokenize"):
             assert (await app.post(path, HELLO)).status_code == 503
 
@@ -120,40 +152,6 @@ async def test_a_client_that_disconnects_during_a_chunk_cancels_its_call(chunks_
         assert app.ingress.gate.in_flight == 0
 
 
-async def test_a_client_that_reads_nothing_is_disconnected_and_disturbs_no_other() -> None:
-    async def decode(sent: Any) -> AsyncIterator[bytes]:
-        """Stream without end, or answer a request for a few tokens at once."""
-        if sent.fields["max_tokens"] <= 5:
-            yield b'{"choices": []}'
-            return
-        while True:
-            yield b"data: " + b"x" * 1016 + b"\n\n"
-            await asyncio.sleep(0)
-
-    async with running_app(decode=decode) as app:
-        server = HttpServer(app.http, IngressOptions(port=0))
-        await wait_until(lambda: server._server.started)
-        host, port = "127.0.0.1", server.port
-        body = json.dumps(HELLO | {"max_tokens": 99, "stream": True}).encode()
-        silent = socket.create_connection((host, port))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        silent.sendall(head.encode() + body)
-        await wait_until(lambda: app.decode.requests and app.decode.requests[-1].cancelled)
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
-            assert (await client.post(COMPLETIONS, json=HELLO)).status_code == 200
-        silent.close()
-        await wait_until(lambda: app.ingress.gate.in_flight == 0)
-        await server.drain()
-
-
-async def test_an_ingress_does_not_start_at_a_used_port() -> None:
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    with pytest.raises(OSError, match="in use"):
-        async with running_app(port=server.sockets[0].getsockname()[1]):
-            pass
-    server.close()
-
-
 async def test_a_second_application_does_not_start_at_the_port_of_the_first() -> None:
     async with running_app(port=0) as first:
         number = first.ingress._port.number
@@ -164,9 +162,6 @@ async def test_a_second_application_does_not_start_at_the_port_of_the_first() ->
         first.ingress._port.socket.close()
 
 
-# -- like vLLM's own server -------------------------------------------------------------------------
-
-
 async def test_health_version_and_metrics_have_vllms_paths_and_need_no_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text('{"tenants": {}}')
@@ -174,7 +169,7 @@ async def test_health_version_and_metrics_have_vllms_paths_and_need_no_key(tmp_p
         endpoints = ("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")
         for method, path in endpoints:
             assert (await app.client.request(method, path)).status_code == 503  # no engine is warm
-        app.ingress.admin._warmup = SimpleNamespace(awaited=None)
+        app.ingress._status._warmup = SimpleNamespace(awaited=None)
         for method, path in endpoints:
             answer = await app.client.request(method, path)
             assert (answer.status_code, answer.content) == (200, b"")
@@ -216,3 +211,69 @@ async def test_errors_name_the_field(path: str, fields: dict[str, Any], status: 
     async with running_app() as app:
         answer = await app.post(path, HELLO | fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+async def test_embeddings_count_towards_the_tokens_of_a_tenant_and_tokenizing_does_not(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys.json"
+    write_keys(file, add_key(Keys(), "a", "key", {"tokens_per_minute": 10}))
+    async with running_app(keys_file=file) as app:
+        statuses = [
+            (await app.post(path, {"model": "m", "input": "x" * 60, "prompt": "x"}, "key")).status_code
+            for path in ("/tokenize", "/tokenize", "/v1/embeddings", "/v1/embeddings", "/tokenize")
+        ]
+        assert statuses == [200, 200, 200, 429, 200]
+
+
+@pytest.mark.parametrize("chunks", [[], [b""], [asyncio.Event()]])
+async def test_an_empty_or_late_answer_without_tokens_is_a_503(chunks: list[Any]) -> None:
+    async with running_app(
+        decode=answer_with(*chunks), path_options=PathOptions(first_token_limit_s=0.1)
+    ) as app:
+        answer = await app.post("/tokenize", HELLO)
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_client_is_told_not_to_repeat_a_request_that_has_lost_too_many_engines() -> None:
+    lost = answer_with(ChannelLostError("it is dead"))
+    options = PathOptions(retry_backoff_s=0.0, max_lost_engines=2)
+    async with running_app(prefill=lost, path_options=options) as app:
+        answer = await app.post(COMPLETIONS, HELLO)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "engines_lost")
+        assert answer.headers["x-should-retry"] == "false"
+        assert "retry-after" not in answer.headers
+        assert len(app.prefill.sent) == 2
+
+
+async def test_an_ejected_replica_gets_no_requests_for_answers_without_tokens() -> None:
+    async with running_app() as app:
+        outliers = app.ingress._path._services.outliers
+        for _ in range(3):
+            outliers.record_failure("r0", refusal(500))
+        for _ in range(8):
+            assert (await app.post("/tokenize", HELLO)).status_code == 200
+        assert {sent.replica for sent in app.decode.sent} == {"r1"}
+
+
+async def test_an_ingress_whose_http_server_has_ended_is_unhealthy() -> None:
+    async with running_app(port=0) as app:
+        await app.ingress.check_health()
+        await wait_until(lambda: app.ingress._http and app.ingress._http._server.started)
+        await app.ingress.check_health()
+        app.ingress._http._server.should_exit = True
+        await wait_until(app.ingress._started.done)
+        with pytest.raises(RuntimeError, match="HTTP server has ended"):
+            await app.ingress.check_health()
+        app.ingress._port.release()
+
+
+async def test_an_ingress_whose_metrics_fail_is_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployment, "IngressMetrics", Mock(side_effect=ValueError("no metrics")))
+    actor = FakeActor()
+    async with running_app(actor=actor) as app:
+        await app.ingress.check_health()
+        await wait_until(lambda: actor.state.counters["background_failures"] == 1)
+        assert actor.state.counters["failed_work:the export of metrics"] == 1
+        await app.ingress.check_health()

@@ -1,24 +1,25 @@
 """Serve's options for the ingress: replicas, time to drain, autoscaling; imports of a replica's process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import yaml
-from ingress_app import running_app
-from ray import cloudpickle
+from ray import cloudpickle, serve
 from ray.serve._private.build_app import build_app as finalized
-from shipped import ROOT
 
 from eldr_serve.app import build_app, engine_spec
 from eldr_serve.config import EldrArgs
 from eldr_serve.engine.vllm.backend import VllmBackend
+from eldr_serve.ingress.deployment import EldrIngress
+from eldr_serve.ingress.http_application import application
 from eldr_serve.preflight.findings import drain
+from tests.support.ingress_app import running_app
+from tests.support.shipped import ROOT
 
 _REPLICA = """
 import asyncio, sys
@@ -27,15 +28,17 @@ from ray import cloudpickle
 async def main():
     kind, arguments = map(cloudpickle.loads, cloudpickle.load(sys.stdin.buffer))
     import eldr_serve.replicas.request_router  # its handles choose replicas there
-    made = kind.__new__(kind)
-    kind.__mro__[1].__init__(made, **arguments)
-    made._client.start()
-    await made.stop()
+    replica = kind.__new__(kind)
+    await kind.__init__(replica, **arguments)
+    cors, *_ = replica.app.user_middleware
+    assert cors.kwargs["allow_origins"] == ("https://chat.example.com",), cors
+    replica._client.start()
+    await replica.stop()
 
 asyncio.run(main())
 engines = ("vllm", "ray.llm", "torch")
-found = sorted(name for name in sys.modules if any(f"{name}.".startswith(f"{e}.") for e in engines))
-print("imported:", *found[:5])
+engine_modules = sorted(name for name in sys.modules if any(f"{name}.".startswith(f"{e}.") for e in engines))
+print("imported:", *engine_modules[:5])
 import os
 sys.stdout.flush()
 os._exit(0)  # skip the destructor, which Serve awaits
@@ -93,29 +96,41 @@ async def test_an_ingress_reports_its_requests_in_flight() -> None:
         assert await app.ingress.record_autoscaling_stats() == {"in_flight": 0.0}
 
 
-@pytest.mark.parametrize("name", ["cpu_demo", "qwen3_30b_8p16d"])
-def test_shipped_deployments_have_the_full_drain_time(name: str) -> None:
-    document = yaml.safe_load((ROOT / f"deployments/{name}.yaml").read_text())
-    args = EldrArgs.model_validate(document["applications"][0]["args"])
-    assert args.ingress_deployment_config["graceful_shutdown_timeout_s"] == 600
+async def test_serve_awaits_the_destructor_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    drained: list[Any] = []
+
+    async def drain(replica: Any) -> None:
+        drained.append(replica)
+
+    monkeypatch.setattr(EldrIngress, "__del__", drain)
+    replica = SimpleNamespace()
+    await serve.ingress(application)(EldrIngress).__del__(replica)
+    assert drained == [replica]
 
 
 def ingress_replica() -> bytes:
     """Return what Serve's controller sends to a node that will run an ingress replica."""
     document = yaml.safe_load((ROOT / "deployments/cpu_demo.yaml").read_text())
+    args = document["applications"][0]["args"]
+    args["ingress"] = args.get("ingress", {}) | {"cors_origins": ["https://chat.example.com"]}
     resources = Mock(return_value={})  # without a Ray cluster
     with patch.object(VllmBackend, "deployment_options", resources):
-        built = finalized(build_app(document["applications"][0]["args"]), name="app", default_runtime_env={})
-    (ingress,) = (one for one in built.deployments if one.name == built.ingress_deployment_name)
+        built = finalized(build_app(args), name="app", default_runtime_env={})
+    (ingress,) = (d for d in built.deployments if d.name == built.ingress_deployment_name)
     config = ingress._replica_config
     parts = (config.serialized_deployment_def, config.serialized_init_kwargs)
     return cloudpickle.dumps(parts)
 
 
-def test_an_ingress_replica_imports_no_engine() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _REPLICA], input=ingress_replica(), capture_output=True, timeout=120, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode().splitlines()[-1].strip() == "imported:"
+def test_an_ingress_replica_has_its_options_and_imports_no_engine() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", _REPLICA],
+        input=ingress_replica(),
+        capture_output=True,
+        timeout=120,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stdout.decode().splitlines()[-1].strip() == "imported:"

@@ -1,7 +1,5 @@
 """A traced request is one span with a child for each stage, in the client's trace if it has one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -10,25 +8,25 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from engine_server import serving
-from fake_fleet import answer_with, in_turn, refusal
-from ingress_app import COMPLETIONS, HELLO, TOKEN, App, running_app
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
-from otlp import HttpCollector
 from pydantic import ValidationError
 
-from eldr_serve.channel import ChannelLost
+from eldr_serve.channel import ChannelLostError
 from eldr_serve.ingress import tracing
 from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.replicas import servers
+from tests.support.engine_server import serving
+from tests.support.fake_fleet import answer_with, in_turn, refusal
+from tests.support.ingress_app import COMPLETIONS, HELLO, TOKEN, App, running_app
+from tests.support.otlp import HttpCollector
 
 HELLO = HELLO | {"max_tokens": 3}
 STREAMED = HELLO | {"stream": True}
 STAGES = ["prefill", "place", "transport", "first_token", "stream"]
-GONE = ChannelLost("it is gone")
+GONE = ChannelLostError("it is gone")
 ENDPOINT = "http://127.0.0.1:9/v1/traces"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = ({"traceparent": f"00-{TRACE}-{PARENT}-{flags}"} for flags in ("01", "00"))
@@ -77,8 +75,8 @@ def over(channel: Any) -> Any:
     async def answer(sent: Any) -> AsyncIterator[Any]:
         call = channel.call(sent.method, sent.header, sent.body)
         while (chunk := await call.read()) is not None:
-            yield chunk.payload, chunk.tokens, chunk.ids
-        yield call.about
+            yield chunk.payload, chunk.num_tokens, chunk.ids
+        yield call.engine_report
 
     return answer
 
@@ -188,7 +186,7 @@ async def test_a_failed_attempt_is_a_failed_child_of_a_successful_request(traced
 @pytest.mark.parametrize(
     ("answers", "status", "error", "failed_children"),
     [
-        ({"prefill": answer_with(GONE)}, 503, StatusCode.ERROR, 3),
+        ({"prefill": answer_with(GONE)}, 500, StatusCode.ERROR, 3),
         ({"decode": answer_with(TOKEN, GONE)}, 200, StatusCode.ERROR, 1),
         ({"prefill": answer_with(refusal(400, "wrong"))}, 400, StatusCode.UNSET, 1),
     ],
@@ -215,8 +213,6 @@ async def test_without_tracing_a_clients_trace_passes_to_the_engines_unchanged()
 
 
 class StuckExporter(SpanExporter):
-    """An exporter that blocks until `go_on` is set."""
-
     def __init__(self) -> None:
         self.go_on = threading.Event()
         self.exported = 0

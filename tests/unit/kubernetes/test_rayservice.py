@@ -1,7 +1,5 @@
 """RayService manifests are valid for KubeRay and true to their deployments, and all replicas have room."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json
@@ -14,13 +12,13 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from shipped import ROOT
 
 from eldr_serve.preflight.deployment import Deployment, build_deployment
 from eldr_serve.preflight.document import read_document
-from eldr_serve.preflight.machine import ACCELERATOR, Pool, read_cluster
+from eldr_serve.preflight.machine import ACCELERATOR, NodePool, read_cluster
 from eldr_serve.preflight.placement import place, total
 from eldr_serve.ray_settings import QUIET
+from tests.support.shipped import ROOT
 
 MANIFESTS = sorted((ROOT / "deployments/kubernetes").glob("*.yaml"))
 DEFINITIONS = sorted(Path(__file__).parent.glob("rayservice_crd_*.json.gz"))  # see README.md beside them
@@ -77,7 +75,7 @@ def mib(quantity: str) -> int:
     return int(quantity.removesuffix("Mi"))
 
 
-def pools(manifest: dict[str, Any], count: str) -> list[Pool]:
+def pools(manifest: dict[str, Any], count: str) -> list[NodePool]:
     """Return the resources that Ray finds in the pods of each group."""
     found = []
     for group in cluster_of(manifest)["workerGroupSpecs"]:
@@ -85,7 +83,7 @@ def pools(manifest: dict[str, Any], count: str) -> list[Pool]:
         resources = {"CPU": int(asked["requests"]["cpu"].removesuffix("m")) / 1000}
         resources |= {"GPU": float(asked["limits"].get("nvidia.com/gpu", 0))}
         resources |= {name: float(amount) for name, amount in group.get("resources", {}).items()}
-        found.append(Pool(group["groupName"], group[count], resources))
+        found.append(NodePool(group["groupName"], group[count], resources))
     return found
 
 
@@ -107,15 +105,17 @@ def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(case: Case) -
     placed = place(pools(manifest, "maxReplicas"), wanted)
     assert not placed.missing
     assert not placed.spread
-    assert all(node.held for node in placed.nodes)
+    assert all(node.replicas for node in placed.nodes)
     if deployment.engines[0].spec.device == "gpu":
-        assert all(len(node.held) == 1 for node in placed.nodes)
+        assert all(len(node.replicas) == 1 for node in placed.nodes)
         counts = {group["groupName"]: group for group in cluster_of(manifest)["workerGroupSpecs"]}
         for engines in deployment.engines:
             group = counts[engines.role]
             assert [group[f"{key}eplicas"] for key in ("minR", "r", "maxR")] == [
-                engines.min_replicas, engines.initial_replicas, engines.max_replicas,
-            ]  # fmt: skip
+                engines.min_replicas,
+                engines.initial_replicas,
+                engines.max_replicas,
+            ]
             asked = group["template"]["spec"]["containers"][0]["resources"]["limits"]
             assert int(asked["nvidia.com/gpu"]) == engines.spec.ranks == total(engines.bundles)["GPU"]
 

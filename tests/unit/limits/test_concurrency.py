@@ -1,21 +1,20 @@
 """The concurrency limiter: no permit is lost or left unused, and tenants share permits by priority."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.errors import Overloaded
+from eldr_serve.errors import OverloadedError
 from eldr_serve.limits.concurrency import ConcurrencyLimiter
 from eldr_serve.limits.keys import Limits
 from eldr_serve.limits.tenants import Tenant
+from tests.support.clock import Clock
 
 PRIORITIES = {"a": 1.0, "b": 2.0, "c": 0.5}
-MOST, MOST_WAITING = 3, 6
+MAX_IN_FLIGHT, MAX_WAITING = 3, 6
 
 steps = st.lists(
     st.tuples(st.sampled_from(["arrive", "end", "cancel"]), st.sampled_from("abc"), st.integers(0, 9)),
@@ -27,7 +26,7 @@ class Requests:
     """Requests that hold a permit until the test ends them."""
 
     def __init__(self) -> None:
-        self.limiter = ConcurrencyLimiter(MOST, MOST_WAITING, max_wait_s=100.0)
+        self.limiter = ConcurrencyLimiter(MAX_IN_FLIGHT, MAX_WAITING, max_wait_s=100.0)
         self.tenants = {name: Tenant(name, Limits(priority=p)) for name, p in PRIORITIES.items()}
         self.running: list[tuple[str, asyncio.Event, asyncio.Task[None]]] = []
         self.waiting: list[tuple[str, asyncio.Task[None]]] = []
@@ -52,7 +51,7 @@ class Requests:
         running = {task for _, _, task in self.running}
         for entry in [entry for entry in self.waiting if entry[1].done()]:
             self.waiting.remove(entry)
-            self.refused += isinstance(entry[1].exception(), Overloaded)
+            self.refused += isinstance(entry[1].exception(), OverloadedError)
         self.waiting = [entry for entry in self.waiting if entry[1] not in running]
 
     async def end(self, number: int, *, cancel: bool = False) -> None:
@@ -62,7 +61,6 @@ class Requests:
         await self.settle()
 
 
-@settings(deadline=None)
 @given(steps)
 def test_permits_are_never_lost_and_go_to_the_smallest_share(steps: list[tuple[str, str, int]]) -> None:
     async def run() -> None:
@@ -84,9 +82,9 @@ def test_permits_are_never_lost_and_go_to_the_smallest_share(steps: list[tuple[s
                     (served,) = Counter(name for name, *_ in requests.running) - running
                     share = {name: (running[name] + 1) / PRIORITIES[name] for name, _ in queued}
                     assert share[served] == min(share.values())
-            assert requests.limiter.in_flight == len(requests.running) <= MOST
-            assert requests.limiter.waiting == len(requests.waiting) <= MOST_WAITING
-            assert not requests.waiting or len(requests.running) == MOST  # no permit is unused
+            assert requests.limiter.in_flight == len(requests.running) <= MAX_IN_FLIGHT
+            assert requests.limiter.waiting == len(requests.waiting) <= MAX_WAITING
+            assert not requests.waiting or len(requests.running) == MAX_IN_FLIGHT  # no permit is unused
         while requests.running:
             await requests.end(0)
         assert not requests.waiting
@@ -97,11 +95,11 @@ def test_permits_are_never_lost_and_go_to_the_smallest_share(steps: list[tuple[s
 
 async def test_the_tenant_with_most_waiting_requests_is_refused_first() -> None:
     requests = Requests()
-    for _ in range(MOST + MOST_WAITING):
+    for _ in range(MAX_IN_FLIGHT + MAX_WAITING):
         await requests.arrive("a")
     await requests.arrive("b")
     assert requests.refused == 1
-    assert [name for name, _ in requests.waiting] == ["a"] * (MOST_WAITING - 1) + ["b"]
+    assert [name for name, _ in requests.waiting] == ["a"] * (MAX_WAITING - 1) + ["b"]
     await requests.end(0)
     assert requests.running[-1][0] == "b"
     while requests.running:
@@ -112,11 +110,45 @@ async def test_requests_without_a_tenant_do_not_wait_and_tenants_wait_a_limited_
     limiter = ConcurrencyLimiter(1, 9, max_wait_s=0.01)
     async with limiter.permit(Tenant()):
         for tenant in (Tenant(), Tenant("a")):
-            with pytest.raises(Overloaded) as refused:
+            with pytest.raises(OverloadedError) as refused:
                 async with limiter.permit(tenant):
                     raise AssertionError("no permit is free")
             assert refused.value.status == 429
         assert limiter.in_flight == 1
+    assert (limiter.in_flight, limiter.waiting) == (0, 0)
+
+
+async def test_a_tenant_that_would_wait_too_long_is_refused_at_once() -> None:
+    clock = Clock()
+    limiter = ConcurrencyLimiter(1, 100, max_wait_s=3.0, clock=clock)
+    ends: list[asyncio.Event] = []
+
+    async def hold(tenant: Tenant) -> None:
+        async with limiter.permit(tenant):
+            ends.append(asyncio.Event())
+            await ends[-1].wait()
+
+    async def settle() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    large, small = Tenant("large"), Tenant("small", Limits(priority=2.0))
+    tasks = [asyncio.create_task(hold(large)) for _ in range(10)]
+    for number in range(4):  # a permit becomes free each second
+        await settle()
+        clock.now += 1.0
+        ends[number].set()
+    await settle()
+    assert (limiter.in_flight, limiter.waiting) == (1, 5)
+    with pytest.raises(OverloadedError) as refused:
+        await hold(large)
+    assert (refused.value.status, refused.value.retry_after_s) == (429, 5)  # 6 permits, 0.75 s each
+    tasks.append(asyncio.create_task(hold(small)))  # it does not wait behind the other tenant
+    await settle()
+    assert limiter.waiting == 6
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     assert (limiter.in_flight, limiter.waiting) == (0, 0)
 
 

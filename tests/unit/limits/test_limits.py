@@ -1,7 +1,5 @@
 """The ingress with keys: authentication, calls to engines, rate limits, status and audit log."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -10,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_fleet import answer_with
-from fake_router import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from ingress_app import CHAT, COMPLETIONS, HELLO, KEY, running_app
 
+from eldr_serve.engine.calls import STEERING_HEADERS
 from eldr_serve.engine.protocol import EngineRequest
-from eldr_serve.engine.vllm.requests import parse_request
+from eldr_serve.engine.vllm.request_parsing import parse_request
 from eldr_serve.limits.keys import Keys, add_key, write_keys
 from eldr_serve.request import RequestFields, tenant_salt
+from tests.support.fake_fleet import answer_with
+from tests.support.fake_router import wait_until
+from tests.support.ingress_app import CHAT, COMPLETIONS, HELLO, KEY, running_app
 
 HEY = {"model": "m", "messages": [{"role": "user", "content": "hey"}]}
 
@@ -37,9 +36,20 @@ async def with_tenants(folder: Path, limits: dict[str, dict[str, float]], **opti
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["GET /v1/models", "GET /v1/models/m", f"POST {COMPLETIONS}", f"POST {CHAT}", "POST /v1/embeddings",
-     "POST /v1/score", "POST /tokenize", "POST /detokenize"],
-)  # fmt: skip
+    [
+        "GET /v1/models",
+        "GET /v1/models/m",
+        f"POST {COMPLETIONS}",
+        f"POST {CHAT}",
+        "POST /v1/messages",
+        "POST /v1/responses",
+        "POST /v1/embeddings",
+        "POST /v1/score",
+        "POST /v1/rerank",
+        "POST /tokenize",
+        "POST /detokenize",
+    ],
+)
 async def test_endpoints_need_a_tenants_key(tmp_path: Path, endpoint: str) -> None:
     async with with_tenants(tmp_path, {"a": {}}) as app:
         for authorization in ("", "Bearer no", "a", f"Bearer {KEY}"):  # nor with the admin key
@@ -61,13 +71,14 @@ async def test_engines_receive_a_cache_salt_per_tenant_and_no_priority_of_the_cl
         for tenant in "ab":
             for own in ({}, {"cache_salt": "x"}, {"cache_salt": "y", "priority": -5}):
                 app.valid_calls.clear()
-                answer = await app.post(path, body | own, tenant, **{"X-Vllm-Priority": "-9"})
+                steering = {"X-Vllm-Priority": "-9", "X-Data-Parallel-Rank": "1"}
+                answer = await app.post(path, body | own, tenant, **steering)
                 assert answer.status_code == 200, answer.text
                 calls = [c for c in app.valid_calls if c.method in ("prefill", "generate")]
                 assert len(calls) == (1 if "n" in body else 2)
                 requests = [parse_request(EngineRequest(body=c.body, **c.header)) for c in calls]
                 assert {request.priority for request in requests} == {0}
-                assert not any("x-vllm-priority" in map(str.lower, c.header["headers"]) for c in calls)
+                assert not any(set(map(str.lower, c.header["headers"])) & STEERING_HEADERS for c in calls)
                 (salt,) = {request.cache_salt for request in requests}
                 salts.append(salt)
         assert len(set(salts)) == 6  # no two tenants, and no two salts of a client, share a cache
@@ -75,10 +86,10 @@ async def test_engines_receive_a_cache_salt_per_tenant_and_no_priority_of_the_cl
 
 @given(*[st.tuples(st.text(min_size=1), st.none() | st.text(min_size=1))] * 2)
 def test_salts_are_equal_only_for_equal_tenants_and_client_salts(
-    one: tuple[str, str | None], other: tuple[str, str | None]
+    first: tuple[str, str | None], second: tuple[str, str | None]
 ) -> None:
-    salts = [tenant_salt(tenant, RequestFields(cache_salt=salt)) for tenant, salt in (one, other)]
-    assert (salts[0] == salts[1]) == (one == other)
+    salts = [tenant_salt(tenant, RequestFields(cache_salt=salt)) for tenant, salt in (first, second)]
+    assert (salts[0] == salts[1]) == (first == second)
 
 
 async def test_without_keys_a_clients_salt_is_unchanged() -> None:
@@ -124,7 +135,7 @@ async def test_the_status_shows_workers_only_with_the_admin_key() -> None:
     async with running_app() as app:
         public = (await app.client.get("/eldr/status")).json()
         assert public["model"] == "m"
-        assert set(public["ingress"]) == {"ready", "router_away", "in_flight", "leases"}
+        assert set(public["ingress"]) == {"ready", "router_unreachable", "in_flight", "leases"}
         assert not any(name in json.dumps(public) for name in ("r0", "r1"))
         assert {"workers", "counters"} <= (await app.status()).keys()
     async with running_app(admin_key=None) as app:
@@ -141,8 +152,10 @@ async def test_accepted_and_refused_admin_changes_are_logged(caplog: pytest.LogC
             await app.put("/eldr/policy", "wrong", json={"name": "secret"})
         lines = [json.loads(m.removeprefix("audit ")) for m in caplog.messages if m.startswith("audit ")]
     assert [(line["path"], line["status"]) for line in lines] == [
-        ("/eldr/policy", 200), ("/eldr/table", 400), ("/eldr/policy", 401),
-    ]  # fmt: skip
+        ("/eldr/policy", 200),
+        ("/eldr/table", 400),
+        ("/eldr/policy", 401),
+    ]
     assert [line["key_sha256"] is not None for line in lines] == [True, True, False]
     assert json.loads(lines[0]["what"]) == {"name": "random"}
     assert lines[1]["bytes"] == 9

@@ -1,7 +1,5 @@
 """Keys, their file, and tenants' token buckets."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -10,16 +8,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from eldr_serve.cli import app
-from eldr_serve.errors import RateLimited, Refused
+from eldr_serve.errors import RateLimitedError, RequestRefusedError
 from eldr_serve.limits.keys import Keys, KeysError, Limits, add_key, bearer_key, digest, read_keys, write_keys
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Bucket, Tenant, Tenants, TokenReservation
+from tests.support.clock import Clock
 
 KEY_OF_A = json.dumps({"sha256": "0" * 64, "tenant": "a"})
 
@@ -74,7 +72,7 @@ def test_a_request_is_charged_for_the_tokens_it_used(used: int) -> None:
     tenant = Tenant("a", Limits(tokens_per_minute=100), clock)
     reservation = TokenReservation(tenant)
     reservation.reserve(510)  # more than a minute allows: it runs, and later ones wait
-    with pytest.raises(RateLimited, match="100 tokens per minute") as refused:
+    with pytest.raises(RateLimitedError, match="100 tokens per minute") as refused:
         TokenReservation(tenant).reserve(2)
     assert refused.value.retry_after_s == math.ceil((510 + 1 - 100) * 0.6)
     reservation.used = lambda: used
@@ -91,27 +89,26 @@ def test_the_keys_command_writes_only_hashes(tmp_path: Path) -> None:
     first = run_keys("add", "search", file=file, priority=4, requests_per_minute=60)
     second = run_keys("add", "search", file=file, tokens_per_minute=1000)
     assert first not in file.read_text()
-    found = read_keys(file)
-    assert found.owners == {digest(key): "search" for key in (first, second)}
-    assert found.tenants["search"] == Limits(priority=4, requests_per_minute=60, tokens_per_minute=1000)
+    keys = read_keys(file)
+    assert keys.owners == {digest(key): "search" for key in (first, second)}
+    assert keys.tenants["search"] == Limits(priority=4, requests_per_minute=60, tokens_per_minute=1000)
     shown = json.loads(run_keys("list", file=file))["search"]["keys"]
     assert list(shown) == [digest(key)[:12] for key in (first, second)]
     run_keys("revoke", digest(first)[:12], file=file)
     assert read_keys(file).owners == {digest(second): "search"}
     before = file.read_bytes()
     for wrong in (("revoke", "ffff"), ("revoke", ""), ("add", "No Tenant")):
-        done = CliRunner().invoke(app, ["keys", *wrong, f"--file={file}"])
-        assert done.exit_code == 2, done.output
-        assert done.stderr.startswith("eldr keys: ")
+        result = CliRunner().invoke(app, ["keys", *wrong, f"--file={file}"])
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("eldr keys: ")
     assert file.read_bytes() == before
 
 
 def run_keys(*words: str, **options: Any) -> str:
-    """Run `eldr keys` and return its output."""
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    done = CliRunner().invoke(app, ["keys", *words, *given])
-    assert done.exit_code == 0, done.output
-    return done.stdout.strip()
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    result = CliRunner().invoke(app, ["keys", *words, *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +126,7 @@ def test_keys_are_reloaded_from_a_valid_file_only(tmp_path: Path, caplog: pytest
     tenants = Tenants(file, clock)
     tenant = tenants.find("Bearer one")
     for wrong in ("", "one", "Bearer", "Bearer two", "Basic one"):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRefusedError) as refused:
             tenants.find(wrong)
         assert refused.value.status == 401
     for _ in range(2):
@@ -143,14 +140,14 @@ def test_keys_are_reloaded_from_a_valid_file_only(tmp_path: Path, caplog: pytest
         caplog.clear()
         assert tenants.find("Bearer one") is tenant
     write_keys(file, add_key(add_key(Keys(), "b", "two", {}), "a", "three", {"requests_per_minute": 3}))
-    changed = tenants.read_changed_keys()
-    assert changed is not None
-    tenants._apply_keys(changed)
+    new_keys = tenants.read_changed_keys()
+    assert new_keys is not None
+    tenants._apply_keys(new_keys)
     assert tenants.find("Bearer three") is tenant  # its use still counts
     tenant.admit()
-    with pytest.raises(RateLimited):
+    with pytest.raises(RateLimitedError):
         tenant.admit()
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefusedError):
         tenants.find("Bearer one")
     assert tenants.find("bearer two").name == "b"
 
@@ -176,27 +173,29 @@ def test_an_invalid_keys_file_is_refused_in_one_sentence(tmp_path: Path, content
     assert "\n" not in str(error.value)
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from(["take", "exchange", "restart"]), st.integers(1, 30)),
-        max_size=40,
-    )
-)
+STEPS = st.sampled_from(["take", "exchange", "restart", "set limit"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), STEPS, st.integers(1, 30)), max_size=40))
 def test_replicas_share_their_counts(steps: list[tuple[int, str, int]]) -> None:
     """After each replica has exchanged its use with the router, all know the total, whatever the order."""
     clock = Clock()
+    limited = add_key(Keys(), "a", "key", {"requests_per_minute": 1e6, "tokens_per_minute": 1e6})
+    unlimited = Keys(tenants={"a": Limits()}, keys=limited.keys)
     with TemporaryDirectory() as folder:
         file = Path(folder) / "keys.json"
-        write_keys(file, add_key(Keys(), "a", "key", {"requests_per_minute": 1e6, "tokens_per_minute": 1e6}))
+        write_keys(file, limited)
         replicas = [Tenants(file, clock) for _ in range(3)]
     shared = SharedLimits(clock)
 
     def exchange(number: int) -> None:
         replicas[number].add_remote_usage(shared.exchange(f"{number}", replicas[number].local_usage()))
 
-    for _ in range(2):  # all replicas know the others before the first request
-        for number in range(3):
+    def exchange_all() -> None:
+        for number in (0, 1, 2) * 2:
             exchange(number)
+
+    exchange_all()  # all replicas know the others before the first request
     charged = 0
     for number, what, units in steps:
         if what == "take":
@@ -204,13 +203,19 @@ def test_replicas_share_their_counts(steps: list[tuple[int, str, int]]) -> None:
             charged += units
         elif what == "exchange":
             exchange(number)
+        elif what == "set limit":  # what was used before does not count
+            for replica in replicas:
+                replica._apply_keys(unlimited)
+            replicas[number].find("Bearer key").tokens.charge(units)
+            exchange_all()
+            for replica in replicas:
+                replica._apply_keys(limited)
+            charged = 0
         else:  # the router restarts, and each replica reports its use first
             shared = SharedLimits(clock)
             for other in range(3):
                 shared.exchange(f"{other}", replicas[other].local_usage())
-    for _ in range(2):
-        for number in range(3):
-            exchange(number)
+    exchange_all()
     assert [replica.find("Bearer key").tokens._used for replica in replicas] == [charged] * 3
 
 

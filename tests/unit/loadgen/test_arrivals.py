@@ -1,9 +1,8 @@
 """Arrival processes and traces."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.arrivals import Arrival, closed_loop, open_loop, output_lengths, poisson, share
+from loadgen.load import Load
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace, replay
 from loadgen.workload import Prompt
+from tests.support.shipped import ROOT
 
 
 def common_prefix(one: str, other: str) -> int:
@@ -50,7 +51,7 @@ def test_a_stream_depends_on_its_seed_alone() -> None:
     assert [a.prompt for a in first] != [a.prompt for a in other]
     assert [a.number for a in first] == list(range(100))
     for rate in (0, -1, float("nan"), float("inf")):  # at the call, before any request
-        with pytest.raises(BadInput):
+        with pytest.raises(UserInputError):
             open_loop(PROMPTS, rate, max_tokens=8)
 
 
@@ -64,7 +65,7 @@ def test_output_lengths_are_uniform_and_equal_in_both_loops() -> None:
         assert [a.max_tokens for a in first_of(stream, 100)] == drawn[:100]
     assert set(first_of(output_lengths(12), 100)) == {12}
     for least in (0, 13):
-        with pytest.raises(BadInput):
+        with pytest.raises(UserInputError):
             output_lengths(12, min_tokens=least)
 
 
@@ -78,7 +79,7 @@ def test_shares_partition_the_stream_without_common_prompts() -> None:
     assert sorted((a for part in shares for a in part), key=lambda a: a.number) == first_of(stream(), 400)
     for one, other in itertools.combinations(shares, 2):
         assert not {a.prompt.id for a in one} & {a.prompt.id for a in other}
-    with pytest.raises(BadInput):
+    with pytest.raises(UserInputError):
         stream(PROMPTS[:3])
 
 
@@ -125,7 +126,7 @@ def test_a_bad_trace_is_refused_in_one_sentence_with_its_line(
     tmp_path: Path, name: str, content: str, line: str
 ) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(BadInput, match=rf"\A.*{line}.*\Z"):
+    with pytest.raises(UserInputError, match=rf"\A.*{line}.*\Z"):
         read_trace(tmp_path / name)
 
 
@@ -149,5 +150,31 @@ def test_speed_and_limits_are_applied(trace: list[TraceRequest]) -> None:
     assert [len(a.prompt.text) for a in arrivals] == [480, 800, 240]  # all by one factor
     assert [a.max_tokens for a in arrivals] == [8, 8, 5]
     for bad in ({"speed": 0}, {"speed": -1}, {"max_prompt_tokens": 0}, {"chars_per_token": 0}):
-        with pytest.raises(BadInput):
+        with pytest.raises(UserInputError):
             replay(trace, PROMPTS, **bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"rate": -1.0},
+        {"prompts": "nowhere"},
+        {"trace": "nowhere.csv"},
+        {"trace": str(ROOT / "Makefile")},
+        {"max_tokens": 0},
+        {"min_tokens": 7},
+    ],
+)
+def test_a_load_with_bad_options_is_refused_before_it_begins(bad: dict[str, Any]) -> None:
+    """The command prints the sentence and exits with 2: see test_locust.py."""
+    options: dict[str, Any] = {
+        "prompts": ROOT / "examples/demo_model/prompts",
+        "rate": 0.0,
+        "trace": "",
+        "seed": 0,
+    }
+    options |= {"trace_speed": 1.0, "max_prompt_tokens": 0, "chars_per_token": 4.0, "record": ""}
+    options |= {"max_tokens": 6, "min_tokens": 0, "slo_ttft_ms": 1000.0, "slo_tpot_ms": 100.0}
+    assert Load(Namespace(**options)).good == 0
+    with pytest.raises(UserInputError, match=r"\A.+\Z"):
+        Load(Namespace(**options | bad))

@@ -1,64 +1,75 @@
 """The comparison against a fake service: order, pairing, resumption and refusals."""
 
-from __future__ import annotations
-
 import json
+import math
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from fake_service import KEY, FakeService, fake_service
-from in_process import command
-from shipped import ROOT
 
 from eldr_serve import client
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.compare import compare
-from loadgen.figures import policy_rows
+from loadgen.figures import policy_rows, tpot_by_domain
 from loadgen.journal import Journal
 from loadgen.statistics import Slo
-from loadgen.trial import JOURNAL, RESTORE, StatusSample, Trial, increase, order, parse_policy, read_trials
+from loadgen.trial import (
+    JOURNAL,
+    RESTORE,
+    StatusSample,
+    Trial,
+    load_start_unix_s,
+    parse_policy,
+    read_trials,
+    schedule_trials,
+    totals_between,
+)
+from tests.support.fake_service import KEY, FakeService
+from tests.support.in_process import command
+from tests.support.shipped import ROOT
 
 OWN = {"name": "locality-band", "parameters": {"band": 0.2}}
 
 
-@pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELDR_ADMIN_KEY", KEY)
     monkeypatch.setattr(client, "_STABLE_S", 0.1)  # the fake's steps are counted at once
-    with fake_service() as running:
-        yield running
 
 
 def options(service: FakeService, out: Path, **changes: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = dict(
-        host=service.url, policies="shortest-queue,locality-band:band=0.1", rate=15.0, trial_seconds=2,
-        warm_up_seconds=1, rounds=1, users=32, max_tokens=4, min_tokens=2, slo_ttft_ms=1e5, slo_tpot_ms=1e5,
+        host=service.url,
+        policies="shortest-queue,locality-band:band=0.1",
+        rate=15.0,
+        trial_seconds=2,
+        warm_up_seconds=1,
+        rounds=1,
+        users=32,
+        max_tokens=4,
+        min_tokens=2,
+        slo_ttft_ms=1e5,
+        slo_tpot_ms=1e5,
         out=out,
-    )  # fmt: skip
+    )
     return chosen | changes
 
 
-def lose_last_lines(out: Path, number: int) -> None:
-    """Simulate a kill before these lines were written; the last one says that the policy was restored."""
-    journal = out / JOURNAL
-    journal.write_text("\n".join(journal.read_text().splitlines()[:-number]))
-
-
 def test_each_round_has_each_policy_once_in_its_own_order() -> None:
-    steps = order(["a", "b", "c"], 40, seed=1)
+    steps = schedule_trials(["a", "b", "c"], 40, seed=1)
     rounds = [[s.policy for s in steps if s.round == r] for r in range(40)]
     assert all(sorted(policies) == ["a", "b", "c"] for policies in rounds)
     assert min(Counter(policies[0] for policies in rounds).values()) > 4
-    assert steps == order(["a", "b", "c"], 40, seed=1) != order(["a", "b", "c"], 40, seed=2)
+    assert (
+        steps == schedule_trials(["a", "b", "c"], 40, seed=1) != schedule_trials(["a", "b", "c"], 40, seed=2)
+    )
     assert all(len({s.seed for s in steps if s.round == r}) == 1 for r in range(40))
     assert len({s.seed for s in steps}) == 40
 
@@ -68,7 +79,7 @@ def test_a_policy_is_set_with_its_parameters() -> None:
     assert parse_policy("their.rules:Packed:slots=3") == ("their.rules:Packed", {"slots": 3})
     assert parse_policy("x:band=0.1:cap=two:n=3") == ("x", {"band": 0.1, "cap": "two", "n": 3})
     for bad in ("random:band", "x:=1", "x:band="):
-        with pytest.raises(BadInput):
+        with pytest.raises(UserInputError):
             parse_policy(bad)
 
 
@@ -116,11 +127,12 @@ def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
 
     # Other options are another comparison.
     for change in ({"rate": 16.0}, {"rounds": 2}, {"seed": 1}, {"policies": "random,shortest-queue"}):
-        with pytest.raises(BadInput, match=f"another .*{next(iter(change))}"):
+        with pytest.raises(UserInputError, match=f"another .*{next(iter(change))}"):
             compare(**options(service, out, **change))
 
     # A lost trial is measured again, and the policy before the first run is restored.
-    lose_last_lines(out, 2)
+    journal = out / JOURNAL
+    journal.write_text("\n".join(journal.read_text().splitlines()[:-2]))  # the last line is the restoration
     service.policy = {"name": "random", "parameters": {}}
     compare(**options(service, out))
     assert len(service.bodies) == sent + sent // 2
@@ -140,7 +152,7 @@ def test_a_burn_in_precedes_the_first_trial_and_is_not_measured(
     burnt_in = salts.count(salts[0])
     assert burnt_in > 10
     assert sum(len(trial.requests) for trial in read_trials(out)) == len(salts) - burnt_in
-    with pytest.raises(BadInput, match=r"another .*burn_in"):
+    with pytest.raises(UserInputError, match=r"another .*burn_in"):
         compare(**short)
 
 
@@ -161,7 +173,7 @@ def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
         assert 0 < row["requests"] == len(ended) < len(trial)
         assert row["requests"] <= 55  # 5 in flight, 0.2 s each
         assert row["late_p99_ms"] is None
-    with pytest.raises(BadInput, match=r"another .*users"):
+    with pytest.raises(UserInputError, match=r"another .*users"):
         compare(**closed | {"in_flight": 6})
 
 
@@ -204,9 +216,13 @@ def test_an_interrupted_run_restores_the_policy(
     words = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]
     process = subprocess.Popen(
         [sys.executable, "-m", "loadgen.compare", *words],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else inherited
-    )  # fmt: skip
+    )
     deadline = time.monotonic() + 40
     while not service.bodies and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -249,7 +265,7 @@ def test_bad_input_is_reported_in_one_sentence_and_changes_nothing(
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     change = {key: tmp_path / value if key in ("prompts", "out") else value for key, value in change.items()}
-    with pytest.raises((BadInput, ValueError), match=sentence) as refused:
+    with pytest.raises((UserInputError, ValueError), match=sentence) as refused:
         compare(**options(service, tmp_path / "c") | change)
     assert "\n" not in str(refused.value)
     assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"]
@@ -268,14 +284,24 @@ def test_a_closed_loop_measures_requests_that_end_in_the_measured_part() -> None
 
 def test_only_steps_of_the_measured_part_are_counted() -> None:
     def sample(unix_s: float, steps: float | None) -> StatusSample:
-        return StatusSample(unix_s, [1, 2], None if steps is None else {"steps": steps, "active": 20 * steps})
+        return StatusSample(
+            unix_s, [1, 2], None if steps is None else {"steps": steps, "active_experts": 20 * steps}
+        )
 
     seen = [sample(t, 10 * t) for t in (1, 2, 3, 4, 5, 6)]
-    assert increase(seen, 2, 5.5) == {"steps": 30, "active": 600}
-    assert increase([sample(2.5, None), *seen], 2, 5.5) == {"steps": 30, "active": 600}
-    assert increase([seen[0], seen[4]], 2, 5.5) == {"steps": 40, "active": 800}  # a slow status
+    assert totals_between(seen, 2, 5.5) == {"steps": 30, "active_experts": 600}
+    assert totals_between([sample(2.5, None), *seen], 2, 5.5) == {"steps": 30, "active_experts": 600}
+    assert totals_between([seen[0], seen[4]], 2, 5.5) == {"steps": 40, "active_experts": 800}  # a slow status
     for lacking in ([], seen[:2], [sample(3, 5), sample(4, 5)], [sample(3, 50), sample(4, 5)]):
-        assert increase(lacking, 2, 5.5) is None  # no steps, or a restarted router
+        assert totals_between(lacking, 2, 5.5) is None  # no steps, or a restarted router
+
+
+def test_a_load_begins_with_its_first_request_or_the_first_busy_sample() -> None:
+    seen = [StatusSample(t, [0, in_flight], None) for t, in_flight in ((1.0, 0), (1.5, 2), (2.0, 0))]
+    ended = [{"sent_unix_s": 1.4, "sent_s": 0.1}, {"sent_unix_s": 1.7, "sent_s": 0.4}]
+    assert load_start_unix_s(ended, seen) == pytest.approx(1.3)
+    assert load_start_unix_s([], seen) == 1.5
+    assert load_start_unix_s([], seen[:1]) == math.inf
 
 
 def test_the_best_baseline_is_chosen_figure_by_figure() -> None:
@@ -295,3 +321,21 @@ def test_the_best_baseline_is_chosen_figure_by_figure() -> None:
     assert band["goodput_rps"] == 0
     assert (band["goodput_rps_baseline"], band["goodput_rps_change_pct"]) == ("random", pytest.approx(-100))
     assert band["active_experts"] is None  # nobody reported any
+
+
+def test_tpot_by_domain_has_the_measured_answers_of_the_policy() -> None:
+    def trial(policy: str, factor: float) -> Trial:
+        records: list[dict[str, Any]] = [
+            {"number": n, "due_s": float(n), "end_s": 1.0, "domain": "fr" if n % 2 else "en"}
+            | {"tpot_s": factor * (n % 2 + 1) if n < 16 else None}
+            for n in range(20)
+        ]
+        return Trial(policy, 0, [*records[:-1], records[-1] | {"error": "HTTP 500", "tpot_s": 9.0}])
+
+    trials = [trial("random", 0.01), trial("random", 0.01), trial("marginal-cost", 0.02)]
+    assert tpot_by_domain("random", trials, warm_up_s=2, seconds=18) == [
+        {"domain": "en", "requests": 14, "tpot_p50_ms": 10.0, "tpot_p99_ms": 10.0},
+        {"domain": "fr", "requests": 14, "tpot_p50_ms": 20.0, "tpot_p99_ms": 20.0},
+    ]
+    ours = tpot_by_domain("marginal-cost", trials, warm_up_s=2, seconds=18)
+    assert [row["tpot_p50_ms"] for row in ours] == [20.0, 40.0]

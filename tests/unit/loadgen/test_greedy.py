@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
 
 import pytest
-from fake_service import KEY, FakeService, fake_service
 
 from eldr_serve.client import Client
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
+from loadgen import greedy
 from loadgen.greedy import differing_answers, greedy_sentence
 from loadgen.workload import Prompt
+from tests.support.fake_service import KEY, FakeService
 
 PROMPTS = [Prompt(name, "d", f"Say {name}") for name in ("one", "two")]
 POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
-
-
-@pytest.fixture
-def service() -> Iterator[FakeService]:
-    with fake_service() as running:
-        yield running
 
 
 def differing(service: FakeService) -> dict[str, list[str]]:
@@ -45,5 +40,16 @@ def test_an_answer_that_a_policy_changes_is_reported(service: FakeService) -> No
 
 def test_a_refused_prompt_is_reported_in_one_sentence(service: FakeService) -> None:
     service.fail_every = 2
-    with pytest.raises(BadInput, match="prompt 'two' was not answered: HTTP 503"):
+    with pytest.raises(UserInputError, match="prompt 'two' was not answered: HTTP 503"):
         differing(service)
+
+
+def test_a_late_answer_is_reported_in_one_sentence(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greedy, "ANSWER_TIMEOUT_S", 0.05)
+    release = threading.Event()
+    service.says = lambda policy, prompt: str(release.wait(10))
+    with pytest.raises(UserInputError, match=r"prompt 'one' was not answered within 0\.05 s"):
+        differing(service)
+    release.set()

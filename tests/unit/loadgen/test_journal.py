@@ -1,12 +1,10 @@
 """A journal keeps the measurements of one run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.journal import Journal
 
 
@@ -19,10 +17,10 @@ def test_a_journal_belongs_to_one_run(tmp_path: Path) -> None:
     assert (again.get("a"), again.get("b")) == ([1.5], None)
     again.put("b", [2.5])
     assert Journal(path, {"seed": 0}).get("b") == [2.5]
-    with pytest.raises(BadInput, match="another seed"):
+    with pytest.raises(UserInputError, match="another seed"):
         Journal(path, {"seed": 1})
     path.with_name("old").write_text('{"seed": 0}\n["a", 1]\n')
-    with pytest.raises(BadInput, match="not a journal"):
+    with pytest.raises(UserInputError, match="not a journal"):
         Journal(path.with_name("old"), {"seed": 0})
     again.remove()
     assert not path.exists()

@@ -1,20 +1,18 @@
 """The report renders in a real browser, without broken or fetched parts."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import rendered
 from PIL import Image
 
-from loadgen.answers import client_answers, step_answers
 from loadgen.figures import policy_rows
 from loadgen.report import html_report
+from loadgen.sentences import client_sentences, step_sentences
 from loadgen.statistics import Slo
 from loadgen.trial import Trial
+from tests.support.browser import rendered
 
 POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
 
@@ -29,10 +27,18 @@ def trials(engines: dict[str, float] | None) -> list[Trial]:
                 tpot = float(rng.lognormal(-4 - 0.1 * number, 0.2))
                 ttft = float(rng.lognormal(-2, 0.4))
                 requests.append(
-                    {"number": n, "id": f"p{n}", "due_s": n / 4, "late_s": 0.001, "ttft_s": ttft,
-                     "tpot_s": tpot, "itl_s": [tpot] * 7, "end_s": ttft + 7 * tpot,
-                     "handover_s": None if engines is None else 0.004}
-                )  # fmt: skip
+                    {
+                        "number": n,
+                        "id": f"p{n}",
+                        "due_s": n / 4,
+                        "late_s": 0.001,
+                        "ttft_s": ttft,
+                        "tpot_s": tpot,
+                        "itl_s": [tpot] * 7,
+                        "end_s": ttft + 7 * tpot,
+                        "handover_s": None if engines is None else 0.004,
+                    }
+                )
             requests[3] = {"number": 3, "id": "p3", "due_s": 0.75, "late_s": 0.0, "error": "HTTP 503"}
             load = [(t / 2, [int(rng.integers(9)), int(rng.integers(9))]) for t in range(20)]
             made.append(Trial(policy, round_, requests, engines, 40, 20, load))
@@ -43,7 +49,7 @@ def trials(engines: dict[str, float] | None) -> list[Trial]:
 @pytest.mark.parametrize(
     ("engines", "bad"),
     [
-        ({"active": 2500.0, "steps": 100.0, "batch": 800.0, "seconds": 3.0, "waited": 24.0}, True),
+        (dict(active_experts=2500.0, steps=100.0, requests=800.0, seconds=3.0, token_seconds=24.0), True),
         (None, False),
     ],
 )
@@ -53,14 +59,22 @@ async def test_the_report_renders_in_a_browser(
     made = trials(engines)
     rows = policy_rows(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
     page = tmp_path / "report.html"
-    answered, remarks = step_answers(rows), client_answers(rows, rounds=2)
-    assert bool(answered) == (engines is not None)
+    sentences, remarks = step_sentences(rows), client_sentences(rows, rounds=2)
+    assert bool(sentences) == (engines is not None)
     page.write_text(
         html_report(
-            rows, made, answers=answered, remarks=remarks, verdict="240 requests, 6 FAILED", bad=bad,
-            notes="<b>not markup</b>", settings={"rate": 4.0, "commit": "abc"}, warm_up_s=2, seconds=8,
+            rows,
+            made,
+            sentences=sentences,
+            remarks=remarks,
+            verdict="240 requests, 6 FAILED",
+            bad=bad,
+            notes="<b>not markup</b>",
+            settings={"rate": 4.0, "commit": "abc"},
+            warm_up_s=2,
+            seconds=8,
         )
-    )  # fmt: skip
+    )
     seen, widths, picture = await rendered(page)
     pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"), float)
     assert pixels.shape[0] >= 2000
@@ -72,7 +86,7 @@ async def test_the_report_renders_in_a_browser(
     assert len(widths) == 5
     assert min(widths) > 300  # no image is broken
     # Effects of placement, picture, clients' figures; problems of a run come before these.
-    places = [*map(seen.index, answered), seen.index("<img"), *map(seen.index, remarks)]
+    places = [*map(seen.index, sentences), seen.index("<img"), *map(seen.index, remarks)]
     places.insert(0 if bad else len(places), seen.index("6 FAILED"))
     assert len(places) > 2
     assert places == sorted(places)

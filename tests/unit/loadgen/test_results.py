@@ -1,7 +1,5 @@
 """The commit and the machine in a result."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

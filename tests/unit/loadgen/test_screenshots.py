@@ -1,7 +1,5 @@
 """Screenshots of reports."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.lib.screenshots import of_report
+from benchmarks.lib.screenshots import screenshot_of_report
 
 
 @pytest.mark.slow
@@ -17,11 +15,11 @@ from benchmarks.lib.screenshots import of_report
 async def test_a_screenshot_shows_the_page_from_its_top(tmp_path: Path, height: int, shown: int) -> None:
     page = tmp_path / "report.html"
     page.write_text(f'<body style="margin:0"><div style="height:{height}px;background:#008000"></div></body>')
-    pixels = np.asarray(Image.open(io.BytesIO(await of_report(page))).convert("RGB"))
+    pixels = np.asarray(Image.open(io.BytesIO(await screenshot_of_report(page))).convert("RGB"))
     assert pixels.shape == (shown, 1100, 3)
     assert (pixels == (0, 128, 0)).all()
 
 
 async def test_a_missing_report_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"report\.html"):
-        await of_report(tmp_path / "report.html")
+        await screenshot_of_report(tmp_path / "report.html")

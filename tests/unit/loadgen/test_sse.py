@@ -1,7 +1,5 @@
 """Times and text of a stream of tokens."""
 
-from __future__ import annotations
-
 import itertools
 import json
 
@@ -20,7 +18,7 @@ def read(*lines: str | bytes) -> StreamTiming:
     return read_stream(lines, 0.0, lambda: 0.1 * next(tenths))
 
 
-def test_times_and_text_of_a_chat_stream() -> None:
+def test_a_chat_stream_gives_times_and_text() -> None:
     timing = read(
         event(delta={"role": "assistant", "content": ""}),
         "",

@@ -1,7 +1,5 @@
 """Bootstrap intervals, and requests within their objectives."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Workloads: prompts from files, and samples of them."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
@@ -9,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from loadgen.arrivals import closed_loop
-from loadgen.workload import Prompt, balanced_sample, read_prompts, write_prompts
+from loadgen.workload import Prompt, balanced_sample, read_prompts, traffic_sample, write_prompts
 
 
 def test_prompts_are_read_from_files_and_folders(tmp_path: Path) -> None:
@@ -43,9 +41,7 @@ def test_a_log_of_openai_requests_is_a_workload(tmp_path: Path) -> None:
         ("a", "who\n\n?", 9),
         ("log.jsonl:3", "text", None),
     ]
-    assert [p.chat for p in prompts] == [
-        [system, user], [parts, call], [{"role": "user", "content": "text"}]
-    ]  # fmt: skip
+    assert [p.chat for p in prompts] == [[system, user], [parts, call], [{"role": "user", "content": "text"}]]
     write_prompts(path, prompts)
     assert [(p.id, p.chat, p.max_tokens) for p in read_prompts([path])] == [
         (p.id, p.chat, p.max_tokens) for p in prompts
@@ -62,9 +58,15 @@ def test_a_log_of_openai_requests_is_a_workload(tmp_path: Path) -> None:
         '{"messages": [{"content": "a"}]}',
         '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
         '{"body": {"prompt": ["a", "b"]}}',
-        "{}", "[1]", "not json", '{"prompt": "a"}\n{"text": "b"}', "", "cut", None,
+        "{}",
+        "[1]",
+        "not json",
+        '{"prompt": "a"}\n{"text": "b"}',
+        "",
+        "cut",
+        None,
     ],
-)  # fmt: skip
+)
 def test_an_invalid_workload_is_refused(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "a.jsonl"  # None: the file is missing, and its folder is empty
     if content == "cut":
@@ -73,8 +75,17 @@ def test_an_invalid_workload_is_refused(tmp_path: Path, content: str | None) -> 
     elif content is not None:
         path.write_text(content)
     for given in (path, tmp_path):
-        with pytest.raises(BadInput):
+        with pytest.raises(UserInputError):
             read_prompts([given])
+
+
+def test_a_sample_of_traffic_keeps_its_mix() -> None:
+    prompts = [Prompt(f"{d}{n}", d, "") for d, size in (("a", 900), ("b", 100)) for n in range(size)]
+    sample = traffic_sample(prompts, 400, seed=1)
+    assert len(sample) == len({p.id for p in sample}) == 400
+    assert 20 <= sum(p.domain == "b" for p in sample) <= 60
+    assert sample == traffic_sample(prompts, 400, seed=1)
+    assert sorted(p.id for p in traffic_sample(prompts, 5000)) == sorted(p.id for p in prompts)
 
 
 def test_a_balanced_sample_gives_each_domain_its_share() -> None:

@@ -1,7 +1,5 @@
 """Alert rules and dashboards: valid PromQL over existing metrics, tested alerts, and their runbook."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -11,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from monitoring_files import DASHBOARDS, FOLDER, FOREIGN, expressions, promtool, series
-from shipped import ROOT
 
-from eldr_serve.metrics import COUNTER
+from eldr_serve.metrics import APPLICATION, COUNTER
+from tests.support.monitoring_files import DASHBOARDS, FOLDER, FOREIGN, expressions, promtool, series
+from tests.support.shipped import ROOT
 
 ALERT_TESTS = ROOT / "tests/unit/monitoring/alerts_test.yaml"
 _GROUPED = r"\b(?:by|without|on|ignoring) \(([^)]*)\)"
@@ -33,7 +31,9 @@ def test_every_rule_has_severity_summary_and_runbook_link() -> None:
     for rule in _rules():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
         assert rule["annotations"]["summary"].endswith(".")
-        assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook_url"] == (
+            "{{ $externalLabels.runbook }}#" + rule["alert"].lower()
+        )
 
 
 def test_prometheus_accepts_its_configuration_and_the_rules() -> None:
@@ -58,10 +58,15 @@ def test_every_expression_is_valid_promql_over_existing_series(tmp_path: Path) -
 
 def test_invalid_promql_is_refused(tmp_path: Path) -> None:
     wrong = [
-        "sum(rate(ray_eldr_placed_total[5m])", "sum(ray_eldr_leases))", "ray_eldr_leases ? 1",
-        "ray_eldr_leases > 5x", "average(ray_eldr_leases)", "rate(ray_eldr_placed_total)",
-        "max(ray_eldr_placed_total[5m])", "5m > ray_eldr_leases",
-    ]  # fmt: skip
+        "sum(rate(ray_eldr_placed_total[5m])",
+        "sum(ray_eldr_leases))",
+        "ray_eldr_leases ? 1",
+        "ray_eldr_leases > 5x",
+        "average(ray_eldr_leases)",
+        "rate(ray_eldr_placed_total)",
+        "max(ray_eldr_placed_total[5m])",
+        "5m > ray_eldr_leases",
+    ]
     assert _refused(tmp_path, *wrong).count("could not parse expression") == len(wrong)
 
 
@@ -154,7 +159,8 @@ def test_alerts_and_runbook_sections_correspond() -> None:
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_panels_of_a_dashboard_have_title_unit_and_expressions(name: str) -> None:
     document = json.loads((FOLDER / f"{name}.json").read_text())
-    (variable,) = document["templating"]["list"]
+    variable, application = document["templating"]["list"]
+    assert (application["name"], application["includeAll"]) == ("application", True)
     assert document["uid"] == f"eldr-{name}"
     for panel in _panels(name):
         assert panel["title"]
@@ -166,6 +172,23 @@ def test_panels_of_a_dashboard_have_title_unit_and_expressions(name: str) -> Non
         for part in (panel, *panel["targets"]):
             assert part["datasource"] == {"type": "prometheus", "uid": f"${{{variable['name']}}}"}
         assert all(target["expr"] and target["legendFormat"] for target in panel["targets"])
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels_show_the_selected_application(name: str) -> None:
+    known = series()
+    exprs = [target["expr"] for panel in _panels(name) for target in panel.get("targets", [])]
+    used = [match for expr in exprs for match in re.findall(r"\b(ray_eldr_\w+)(\{[^},]*)?", expr)]
+    assert len(used) > 5
+    for metric, selector in used:
+        has_label = APPLICATION in known[metric][1]
+        assert (selector == '{application=~"$application"') == has_label, metric
+
+
+def test_alerts_are_grouped_by_application() -> None:
+    for rule in _rules():
+        groups = re.findall(r"\b(?:sum|min|max)(?: by \((\w+)[^)]*\))? *\(", rule["expr"])
+        assert set(groups) == {APPLICATION} or rule["alert"] == "EldrNoMetrics", rule["expr"]
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)

@@ -1,19 +1,20 @@
 """The offline commands on good and on bad input; no engine is started."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from full_disk import full_disk
-from in_process import command, python, sentence
-from shipped import ROOT
-from traces import synthetic_trace
 
-from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve import ArtifactError, ConfigurationError, PolicyError, RoutingTable, ServiceError
+from eldr_serve.experts.signature import TRANSFORMS
 from tests.fuzz.__main__ import hostile
+from tests.support.full_disk import full_disk
+from tests.support.in_process import command, sentence
+from tests.support.processes import python
+from tests.support.shipped import ROOT
+from tests.support.traces import synthetic_trace
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_fit_writes_table_report_and_plot(trace: Path) -> None:
     assert table.cluster_sizes.tolist() == found["cluster_sizes"] == [20, 20, 20]
     assert sorted(table.domains) == ["d0", "d1", "d2"]
     assert found["rho"] >= found["rho_all_layers"] - 0.02
-    assert set(found["transforms"]) == {"count", "count-idf", "sqrt-count", "binary"}
+    assert set(found["transforms"]) == set(TRANSFORMS)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -74,7 +75,33 @@ def test_a_full_disk_is_reported_and_old_files_stay(which: str, trace: Path) -> 
     assert {path.name: path.read_bytes() for path in trace.parent.iterdir()} == before
 
 
-MODULES = [f"offline.{name}" for name in ("fit", "fit_predictor", "refit", "calibrate", "demo", "place")]
+@pytest.mark.parametrize(
+    ("error", "is_the_users"),
+    [
+        (ArtifactError("wrong"), True),
+        (ConfigurationError("wrong"), True),
+        (PolicyError("wrong"), True),
+        (ServiceError("wrong"), True),
+        (FileNotFoundError(2, "wrong", "nowhere"), True),
+        (ValueError("wrong"), False),
+        (KeyError("wrong"), False),
+        (np.linalg.LinAlgError("wrong"), False),
+    ],
+)
+def test_a_fault_of_the_program_ends_with_a_traceback(error: Exception, is_the_users: bool) -> None:
+    def fail() -> None:
+        raise error
+
+    done = command(fail)
+    if is_the_users:
+        assert "wrong" in sentence(done)
+    else:
+        assert done.exception is error
+        assert done.exit_code == 1
+
+
+NAMES = ("fit", "fit_predictor", "refit", "calibrate", "demo", "place", "routes")
+MODULES = [f"offline.{name}" for name in NAMES]
 
 
 @pytest.mark.parametrize("module", [*MODULES, "loadgen.compare", hostile])
@@ -87,10 +114,13 @@ def test_help_shows_units_and_defaults(module: Any) -> None:
 
 def test_a_dry_run_of_calibrate_prints_its_plan() -> None:
     done = command(
-        "offline.calibrate", "--deployment", "deployments/cpu_demo.yaml",
-        "--prompts", "examples/demo_model/prompts",
-        "--out", "nothing.safetensors", "--limit", "20", "--dry-run",
-    )  # fmt: skip
+        "offline.calibrate",
+        "--deployment=deployments/cpu_demo.yaml",
+        "--prompts=examples/demo_model/prompts",
+        "--out=nothing.safetensors",
+        "--limit=20",
+        "--dry-run",
+    )
     assert done.exit_code == 0, done.stderr
     assert "20 prompts" in done.stdout
     assert not (ROOT / "nothing.safetensors").exists()

@@ -1,7 +1,5 @@
 """The demo's report and engine settings, from trials and files; no engine is started."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -9,15 +7,15 @@ from typing import Any
 
 import pytest
 import yaml
-from shipped import ROOT
-from traces import synthetic_trace
 
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.application import _gpus
 from loadgen.trial import LoadSpec, Trial
 from offline import demo
 from offline.demo_arguments import demo_arguments
+from tests.support.shipped import ROOT
+from tests.support.traces import synthetic_trace
 
 DEPLOYMENT = ROOT / "deployments/cpu_demo.yaml"
 MODEL = Path("somewhere/model_64")
@@ -34,16 +32,28 @@ def trials(rounds: int, *, failed: bool = False) -> list[Trial]:
     made = []
     for round_ in range(rounds):
         for policy, experts, seconds in (
-            ("shortest-queue", 1.0, 1.0), ("marginal-cost", 0.9, 0.95), ("locality-band", 0.8, 1.02),
-        ):  # fmt: skip
+            ("shortest-queue", 1.0, 1.0),
+            ("marginal-cost", 0.9, 0.95),
+            ("locality-band", 0.8, 1.02),
+        ):
             size = 1 + round_
-            engines = {"steps": 10.0, "batch": 80.0, "waited": 1.0}
-            engines |= {"active": 200 * size * experts, "seconds": 0.4 * size * seconds}
+            engines = {"steps": 10.0, "requests": 80.0, "token_seconds": 1.0}
+            engines |= {"active_experts": 200 * size * experts, "seconds": 0.4 * size * seconds}
             requests: list[dict[str, Any]] = [
-                {"number": n, "id": "p", "due_s": None, "late_s": None, "sent_s": 0.1 * n, "ttft_s": 0.1,
-                 "tpot_s": 0.01, "itl_s": [0.01] * 7, "end_s": 1.0, "handover_s": 0.004}
+                {
+                    "number": n,
+                    "id": "p",
+                    "due_s": None,
+                    "late_s": None,
+                    "sent_s": 0.1 * n,
+                    "ttft_s": 0.1,
+                    "tpot_s": 0.01,
+                    "itl_s": [0.01] * 7,
+                    "end_s": 1.0,
+                    "handover_s": 0.004,
+                }
                 for n in range(5)
-            ]  # fmt: skip
+            ]
             if failed:
                 requests[0] = {**requests[0], "error": "HTTP 503"}
             made.append(Trial(policy, round_, requests, engines, 5, 4, [(0.5, [1, 2, 3])]))
@@ -69,15 +79,28 @@ def test_terminal_and_report_begin_with_the_effect_of_placement(
         "locality-band reads 20.0 % fewer experts per step than shortest-queue [20.0, 20.0]; "
         "its steps take 2.0 % more CPU time per token [2.0, 2.0].",
     )
-    assert said.startswith(f"{first}\n{second}\nGREEDY\n")
+    assert said.startswith(
+        f"{first}\n{second}\nGREEDY\nCalculated, not run: with the layers of Qwen3-30B-A3B"
+    )
     assert re.search(r"4 engines, the ingress and the load generator share \d+ cores", said)
     report = (tmp_path / "report.html").read_text()
     order = [
-        report.index(text) for text in (first, second, "<img", "GREEDY", "TPOT p50", "<table", "Settings")
+        report.index(text)
+        for text in (
+            first,
+            second,
+            "<img",
+            "GREEDY",
+            "Calculated, not run: ",
+            "TPOT p50",
+            "<table",
+            "Settings",
+        )
     ]
     assert order == sorted(order)
     result = json.loads((tmp_path / "demo.json").read_text())
     assert [row["policy"] for row in result["rows"]] == demo.POLICIES
+    assert [row["h100_step_ms"] > 0 for row in result["rows"]] == [True] * 3
     assert result["inputs"]["decode_engines"] == 3
     assert result["inputs"]["model"] == "model_64"
 
@@ -88,8 +111,23 @@ def test_one_round_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture
     assert first.count("(one round, so no interval)") == 2
 
 
+def test_a_round_in_which_no_answer_ends_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = iter(trials(1)[0].requests[:n] for n in (5, 0, 5))
+
+    def load(service: object, plan: object, trial: Trial, *_: object, **__: object) -> None:
+        trial.requests = next(ended)
+
+    monkeypatch.setattr(demo, "_load", load)
+    made = demo._rounds(None, plan(tmp_path, 1))  # type: ignore[arg-type]
+    assert [len(trial.requests) for trial in made] == [5, 0, 5]
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == "no answer ended in the measured 10 s: give more --seconds"
+
+
 def test_failed_requests_raise_an_error_after_the_report(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="12 requests failed"):
+    with pytest.raises(UserInputError, match="12 requests failed"):
         publish(tmp_path, 4, failed=True)
     assert (tmp_path / "report.html").exists()
 
@@ -157,6 +195,6 @@ def test_load_continues_until_the_service_has_a_routing_table(
     if refusals < loads:
         demo._make_table(service, plan(tmp_path))
     else:
-        with pytest.raises(BadInput, match="no routing table after 6 times 8 s of load: a note"):
+        with pytest.raises(UserInputError, match="no routing table after 6 times 8 s of load: a note"):
             demo._make_table(service, plan(tmp_path))
     assert service.loads == loads

@@ -1,11 +1,10 @@
 """Forecasts of expert use, by hand and for requests whose prompts are biased."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from offline.placement.forecast import decode_correction, expected_workload
+from eldr_serve.experts.parallel.placement import Topology
+from offline.placement.forecast import decode_correction, expected_workload, workload_by_rank
 
 
 def workload_error(predicted: np.ndarray, actual: np.ndarray) -> float:
@@ -37,6 +36,19 @@ def test_a_correction_removes_the_common_bias_of_prompts() -> None:
 def test_measures_equal_values_computed_by_hand() -> None:
     assert expected_workload([[[4, 0]], [[1, 1]]], [4, 2], 10).tolist() == [[15, 5]]
     assert expected_workload([[[4, 0]], [[1, 1]]], [4, 2], [10, 0]).tolist() == [[10, 0]]
+
+
+def test_each_rank_gets_its_own_requests_in_equal_blocks() -> None:
+    counts, tokens = np.arange(3 * 2 * 4).reshape(3, 2, 4), [1, 2, 4]
+    found = workload_by_rank(counts, tokens, [1, 1, 2], Topology(ranks=2))
+    assert found.shape == (2, 2, 4)
+    assert np.array_equal(found[:, 0], counts[0] + counts[1] / 2)
+    assert np.array_equal(found[:, 1], counts[2] / 2)
+    assert np.allclose(found.sum(axis=1), expected_workload(counts, tokens, [1, 1, 2]))
+    alone = workload_by_rank(counts[:1], tokens[:1], 1, Topology(ranks=4))  # idle ranks have no tokens
+    assert (alone.sum(axis=(0, 2)) > 0).sum() == 1
+    with pytest.raises(ValueError, match="prompt lengths"):
+        workload_by_rank(counts, [1, 2], 1, Topology(ranks=2))
 
 
 @pytest.mark.parametrize(

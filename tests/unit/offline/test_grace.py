@@ -1,7 +1,5 @@
 """Parts of GRACE-MoE against brute force, and invariants for all routes."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -9,10 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import random_hosts
-from traces import synthetic_trace
 
-from eldr_serve.experts.placement import Topology, hosts_of
+from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from offline.placement.affinity import co_activation, expert_load
 from offline.placement.cost import LayerCost
 from offline.placement.evaluate import (
@@ -36,6 +32,8 @@ from offline.placement.grouping import (
 )
 from offline.placement.locality import local_rule, polling_weights, route_local, route_weighted, weighted_rule
 from offline.placement.replication import fill_slots, hot_experts, load_skew, num_replicas, with_replicas
+from tests.support.tables import random_hosts
+from tests.support.traces import synthetic_trace
 
 quick = settings(max_examples=20)
 TOPOLOGY = Topology(ranks=4, nodes=2)
@@ -97,9 +95,13 @@ def test_the_weakest_member_moves_to_the_group_of_highest_affinity() -> None:
 
 def test_group_sizes_and_replicas_equal_the_papers() -> None:
     for arguments, bounds in (
-        ((16, 4, 0.0), (4, 4)), ((17, 4, 0.0), (4, 5)), ((16, 4, 0.5), (2, 6)), ((16, 4, 0.01), (3, 5)),
-        ((16, 4, 1.0), (1, 8)), ((16, 4, 1.0, 5), (1, 5)),
-    ):  # fmt: skip
+        ((16, 4, 0.0), (4, 4)),
+        ((17, 4, 0.0), (4, 5)),
+        ((16, 4, 0.5), (2, 6)),
+        ((16, 4, 0.01), (3, 5)),
+        ((16, 4, 1.0), (1, 8)),
+        ((16, 4, 1.0, 5), (1, 5)),
+    ):
         assert size_bounds(*arguments) == bounds
     # Equation 2: load skew, ranks, replicas.
     for skew, ranks, replicas in ((1.0, 4, 1), (1.9, 4, 1), (2.0, 4, 2), (3.7, 8, 3), (3.7, 3, 2), (9, 8, 7)):

@@ -1,7 +1,5 @@
 """The cost of a layer: its slowest rank, the fit, and the file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,17 +1,19 @@
 """Automatic moves of a service's experts: when they happen, and that they pay off."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from eldr_serve.experts.placement import hosts_of
+from eldr_serve.client import ServiceError
+from eldr_serve.experts.parallel.placement import hosts_of
 from eldr_serve.experts.routing_table import ExpertPlacement
-from offline.live_placement import Planner, update_placement
+from offline.live_placement import Planner, learnt_correction, update_placement
+from offline.placement import director, relaxation
 from offline.placement.cost import LayerCost
+from offline.placement.forecast import decode_correction
+from tests.support.traces import synthetic_trace
 
 LAYERS, EXPERTS, RANKS, SLOTS = 2, 8, 2, 8
 COST = LayerCost(fixed_s=0, per_expert_s=1e-4, per_token_s=1e-4)
@@ -25,8 +27,6 @@ def traffic(*hot: int, prompts: int = 40) -> list[NDArray[np.uint32]]:
 
 
 class Service:
-    """A service whose replicas hold the last placement."""
-
     def __init__(self, *names: str) -> None:
         self.held: dict[str, dict[str, Any]] = {
             name: {"placement": "at the start", "ranks": RANKS, "slots": SLOTS} for name in names
@@ -49,7 +49,6 @@ def planner(min_gain: float = 0.05) -> Planner:
 
 
 def on_different_ranks(placed: ExpertPlacement, *experts: int) -> bool:
-    """Return whether no two of the experts share a rank in any layer."""
     hosts = hosts_of(placed.physical_to_logical, EXPERTS, RANKS)
     return bool((hosts[:, list(experts)].sum(axis=1) <= 1).all())
 
@@ -70,6 +69,65 @@ def test_experts_follow_the_newest_prompts_unless_nothing_is_saved() -> None:
     assert on_different_ranks(service.put[-1], *pair)
     assert len(service.put) == 2
     assert service.put[-1].report["gain"] >= 0.05
+    expected = service.put[-1].expected_tokens  # which reaches the engines with the placement
+    assert expected.shape == (LAYERS, EXPERTS)
+    assert set(expected[0].argsort()[-2:].tolist()) == set(pair)
+
+
+def test_a_check_solves_the_lp_and_rounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def watch(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            called.append(name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    watch(relaxation, "linprog")
+    watch(director, "round_in_polytope")
+    service: Any = Service("r0")
+    plans = planner()
+    for hot in ((0, 1), (2, 3)):
+        called.clear()
+        update_placement(plans, service, traffic(*hot))
+        assert called.count("linprog") >= LAYERS
+        assert called.count("round_in_polytope") >= LAYERS
+
+
+def test_a_correction_turns_prefill_counts_into_those_of_decode() -> None:
+    service: Any = Service("r0")
+    plans = planner()
+    plans.correction = np.ones((LAYERS, EXPERTS))
+    plans.correction[:, [0, 1]], plans.correction[:, [2, 3]] = 1 / 7, 7
+    update_placement(plans, service, traffic(0, 1))
+    assert on_different_ranks(service.put[-1], 2, 3)
+    assert service.put[-1].report["corrected"]
+    plans.correction = np.ones((LAYERS, EXPERTS + 1))  # of another model
+    service.held["r0"]["placement"] = "another"
+    update_placement(plans, service, traffic(0, 1))
+    assert on_different_ranks(service.put[-1], 0, 1)
+    assert not service.put[-1].report["corrected"]
+
+
+def test_the_correction_is_learnt_from_sampled_traffic() -> None:
+    trace = synthetic_trace()
+
+    class Sampled:
+        def trace(self) -> bytes:
+            return trace.to_bytes()
+
+    class Unsampled:
+        def trace(self) -> bytes:
+            raise ServiceError("no signature pool")
+
+    sampled: Any = Sampled()
+    unsampled: Any = Unsampled()
+    columns = trace.prefill_counts, trace.prompt_tokens, trace.decode_counts, trace.decode_steps
+    assert np.array_equal(learnt_correction(sampled), decode_correction(*columns))
+    assert learnt_correction(unsampled) is None
 
 
 def test_a_gain_below_the_minimum_moves_nothing() -> None:

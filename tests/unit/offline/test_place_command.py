@@ -1,21 +1,21 @@
 """`python -m offline.place`: its output, its files and its refusals."""
 
-from __future__ import annotations
-
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from in_process import command, sentence
-from traces import saved, synthetic_trace
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import ExpertPlacement
 from offline.place import METHODS, place
+from offline.placement import as_written, director, relaxation
 from offline.placement.cost import LayerCost
+from tests.support.in_process import command, sentence
+from tests.support.traces import saved, synthetic_trace
 
 L, E = 4, 16
 
@@ -26,7 +26,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def placed(trace: Path, out: Path, **options: Any) -> None:
-    if options.get("method") == "director":
+    if str(options.get("method")).startswith("director"):
         options["cost"] = trace.with_name("cost.json")
         LayerCost(fixed_s=1e-5, per_expert_s=1e-8, per_token_s=1e-6).save(options["cost"])
     place(trace=trace, out=out, **{"method": "grace", "ranks": 4, "batch": 16, **options})
@@ -44,7 +44,10 @@ def test_a_placement_is_written_with_its_report(
     assert (made.model, made.physical_to_logical.shape[0], made.num_experts) == ("m", L, E)
     assert (made.method, made.ranks, made.nodes, made.num_redundant) == (method, 4, 2, redundant)
     assert made.fingerprint == CalibrationTrace.load(trace).fingerprint
-    rules = ["-"] if method == "activation" else ["turn", "metro", "local"]
+    top_k = CalibrationTrace.load(trace).top_k
+    assert made.expected_tokens is not None
+    assert made.expected_tokens.sum(axis=1) == pytest.approx([16 * top_k] * L, rel=1e-3)
+    rules = ["-"] if method in ("activation", "director-paper") else ["turn", "metro", "local"]
     found = [(row["placement"], row["replicas_by"]) for row in made.report["held_out"]]
     assert found == [("linear", "-"), *((method, rule) for rule in rules)]
     said = capsys.readouterr().out
@@ -63,6 +66,31 @@ def test_each_method_improves_its_own_objective(trace: Path, tmp_path: Path) -> 
     assert found["eplb"][1]["load_std_pct"] < linear["load_std_pct"]
     assert found["activation"][1]["experts_worst_rank"] <= linear["experts_worst_rank"]
     assert found["director"][1]["layer_us"] < found["director"][0]["layer_us"]
+
+
+@pytest.mark.parametrize(
+    ("method", "module", "rounding"),
+    [("director", director, "round_in_polytope"), ("director-paper", as_written, "round_with_scales")],
+)
+def test_directors_methods_solve_an_lp_and_round_it(
+    method: str, module: Any, rounding: str, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: Counter[str] = Counter()
+
+    def watch(watched: Any, name: str) -> None:
+        original = getattr(watched, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            called[name] += 1
+            return original(*args, **options)
+
+        monkeypatch.setattr(watched, name, call)
+
+    watch(relaxation if method == "director" else module, "linprog")
+    watch(module, rounding)
+    placed(trace, tmp_path / "p.json", method=method, redundant=4)
+    assert called["linprog"] >= L
+    assert called[rounding] >= L
 
 
 def test_each_decode_worker_gets_its_own_placement(trace: Path, tmp_path: Path) -> None:
@@ -97,7 +125,10 @@ def test_cost_memory_and_vllms_format_can_be_added(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"method": "nobody"}, "unknown method 'nobody'; there are eplb, activation, grace, director"),
+        (
+            {"method": "nobody"},
+            "unknown method 'nobody'; there are eplb, activation, grace, director, director-paper",
+        ),
         ({"method": "director"}, "give their --cost"),
         ({"ranks": 4, "nodes": 3}, "4 ranks do not divide by 3 nodes"),
         ({"ranks": 3}, "16 slots do not divide by 3 ranks"),

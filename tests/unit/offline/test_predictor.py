@@ -1,7 +1,5 @@
 """Fits of a signature predictor: ridge regression by brute force, unseen prompts, and the command."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process import command, sentence
 from scipy.sparse import csr_array
-from traces import synthetic_trace
 
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
@@ -24,6 +20,8 @@ from offline.predictor import (
     token_shares,
     token_weights,
 )
+from tests.support.in_process import command, sentence
+from tests.support.traces import synthetic_trace
 
 TRACE = synthetic_trace(150)
 FIT, TEST = np.arange(90), np.arange(90, 150)
@@ -93,8 +91,8 @@ def test_online_learning_improves_the_fit() -> None:
         both = [p.predict(prompt) for p in (predictor, online.predictor)]
         errors.append([np.square(p - counts).sum() / len(prompt) ** 2 for p in both])
         online.observe(prompt, counts)
-    frozen, learnt = np.mean(errors[70:], axis=0)
-    assert learnt < frozen
+    frozen, policy_data = np.mean(errors[70:], axis=0)
+    assert policy_data < frozen
     assert online.on
 
 
@@ -104,9 +102,6 @@ def test_a_token_without_a_prompt_adds_nothing() -> None:
     assert not predictor.tokens[fit.vocabulary :].any()
     assert report["token_ids_seen"] == len(np.unique(fit.token_ids))
     assert predictor.variance[fit.vocabulary :].min() >= predictor.variance.max()
-
-
-# -- the command ------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_predictor_and_report(tmp_path: Path) -> None:

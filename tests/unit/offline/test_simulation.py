@@ -1,7 +1,5 @@
 """The simulator against a plain implementation of its rules, and invariants of every run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from traces import observed_experts, random_routes
 
 from eldr_serve.scheduling import Decision, Loads, PlacementRequest, QueuedPolicy, StepCost, make_policy
+from loadgen.statistics import Slo
 from offline.simulation.cluster import Cluster, Decode, Prefill, Whole
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests, SimulationError, rank_masks
 from offline.simulation.run import Change, simulate
+from tests.support.traces import observed_experts, random_routes
 
 COST = StepCost(fixed_s=1.0, per_request_s=0.1, per_kv_token_s=0.001, per_expert_s=0.01)
 WITH_PREFILL = replace(COST, per_prompt_token_s=0.05)
@@ -51,9 +50,10 @@ def random_requests(n: int, seed: int = 0, gap_s: float = 2.0) -> tuple[Requests
     return Requests(arrival_s, prompt, lengths, kind=np.arange(n)), experts, routes
 
 
-def test_one_worker_step_by_step() -> None:
+@pytest.mark.parametrize("cost", [COST, replace(COST, batch_s={1: 0.0, 2: 0.7})])
+def test_a_worker_equals_a_simulation_by_hand(cost: StepCost) -> None:
     requests, experts, routes = random_requests(6)
-    cluster = Cluster(decode=Decode(workers=1, max_batch=2, cost=COST))
+    cluster = Cluster(decode=Decode(workers=1, max_batch=2, cost=cost))
     outcome = simulate(requests, make_policy("shortest-queue"), cluster, experts=experts)
     now, running, waiting, done = 0.0, [], list(range(6)), [0] * 6
     first: dict[int, float] = {}
@@ -64,7 +64,7 @@ def test_one_worker_step_by_step() -> None:
         while waiting and len(running) < 2 and requests.arrival_s[waiting[0]] <= now:
             running.append(waiting.pop(0))
         active = sum(len({e for j in running for e in routes[j][done[j]][layer]}) for layer in range(L))
-        now += COST.seconds(len(running), sum(10 + j + done[j] for j in running), active)
+        now += cost.seconds(len(running), sum(10 + j + done[j] for j in running), active)
         for j in list(running):
             first.setdefault(j, now)
             last[j] = now
@@ -101,14 +101,22 @@ def test_masks_divide_the_experts_between_ranks(layers: int, num_experts: int, s
 
 @settings(max_examples=60)
 @given(
-    seed=st.integers(0, 10_000), n=st.integers(1, 40),
+    seed=st.integers(0, 10_000),
+    n=st.integers(1, 40),
     decode=st.builds(
-        Decode, workers=st.integers(1, 4), max_batch=st.integers(1, 6),
-        kv_tokens=st.sampled_from([None, 70, 130]), barrier=st.booleans(), cost=st.just(COST),
+        Decode,
+        workers=st.integers(1, 4),
+        max_batch=st.integers(1, 6),
+        kv_tokens=st.sampled_from([None, 70, 130]),
+        barrier=st.booleans(),
+        cost=st.just(COST),
         recompute_per_token_s=st.just(0.01),
     )
     | st.builds(
-        Decode, workers=st.integers(1, 4), max_batch=st.integers(1, 6), barrier=st.booleans(),
+        Decode,
+        workers=st.integers(1, 4),
+        max_batch=st.integers(1, 6),
+        barrier=st.booleans(),
         cost=st.just(WITH_PREFILL),
         whole=st.builds(Whole, step_tokens=st.integers(7, 40), cache_blocks=st.integers(0, 9)),
     ),
@@ -116,11 +124,16 @@ def test_masks_divide_the_experts_between_ranks(layers: int, num_experts: int, s
     handover_s=st.sampled_from([0.0, 0.7]),
     ttl=st.sampled_from([None, 1.0]),
     policy=st.sampled_from(["random", "least-tokens", "marginal-cost", "hoarding"]),
-)  # fmt: skip
+)
 def test_every_request_ends_once_and_all_kv_is_freed(
-    seed: int, n: int, decode: Decode, prefill: Prefill | None, handover_s: float, ttl: float | None,
+    seed: int,
+    n: int,
+    decode: Decode,
+    prefill: Prefill | None,
+    handover_s: float,
+    ttl: float | None,
     policy: str,
-) -> None:  # fmt: skip
+) -> None:
     requests, experts, _ = random_requests(n, seed, gap_s=0.4)
     if decode.whole is not None:
         prefill = None
@@ -172,6 +185,8 @@ def test_a_barrier_makes_all_steps_as_long_as_the_slowest() -> None:
     together = [1 + 0.01 * (900 + t) for t in range(5)]
     assert outcome.last_s == pytest.approx([2 + sum(together[:4]), 2 + sum(together)])
     assert outcome.imbalance.tolist() == [100, 799, 799, 799, 799, 904]
+    steady = outcome.steady(outcome.spread)
+    assert outcome.summary()["spread_tokens"] == (steady.mean() if len(steady) else None)
 
 
 def test_prefixes_are_cached_on_the_workers_of_their_prompts() -> None:
@@ -183,8 +198,9 @@ def test_prefixes_are_cached_on_the_workers_of_their_prompts() -> None:
         cluster = Cluster(decode=Decode(workers=1, cost=COST), prefill=prefill)
         return simulate(requests, make_policy("random"), cluster)
 
-    # Block 1 had to make room for block 9, and a prompt's last token is always computed.
-    assert outcome(3).hit_tokens.tolist() == [0, 1024, 0, 0]
+    # Block 3, the last of its prompt, had to make room for block 9. A prompt's last token is always computed.
+    assert outcome(3).hit_tokens.tolist() == [0, 1024, 0, 1023]
+    assert outcome(2).hit_tokens.tolist() == [0, 1024, 0, 512]
     roomy = outcome(9)
     assert roomy.hit_tokens.tolist() == [0, 1024, 0, 1023]
     assert roomy.prefilled_s - requests.arrival_s == pytest.approx([1.024, 0.476, 0.4, 0.001])
@@ -194,7 +210,7 @@ def test_prefixes_are_cached_on_the_workers_of_their_prompts() -> None:
 @given(
     seed=st.integers(0, 10_000), n=st.integers(1, 12), step_tokens=st.integers(4, 30), room=st.integers(0, 8)
 )
-def test_a_whole_worker_step_by_step(seed: int, n: int, step_tokens: int, room: int) -> None:
+def test_a_whole_worker_equals_a_simulation_by_hand(seed: int, n: int, step_tokens: int, room: int) -> None:
     requests, experts, routes = random_requests(n, seed, gap_s=0.6)
     rng, size = np.random.default_rng(seed), 4
     chains = [tuple(100 * int(first) + place for place in range(9)) for first in rng.integers(3, size=n)]
@@ -271,6 +287,52 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert not np.array_equal(runs[0].last_s, runs[2].last_s)
     assert set(runs[0].worker) == {0, 1, 2}
     assert np.isnan(runs[0].tpot_s).sum() == (requests.output_tokens == 1).sum()
+
+
+def test_a_router_makes_one_placement_after_the_other() -> None:
+    arrival_s, ones = np.array([0.0, 0.0, 0.5, 9.0]), np.ones(4, int)
+    cluster = Cluster(decode=Decode(workers=4, cost=COST), router_s=2.0, handover_fixed_s=0.25)
+    outcome = simulate(Requests(arrival_s, ones, ones), make_policy("shortest-queue"), cluster)
+    assert outcome.placed_s.tolist() == [2, 4, 6, 11]
+    step_s = COST.seconds(1, 1, 0)
+    assert outcome.ttft_s == pytest.approx(np.array([2, 4, 5.5, 2]) + 0.25 + step_s)
+
+
+def test_good_requests_meet_both_objectives() -> None:
+    cost = StepCost(fixed_s=0.5, per_request_s=0.5, per_kv_token_s=0, per_expert_s=0)
+    arrival_s, prompt, output = np.array([0.0, 0.1, 90.0]), np.ones(3, int), np.array([3, 3, 1])
+    outcome = simulate(
+        Requests(arrival_s, prompt, output),
+        make_policy("shortest-queue"),
+        Cluster(decode=Decode(workers=1, cost=cost)),
+    )
+    # Steps end at 1 (the first alone), 2.5, 4 (both), 5 (the second alone), and 91.
+    assert outcome.ttft_s.tolist() == pytest.approx([1, 2.4, 1])
+    assert outcome.tpot_s[:2].tolist() == pytest.approx([1.5, 1.25])
+    assert outcome.good(Slo(2000, 1500)).tolist() == [True, False, True]
+    assert outcome.good(Slo(3000, 1400)).tolist() == [False, True, True]
+    row = outcome.summary(Slo(3000, 1400))
+    assert (row["good_pct"], row["goodput_per_s"]) == pytest.approx((200 / 3, 2 / 91))
+    assert "good_pct" not in outcome.summary()
+
+
+def test_mixtures_decode_the_steps_of_requests_of_one_domain() -> None:
+    _, experts, _ = random_requests(12)
+    experts = replace(experts, domains=["even", "odd"] * 6)
+    made = experts.mixed(np.arange(2, 12), 3, 40, np.random.default_rng(0))
+    assert len(made.domains) == len(made.counts) == len(made.offset) - 1 == 40
+    steps = [experts.bits[a:b].tolist() for a, b in zip(experts.offset, experts.offset[1:], strict=False)]
+    for n, domain in enumerate(made.domains):
+        left = made.bits[made.offset[n] : made.offset[n + 1]].tolist()
+        counts, tokens = np.zeros((L, E)), 0
+        while left:
+            (part,) = (j for j in range(2, 12) if left[: len(steps[j])] == steps[j])
+            assert experts.domains[part] == domain
+            counts, tokens = counts + experts.counts[part], tokens + experts.count_tokens[part]
+            left = left[len(steps[part]) :]
+        assert np.array_equal(made.counts[n], counts)
+        assert made.count_tokens[n] == tokens
+    assert len({row.tobytes() for row in made.counts}) > 20
 
 
 def test_sampled_steps_activate_top_k_experts_by_their_probability() -> None:

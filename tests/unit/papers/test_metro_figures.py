@@ -1,16 +1,14 @@
 """METRO's figures at small size: results that hold on every machine."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from traces import favourites_trace
 
 from benchmarks.papers.figures import metro
 from benchmarks.papers.figures.common import Options
 from offline.placement.cost import LayerWork
+from tests.support.traces import favourites_trace
 
 E, TOP_K, N = 32, 2, 40
 

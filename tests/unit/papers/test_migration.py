@@ -1,7 +1,5 @@
 """Execution of migration plans: they give the new placement and read no slot too late."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -10,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.migration import Links, MigrationPlan, plan_migration
-from eldr_serve.experts.placement import Topology
-from offline.placement.alignment import aligned
+from eldr_serve.experts.parallel.placement import Topology
+from offline.placement.alignment import minimise_moves
 
 LINKS = Links(expert_bytes=1e6, near_byte_s=1e-9, far_byte_s=5e-9, commit_s=1e-4)
 WINDOWS = (3e-4, 5e-4)
@@ -52,7 +50,7 @@ def test_a_plan_gives_the_new_placement_and_reads_before_it_overwrites(
     rng = np.random.default_rng(seed)
     size = 2 + spare
     old, wanted = (placement(rng, 3, 2 * ranks, size * ranks) for _ in range(2))
-    new = aligned(old, wanted, ranks, alike=alike)
+    new = minimise_moves(old, wanted, ranks, alike=alike)
     topology = Topology(ranks=ranks, nodes=nodes)
     plan = plan_migration(old, new, topology=topology, links=LINKS, windows_s=WINDOWS)
     assert np.array_equal(executed(old, plan), new)
@@ -76,7 +74,7 @@ def test_alignment_moves_as_few_experts_as_the_best_permutation() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         old, wanted = placement(rng, 1, 6, 9), placement(rng, 1, 6, 9)
-        moved = (old != aligned(old, wanted, 3, alike=True)).sum()
+        moved = (old != minimise_moves(old, wanted, 3, alike=True)).sum()
         rows = wanted.reshape(3, 3)
         fewest = min(
             sum(

@@ -1,7 +1,5 @@
 """A MoE layer on real gloo processes gives the result of one process for every placement and routing."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from typing import NamedTuple
@@ -22,8 +20,8 @@ from benchmarks.papers.parallel_layer import (
     vllm_products,
 )
 from benchmarks.papers.replica_choice import route_even, route_optimal
-from eldr_serve.experts.metro import MetroPlan
-from eldr_serve.experts.placement import hosts_of
+from eldr_serve.experts.parallel.metro import MetroPlan
+from eldr_serve.experts.parallel.placement import hosts_of
 from examples.demo_model import WEIGHTS
 from offline.placement.eplb import activation_placement, eplb_placement
 
@@ -49,7 +47,10 @@ def routing(name: str, hosts: np.ndarray) -> Routing:
         ranks = np.arange(hosts.shape[1])
         nearest = np.where(hosts.T, ranks[:, None], hosts.argmax(axis=1))  # [home, expert]
         return lambda experts, home: nearest[home[:, None], experts]
-    choose = {"metro": MetroPlan.of(hosts).route, "optimal": lambda tokens: route_optimal(tokens, hosts)}
+    choose = {
+        "metro": MetroPlan.from_hosts(hosts).route,
+        "optimal": lambda tokens: route_optimal(tokens, hosts),
+    }
     return one_replica(choose[name], len(hosts))
 
 
@@ -103,9 +104,12 @@ def outputs_of_rank(rank: int, cases: list[Case]) -> list[np.ndarray]:
         ranks = len(case.sizes)
         placed = placement(case.placement, ranks)
         layer = ParallelLayer(
-            GATE, products(tuple(placed.reshape(ranks, -1)[rank].tolist())), placed,
-            num_experts=E, route=routing(case.routing, hosts_of(placed[None], E, ranks)[0]),
-        )  # fmt: skip
+            GATE,
+            products(tuple(placed.reshape(ranks, -1)[rank].tolist())),
+            placed,
+            num_experts=E,
+            route=routing(case.routing, hosts_of(placed[None], E, ranks)[0]),
+        )
         x = hidden(sum(case.sizes), seed).split(case.sizes)[rank]
         gathered = case.dispatch == "gathered"
         outputs.append((layer.gathered(x, case.sizes) if gathered else layer.exchanged(x)).numpy())

@@ -1,28 +1,17 @@
 """The study of predicted signatures at small size: held-out requests and expected results."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from in_process import command, sentence
-from traces import favourites_trace, saved
 
 from benchmarks.papers import signature_methods
 from benchmarks.papers.figures import predicted, predicted_signatures
 from benchmarks.papers.figures.common import Options
 from benchmarks.papers.reproduce import reproduce
-
-DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
-
-
-@pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide 60 requests of each domain, which has favourite experts and token ids."""
-    shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.05}
-    return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
+from tests.support.in_process import command, sentence
+from tests.support.traces import favourites_trace
 
 
 @pytest.fixture
@@ -90,7 +79,7 @@ def test_an_answer_of_one_token_is_not_in_the_tpot(small: Options) -> None:
 
 def test_the_previous_turn_is_another_prompt_of_the_domain() -> None:
     shape = {"each": 4, "num_layers": 2, "num_experts": 16, "steps": 4, "others": 0.05}
-    prompts = signature_methods.Prompts.of(favourites_trace(("a", "b"), **shape))
+    prompts = signature_methods.Prompts.from_trace(favourites_trace(("a", "b"), **shape))
     alone = np.array([0, 1, 2, 4])
     test = prompts[alone if len(set(np.array(prompts.trace.domains)[alone])) == 2 else alone + 1]
     found = signature_methods.last_turn(prompts, test)
@@ -137,7 +126,7 @@ def test_a_trace_without_token_ids_is_refused(observed: Path, tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_bag_of_embeddings_learns_and_repeats() -> None:
     shape = {"each": 30, "num_layers": 2, "num_experts": 16, "steps": 10, "others": 0.05}
-    prompts = signature_methods.Prompts.of(favourites_trace(("a", "b"), **shape))
+    prompts = signature_methods.Prompts.from_trace(favourites_trace(("a", "b"), **shape))
     fit, test = prompts[np.arange(0, 60, 2)], prompts[np.arange(1, 60, 2)]
     found = [signature_methods.bag_of_embeddings(fit, test) for _ in range(2)]
     np.testing.assert_array_equal(*found)

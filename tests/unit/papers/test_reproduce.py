@@ -1,7 +1,5 @@
 """Reproduced figures at small size: results that hold on every machine."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_process import command, sentence
-from traces import favourites_trace, saved, synthetic_trace
 
 from benchmarks.papers.figures import balanceroute, director, eldr, eldr_parallel, grace, shifting
 from benchmarks.papers.figures.common import Options
 from benchmarks.papers.reproduce import reproduce
-from eldr_serve.command_errors import BadInput
+from eldr_serve.command_errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.scenario import Work
+from tests.support.in_process import command, sentence
+from tests.support.traces import favourites_trace, saved, synthetic_trace
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
@@ -58,6 +56,7 @@ def test_balance_routes_reduce_imbalance(
     arrivals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(balanceroute, "SLOTS", 8)
+    monkeypatch.setattr(balanceroute, "TABLE_1_WORKERS", (16,))
     out = tmp_path / "table1.json"
     reproduce("balanceroute", "table1", trace=[arrivals], requests=2000, out=out)
     rows = json.loads(out.read_text())["rows"]
@@ -69,6 +68,18 @@ def test_balance_routes_reduce_imbalance(
     assert np.mean([r["tpot_p95_ms"] for r in ours]) < np.mean([r["tpot_p95_ms"] for r in baselines])
     assert min(r["output_tokens_per_s"] for r in ours) > max(r["output_tokens_per_s"] for r in baselines)
     assert row_of(rows, method="shortest-queue")["imbalance_below_jsq"] == 1
+    assert row_of(rows, method="shortest-queue")["spread_below_jsq"] == 1
+    assert max(r["spread_tokens"] for r in ours) < min(r["spread_tokens"] for r in baselines)
+
+
+def test_the_papers_columns_are_beside_the_papers_number_of_workers() -> None:
+    keys = ("imbalance_tokens", "spread_tokens", "tpot_p95_ms", "output_tokens_per_s")
+    figures = dict.fromkeys((*keys, "ttft_p50_ms", "ttft_p99_ms"), 2.0)
+    means = {"shortest-queue": figures, "balance-route": figures | {"spread_tokens": 1.0}}
+    rows = [row_of(balanceroute._rows("t", g, means), method="balance-route") for g in (8, 16)]
+    assert [row["spread_below_jsq"] for row in rows] == [2, 2]
+    assert rows[0]["paper_below_jsq"] == pytest.approx(104_737 / 54_051)
+    assert rows[1]["paper_below_jsq"] is None
 
 
 @pytest.mark.slow
@@ -216,14 +227,17 @@ def test_a_placement_that_knows_the_batch_beats_a_static_one(small: Options) -> 
 
 
 def test_rounded_placements_are_above_their_bounds(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    def synthetic(seed: int) -> tuple[dict[str, object], shifting.Cluster, list[np.ndarray], np.ndarray]:
+    def synthetic(
+        seed: int, ranks: int
+    ) -> tuple[dict[str, object], shifting.Cluster, list[np.ndarray], np.ndarray]:
         rng = np.random.default_rng(seed)
         work = [rng.poisson(rng.lognormal(3, 1, (L, 1, E)), (L, 4, E)).astype(float)]
-        return {"workload": "random", "layers": L}, shifting.Cluster.of("H200", 4, E), work, np.ones(1)
+        return {"workload": "random", "layers": L}, shifting.Cluster.from_name("H200", 4, E), work, np.ones(1)
 
     monkeypatch.setattr(director, "_synthetic", synthetic)
     rows = director.FIGURES["fig11"].run(small)
-    assert rows
+    methods = {"LP rounding", "LP rounding, tokens by expert alone", "Algorithm 1 as written"}
+    assert {row["method"] for row in rows} == methods
     for row in rows:
         assert 0 <= row["above_bound_pct"] <= row["above_lp_pct"] + 1e-9
 
@@ -237,5 +251,5 @@ def test_a_batch_holds_every_token_on_its_rank(few: Path, tmp_path: Path) -> Non
     assert batch.tokens.shape == (STEPS, L, 4, E)
     assert (batch.tokens.sum(axis=3) == TOP_K * shifting.PER_RANK).all()
     CalibrationTrace.load(few).subset(np.arange(10)).save(tmp_path / "bare.safetensors")
-    with pytest.raises(BadInput, match="no routes"):
+    with pytest.raises(UserInputError, match="no routes"):
         director.FIGURES["fig7"].run(Options(traces=(tmp_path / "bare.safetensors",)))

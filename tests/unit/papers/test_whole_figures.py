@@ -1,7 +1,5 @@
 """The study of whole replicas at small size: its workloads and expected results."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,32 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_process import command, sentence
-from tables import request
-from traces import favourites_trace, observed_experts, random_routes, saved
 
 from benchmarks.papers.figures import whole
 from benchmarks.papers.prefix_policies import LongestPrefix, SessionHash
 from benchmarks.papers.reproduce import reproduce
 from eldr_serve.scheduling import Loads, MarginalCost, StepCost, check_policy
+from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.traces import read_trace
 from offline.predictor import fit_signature_predictor
 from offline.scenario import observed as read
 from offline.scenario import routes_of
-from offline.simulation.calibration import FittedCost
 from offline.simulation.cluster import Cluster, Decode, Whole
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
+from tests.support.in_process import command, sentence
+from tests.support.tables import request
+from tests.support.traces import observed_experts, random_routes
 
 RNG = np.random.default_rng(0)
-DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
-
-
-@pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide 60 requests of each domain, which has favourite experts."""
-    shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.05}
-    return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +97,11 @@ def test_policies_of_whole_workers_get_predicted_then_measured_counts() -> None:
             super().on_assigned(request, worker, decision)
 
     experts = observed_experts(
-        np.full((1, 1, 4), 10), np.array([20]), random_routes(RNG, 1, (3, 4), layers=1, experts=4, top_k=2),
+        np.full((1, 1, 4), 10),
+        np.array([20]),
+        random_routes(RNG, 1, (3, 4), layers=1, experts=4, top_k=2),
         ["d"],
-    )  # fmt: skip
+    )
     experts = replace(experts, predicted=np.full((1, 1, 4), 5.0))
     requests = Requests(np.zeros(1), np.array([20]), np.array([3]), np.zeros(1, np.int64))
     cluster = Cluster(decode=Decode(workers=2, cost=StepCost(), whole=Whole()))
@@ -172,19 +164,19 @@ def test_the_studys_balancers_pass_check_policy(policy: type) -> None:
 
 
 def test_a_session_stays_until_its_worker_is_overloaded() -> None:
-    policy, idle = SessionHash(), Loads.of([1, 1, 1, 1])
+    policy, idle = SessionHash(), Loads.from_counts([1, 1, 1, 1])
     mine = policy.select(request(prompt_key="s"), idle, RNG).worker
     assert {policy.select(request(str(n), prompt_key="s"), idle, RNG).worker for n in range(9)} == {mine}
     assert len({policy.select(request(prompt_key=str(n)), idle, RNG).worker for n in range(40)}) == 4
-    full = Loads.of([9 if worker == mine else 1 + worker for worker in range(4)])
+    full = Loads.from_counts([9 if worker == mine else 1 + worker for worker in range(4)])
     least = min(worker for worker in range(4) if worker != mine)
     assert policy.select(request(prompt_key="s"), full, RNG).worker == least
-    assert policy.select(request(), Loads.of([2, 1]), RNG).worker == 1
+    assert policy.select(request(), Loads.from_counts([2, 1]), RNG).worker == 1
 
 
 def test_the_longest_prefix_wins_among_workers_without_overload() -> None:
     def chosen(in_flight: list[int], cached: list[int]) -> int:
-        found = Loads.of(in_flight)
+        found = Loads.from_counts(in_flight)
         seen = Loads(found.in_flight, found.kv_tokens, found.available, cached_tokens=np.array(cached))
         return LongestPrefix().select(request(), seen, RNG).worker
 
@@ -192,4 +184,4 @@ def test_the_longest_prefix_wins_among_workers_without_overload() -> None:
     assert chosen([1, 4, 9], [0, 32, 64]) == 1
     assert chosen([1, 9, 9], [0, 32, 64]) == 0
     assert chosen([2, 1, 1], [32, 32, 0]) == 1
-    assert LongestPrefix().select(request(), Loads.of([2, 1]), RNG).worker == 1
+    assert LongestPrefix().select(request(), Loads.from_counts([2, 1]), RNG).worker == 1

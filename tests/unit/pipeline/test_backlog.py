@@ -5,36 +5,27 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
-from fake_fleet import FakeFleet, Sent, answer_with, prefill_result
-from request_path import FakeRouterClient, good_decode, request_context
 
-from eldr_serve.errors import Overloaded
+from eldr_serve.errors import OverloadedError
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
-from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.queues.prefill_queue import QUEUE
-from eldr_serve.replicas.decode_turns import SLOTS
+from eldr_serve.queues.reports import QUEUE
+from eldr_serve.replicas.decode_start import SLOTS
+from eldr_serve.replicas.kv_usage import KV_USAGE, REPORT_NUMBER, KvUsage
 from eldr_serve.request import Request, RequestFields
-from tests.faults.virtual_time import VirtualLoop
+from tests.support.fake_fleet import FakeFleet, Sent, answer_with, prefill_result
+from tests.support.request_path import FakeRouterClient, good_decode, on_virtual_time, request_context
 
 RATE = 9000.0  # throughput of an engine, tokens/s
 TOKENS = 1500
-PREFILLED = msgspec.msgpack.encode({"tokens": TOKENS, "token_ids": bytes(4 * TOKENS), "kv": {}})
-
-
-def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine on virtual time, which advances when all tasks wait."""
-    loop = VirtualLoop(random.Random(0))
-    with patch("time.monotonic", loop.time):
-        loop.run(main())
-    assert not loop.errors
+PREFILLED = msgspec.msgpack.encode({"token_ids": bytes(4 * TOKENS), "kv": {}})
 
 
 class Engine:
@@ -62,7 +53,7 @@ class Backlog:
         self.decode = FakeFleet(decode, "d0", "d1", "d2")
         self.client: Any = FakeRouterClient()
         fleets: Any = self.prefill, self.decode
-        engines = Engines(*fleets, whole=whole)
+        engines = Engines(*fleets, PrefillRouterOptions(), whole=whole)
         self.path = RequestPath(engines=engines, client=self.client, options=PathOptions())
         self.statuses: Counter[int] = Counter()
         self.refused_s: list[float] = []
@@ -78,7 +69,7 @@ class Backlog:
             try:
                 stream = self.path.generate(request_context(prompt=prompt, stream=True))
                 assert b"".join([chunk async for chunk in stream])
-            except Overloaded as refusal:
+            except OverloadedError as refusal:
                 self.statuses[refusal.status] += 1
                 self.refused_s.append(loop.time() - sent_s)
                 await asyncio.sleep((refusal.retry_after_s or 0) + 0.01 * random.random())
@@ -112,18 +103,18 @@ def test_each_prompt_is_answered_or_refused_at_once_with_a_retry_time(before: in
     assert max(backlog.refused_s) <= 2.0
     assert max(backlog.tries) <= (2 if before else 4)
     assert len(backlog.prefill.requests) == before + 1000  # no prompt is sent twice
-    assert not {"set_aside", "prefill_retries"} & set(backlog.client.events)
+    assert not {"ejected", "prefill_retries"} & set(backlog.client.events)
     assert backlog.client.events.count("refused_prefill_backlog") == len(backlog.refused_s)
 
 
 def test_a_wait_behind_other_prompts_is_no_failure_of_an_engine() -> None:
     """Prompts wait longer than the limit if the engine is slower than the rate that admitted them."""
     backlog = Backlog()
-    backlog.path.prefill.queues._bound_s = 10**6
+    backlog.path.admission.queues._bound_s = 10**6
     backlog.send_all(range(700))  # 117 s
     assert backlog.statuses == {200: 700}
     assert len(backlog.prefill.requests) == 700
-    assert "set_aside" not in backlog.client.events
+    assert "ejected" not in backlog.client.events
 
 
 def test_a_prompt_that_others_overtake_is_retried() -> None:
@@ -140,6 +131,61 @@ def test_a_prompt_that_others_overtake_is_retried() -> None:
     assert backlog.client.events.count("prefill_retries") == 1
 
 
+def test_requests_that_wait_for_room_continue_at_once_in_order_of_arrival() -> None:
+    backlog = Backlog()
+    directory, waiters = backlog.prefill.directory, backlog.prefill.waiters
+    directory.kv_usage = KvUsage(0.9)
+
+    async def main() -> None:
+        directory.sample({"p0": {KV_USAGE: 1.0, REPORT_NUMBER: 0}})
+        tasks = []
+        for number in range(5):
+            tasks.append(asyncio.create_task(backlog.send(number)))
+            await asyncio.sleep(0.1)
+            waiters.wake()  # there is no room yet, and each request keeps its turn
+        assert not backlog.prefill.requests
+        directory.sample({"p0": {KV_USAGE: 0.5, REPORT_NUMBER: 1}})
+        waiters.wake()
+        await asyncio.sleep(0.001)
+        assert [sent.fields["prompt"][0] for sent in backlog.prefill.requests] == [0, 1, 2, 3, 4]
+        await asyncio.gather(*tasks)
+
+    on_virtual_time(main)
+    assert backlog.statuses == {200: 5}
+
+
+def test_waits_for_room_and_for_a_decode_replica_end_at_their_limit() -> None:
+    backlog, limit_s = Backlog(), PathOptions().prefill_wait_s
+    backlog.prefill.directory.kv_usage = KvUsage(0.9)
+
+    async def main() -> None:
+        time = asyncio.get_running_loop().time
+        backlog.prefill.directory.sample({"p0": {KV_USAGE: 1.0, REPORT_NUMBER: 0}})
+        with pytest.raises(OverloadedError, match="are full"):
+            await anext(backlog.path.generate(request_context(stream=True)))
+        assert time() == pytest.approx(limit_s)
+        backlog.decode.lost = {"d0", "d1", "d2"}
+        with pytest.raises(OverloadedError, match="no decode replica can be reached"):
+            await anext(backlog.path.generate(request_context(stream=True)))
+        assert time() == pytest.approx(2 * limit_s)
+
+    on_virtual_time(main)
+
+
+def test_a_full_replica_does_not_extend_the_limit_of_a_call_that_needs_no_slot() -> None:
+    backlog, limit_s = Backlog(decode=answer_with(asyncio.Event())), PathOptions().first_token_limit_s
+    backlog.decode.directory.publish({"d0": {SLOTS: 2}})
+    backlog.decode.directory.sample({"d0": {QUEUE: {"number": 0, "calls": 3}}})
+
+    async def main() -> None:
+        async with asyncio.timeout(10 * limit_s):
+            with pytest.raises(OverloadedError, match="did not answer in time"):
+                await backlog.path.forward("tokenize", {}, b"{}")
+        assert asyncio.get_running_loop().time() == pytest.approx(limit_s)
+
+    on_virtual_time(main)
+
+
 def test_an_engine_that_computes_nothing_is_ejected() -> None:
     backlog = Backlog(answer_with(asyncio.Event()))
 
@@ -149,10 +195,10 @@ def test_an_engine_that_computes_nothing_is_ejected() -> None:
 
     async def main() -> None:
         errors = await asyncio.gather(*map(send_once, range(5)), return_exceptions=True)
-        assert {type(error) for error in errors} == {Overloaded}
+        assert {type(error) for error in errors} == {OverloadedError}
 
     on_virtual_time(main)
-    assert "set_aside" in backlog.client.events
+    assert "ejected" in backlog.client.events
 
 
 @pytest.mark.parametrize("reported", [0, 9])
@@ -176,7 +222,7 @@ def test_a_decode_call_waits_for_a_slot(reported: int) -> None:
 
     on_virtual_time(main)
     assert len(backlog.decode.requests) == len(backlog.tries) == requests
-    assert "set_aside" not in backlog.client.events
+    assert "ejected" not in backlog.client.events
 
 
 def test_whole_engines_bound_their_waiting_prompts_too() -> None:
@@ -188,7 +234,7 @@ def test_whole_engines_bound_their_waiting_prompts_too() -> None:
     assert max(backlog.refused_s) <= 2.0
     assert max(backlog.tries) <= 4
     assert len(backlog.decode.requests) == 600
-    assert "set_aside" not in backlog.client.events
+    assert "ejected" not in backlog.client.events
 
 
 def test_a_retry_is_recognised_by_its_tenant_and_body() -> None:

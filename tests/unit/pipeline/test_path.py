@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
-from fake_router import wait_until
 from pydantic import ValidationError
-from request_path import COUNTS, Pipeline, good_decode, on, request_context
 
-from eldr_serve.channel import CallFailed, ChannelLost, SlowReader
-from eldr_serve.engine.calls import prefill_header
-from eldr_serve.engine.keys import EXPERT_COUNTS
-from eldr_serve.errors import Overloaded
-from eldr_serve.pipeline import path
+from eldr_serve.channel import CallFailedError, ChannelLostError, SlowReaderError
+from eldr_serve.engine.calls import EXPERT_COUNTS, prefill_header
+from eldr_serve.errors import EnginesLostError, OverloadedError
+from eldr_serve.pipeline import kv_release
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.stage_latencies import WINDOW, StageLatencies
-from eldr_serve.request import RequestFields, needs_whole_engine, prompt_head, prompt_key
-from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
+from eldr_serve.replicas.directory import ReplicaDirectory
+from eldr_serve.replicas.fleet import Fleet
+from eldr_serve.replicas.kv_usage import KV_USAGE, REPORT_NUMBER, KvUsage
+from eldr_serve.request import RequestFields, needs_whole_engine, prompt_head, prompt_key, sequences
+from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
+from tests.support.fake_router import wait_until
+from tests.support.request_path import (
+    COUNTS,
+    Pipeline,
+    good_decode,
+    good_prefill,
+    on,
+    on_virtual_time,
+    request_context,
+)
 
-DEAD = answer_with(ChannelLost("it is dead"))
+DEAD = answer_with(ChannelLostError("it is dead"))
 
 
 @pytest.fixture(autouse=True)
 def without_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the wait for a notice: the fake decode engines read no blocks."""
-    monkeypatch.setattr(path, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(kv_release, "_NOTICE_S", 0.0)
 
 
 async def test_a_request_is_prefilled_placed_and_decoded() -> None:
@@ -80,7 +90,7 @@ async def test_a_failed_prefill_is_retried_on_the_next_replica() -> None:
 
 async def test_a_request_is_refused_with_a_retry_time_if_all_prefills_fail() -> None:
     pipeline = Pipeline(prefill=answer_with(refusal(503)), prefill_tries=2)
-    with pytest.raises(Overloaded) as refused:
+    with pytest.raises(OverloadedError) as refused:
         await pipeline.run()
     assert refused.value.retry_after_s >= 1
     assert len(pipeline.prefill.requests) == 2
@@ -90,7 +100,7 @@ async def test_a_request_is_refused_with_a_retry_time_if_all_prefills_fail() -> 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_an_invalid_request_is_not_retried(leg: str) -> None:
     pipeline = Pipeline(**{leg: answer_with(refusal(400, "wrong"))})
-    with pytest.raises(CallFailed, match="wrong") as refused:
+    with pytest.raises(CallFailedError, match="wrong") as refused:
         await pipeline.run()
     assert refused.value.status == 400
     assert len(pipeline.prefill.requests) == 1
@@ -101,7 +111,11 @@ async def test_an_invalid_request_is_not_retried(leg: str) -> None:
 @pytest.mark.parametrize(
     ("failure", "alive", "released"),
     [
-        (ChannelLost("away"), False, 0),  # the engine may still read the blocks, until their KV lease ends
+        (
+            ChannelLostError("away"),
+            False,
+            0,
+        ),  # the engine may still read the blocks, until their KV lease ends
         (refusal(500), True, 1),
     ],
     ids=["lost", "fails"],
@@ -131,7 +145,7 @@ async def test_blocks_are_released_at_once_if_the_decode_replica_has_no_channel(
 
 async def test_the_blocks_of_each_prefill_are_released_if_all_decodes_fail() -> None:
     pipeline = Pipeline(decode=answer_with(refusal(500)), decode_tries=2)
-    with pytest.raises(Overloaded):
+    with pytest.raises(OverloadedError):
         await pipeline.run()
     await wait_until(lambda: len(pipeline.prefill.released) == 2)
     calls = pipeline.prefill.requests
@@ -142,19 +156,41 @@ async def test_the_blocks_of_each_prefill_are_released_if_all_decodes_fail() -> 
 async def test_there_is_no_backoff_after_the_last_attempt(leg: str) -> None:
     pipeline = Pipeline(**{leg: DEAD}, prefill_tries=1, decode_tries=1, retry_backoff_s=60.0)
     async with asyncio.timeout(10):
-        with pytest.raises(Overloaded):
+        with pytest.raises(OverloadedError):
             await pipeline.run()
 
 
 async def test_prefill_attempts_are_counted_over_the_whole_request() -> None:
     prefill = in_turn(*[DEAD, answer_with(prefill_result())] * 9)
-    pipeline = Pipeline(prefill=prefill, decode=DEAD, prefill_tries=3, decode_tries=9)
-    with pytest.raises(Overloaded, match="3 prefill attempts failed"):
+    pipeline = Pipeline(prefill=prefill, decode=DEAD, prefill_tries=3, decode_tries=9, max_lost_engines=9)
+    with pytest.raises(OverloadedError, match="3 prefill and 2 decode attempts of this request failed"):
         await pipeline.run()
     assert len(pipeline.prefill.requests) == 5
 
 
-@pytest.mark.parametrize("error", [ChannelLost("gone"), refusal(500)])
+@pytest.mark.parametrize(
+    ("prefill", "calls"),
+    [(DEAD, (3, 0)), (answer_with(prefill_result()), (3, 3)), (in_turn(DEAD, good_prefill, DEAD), (3, 1))],
+    ids=["prefill", "decode", "both"],
+)
+async def test_a_request_that_has_lost_three_engines_is_refused(prefill: Any, calls: tuple[int, int]) -> None:
+    pipeline = Pipeline(prefill=prefill, decode=DEAD, prefill_tries=9, decode_tries=9)
+    with pytest.raises(EnginesLostError, match="3 engines were lost while they worked on this request"):
+        await pipeline.run()
+    assert (len(pipeline.prefill.requests), len(pipeline.decode.requests)) == calls
+    assert pipeline.client.events[-1] == "refused_lost_engines"
+
+
+async def test_only_engines_that_end_with_the_request_count_as_lost_by_it() -> None:
+    silent = answer_with(ChannelLostError("it is silent", silent=True))
+    prefill = in_turn(silent, good_prefill, good_prefill, good_prefill)
+    pipeline = Pipeline(prefill=prefill, decode=on("d1", DEAD), max_lost_engines=2)
+    pipeline.decode.lost = {"d0"}
+    assert await pipeline.run() == b"abc"
+    assert [placed.exclude for placed, _ in pipeline.client.placed] == [(), ("d0",), ("d0", "d1")]
+
+
+@pytest.mark.parametrize("error", [ChannelLostError("gone"), refusal(500)])
 async def test_a_lost_stream_ends_with_an_error_event(error: Exception) -> None:
     pipeline = Pipeline(decode=answer_with(b"a", error))
     answer = await pipeline.run(stream=True)
@@ -172,23 +208,23 @@ async def test_a_client_that_does_not_read_loses_its_stream() -> None:
     more.set()
     (sent,) = pipeline.decode.requests
     await wait_until(lambda: sent.cancelled)
-    with pytest.raises(SlowReader):
+    with pytest.raises(SlowReaderError):
         await anext(stream)
     assert not pipeline.client.leases
 
 
 async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refused() -> None:
-    full = {KV_USAGE: 1.0, SAMPLE: 0}
+    full = {KV_USAGE: 1.0, REPORT_NUMBER: 0}
     pipeline = Pipeline(prefill_wait_s=0.2)
-    budget = pipeline.prefill.directory.budget = PrefillBudget(0.9)
-    budget.take({"p0": full, "p1": full})
-    with pytest.raises(Overloaded, match="are full"):
+    kv_usage = pipeline.prefill.directory.kv_usage = KvUsage(0.9)
+    kv_usage.take({"p0": full, "p1": full})
+    with pytest.raises(OverloadedError, match="are full"):
         await pipeline.run()
     assert not pipeline.prefill.requests
     assert pipeline.client.events == ["refused_prefill_full"]
     waiting = asyncio.create_task(pipeline.run())
     await asyncio.sleep(0.06)
-    budget.take({"p0": full, "p1": full | {KV_USAGE: 0.5, SAMPLE: 1}})
+    kv_usage.take({"p0": full, "p1": full | {KV_USAGE: 0.5, REPORT_NUMBER: 1}})
     assert await waiting == b"abc"
     assert [sent.replica for sent in pipeline.prefill.requests] == ["p1"]
 
@@ -196,7 +232,7 @@ async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refus
 async def test_a_request_is_refused_without_a_prefill_replica() -> None:
     pipeline = Pipeline(prefill_wait_s=0.05, whole_per_s=0.0)
     pipeline.prefill.lost = {"p0", "p1"}
-    with pytest.raises(Overloaded, match="no prefill replica can be reached"):
+    with pytest.raises(OverloadedError, match="no prefill replica can be reached"):
         await pipeline.run()
 
 
@@ -211,11 +247,20 @@ async def test_a_request_waits_for_the_first_decode_replica() -> None:
     assert await answer == b"abc"
 
 
+@pytest.mark.parametrize("change", [Fleet._update, Fleet._sample_reports])
+async def test_channels_and_reports_wake_waiting_requests(change: Callable[[Fleet], None]) -> None:
+    fleet, loop = Fleet(ReplicaDirectory()), asyncio.get_running_loop()
+    with fleet.waiters.turn() as wait_until:
+        loop.call_soon(change, fleet)
+        async with asyncio.timeout(0.5):
+            await wait_until(loop.time() + 60.0)
+
+
 @pytest.mark.parametrize("dies", [False, True], ids=["away", "dies"])
 async def test_without_prefill_a_limited_rate_of_requests_runs_whole(dies: bool) -> None:
     async def prefill(sent: Any) -> AsyncIterator[Any]:
         pipeline.prefill.lost = {"p0", "p1"}
-        raise ChannelLost("it is dead")
+        raise ChannelLostError("it is dead")
         yield
 
     pipeline = Pipeline(prefill=prefill, prefill_wait_s=0.0, whole_per_s=0.001)
@@ -225,40 +270,43 @@ async def test_without_prefill_a_limited_rate_of_requests_runs_whole(dies: bool)
     (decode,) = pipeline.decode.requests
     assert not decode.kv
     assert pipeline.client.events[-1] == "whole_without_prefill"
-    with pytest.raises(Overloaded, match="no prefill replica can be reached"):
+    with pytest.raises(OverloadedError, match="no prefill replica can be reached"):
         await pipeline.run()
 
 
-async def test_whole_requests_run_in_order_of_arrival() -> None:
+def test_whole_requests_run_in_order_of_arrival() -> None:
     """A cancelled request makes room for the next one."""
-    pipeline = Pipeline(prefill_wait_s=60.0, whole_per_s=40.0)
-    pipeline.prefill.lost = {"p0", "p1"}
     ended: list[int] = []
 
-    async def run(number: int) -> None:
-        assert await pipeline.run() == b"abc"
-        ended.append(number)
+    async def main() -> None:
+        pipeline = Pipeline(prefill_wait_s=60.0, whole_per_s=40.0)
+        pipeline.prefill.lost = {"p0", "p1"}
 
-    tasks = []
-    for number in range(70):  # 40 start at once, the others one after the other
-        tasks.append(asyncio.create_task(run(number)))
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.01)
-    for task in tasks[42:60]:
-        task.cancel()
-    async with asyncio.timeout(20):
+        async def run(number: int) -> None:
+            assert await pipeline.run() == b"abc"
+            ended.append(number)
+
+        tasks = []
+        for number in range(70):  # 40 start at once, the others one after the other
+            tasks.append(asyncio.create_task(run(number)))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        for task in tasks[42:60]:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    on_virtual_time(main)
     waited = [number for number in ended if number >= 40]
     assert waited == [40, 41, *range(60, 70)]
 
 
 async def test_a_request_that_waits_too_long_releases_its_blocks() -> None:
     async def no_room(*_: Any, **__: Any) -> Any:
-        raise Overloaded("in time")
+        raise OverloadedError("in time")
 
     pipeline = Pipeline()
     pipeline.client.place = no_room
-    with pytest.raises(Overloaded):
+    with pytest.raises(OverloadedError):
         await pipeline.run()
     assert len(pipeline.prefill.released) == 1
     assert not pipeline.decode.requests
@@ -276,6 +324,21 @@ async def test_progress_counts_tokens_not_chunks() -> None:
     assert pipeline.client.tokens[-1] == 4
 
 
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_lost_call_is_no_progress_of_its_engine(lost: bool) -> None:
+    pipeline = Pipeline(decode=on("d0", DEAD if lost else answer_with(refusal(500))))
+    starts = pipeline.path._services.decode_starts
+    starts.leave = leave = Mock(wraps=starts.leave)
+    assert await pipeline.run() == b"abc"
+    assert leave.call_args_list[0].kwargs == {"answered": not lost}
+
+
+async def test_an_empty_prefill_answer_is_a_failed_call_and_no_lost_engine() -> None:
+    pipeline = Pipeline(prefill=in_turn(answer_with(), good_prefill), max_lost_engines=1)
+    assert await pipeline.run() == b"abc"
+    assert len(pipeline.prefill.requests) == 2
+
+
 def test_equal_prompts_have_equal_keys() -> None:
     def key(**fields: Any) -> str:
         return prompt_key(RequestFields(**fields))
@@ -289,16 +352,25 @@ def test_equal_prompts_have_equal_keys() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"prompt": 5}, {"prompt": []}, {"prompt": ["a"]}, {"prompt": [1, 2]}, {"prompt": "a\ud800b"},
-     {"messages": 5}, {"messages": [5]}, {"messages": [{"role": 5, "content": "\udfff"}]}],
-)  # fmt: skip
+    [
+        {},
+        {"prompt": 5},
+        {"prompt": []},
+        {"prompt": ["a"]},
+        {"prompt": [1, 2]},
+        {"prompt": "a\ud800b"},
+        {"messages": 5},
+        {"messages": [5]},
+        {"messages": [{"role": 5, "content": "\udfff"}]},
+    ],
+)
 def test_prompts_of_any_type_have_a_head(fields: dict[str, Any]) -> None:
     assert isinstance(prompt_head(RequestFields(**fields)), bytes)
 
 
 async def test_a_cancelled_decode_engine_can_finish_reading_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its notice to the prefill engine may follow the end of the cancelled call."""
-    monkeypatch.setattr(path, "_NOTICE_S", 0.3)
+    monkeypatch.setattr(kv_release, "_NOTICE_S", 0.3)
     pipeline = Pipeline(decode=answer_with(asyncio.Event()))
     task = asyncio.create_task(pipeline.run())
     await wait_until(lambda: pipeline.decode.requests)
@@ -321,6 +393,21 @@ async def test_cancellation_cancels_the_call_and_releases_lease_and_blocks(leg: 
     (prefill,) = pipeline.prefill.requests
     await wait_until(lambda: pipeline.prefill.released)
     assert pipeline.prefill.released == [(prefill.replica, prefill.header["id"])]
+
+
+@pytest.mark.parametrize(
+    ("fields", "number"),
+    [
+        ({"prompt": "a"}, 1),
+        ({"prompt": ["a", "b"], "n": 3}, 6),
+        ({"prompt_embeds": "AAAA"}, 1),
+        ({"prompt_embeds": ["AAAA", "BBBB"]}, 2),
+        ({"prompt": "a", "prompt_embeds": ["AAAA"]}, 2),
+        ({"messages": []}, 1),
+    ],
+)
+def test_prompts_and_embeddings_are_counted_as_sequences(fields: dict[str, Any], number: int) -> None:
+    assert sequences(RequestFields(**fields)) == number
 
 
 @pytest.mark.parametrize(

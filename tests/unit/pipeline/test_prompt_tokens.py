@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shipped import ROOT
 from tokenizers import Tokenizer
 
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
 from eldr_serve.pipeline import prompt_tokens
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.request import RequestFields
+from tests.support.shipped import ROOT
 
 MODEL = ROOT / "examples/demo_model" / "weights"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -30,7 +30,7 @@ def ids(text: str, *, special: bool) -> list[int]:
 async def token_ids(**fields: Any) -> list[int] | None:
     tokens = PromptTokens(str(MODEL))
     await tokens.fingerprint()
-    found = await tokens.of(RequestFields.model_validate(fields))
+    found = await tokens.tokenise(RequestFields.model_validate(fields))
     return None if found is None else found.tolist()
 
 
@@ -90,7 +90,7 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 def test_any_json_prompt_is_accepted(prompt: Any, messages: Any) -> None:
     tokens = PromptTokens(str(MODEL))
     tokens._tokenizer = TOKENIZER
-    found = asyncio.run(tokens.of(RequestFields(prompt=prompt, messages=messages)))
+    found = asyncio.run(tokens.tokenise(RequestFields(prompt=prompt, messages=messages)))
     assert found is None or found.dtype == np.uint32
 
 
@@ -103,4 +103,4 @@ async def test_a_tokenizer_has_the_same_fingerprint_as_in_calibration(tmp_path: 
     broken = PromptTokens(str(tmp_path))
     with pytest.raises(ValueError, match="cannot be read"):
         await broken.fingerprint()
-    assert await broken.of(RequestFields(prompt=TEXT)) is None
+    assert await broken.tokenise(RequestFields(prompt=TEXT)) is None

@@ -7,18 +7,18 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from clock import Clock
-from fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from hypothesis import given
 from hypothesis import strategies as st
-from request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, packed, request_context
 
-from eldr_serve.channel import ChannelLost
-from eldr_serve.errors import Overloaded
+from eldr_serve.channel import ChannelLostError
+from eldr_serve.errors import OverloadedError
 from eldr_serve.queues.rate import Rate
-from eldr_serve.router.budget import KV_USAGE, SAMPLE, PrefillBudget
+from eldr_serve.replicas.kv_usage import KV_USAGE, REPORT_NUMBER, KvUsage
+from tests.support.clock import Clock
+from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
+from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, packed, request_context
 
-LOST = ChannelLost("it is dead")
+LOST = ChannelLostError("it is dead")
 
 
 class Engines:
@@ -83,6 +83,13 @@ async def test_a_stream_resumes_once() -> None:
     assert pipeline.client.events[-1] == "streams_lost"
 
 
+async def test_a_stream_that_has_lost_too_many_engines_does_not_resume() -> None:
+    pipeline = Pipeline(decode=Engines((0, LOST), (3, LOST)), max_lost_engines=2)
+    answer = await pipeline.run(stream=True)
+    assert answer.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
+    assert len(pipeline.decode.requests) == 2
+
+
 async def test_a_stream_resumes_on_a_third_engine() -> None:
     pipeline = Pipeline(decode=Engines((3, LOST), (0, LOST)))
     assert await pipeline.run(stream=True) == WHOLE + END
@@ -123,13 +130,22 @@ async def test_an_answer_resumes_whole_if_its_second_prefill_fails(failure: Exce
     assert pipeline.client.events == ["prefills", "whole_without_prefill", "resumed"]
 
 
+async def test_a_prefill_replica_is_not_blamed_for_an_attempt_without_it() -> None:
+    prefill = in_turn(answer_with(prefill_result()), answer_with(refusal(400)))
+    pipeline = Pipeline(prefill=prefill, decode=Engines((3, LOST), (0, refusal(500))))
+    context = request_context(stream=False)
+    assert b"".join([chunk async for chunk in pipeline.path.generate(context)]) == WHOLE
+    assert context.failures.decode_replicas == ["d0", "d1"]
+    assert context.failures.prefill_replicas == []
+
+
 async def test_an_answer_resumes_whole_if_prefill_engines_are_full() -> None:
-    full = {KV_USAGE: 1.0, SAMPLE: 0}
+    full = {KV_USAGE: 1.0, REPORT_NUMBER: 0}
     pipeline = Pipeline(decode=Engines((3, LOST)), prefill_wait_s=0.0)
-    budget = pipeline.prefill.directory.budget = PrefillBudget(0.9)
+    kv_usage = pipeline.prefill.directory.kv_usage = KvUsage(0.9)
 
     async def decode(sent: Any) -> AsyncIterator[Any]:
-        budget.take({"p0": full, "p1": full})
+        kv_usage.take({"p0": full, "p1": full})
         async for chunk in engines(sent):
             yield chunk
 
@@ -142,6 +158,16 @@ async def test_a_stream_that_no_engine_resumes_ends_with_an_error() -> None:
     pipeline = Pipeline(decode=Engines((3, LOST), *[(0, refusal(400))] * 9))
     answer = await pipeline.run(stream=True)
     assert answer.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
+
+
+async def test_engines_that_refuse_resumed_answers_are_not_ejected() -> None:
+    def decode(sent: Any) -> AsyncIterator[Any]:
+        return answer_with(refusal(400))(sent) if sent.header["generated"] else Engines((3, LOST))(sent)
+
+    pipeline = Pipeline(decode=decode)
+    for _ in range(4):
+        assert b'"engine_lost"' in await pipeline.run(stream=True)
+    assert "ejected" not in pipeline.client.events
 
 
 async def test_a_limited_number_of_answers_is_prefilled_again_at_once() -> None:
@@ -177,8 +203,8 @@ async def test_a_limited_number_of_answers_is_prefilled_again_at_once() -> None:
 )
 async def test_a_whole_answer_that_cannot_resume_in_time_is_refused(failure: Exception, message: str) -> None:
     pipeline = Pipeline(decode=Engines((3, failure)), retry_wait_s=0.0)
-    pipeline.path._retries._turns = asyncio.Semaphore(0)
-    with pytest.raises(Overloaded, match=message):
+    pipeline.path._services.retries._permits = asyncio.Semaphore(0)
+    with pytest.raises(OverloadedError, match=message):
         await pipeline.run(stream=False)
 
 
@@ -195,7 +221,7 @@ def test_a_rate_limits_the_permits_of_any_second() -> None:
     assert [take(rate) for _ in range(2)] == [True, False]
     clock.now += 60.0
     assert [take(rate) for _ in range(3)] == [True, True, False]
-    assert not take(Rate(0.0))
+    assert not take(Rate(0.0, clock=clock))
 
 
 def test_reserved_permits_follow_at_the_rate() -> None:
@@ -204,4 +230,14 @@ def test_reserved_permits_follow_at_the_rate() -> None:
     rate.give_back()
     assert [rate.reserve(1.0), rate.reserve(1.0)] == [1.0, None]
     assert not take(rate)
-    assert Rate(0.0).reserve(1e9) is None
+    assert Rate(0.0, clock=lambda: 0.0).reserve(1e9) is None
+
+
+async def test_the_prefill_of_a_resumed_answer_counts_the_generated_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipeline = Pipeline(decode=Engines((5, LOST)))
+    finished: list[int] = []
+    monkeypatch.setattr(pipeline.path.admission, "finish", lambda ticket, tokens: finished.append(tokens))
+    assert await pipeline.run(stream=True) == WHOLE + END
+    assert finished == [len(TOKEN_IDS) // 4, len(TOKEN_IDS) // 4 + 5]

@@ -9,16 +9,17 @@ from unittest.mock import AsyncMock, Mock, call
 
 import msgspec
 import pytest
-from fake_fleet import FakeFleet, Sent, answer_with, prefill_result
-from fake_router import wait_until
-from ingress_app import whole_answer
-from request_path import COUNTS, good_prefill
 
 from eldr_serve.experts.signature import pack_counts
-from eldr_serve.pipeline import warmup
+from eldr_serve.pipeline import kv_release, warmup
 from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.path_options import PrefillRouterOptions
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas import measured_counts
+from tests.support.fake_fleet import FakeFleet, Sent, answer_with, prefill_result
+from tests.support.fake_router import wait_until
+from tests.support.ingress_app import whole_answer
+from tests.support.request_path import COUNTS, good_prefill
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +32,8 @@ def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
 def warmup_of(prefill: FakeFleet, decode: FakeFleet, *, whole: bool = False, health: Any = None) -> Warmup:
     handle: Any = Mock(check_health=Mock(remote=health or AsyncMock()))
     fleets: Any = prefill, decode
-    engines = Engines(*fleets, whole=whole)
-    return Warmup(engines=engines, handles=[handle], client=Mock(call=AsyncMock()), model_id="m")
+    engines = Engines(*fleets, PrefillRouterOptions(), whole=whole)
+    return Warmup(engines=engines, handles=[handle], client=Mock(expect_counts=AsyncMock()), model_id="m")
 
 
 async def test_a_pair_is_warm_after_counts_and_all_samplers(caplog: pytest.LogCaptureFixture) -> None:
@@ -44,7 +45,7 @@ async def test_a_pair_is_warm_after_counts_and_all_samplers(caplog: pytest.LogCa
     running = asyncio.create_task(warm.run())
     await wait_until(lambda: len(prefill.released) >= 2)
     assert (warm.ready, warm.pairs, decode.requests) == (False, 0, [])
-    client.call.assert_not_called()
+    client.expect_counts.assert_not_called()
     assert prefill.released[0][0] == "p0"
     assert "p0 sends no expert counts" in caplog.text
     prefill.answer = good_prefill
@@ -53,7 +54,7 @@ async def test_a_pair_is_warm_after_counts_and_all_samplers(caplog: pytest.LogCa
     decode.lost = set()
     await wait_until(lambda: warm.ready)
     running.cancel()
-    assert client.call.await_args_list == [call("expect_counts", 3, 4)] * 2
+    assert client.expect_counts.await_args_list == [call(3, 4)] * 2
     for name in ("d0", "d1"):
         sent = [s for s in decode.requests if s.replica == name]
         sampling = [(s.fields["n"], s.fields["logprobs"], s.fields["temperature"]) for s in sent]
@@ -84,6 +85,33 @@ async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_engine() -
     running.cancel()
 
 
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_call_that_hangs_is_cancelled_and_its_blocks_are_released(
+    leg: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(kv_release, "_NOTICE_S", 0.0)
+    hangs = answer_with(asyncio.Event())
+    prefill = FakeFleet(hangs if leg == "prefill" else good_prefill, "p0")
+    decode = FakeFleet(hangs if leg == "decode" else whole_answer, "d0")
+    running = asyncio.create_task(warmup_of(prefill, decode).run())
+    await wait_until(lambda: prefill.released)
+    running.cancel()
+    assert (prefill if leg == "prefill" else decode).requests[0].cancelled
+    assert prefill.released[0] == ("p0", prefill.requests[0].header["id"])
+
+
+async def test_pairs_of_replicas_that_have_gone_do_not_count() -> None:
+    prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(whole_answer, "d0", "d1")
+    warm = warmup_of(prefill, decode)
+    running = asyncio.create_task(warm.run())
+    await wait_until(lambda: warm.pairs == 2)
+    decode.directory.publish({"d1": {}})
+    assert warm.pairs == 1
+    await wait_until(lambda: warm._warm == {("p0", "d1")})
+    running.cancel()
+
+
 async def test_a_whole_engine_is_warm_after_its_answers(caplog: pytest.LogCaptureFixture) -> None:
     async def engine(sent: Sent) -> AsyncIterator[bytes]:
         if sent.method == "generate":
@@ -101,7 +129,7 @@ async def test_a_whole_engine_is_warm_after_its_answers(caplog: pytest.LogCaptur
     await wait_until(lambda: warm.ready)
     running.cancel()
     assert warm.pairs == 2
-    assert client.call.await_args_list == [call("expect_counts", 3, 4)]
+    assert client.expect_counts.await_args_list == [call(3, 4)]
     assert "d1 counts no experts" in caplog.text
     for name in ("d0", "d1"):
         counted, first, second = (s for s in decode.sent if s.replica == name)

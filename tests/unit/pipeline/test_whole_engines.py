@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from fake_fleet import Sent, answer_with
-from fake_router import wait_until
-from request_path import COUNTS, Pipeline, request_context
 
+from eldr_serve.channel import ChannelLostError
+from eldr_serve.errors import OverloadedError
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.pipeline.path import RequestPath
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.queues.throughput import DEFAULT_RATE
 from eldr_serve.replicas import measured_counts
-from eldr_serve.router.directory import BLOCK_TOKENS
+from eldr_serve.replicas.directory import BLOCK_TOKENS
+from eldr_serve.replicas.outliers import FAILURES
+from eldr_serve.request import RequestFields
 from eldr_serve.scheduling import prompt_blocks
+from tests.support.fake_fleet import Sent, answer_with
+from tests.support.fake_router import wait_until
+from tests.support.request_path import COUNTS, Pipeline, packed, request_context
 
 
 async def whole_engine(sent: Sent) -> Any:
@@ -25,7 +32,7 @@ async def whole_engine(sent: Sent) -> Any:
     if sent.method == measured_counts.METHOD:
         yield msgspec.msgpack.encode((9, pack_counts(COUNTS)))
         return
-    for _ in range(50):  # turns of the event loop
+    for _ in range(50):  # iterations of the event loop
         await asyncio.sleep(0)
     for token in (b"a", b"b"):
         yield token
@@ -110,3 +117,49 @@ async def test_a_disconnected_client_leaves_no_call_or_lease(monkeypatch: pytest
     await stream.aclose()
     await wait_until(lambda: not any(pipeline.decode.in_flight.values()))
     assert not pipeline.client.leases
+
+
+async def test_ejected_engines_have_no_room_for_a_prompt() -> None:
+    pipeline = Pipeline(decode=whole_engine, whole=True, prefill_queue_s=1.0)
+    admission, outliers = pipeline.path.admission, pipeline.path._services.outliers
+    for replica in ("d1", "d2"):
+        admission.queues.enter(replica, 10 * DEFAULT_RATE, key=replica)
+    assert await pipeline.run(prompt=[5]) == b"ab"  # d0 is idle
+    for _ in range(FAILURES):
+        outliers.record_failure("d0", RuntimeError())
+    with pytest.raises(OverloadedError, match="would wait 10 s for its prefill"):
+        await pipeline.run(prompt=[5])
+
+
+async def test_prompt_sizes_are_learnt_from_true_counts_and_not_from_estimates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def tokenise(self: PromptTokens, fields: RequestFields) -> Any:
+        return np.arange(9, dtype=np.uint32) if fields.prompt == text else None
+
+    monkeypatch.setattr(PromptTokens, "tokenise", tokenise)
+    pipeline, text, other = Pipeline(decode=whole_engine, whole=True), "x" * 90, "y" * 90
+    estimate = partial(pipeline.path.admission.estimate_tokens, request_context(prompt=other))
+    for _ in range(3):
+        await pipeline.run(prompt=other)  # its tokens stay unknown
+    assert estimate() == 90 / 4
+    for _ in range(300):
+        async for _ in pipeline.path.generate(request_context(prompt=text)):
+            pass
+    assert estimate() == pytest.approx(9, rel=0.1)
+
+
+async def test_the_prompt_of_a_resumed_answer_includes_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost_once(sent: Sent) -> Any:
+        if sent.method == measured_counts.METHOD:
+            return
+        if not sent.header["generated"]:
+            yield b"a", 2, packed(8, 9)
+            raise ChannelLostError("it is dead")
+        yield b"b", 1, packed(10)
+
+    pipeline = Pipeline(decode=lost_once, whole=True)
+    finished: list[int] = []
+    monkeypatch.setattr(pipeline.path.admission, "finish", lambda ticket, tokens: finished.append(tokens))
+    assert await pipeline.run(prompt=[5, 6, 7], stream=True) == b"ab"
+    assert finished == [3, 5]

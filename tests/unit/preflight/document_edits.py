@@ -1,7 +1,5 @@
 """Edits of deployment documents by the location of a value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MISSING = object()  # instead of a value: removes the key

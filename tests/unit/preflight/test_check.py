@@ -3,8 +3,6 @@
 One process with vLLM checks all of them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -13,18 +11,19 @@ from typing import Any
 import pytest
 import yaml
 from document_edits import MISSING, edit
-from in_process import python
-from shipped import ROOT
+from typer.testing import CliRunner
 
-from eldr_serve.preflight.check import Checked, check
-from eldr_serve.preflight.machine import GIB, Pool, gpu_of, read_cluster, with_gpu
+from eldr_serve.cli import app
+from eldr_serve.preflight.check import CheckOutcome, FindNodePools, check
+from eldr_serve.preflight.machine import GIB, NodePool, gpu_of, read_cluster, with_gpu
 from eldr_serve.preflight.report import as_json
+from tests.support.shipped import ROOT
 
 pytestmark = pytest.mark.slow
 
 SHIPPED = sorted((ROOT / "deployments").glob("*.yaml"))
 CLUSTER = read_cluster(ROOT / "ray_cluster.yaml")
-CPU = [Pool("nodes", 1, {"CPU": 2}, memory_gib=24)]
+CPU = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24)]
 ROLES = ("prefill_config", "decode_config")
 QWEN = "qwen3_30b_8p16d"
 D, P = "decode_config", "prefill_config"
@@ -38,45 +37,53 @@ def both(path: str, value: Any) -> dict[str, Any]:
 
 # name -> shipped file, changes of its args, words of its one error.
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a_key_misspelt": (QWEN, {"rooter": {}}, "rooter"),
-    "an_unknown_engine_argument": (QWEN, both("engine_kwargs.max_num_seq", 3), "max_num_seq"),
     "no_config": (
-        QWEN, both("model_loading_config", {"model_id": "qwen3-30b-a3b", "model_source": "Qwen/Other"}),
+        QWEN,
+        both("model_loading_config", {"model_id": "qwen3-30b-a3b", "model_source": "Qwen/Other"}),
         "prefill_config.model_loading_config.model_source is 'Qwen/Other': its config.json is neither",
-    ),
-    "two_models": (
-        QWEN, {f"{D}.model_loading_config": {"model_id": "b", "model_source": "Qwen/Qwen3-30B-A3B"}},
-        "decode_config.model_loading_config.model_id is 'b'",
     ),
     "a_gpu_that_is_not_there": (QWEN, {f"{D}.accelerator_type": "B200"}, "accelerator_type B200"),
     "a_resource_that_is_not_there": (
-        QWEN, {f"{D}.placement_group_config": {"bundle_per_worker": {"GPU": 1, "decoder": 1}}}, "'decoder'",
+        QWEN,
+        {f"{D}.placement_group_config": {"bundle_per_worker": {"GPU": 1, "decoder": 1}}},
+        "'decoder'",
     ),
     "too_many": (QWEN, {f"{SCALING}.max_replicas": 49}, "1 of 49 decode replicas find no node"),
     "too_large_for_the_gpu": ("qwen3_235b_2p8d", {f"{P}.accelerator_type": "H100"}, "find no node"),
     "no_room_for_a_sequence": (
-        QWEN, {f"{P}.engine_kwargs.gpu_memory_utilization": 0.79}, "holds no sequence",
+        QWEN,
+        {f"{P}.engine_kwargs.gpu_memory_utilization": 0.79},
+        "holds no sequence",
     ),
     "weights_do_not_fit": (
-        QWEN, {f"{P}.engine_kwargs.gpu_memory_utilization": 0.5}, "prefill does not fit on H100",
+        QWEN,
+        {f"{P}.engine_kwargs.gpu_memory_utilization": 0.5},
+        "prefill does not fit on H100",
     ),
     "hidden_choices": (
-        "gpt_oss_120b_8p16d", {f"{P}.engine_kwargs.moe_backend": "triton"}, "OAITritonMxfp4ExpertsMonolithic",
+        "gpt_oss_120b_8p16d",
+        {f"{P}.engine_kwargs.moe_backend": "triton"},
+        "OAITritonMxfp4ExpertsMonolithic",
     ),
     "longer_than_the_model": ("qwen3_30b_whole", {f"{D}.engine_kwargs.max_model_len": 99999}, "99999"),
     "a_block_size_that_no_attention_takes": (
-        "cpu_demo_whole", {f"{D}.engine_kwargs.block_size": 16},
+        "cpu_demo_whole",
+        {f"{D}.engine_kwargs.block_size": 16},
         "decode_config.engine_kwargs.block_size is 16: attention on CPUs supports only multiples of 32",
     ),
     "block_sizes_of_two_defaults": (
-        "cpu_demo", {f"{P}.engine_kwargs.block_size": 64}, "block_size is 64 and decode",
+        "cpu_demo",
+        {f"{P}.engine_kwargs.block_size": 64},
+        "block_size is 64 and decode",
     ),
     "dtypes_of_which_vllm_chooses_one": (
-        "cpu_demo", {f"{P}.engine_kwargs.dtype": MISSING},
+        "cpu_demo",
+        {f"{P}.engine_kwargs.dtype": MISSING},
         "prefill_config.engine_kwargs.dtype is 'bfloat16' and decode_config.engine_kwargs.dtype is 'float32'",
     ),
     "what_vllm_refuses_by_itself": (
-        "cpu_demo", {f"{P}.engine_kwargs.max_num_batched_tokens": 8},
+        "cpu_demo",
+        {f"{P}.engine_kwargs.max_num_batched_tokens": 8},
         "prefill_config.engine_kwargs: max_num_batched_tokens (8) must be greater than or equal to",
     ),
     "speculative": (
@@ -85,41 +92,47 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "prefills and decodes, where rejected tokens would be counted: leave speculative_config out",
     ),
     "nixl_in_rays_ports": (
-        QWEN, {f"{D}.experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": 19990}},
+        QWEN,
+        {f"{D}.experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": 19990}},
         "Ray's client and workers",
     ),
-    "serves_own_scaling": (
-        QWEN, {f"{SCALING}.policy": {"policy_function": SERVES_POLICY}}, "Serve's own",
-    ),
+    "serves_own_scaling": (QWEN, {f"{SCALING}.policy": {"policy_function": SERVES_POLICY}}, "Serve's own"),
     "to_zero": (QWEN, {f"{SCALING}.min_replicas": 0}, "set min_replicas"),
-    "scaled_and_fixed": (QWEN, {f"{D}.deployment_config.num_replicas": 3}, "not both"),
     "ranks_apart": (
         QWEN,
         {
-            f"{D}.engine_kwargs.tensor_parallel_size": 2, f"{SCALING}.max_replicas": 8,
+            f"{D}.engine_kwargs.tensor_parallel_size": 2,
+            f"{SCALING}.max_replicas": 8,
             f"{SCALING}.initial_replicas": 8,
         },
         "8 of 8 decode replicas would each spread over several nodes",
     ),
     "too_little_memory": (
-        "cpu_demo", {f"{D}.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE": "9"},
+        "cpu_demo",
+        {f"{D}.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE": "9"},
         "the engines on node nodes-0 need",
     ),
     "one_nixl_port": (
-        "cpu_demo", {f"{D}.runtime_env.env_vars.VLLM_NIXL_SIDE_CHANNEL_PORT": "23000"},
+        "cpu_demo",
+        {f"{D}.runtime_env.env_vars.VLLM_NIXL_SIDE_CHANNEL_PORT": "23000"},
         "share NIXL's port 23000",
     ),
     "nixl_ports_meet": (
-        "cpu_demo", {f"{D}.experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": 20000}},
+        "cpu_demo",
+        {f"{D}.experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": 20000}},
         "overlap decode's 20000-20001 on one node",
     ),
     "one_port_twice": (QWEN, {"ingress.port": 8000}, "both listen at port 8000"),
-}  # fmt: skip
-OWN_KERNEL = ("gpt_oss_120b_8p16d", both("engine_kwargs.moe_backend", MISSING), "")
+}
+OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gpt_oss_by_itself": ("gpt_oss_120b_8p16d", both("engine_kwargs.moe_backend", MISSING), ""),
+    "on_l40s": (QWEN, {}, ""),
+}
+ON_L40S = with_gpu(CLUSTER, gpu_of("L40S"))
 
 
 def edited(name: str) -> dict[str, Any]:
-    file, changes, _ = WRONG.get(name, OWN_KERNEL)
+    file, changes, _ = (WRONG | OTHERS)[name]
     document: dict[str, Any] = yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text())
     document = json.loads(json.dumps(document))  # so that YAML aliases do not share their values
     for path, value in changes.items():
@@ -127,19 +140,21 @@ def edited(name: str) -> dict[str, Any]:
     return document
 
 
-def cluster(path: Path, device: str) -> list[Pool]:
+def cluster(path: Path, device: str) -> list[NodePool]:
     if device == "cpu":
         return CPU
+    if path.stem == "on_l40s":
+        return ON_L40S
     small = path.stem == "ranks_apart"
     return [pool for pool in CLUSTER if not (small and pool.name.endswith("_of_8"))]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckOutcome]:
     folder = tmp_path_factory.mktemp("deployments")
     (folder / "models").symlink_to(ROOT / "deployments/models")
     paths = list(SHIPPED)
-    for name in ("gpt_oss_by_itself", *WRONG):
+    for name in (*OTHERS, *WRONG):
         paths.append(folder / f"{name}.yaml")
         paths[-1].write_text(yaml.safe_dump(edited(name)))
     paths.append(folder / "readme.yaml")
@@ -152,30 +167,30 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
 
 
 @pytest.mark.parametrize("name", [path.stem for path in SHIPPED])
-def test_a_shipped_deployment_would_start(name: str, outcomes: dict[str, Checked]) -> None:
+def test_a_shipped_deployment_would_start(name: str, outcomes: dict[str, CheckOutcome]) -> None:
     outcome = outcomes[name]
     assert [finding.sentence for finding in outcome.findings] == []
     assert outcome.starts
-    for engines, _, answer in outcome.answers:
+    for engines, _, answer in outcome.results:
         assert answer.kv_tokens >= answer.max_model_len, engines.role
         assert answer.kernels
         assert not any(hidden for _, hidden in answer.kernels)
 
 
-def test_the_readmes_deployment_would_start(outcomes: dict[str, Checked]) -> None:
+def test_the_readmes_deployment_would_start(outcomes: dict[str, CheckOutcome]) -> None:
     outcome = outcomes["readme"]
     assert outcome.starts
-    assert [engines.role for engines, *_ in outcome.answers] == ["prefill", "decode"]
+    assert [engines.role for engines, *_ in outcome.results] == ["prefill", "decode"]
 
 
-def test_our_kernel_is_shown_where_vllms_choice_would_hide_routes(outcomes: dict[str, Checked]) -> None:
+def test_our_kernel_is_shown_where_vllms_choice_would_hide_routes(outcomes: dict[str, CheckOutcome]) -> None:
     outcome = outcomes["gpt_oss_by_itself"]
     assert outcome.starts
-    assert {name for *_, answer in outcome.answers for name, _ in answer.kernels} == {"MarlinExperts"}
+    assert {name for *_, answer in outcome.results for name, _ in answer.kernels} == {"MarlinExperts"}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_deployment_is_reported_in_one_sentence(name: str, outcomes: dict[str, Checked]) -> None:
+def test_a_wrong_deployment_is_reported_in_one_sentence(name: str, outcomes: dict[str, CheckOutcome]) -> None:
     errors = [finding.sentence for finding in outcomes[name].findings if finding.severity == "error"]
     assert len(errors) == 1, errors
     assert WRONG[name][2] in errors[0]
@@ -183,23 +198,23 @@ def test_a_wrong_deployment_is_reported_in_one_sentence(name: str, outcomes: dic
     assert "\n" not in errors[0]
 
 
-def test_weights_equal_the_published_sizes(outcomes: dict[str, Checked]) -> None:
+def test_weights_equal_the_published_sizes(outcomes: dict[str, CheckOutcome]) -> None:
     """Compare with the parameters of the model cards, in billions of two bytes."""
     for name, published in {"qwen3_30b_8p16d": 30.5, "gemma_4_26b_8p16d": 25.2}.items():
-        assert outcomes[name].answers[0][2].weights / 2e9 == pytest.approx(published, abs=0.1)
-    four = outcomes["qwen3_235b_2p8d"].answers[0][2].weights
+        assert outcomes[name].results[0][2].weights / 2e9 == pytest.approx(published, abs=0.1)
+    four = outcomes["qwen3_235b_2p8d"].results[0][2].weights
     assert 4 * four / 2e9 == pytest.approx(235, abs=0.5)
 
 
-def test_kv_tokens_equal_a_computation_by_hand(outcomes: dict[str, Checked]) -> None:
+def test_kv_tokens_equal_a_computation_by_hand(outcomes: dict[str, CheckOutcome]) -> None:
     """Qwen3-30B-A3B: 48 layers, keys and values, 4 heads of 128, 2 bytes, blocks of 16 tokens."""
-    answer = outcomes["qwen3_30b_8p16d"].answers[1][2]
+    answer = outcomes["qwen3_30b_8p16d"].results[1][2]
     block = 16 * 48 * 2 * 4 * 128 * 2
     assert answer.kv_tokens == answer.kv // block * 16
     assert answer.kv == int(gpu_of("H100").memory_gib * GIB * 0.9) - answer.weights - answer.reserve
 
 
-def test_json_output_is_complete(outcomes: dict[str, Checked]) -> None:
+def test_json_output_is_complete(outcomes: dict[str, CheckOutcome]) -> None:
     found = json.loads(json.dumps(as_json(outcomes["qwen3_235b_2p8d"])))
     assert found["starts"]
     prefill, decode = found["engines"]
@@ -209,12 +224,21 @@ def test_json_output_is_complete(outcomes: dict[str, Checked]) -> None:
     assert sorted(number for _, number in held) == list(range(8))
 
 
-def test_the_command_prints_errors_and_exits_with_1() -> None:
-    done = python(
-        "-m", "eldr_serve.cli", "check", "deployments/qwen3_30b_8p16d.yaml", "--gpu", "L40S", "--json"
-    )
-    assert done.returncode == 1, done.stderr
+def test_the_command_prints_errors_and_exits_with_1(
+    outcomes: dict[str, CheckOutcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/unit/test_package.py and tests/e2e/test_own_model.py run the whole command."""
+
+    def checked(paths: list[Path], pools: FindNodePools, model: Path | None) -> list[CheckOutcome]:
+        assert [pools(path, "gpu") for path in paths] == [ON_L40S]
+        return [outcomes["on_l40s"]]
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("eldr_serve.preflight.check.check", checked)
+    words = ["check", "deployments/qwen3_30b_8p16d.yaml", "--gpu", "L40S", "--json"]
+    done = CliRunner().invoke(app, words, prog_name="eldr")
+    assert done.exit_code == 1, done.output
     (found,) = json.loads(done.stdout)
     assert [finding["severity"] for finding in found["findings"]] == ["error", "error"]
     assert all("does not fit on L40S" in finding["sentence"] for finding in found["findings"])
-    assert len(with_gpu(CLUSTER, gpu_of("L40S"))) == len(CLUSTER)
+    assert len(ON_L40S) == len(CLUSTER)

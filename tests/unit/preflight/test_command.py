@@ -1,16 +1,14 @@
 """Options that `eldr check` refuses at once, and cluster files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-from in_process import sentence
-from shipped import ROOT
 from typer.testing import CliRunner
 
 from eldr_serve.cli import app
-from eldr_serve.preflight.machine import described, gpu_of, read_cluster, with_gpu
+from eldr_serve.preflight.machine import gpu_of, identical_nodes, read_cluster, with_gpu
+from tests.support.in_process import sentence
+from tests.support.shipped import ROOT
 
 YAML = "deployments/qwen3_30b_8p16d.yaml"
 
@@ -42,7 +40,7 @@ def test_the_shipped_cluster_has_the_resources_of_the_shipped_deployments() -> N
 
 
 def test_another_gpu_changes_only_the_type() -> None:
-    (before,) = described(
+    (before,) = identical_nodes(
         gpu_of("H100"), nodes=2, gpus_per_node=4, cpus_per_node=8, memory_gib=9, resources={"decode": 4}
     )
     (after,) = with_gpu([before], gpu_of("H200", 100))
@@ -50,7 +48,20 @@ def test_another_gpu_changes_only_the_type() -> None:
     assert dict(after.resources) == {"CPU": 8, "GPU": 4, "decode": 4, "accelerator_type:H200": 1}
 
 
-@pytest.mark.parametrize("text", ["", "a: [", "available_node_types: {a: {}}", "available_node_types: 3"])
+NODE_TYPE = "head_node_type: b\navailable_node_types: {a: {max_workers: %s, resources: %s}}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a: [",
+        "available_node_types: {a: {}}",
+        "available_node_types: 3",
+        NODE_TYPE % ("many", "{CPU: 1}"),
+        NODE_TYPE % ("1", "CPU"),
+    ],
+)
 def test_a_file_without_a_cluster_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(text)
     with pytest.raises(ValueError, match="is not a cluster file"):

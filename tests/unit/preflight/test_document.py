@@ -1,7 +1,5 @@
 """Errors in the Serve file itself are located and reported before anything slow is imported."""
 
-from __future__ import annotations
-
 import copy
 import json
 import socket
@@ -11,28 +9,24 @@ from typing import Any
 import pytest
 import yaml
 from document_edits import MISSING, edit
-from in_process import python
-from shipped import ROOT
 
+from benchmarks.lib.ports import free_port
 from eldr_serve.preflight import check as checking
-from eldr_serve.preflight.check import Checked
-from eldr_serve.preflight.engines import Answer
-from eldr_serve.preflight.machine import Pool
+from eldr_serve.preflight.check import CheckOutcome
+from eldr_serve.preflight.engines import ProbeResult
+from eldr_serve.preflight.machine import NodePool
+from tests.support.processes import python
+from tests.support.shipped import ROOT
 
-HERE = [Pool("nodes", 1, {"CPU": 2}, memory_gib=24, here=True)]
-ELSEWHERE = [Pool("nodes", 1, {"CPU": 2}, memory_gib=24)]
+HERE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24, here=True)]
+ELSEWHERE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24)]
 SHIPPED: dict[str, Any] = yaml.safe_load((ROOT / "deployments/cpu_demo.yaml").read_text())
 
 
 @pytest.fixture(autouse=True)
 def no_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(checking, "ask", lambda engines: [Answer() for _ in engines])
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    monkeypatch.setattr(checking, "probe_engines", lambda engines: [ProbeResult() for _ in engines])
 
 
 def content() -> dict[str, Any]:
@@ -43,18 +37,15 @@ def content() -> dict[str, Any]:
     return dict(found)
 
 
-def checked(folder: Path, given: Any, pools: Any = HERE) -> Checked:
+def checked(folder: Path, given: Any, pools: Any = HERE) -> CheckOutcome:
     path = folder / "made.yaml"
     path.write_text(given if isinstance(given, str) else yaml.safe_dump(given))
     (found,) = checking.check([path], lambda path, device: pools)
     return found
 
 
-def sentences(found: Checked, severity: str = "error") -> list[str]:
+def sentences(found: CheckOutcome, severity: str = "error") -> list[str]:
     return [finding.sentence for finding in found.findings if finding.severity == severity]
-
-
-# -- YAML ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,8 +71,6 @@ def test_a_binary_file_is_reported(tmp_path: Path) -> None:
     (found,) = checking.check([tmp_path / "made.yaml"], lambda path, device: HERE)
     assert "is not text" in sentences(found)[0]
 
-
-# -- Serve's own keys ------------------------------------------------------------------------------------
 
 APPLICATION = "applications.0"
 # path -> value, words of the error
@@ -118,9 +107,12 @@ def test_content_that_serve_would_refuse_or_misread_is_reported(path: str, tmp_p
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({}, 'multiple configs for application "eldr"'), ({"name": "b"}, 'route prefix "/"'),
-     ({"name": "b", "route_prefix": "/b"}, "has 2 applications eldr_serve.app:build_app")],
-)  # fmt: skip
+    [
+        ({}, 'multiple configs for application "eldr"'),
+        ({"name": "b"}, 'route prefix "/"'),
+        ({"name": "b", "route_prefix": "/b"}, "has 2 applications eldr_serve.app:build_app"),
+    ],
+)
 def test_two_applications_are_reported(change: dict[str, str], words: str, tmp_path: Path) -> None:
     given = content()
     given["applications"].append(copy.deepcopy(given["applications"][0]) | change)
@@ -136,9 +128,6 @@ def test_a_key_that_serve_ignores_is_a_warning(tmp_path: Path) -> None:
     ignored, overridden = sentences(found, "warning")
     assert ignored == "Serve ignores the key x-shared: leave it out"
     assert overridden.startswith("applications.0.deployments.0 overrides options of EldrIngress")
-
-
-# -- this machine ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["ingress", "http_options"])
@@ -187,9 +176,6 @@ def test_a_missing_or_invalid_key_file_is_reported(tmp_path: Path) -> None:
     assert "tenants" in sentences(checked(tmp_path, given))[0]
     keys.write_text("{}")
     assert checked(tmp_path, given).starts
-
-
-# -- before slow imports -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

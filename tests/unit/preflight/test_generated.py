@@ -3,8 +3,6 @@
 No engine is asked. test_check.py has the errors that only vLLM finds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,17 +13,19 @@ import pytest
 import yaml
 from document_edits import MISSING, edit
 from pydantic import BaseModel
-from shipped import ROOT
 
 from eldr_serve.app import build_app
 from eldr_serve.config import EldrArgs
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.preflight import check as checking
-from eldr_serve.preflight.engines import Answer
-from eldr_serve.preflight.machine import Pool
-from eldr_serve.validation import shown
+from eldr_serve.preflight.engines import ProbeResult
+from eldr_serve.preflight.machine import NodePool
+from eldr_serve.validation import format_value
+from tests.support.shipped import ROOT
 
-NODES = [Pool("nodes", 64, {"CPU": 64, "GPU": 8, "prefill": 8, "decode": 8, "ingress": 8}, memory_gib=999)]
+NODES = [
+    NodePool("nodes", 64, {"CPU": 64, "GPU": 8, "prefill": 8, "decode": 8, "ingress": 8}, memory_gib=999)
+]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ WRONG = [
     # missing keys
     Wrong("decode_config", MISSING, "decode_config is missing", hidden=True),
     Wrong("decode_config.model_loading_config.model_id", MISSING, "name that requests use", hidden=True),
+    Wrong("prefill_config", {}, hidden=True),
     # deployments of the engines
     Wrong(f"{D}.num_replicas", 0, "at least 1"),
     Wrong(f"{D}.num_replicas", -2, "at least 1"),
@@ -213,7 +214,7 @@ def test_the_cases_cover_many_kinds_of_errors() -> None:
 @pytest.fixture(autouse=True)
 def no_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(checking, "ask", lambda engines: [Answer() for _ in engines])
+    monkeypatch.setattr(checking, "probe_engines", lambda engines: [ProbeResult() for _ in engines])
 
 
 def errors_of(path: Path) -> list[str]:
@@ -245,7 +246,7 @@ def test_build_and_check_refuse_an_error_with_the_same_sentence(wrong: Wrong, tm
     assert (wrong.path if wrong.place is None else wrong.place) in said
     assert wrong.words in said
     if not wrong.hidden and not isinstance(wrong.value, dict | list):
-        assert shown(wrong.value) in said
+        assert format_value(wrong.value) in said
     assert "{'" not in said  # no Python dict
     assert len(said) < 600
     assert "12345" not in said  # no secret

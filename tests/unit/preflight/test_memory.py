@@ -1,18 +1,18 @@
 """An engine's memory, against numbers computed by hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
-from eldr_serve.engine.protocol import Step
+import pytest
+
+from eldr_serve.engine.protocol import StepSizes
 from eldr_serve.preflight.deployment import EngineDeployment
-from eldr_serve.preflight.engines import Answer
-from eldr_serve.preflight.findings import memory
+from eldr_serve.preflight.engines import ProbeResult
+from eldr_serve.preflight.findings import host_memory, memory
 from eldr_serve.preflight.machine import GIB, gpu_of
 from eldr_serve.preflight.memory import FIXED_GIB, kv_bytes, reserve_bytes
 
-QWEN3_30B = Step(
+QWEN3_30B = StepSizes(
     tokens=16384, sequences=64, hidden=2048, top_k=8, expert_width=768, vocabulary=151936, element=2
 )
 
@@ -34,7 +34,7 @@ def test_the_rest_is_the_share_minus_the_reserve() -> None:
 def test_a_small_cpu_cache_names_the_setting_of_its_size() -> None:
     spec: Any = SimpleNamespace(model_source="m", host_kv_variable="KV_SPACE")
     engines = EngineDeployment("whole", spec, 1, 1, 1, False, [], "PACK", "")
-    answer = Answer(weights=1, kv=GIB, kv_tokens=0, max_model_len=999, kernels=(("Experts", False),))
+    answer = ProbeResult(weights=1, kv=GIB, kv_tokens=0, max_model_len=999, kernels=(("Experts", False),))
     (on_cpu,) = memory(engines, None, answer)
     assert on_cpu.sentence.endswith(
         "holds no sequence of max_model_len 999: raise KV_SPACE in "
@@ -42,3 +42,14 @@ def test_a_small_cpu_cache_names_the_setting_of_its_size() -> None:
     )
     (on_gpu,) = memory(engines, gpu_of("H100"), answer)
     assert on_gpu.sentence.endswith("lower it, or raise gpu_memory_utilization")
+
+
+@pytest.mark.parametrize(("ranks", "sentences"), [(1, 0), (2, 0), (3, 1)])
+def test_each_rank_of_a_cpu_engine_needs_memory(ranks: int, sentences: int) -> None:
+    spec: Any = SimpleNamespace(device="cpu", ranks=ranks)
+    engines = EngineDeployment("decode", spec, 1, 1, 1, False, [], "PACK", "")
+    deployment: Any = SimpleNamespace(engines=[engines])
+    answer = ProbeResult(weights=GIB, kv=2 * GIB, reserve=2 * GIB, kv_tokens=9, max_model_len=9, kernels=())
+    node = SimpleNamespace(name="n", pool=SimpleNamespace(memory_gib=10), replicas=[("decode", 0)])
+    placed: Any = SimpleNamespace(nodes=[node])
+    assert len([*host_memory(deployment, placed, [answer])]) == sentences

@@ -1,7 +1,5 @@
 """Placement of replicas on nodes, against all possible placements."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from itertools import product
@@ -10,31 +8,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.preflight.machine import Pool
-from eldr_serve.preflight.placement import Replicas, place
+from eldr_serve.preflight.machine import NodePool
+from eldr_serve.preflight.placement import ReplicaDemand, place
 
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 sizes = st.integers(1, 3)
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> list[Pool]:
+def clusters(draw: st.DrawFn) -> list[NodePool]:
     """Draw two pools of nodes with GPUs, one of them with an extra resource."""
     return [
-        Pool("a", draw(st.integers(0, 2)), {"GPU": draw(st.integers(1, 4))}),
-        Pool(
+        NodePool("a", draw(st.integers(0, 2)), {"GPU": draw(st.integers(1, 4))}),
+        NodePool(
             "b", draw(st.integers(0, 2)), {"GPU": draw(st.integers(1, 4)), "extra": draw(st.integers(0, 4))}
         ),
     ]
 
 
 @st.composite
-def replicas(draw: st.DrawFn, name: str = "x") -> Replicas:
+def replicas(draw: st.DrawFn, name: str = "x") -> ReplicaDemand:
     bundle = {"GPU": draw(sizes)} | ({"extra": 1} if draw(st.booleans()) else {})
-    return Replicas(name, draw(st.integers(1, 4)), [bundle] * draw(sizes), draw(st.sampled_from(STRATEGIES)))
+    return ReplicaDemand(
+        name, draw(st.integers(1, 4)), [bundle] * draw(sizes), draw(st.sampled_from(STRATEGIES))
+    )
 
 
-def max_placeable(pools: list[Pool], wanted: Replicas) -> int:
+def max_placeable(pools: list[NodePool], wanted: ReplicaDemand) -> int:
     """Return how many replicas can be placed, by trying every node for every bundle."""
     nodes = tuple(
         tuple(int(pool.resources.get(name, 0)) for name in ("GPU", "extra"))
@@ -62,17 +62,19 @@ def max_placeable(pools: list[Pool], wanted: Replicas) -> int:
     return placed(tuple(sorted(nodes)), wanted.count)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(clusters(), replicas(), replicas("y"))
 def test_no_node_exceeds_its_resources_and_every_replica_is_listed(
-    pools: list[Pool], one: Replicas, other: Replicas
+    pools: list[NodePool], one: ReplicaDemand, other: ReplicaDemand
 ) -> None:
     placed = place(pools, [one, other])
     assert all(left >= 0 for node in placed.nodes for left in node.free.values())
     for wanted in (one, other):
-        there = {number for node in placed.nodes for name, number in node.held if name == wanted.name}
+        there = {number for node in placed.nodes for name, number in node.replicas if name == wanted.name}
         assert len(there) + placed.missing.get(wanted.name, 0) == wanted.count
-        nodes = Counter(number for node in placed.nodes for name, number in node.held if name == wanted.name)
+        nodes = Counter(
+            number for node in placed.nodes for name, number in node.replicas if name == wanted.name
+        )
         assert sum(count > 1 for count in nodes.values()) == placed.spread.get(wanted.name, 0)
         if wanted.strategy == "STRICT_PACK":
             assert set(nodes.values()) <= {1}
@@ -80,10 +82,10 @@ def test_no_node_exceeds_its_resources_and_every_replica_is_listed(
             assert set(nodes.values()) <= {len(wanted.bundles)}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(clusters(), replicas())
 def test_placed_replicas_never_exceed_the_optimum_and_one_is_placed_if_possible(
-    pools: list[Pool], wanted: Replicas
+    pools: list[NodePool], wanted: ReplicaDemand
 ) -> None:
     found = wanted.count - place(pools, [wanted]).missing.get(wanted.name, 0)
     can = max_placeable(pools, wanted)
@@ -91,22 +93,22 @@ def test_placed_replicas_never_exceed_the_optimum_and_one_is_placed_if_possible(
     assert (found > 0) == (can > 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
 def test_equal_engines_fill_equal_nodes(nodes: int, per_node: int, ranks: int, count: int) -> None:
     """Place engines that stay on one node, as in the shipped topologies."""
-    pools = [Pool("a", nodes, {"GPU": per_node * ranks, "decode": per_node * ranks})]
-    wanted = Replicas("decode", count, [{"GPU": 1, "decode": 1}] * ranks, "STRICT_PACK")
+    pools = [NodePool("a", nodes, {"GPU": per_node * ranks, "decode": per_node * ranks})]
+    wanted = ReplicaDemand("decode", count, [{"GPU": 1, "decode": 1}] * ranks, "STRICT_PACK")
     assert place(pools, [wanted]).missing.get("decode", 0) == max(0, count - nodes * per_node)
 
 
 @pytest.mark.parametrize(("strategy", "nodes", "missing"), [("PACK", 2, 0), ("STRICT_PACK", 0, 1)])
 def test_an_engine_of_two_gpus_does_not_fit_nodes_of_one(strategy: str, nodes: int, missing: int) -> None:
-    placed = place([Pool("a", 3, {"GPU": 1})], [Replicas("x", 1, [{"GPU": 1}] * 2, strategy)])
-    assert sum(bool(node.held) for node in placed.nodes) == nodes
+    placed = place([NodePool("a", 3, {"GPU": 1})], [ReplicaDemand("x", 1, [{"GPU": 1}] * 2, strategy)])
+    assert sum(bool(node.replicas) for node in placed.nodes) == nodes
     assert (placed.missing.get("x", 0), placed.spread.get("x", 0)) == (missing, int(nodes == 2))
 
 
 def test_fractions_of_a_resource_are_counted_exactly() -> None:
-    wanted = Replicas("x", 11, [{"CPU": 0.1}])
-    assert place([Pool("a", 1, {"CPU": 1})], [wanted]).missing == {"x": 1}
+    wanted = ReplicaDemand("x", 11, [{"CPU": 0.1}])
+    assert place([NodePool("a", 1, {"CPU": 1})], [wanted]).missing == {"x": 1}

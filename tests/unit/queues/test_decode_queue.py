@@ -1,21 +1,19 @@
 """The decode queue: order, leases, and that no request is lost or served twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
-from clock import Clock
-from fake_router import SLOTS, SlotPolicy, client_lease, loads, place, release, router_state
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tables import counts_for, request, unit_table
 
 from eldr_serve.router.messages import Restore
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Lease, State
+from tests.support.clock import Clock
+from tests.support.fake_router import SLOTS, SlotPolicy, client_lease, loads, place, release, router_state
+from tests.support.tables import counts_for, request, unit_table
 
 
 def router(workers: int = 2, **options: Any) -> RouterState:
@@ -75,7 +73,7 @@ def test_requests_of_all_clients_wait_in_order_of_arrival() -> None:
     leases = new_leases(state)
     assert leases.keys() == {"x", "y"}
     assert (leases["x"].replica, leases["x"].waited_s, leases["x"].reason) == ("r0", 3.0, "slot")
-    assert (leases["y"].replica, leases["y"].client) == ("r1", "d")
+    assert (leases["y"].replica, leases["y"].ingress) == ("r1", "d")
     assert state.counters["queued"] == 3
     assert state.counters["placed"] == 4
 
@@ -83,9 +81,21 @@ def test_requests_of_all_clients_wait_in_order_of_arrival() -> None:
 def test_requests_that_must_not_wait_are_placed_at_once() -> None:
     state = router(workers=1)
     place(state, "a", "b")
-    must_not_wait = [request("c"), request("d", may_wait=True, exclude=("r9",))]
+    must_not_wait = [request("c"), request("d", may_wait=True, worker_failed=True)]
     assert [lease.reason for lease in place(state, *must_not_wait)] == ["at-once"] * 2
     assert not queued(place(router(workers=1, parameters={"queue": False}), "a", "b", "c"))
+
+
+def test_a_request_waits_for_a_worker_that_its_ingress_has_not_ejected() -> None:
+    state = router()
+    place(state, "a", "b")
+    waits = [request("c", may_wait=True, exclude=("r0",)), request("d", may_wait=True)]
+    assert queued(place(state, *waits)) == {"c", "d"}
+    new_leases(state)
+    release(state, "a")  # r0, which only the second one may use
+    assert {name: lease.replica for name, lease in new_leases(state).items()} == {"d": "r0"}
+    release(state, "b")
+    assert {name: lease.replica for name, lease in new_leases(state).items()} == {"c": "r1"}
 
 
 def test_a_repeated_request_keeps_its_turn() -> None:
@@ -107,7 +117,7 @@ def test_a_table_swap_invalidates_the_scores_of_queued_requests() -> None:
     state.swap_table(unit_table(3).to_bytes())
     assert policy(state).waiting[0].similarity is None
     release(state, "a")
-    assert not new_leases(state)["b"].best
+    assert not new_leases(state)["b"].is_best_match
 
 
 def test_requests_of_a_lost_client_are_dropped_and_counted() -> None:
@@ -115,7 +125,7 @@ def test_requests_of_a_lost_client_are_dropped_and_counted() -> None:
     place(state, "a", "b")
     place(state, "x", client="d")
     assert state.drop("c") == state.counters["queued_of_lost_clients"] == 1
-    assert state.clients == {"d"}
+    assert state.ingresses == {"d"}
     assert state.placer.running.keys() == {"x"}
     assert not state.queue_size
 
@@ -134,13 +144,24 @@ def test_running_requests_survive_a_change_of_workers_and_of_policy() -> None:
     state = router()
     place(state, "a", "b")
     state.progress({"b": 4})
-    state.update_workers(["r1", "r2"])
+    state.update_workers("c", ["r1", "r2"])
     assert policy(state).running == {"b": 1}  # r2 has the position of r0
     assert policy(state).lengths == [0]  # of "a", whose worker is gone
     state.set_policy(SLOTS, {"slots": 3})
     assert policy(state).running == {"b": 1}
     assert policy(state).generated == {"b": 4}
     assert policy(state).lengths == []
+
+
+def test_a_queued_request_gets_a_worker_that_its_client_can_reach() -> None:
+    state = router(clients="cd")
+    place(state, "a", "b")
+    place(state, "c")
+    place(state, "d", client="d")
+    new_leases(state)
+    state.update_workers("c", ["r1"])
+    release(state, "a", "b")
+    assert {name: lease.replica for name, lease in new_leases(state).items()} == {"c": "r1", "d": "r0"}
 
 
 _CLIENTS = st.sampled_from("cd")
@@ -154,7 +175,7 @@ class Conservation(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.live = {"r0", "r1", "r2"}
+        self.live = {client: {"r0", "r1", "r2"} for client in "cd"}
         self.state = router(workers=3, clients="cd", clock=lambda: self.now, parameters={"slots": 2})
         self.waits: dict[str, str] = {}  # request -> client, in the clients' view
         self.leases: dict[str, tuple[str, str]] = {}  # request -> client, replica
@@ -163,9 +184,18 @@ class Conservation(RuleBasedStateMachine):
 
     def granted(self, leases: list[Lease]) -> None:
         for lease in leases:
-            assert self.waits.pop(lease.request_id, lease.client) == lease.client
+            assert self.waits.pop(lease.request_id, lease.ingress) == lease.ingress
+            assert lease.replica in self.reachable(lease.ingress)
             assert lease.request_id not in self.leases  # granted once
-            self.leases[lease.request_id] = (lease.client, lease.replica)
+            self.leases[lease.request_id] = (lease.ingress, lease.replica)
+
+    @property
+    def workers(self) -> set[str]:
+        return set(filter(None, self.state.positions.replicas))
+
+    def reachable(self, client: str) -> set[str]:
+        """Return the workers that a client's requests may get: all, if it has reported none."""
+        return self.live.get(client) or self.workers
 
     @rule(numbers=st.lists(_NUMBERS, max_size=5, unique=True), client=_CLIENTS)
     def place(self, numbers: list[int], client: str) -> None:
@@ -178,7 +208,7 @@ class Conservation(RuleBasedStateMachine):
             elif lease.state is State.QUEUED or waited is not None:  # it keeps its turn
                 self.waits[name] = client
             if lease.state is State.SENT:
-                assert not self.live
+                assert not self.workers
 
     @rule(number=_NUMBERS, client=_CLIENTS)
     def end(self, number: int, client: str) -> None:
@@ -190,7 +220,7 @@ class Conservation(RuleBasedStateMachine):
 
     @rule(number=_NUMBERS, client=_CLIENTS, replica=st.sampled_from(["r0", "r1"]))
     def hold(self, number: int, client: str, replica: str) -> None:
-        """Report a lease that the client has given by own load."""
+        """Report a lease that the client has given by local fallback."""
         name = f"{client}{number}"
         lease, known = client_lease(name, replica, client), self.state.placer.running.get(name)
         self.waits.pop(name, None)
@@ -207,10 +237,10 @@ class Conservation(RuleBasedStateMachine):
             self.tokens[name] = max(self.tokens.get(name, 0), tokens)
         self.state.progress({name: tokens})
 
-    @rule(live=st.sets(st.sampled_from(["r0", "r1", "r2", "r3"])))
-    def workers(self, live: set[str]) -> None:
-        self.live = live
-        self.state.update_workers(live)
+    @rule(client=_CLIENTS, live=st.sets(st.sampled_from(["r0", "r1", "r2", "r3"])))
+    def change_workers(self, client: str, live: set[str]) -> None:
+        self.live[client] = live
+        self.state.update_workers(client, live)
 
     @rule(change=st.sampled_from(_POLICIES))
     def change_policy(self, change: tuple[str, dict[str, Any]]) -> None:
@@ -222,7 +252,8 @@ class Conservation(RuleBasedStateMachine):
 
     @rule(client=_CLIENTS)
     def lose(self, client: str) -> None:
-        """Lose the client for too long; it returns without leases."""
+        """Lose the client for too long; it returns without leases and workers."""
+        self.live.pop(client, None)
         self.state.drop(client)
         self.waits = {name: c for name, c in self.waits.items() if c != client}
         self.tokens = {name: tokens for name, tokens in self.tokens.items() if name[0] != client}
@@ -241,7 +272,7 @@ class Conservation(RuleBasedStateMachine):
     def loads_equal_a_recount(self) -> None:
         running = self.state.placer.running
         for replica, load in loads(self.state).items():
-            tokens = [10 + one.generated_tokens for one in running.values() if one.replica == replica]
+            tokens = [10 + lease.generated_tokens for lease in running.values() if lease.replica == replica]
             assert load == (len(tokens), sum(tokens))
         for name, (_, replica) in self.leases.items():
             lease = running[name]
@@ -250,9 +281,16 @@ class Conservation(RuleBasedStateMachine):
     @invariant()
     def no_slot_is_free_while_a_request_waits(self) -> None:
         status = router_status(self.state)
-        if self.state.queue_size and self.live:
-            assert status["policy"] == SLOTS
-            assert all(w["in_flight"] >= status["parameters"]["slots"] for w in status["workers"])
+        assert not self.state.queue_size or not self.workers or status["policy"] == SLOTS
+        for client in {lease.ingress for lease in self.state.placer.queue.values()}:
+            for worker in status["workers"]:
+                if worker["replica"] in self.reachable(client):
+                    assert worker["in_flight"] >= status["parameters"]["slots"]
+
+    @invariant()
+    def a_worker_is_lost_when_no_client_reaches_it(self) -> None:
+        if self.live:
+            assert self.workers == set().union(*self.live.values())
 
     def teardown(self) -> None:
         release(self.state, *self.waits, *self.leases)

@@ -1,7 +1,5 @@
 """The autoscaling policy, with Ray's own context and wrapper."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,14 +18,24 @@ def context(
     """Return the context of replicas r0, r1, ..., some of which have reported."""
     metrics = {name: values for name, values in ((IN_FLIGHT, counts), (KV_IN_USE, kv)) if values}
     return AutoscalingContext(
-        deployment_id=None, deployment_name="decode", app_name="eldr", current_num_replicas=running,
+        deployment_id=None,
+        deployment_name="decode",
+        app_name="eldr",
+        current_num_replicas=running,
         target_num_replicas=running or 2,
-        running_replicas=[f"r{number}" for number in range(running)], total_num_requests=0,
-        total_queued_requests=0, aggregated_metrics=metrics, raw_metrics={},
-        capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=16, policy_state={},
-        last_scale_up_time=None, last_scale_down_time=None, current_time=0.0,
+        running_replicas=[f"r{number}" for number in range(running)],
+        total_num_requests=0,
+        total_queued_requests=0,
+        aggregated_metrics=metrics,
+        raw_metrics={},
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=16,
+        policy_state={},
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=0.0,
         config=AutoscalingConfig(max_replicas=16, target_ongoing_requests=10, **config),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """An engine core that dies or stops while its replica lives: ingresses see the engine as lost."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal
@@ -12,15 +10,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from channel_calls import read_all
-from engine_server import generate, serving
-from fake_router import wait_until
 
-from eldr_serve.channel import Channel, ChannelLost
+from eldr_serve.channel import Channel, ChannelLostError
 from eldr_serve.engine.calls import WARM
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Send
 from eldr_serve.replicas import engine_watch, servers
+from tests.support.channel_calls import read_all
+from tests.support.engine_server import generate, serving
+from tests.support.fake_router import wait_until
 
 LIMIT_S = 0.1
 
@@ -32,7 +30,7 @@ class Core(FakeEngine):
         super().__init__(config)
         self.runs = asyncio.Event()
         self.runs.set()
-        self.dead = False
+        self.dead = self.pings_fail = False
         self.pings = 0
 
     def kill(self) -> None:
@@ -42,6 +40,8 @@ class Core(FakeEngine):
     async def ping(self) -> None:
         self.pings += 1
         await self._answers()
+        if self.pings_fail:
+            raise TimeoutError
 
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         await self._answers()
@@ -72,7 +72,7 @@ async def reconnect(server: Any) -> Channel:
         while True:
             try:
                 return await server._address.connect()
-            except ChannelLost:
+            except ChannelLostError:
                 await asyncio.sleep(0.005)
 
 
@@ -91,12 +91,12 @@ async def test_a_core_that_does_not_answer_is_lost_until_it_answers_again(
     loop = asyncio.get_running_loop()
     sent_s = loop.time()
     for call in calls:
-        with pytest.raises(ChannelLost):
+        with pytest.raises(ChannelLostError):
             await call.read()
     assert loop.time() - sent_s >= LIMIT_S
     assert not channel.open
     await wait_until(lambda: not server._channel.in_flight)  # the engine has ended them
-    with pytest.raises(ChannelLost):
+    with pytest.raises(ChannelLostError):
         await server._address.connect()
     with pytest.raises(RuntimeError, match="answered nothing"):
         await server.check_health()
@@ -108,6 +108,21 @@ async def test_a_core_that_does_not_answer_is_lost_until_it_answers_again(
     await server.check_health()
     assert errors(caplog)[1:] == ["the engine answers again and takes calls"]
     channel.close("the test ends")
+
+
+async def test_a_lost_core_recovers_only_after_a_successful_ping(replica: tuple[Any, Channel]) -> None:
+    server, channel = replica
+    assert await read_all(generate(channel))
+    server._engine.runs.clear()
+    with pytest.raises(ChannelLostError):
+        await generate(channel).read()
+    server._engine.pings_fail = True
+    server._engine.runs.set()
+    pings = server._engine.pings
+    await wait_until(lambda: server._engine.pings > pings + 2)
+    assert "answered nothing" in server._engine_watch.lost
+    server._engine.pings_fail = False
+    (await reconnect(server)).close("the test ends")
 
 
 async def test_a_stopped_core_process_is_lost_before_the_limit(
@@ -124,10 +139,10 @@ async def test_a_stopped_core_process_is_lost_before_the_limit(
             await asyncio.sleep(0.3)
             assert channel.open  # its process runs
             process.send_signal(signal.SIGSTOP)
-            with pytest.raises(ChannelLost):
+            with pytest.raises(ChannelLostError):
                 async with asyncio.timeout(10):
                     await call.read()
-            assert server._life.lost == f"process {process.pid} of its core is stopped"
+            assert server._engine_watch.lost == f"process {process.pid} of its core is stopped"
             process.send_signal(signal.SIGCONT)
             server._engine.runs.set()
             (await reconnect(server)).close("the test ends")
@@ -148,13 +163,13 @@ async def test_a_core_that_dies_is_lost_at_once_and_permanently(
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 3600.0)
     await asyncio.sleep(0.05)  # the check that was due
     server._engine.kill()
-    with pytest.raises((servers.CallFailed, ChannelLost)):
+    with pytest.raises((servers.CallFailedError, ChannelLostError)):
         await call.read()
     await wait_until(lambda: not channel.open)
     with pytest.raises(RuntimeError, match="exited"):
         await server.check_health()
-    assert server._watching.done()
-    with pytest.raises(ChannelLost):
+    assert server._tasks[1].done()  # the watch of the engine
+    with pytest.raises(ChannelLostError):
         await server._address.connect()
     (line,) = errors(caplog)
     assert "it has died: EngineCore exited" in line
@@ -175,7 +190,7 @@ async def test_an_engine_may_compile_before_its_first_answer(replica: tuple[Any,
     assert channel.open
     server._engine.runs.set()
     assert await call.read()
-    await wait_until(lambda: server._life.proven)
+    await wait_until(lambda: server._engine_watch.proven)
 
 
 async def test_time_while_the_replica_itself_is_stopped_does_not_count(replica: tuple[Any, Channel]) -> None:

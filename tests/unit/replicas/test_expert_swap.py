@@ -1,27 +1,26 @@
 """An operator's expert placement reaches each decode engine, or an error names the reason in one sentence."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_server import serving
-from fake_fleet import FakeFleet, Sent
-from ingress_app import KEY, running_app
 from numpy.typing import ArrayLike
 
-from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.engine.fake import FakeEngine
-from eldr_serve.errors import Refused
-from eldr_serve.experts.placement import placement_id
+from eldr_serve.errors import RequestRefusedError
+from eldr_serve.experts.parallel.placement import placement_id
 from eldr_serve.experts.routing_table import ExpertPlacement
 from eldr_serve.replicas import servers
+from eldr_serve.replicas.directory import EXPERTS, ReplicaDirectory
 from eldr_serve.replicas.expert_swap import METHOD, place, place_everywhere
-from eldr_serve.router.directory import EXPERTS, ReplicaDirectory
+from tests.support.engine_server import serving
+from tests.support.fake_fleet import FakeFleet, Sent
+from tests.support.ingress_app import KEY, running_app
 
 PLACED = ExpertPlacement(np.array([[0, 1, 2, 0], [2, 1, 0, 1]]), 2, 3, model="m", method="by hand")
 
@@ -45,8 +44,8 @@ class Ranked(FakeEngine):
         return {"placement": self.held.id if self.held else None, "slices_left": 0}
 
 
-def body(**others: Any) -> bytes:
-    content, described = PLACED.files(Path("p.json")).values()
+def body(placed: ExpertPlacement = PLACED, **others: Any) -> bytes:
+    content, described = placed.files(Path("p.json")).values()
     return json.dumps({"map": json.loads(content), "meta": json.loads(described)} | others).encode()
 
 
@@ -76,18 +75,33 @@ async def test_all_or_named_decode_engines_get_a_placement(fleet: Any, engines: 
     assert [engine.held is None for engine in engines.values()] == [True, False]
 
 
+async def test_engines_get_the_placements_expected_tokens_unless_others_are_given(
+    fleet: Any, engines: dict[str, Ranked]
+) -> None:
+    expected = np.arange(6.0).reshape(2, 3)
+    await place_everywhere(fleet, body(replace(PLACED, expected_tokens=expected), replicas=["r0"]))
+    assert np.array_equal(engines["r0"].load, expected)
+    given = [[1.0, 2.0, 3.0]] * 2
+    await place_everywhere(fleet, body(replace(PLACED, expected_tokens=expected), load=given))
+    assert engines["r0"].load == engines["r1"].load == given
+
+
 @pytest.mark.parametrize(
     ("error", "status", "sentence"),
     [
-        (Refused("a swap is under way", status=409), 409, "r1: a swap is under way; already changed: r0"),
-        (ChannelLost("gone"), 503, "r1: it was lost: gone; already changed: r0"),
+        (
+            RequestRefusedError("a swap is under way", status=409),
+            409,
+            "r1: a swap is under way; already changed: r0",
+        ),
+        (ChannelLostError("gone"), 503, "r1: it was lost: gone; already changed: r0"),
     ],
 )
 async def test_the_first_engine_that_refuses_ends_the_change_and_is_named(
     fleet: Any, engines: dict[str, Ranked], error: Exception, status: int, sentence: str
 ) -> None:
     engines["r1"].refuses = error
-    with pytest.raises(Refused, match=sentence) as refused:
+    with pytest.raises(RequestRefusedError, match=sentence) as refused:
         await place_everywhere(fleet, body())
     assert refused.value.status == status
     assert engines["r1"].held is None
@@ -106,7 +120,7 @@ async def test_the_first_engine_that_refuses_ends_the_change_and_is_named(
     ],
 )
 async def test_an_invalid_placement_reaches_no_engine(fleet: Any, sent: bytes, sentence: str) -> None:
-    with pytest.raises(Refused, match=sentence) as refused:
+    with pytest.raises(RequestRefusedError, match=sentence) as refused:
         await place_everywhere(fleet, sent)
     assert refused.value.status == 400
     assert not fleet.sent
@@ -134,7 +148,7 @@ async def test_a_decode_replica_reports_its_placement() -> None:
 
 async def test_an_engine_without_expert_parallelism_refuses_a_placement() -> None:
     async with serving(servers.DecodeServer, router_name="router") as (server, channel):
-        with pytest.raises(CallFailed, match="cannot be moved") as failure:
+        with pytest.raises(CallFailedError, match="cannot be moved") as failure:
             await channel.call(METHOD, {}, body()).read()
         assert failure.value.status == 400
         assert EXPERTS not in server.report()

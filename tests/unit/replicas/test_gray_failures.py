@@ -1,22 +1,20 @@
 """Engines that are silent or fail repeatedly although their channels are open; outlier ejection."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from clock import Clock
-from fake_fleet import answer_with, in_turn, prefill_result, refusal
-from fake_router import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from request_path import END, WHOLE, Pipeline, good_prefill, on, packed, request_context
 
-from eldr_serve.channel import Call, CallLate
-from eldr_serve.pipeline import path
-from eldr_serve.replicas.outliers import Outliers
+from eldr_serve.channel import Call, CallTimeoutError
+from eldr_serve.pipeline import kv_release
+from eldr_serve.replicas.outliers import OutlierDetector
+from tests.support.clock import Clock
+from tests.support.fake_fleet import answer_with, in_turn, prefill_result, refusal
+from tests.support.fake_router import wait_until
+from tests.support.request_path import END, WHOLE, Pipeline, good_prefill, on, packed, request_context
 
 
 def resumable(*chunks: Any) -> Any:
@@ -28,12 +26,13 @@ def resumable(*chunks: Any) -> Any:
 
 
 async def test_a_decode_engine_without_a_first_token_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(path, "_NOTICE_S", 0.1)
+    monkeypatch.setattr(kv_release, "_NOTICE_S", 0.1)
     pipeline = Pipeline(decode=on("d0", answer_with(asyncio.Event())), first_token_limit_s=0.05)
     assert await pipeline.run() == b"abc"
     first, second = pipeline.decode.requests
     assert first.cancelled
-    assert pipeline.client.placed[1][0].exclude == ("d0",)
+    placed, _ = pipeline.client.placed[1]
+    assert (placed.exclude, placed.worker_failed) == (("d0",), True)
     lost, _ = pipeline.prefill.requests
     # The blocks are released after the engine has left the call.
     await wait_until(lambda: pipeline.prefill.released == [(lost.replica, lost.header["id"])])
@@ -87,75 +86,100 @@ async def test_a_replica_that_fails_repeatedly_is_ejected() -> None:
     pipeline = Pipeline(decode=on("d0", answer_with(refusal(500))), prefill=answer_with(prefill_result()))
     for _ in range(3):
         assert await pipeline.run() == b"abc"
-    assert pipeline.client.events.count("set_aside") == 1
+    assert pipeline.client.events.count("ejected") == 1
     pipeline.decode.sent.clear()
     assert await pipeline.run() == b"abc"
     assert [sent.replica for sent in pipeline.decode.requests] == ["d1"]
-    assert pipeline.client.placed[-1][0].exclude == ("d0",)
+    placed, _ = pipeline.client.placed[-1]
+    assert (placed.exclude, placed.worker_failed, pipeline.client.waits[-1] > 0) == (("d0",), False, True)
 
 
 async def test_a_full_replica_is_not_ejected() -> None:
     pipeline = Pipeline(decode=on("d0", answer_with(refusal(503))))
     for _ in range(9):
         assert await pipeline.run() == b"abc"
-    assert "set_aside" not in pipeline.client.events
+    assert "ejected" not in pipeline.client.events
 
 
 async def test_a_late_call_is_cancelled_once() -> None:
     sent: list[bytes] = []
     channel: Any = SimpleNamespace(send=sent.append)
-    call = Call(channel, 1)
+    call = Call(channel, 1, "generate")
     call.expect(0.01, 0.02)
-    with pytest.raises(CallLate, match="first token"):
+    with pytest.raises(CallTimeoutError, match="first token"):
         await call.read()
     assert len(sent) == 1
     call.feed(b"late", 1)  # has no effect
-    call.finish(None)
-    with pytest.raises(CallLate):
+    call.on_ended(None)
+    with pytest.raises(CallTimeoutError):
         await call.read()
-    await call.end()
+    await call.wait_until_ended()
 
 
-# -- outlier ejection ----------------------------------------------------------------------------------
+class Outliers(OutlierDetector):
+    """A detector for the replicas `live`, which records the names of its events."""
+
+    def __init__(self, live: str) -> None:
+        self.clock, self.events = Clock(), list[str]()
+        self.fleet: Any = SimpleNamespace(live=tuple(live))
+        super().__init__(self.fleet, self.events.append, clock=self.clock)
+
+    def fail(self, replica: str, times: int = 3) -> bool:
+        """Fail calls of the replica; return whether it was ejected for one of them."""
+        before = len(self.events)
+        for _ in range(times):
+            self.record_failure(replica, CallTimeoutError())
+        return len(self.events) > before
 
 
 def test_each_ejection_is_longer_until_a_success() -> None:
-    clock = Clock()
-    outliers = Outliers(clock=clock)
+    outliers = Outliers("abc")
     ejected_s = []
     for _ in range(6):
-        assert [outliers.failed("a") for _ in range(3)] == [False, False, True]
-        assert not outliers.failed("a")  # an earlier call
-        began = clock.now
-        while outliers.usable("abc") == ["b", "c"]:
-            clock.now += 1.0
-        ejected_s.append(clock.now - began)
+        assert not outliers.fail("a", 2)
+        assert outliers.fail("a", 1)
+        assert not outliers.fail("a", 1)  # an earlier call
+        began = outliers.clock.now
+        while outliers.usable == ["b", "c"]:
+            outliers.clock.now += 1.0
+        ejected_s.append(outliers.clock.now - began)
     assert ejected_s == [10, 20, 40, 80, 120, 120]
-    outliers.succeeded("a")
-    assert [outliers.failed("a") for _ in range(3)] == [False, False, True]
-    clock.now += 10.0
-    assert outliers.usable("abc") == ["a", "b", "c"]
+    outliers.record_success("a")
+    assert not outliers.fail("a", 2)
+    assert outliers.fail("a", 1)
+    outliers.clock.now += 10.0
+    assert outliers.usable == ["a", "b", "c"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=60))
 def test_none_is_ejected_if_more_than_half_would_be(events: list[tuple[str, bool]]) -> None:
-    outliers, failures = Outliers(clock=Clock()), dict.fromkeys("abcde", 0)
+    outliers, failures = Outliers("abcde"), dict.fromkeys("abcde", 0)
     for name, fails in events:
         if fails:
-            outliers.failed(name)
+            outliers.fail(name, 1)
             failures[name] += 1
         else:
-            outliers.succeeded(name)
+            outliers.record_success(name)
             failures[name] = 0
         ejected = {name for name in "abcde" if failures[name] >= 3}
-        used = set(outliers.usable("abcde"))
-        assert used == (set("abcde") - ejected if len(ejected) <= 2 else set("abcde"))
+        assert set(outliers.usable) == (set("abcde") - ejected if len(ejected) <= 2 else set("abcde"))
 
 
-def test_a_lost_replica_is_forgotten() -> None:
-    outliers = Outliers(clock=lambda: 0.0)
-    for _ in range(3):
-        outliers.failed("a")
-    assert outliers.usable("abc") == ["b", "c"]
-    outliers.usable("bc")
-    assert outliers.usable("abc") == ["a", "b", "c"]
+def test_a_replica_that_reconnects_stays_ejected() -> None:
+    outliers = Outliers("abc")
+    outliers.fail("a")
+    outliers.fleet.live = ("b", "c")
+    assert outliers.usable == ["b", "c"]
+    outliers.fleet.live = ("a", "b", "c")
+    assert outliers.usable == ["b", "c"]
+
+
+def test_a_record_is_forgotten_ten_minutes_after_the_last_failure() -> None:
+    outliers = Outliers("abc")
+    outliers.fail("a")
+    outliers.fail("c", 2)
+    outliers.clock.now += 599.0
+    outliers.fail("a", 1)
+    outliers.clock.now += 1.0
+    outliers.fail("b", 1)
+    assert outliers._records.keys() == {"a", "b"}

@@ -4,19 +4,17 @@ Time limits are ten times the promised ones, since the machine may be busy; test
 checks the promises in virtual time.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
 import httpx
 import pytest
-from engine_server import serving
-from fake_router import wait_until
-from fleet_processes import Replica, process, replica, running_ingress
 
 from eldr_serve.replicas import servers
+from tests.support.engine_server import serving
+from tests.support.fake_router import wait_until
+from tests.support.fleet_processes import Replica, process, replica, running_ingress
 
 ENDLESS = {"model": "m", "prompt": "x", "max_tokens": 10**6, "gap_ms": 20, "stream": True}
 NEVER_S = 3600.0  # for a step or a prefill that does not end

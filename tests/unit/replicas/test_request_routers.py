@@ -1,7 +1,5 @@
 """Request routers choose a replica for any call; without one Serve would never send it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock, patch
@@ -11,8 +9,8 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID
 from ray.serve.request_router import ReplicaID, RequestRouter
 
 from eldr_serve.engine.calls import REPLICA
-from eldr_serve.replicas.request_router import DecodeRequestRouter, DirectoryRouter
-from eldr_serve.router.directory import directory
+from eldr_serve.replicas.directory import directory
+from eldr_serve.replicas.request_router import DecodeRequestRouter, ReplicaPublisher
 
 ID = DeploymentID("d")
 
@@ -91,8 +89,8 @@ async def test_a_retried_call_reads_no_blocks() -> None:
 
 
 def test_a_process_learns_its_live_replicas_and_their_metadata() -> None:
-    routing = router(DirectoryRouter)
-    live = directory("test-DirectoryRouter")
+    routing = router(ReplicaPublisher)
+    live = directory("test-ReplicaPublisher")
     changes = []
     live.watch(lambda: changes.append(live.live))
     b = replica("b")

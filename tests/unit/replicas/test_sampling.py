@@ -1,7 +1,5 @@
 """A decode replica samples requests by the pool's share and sends the samples to the pool."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re
@@ -13,18 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from channel_calls import read_all
-from engine_server import COUNTS, generate, serving
-from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from eldr_serve.engine.calls import WARM
-from eldr_serve.engine.keys import EXPERT_COUNTS
+from eldr_serve.engine.calls import EXPERT_COUNTS, WARM
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.replicas import pool_client, sampling, servers
 from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.sampling import MAX_SAMPLED, Sampler
+from tests.support.channel_calls import read_all
+from tests.support.engine_server import COUNTS, generate, serving
+from tests.support.fake_router import wait_until
 
 # The destructor is a coroutine, which Serve awaits.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'EngineServer.__del__'")
@@ -63,9 +60,6 @@ class Pool:
         return [sample.request_id for _, batch in self.batches for sample in batch]
 
 
-# -- the sampler -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_the_share_of_sampled_requests_is_the_configured_one(share: float) -> None:
     sampler = Sampler(share)
@@ -100,9 +94,6 @@ def test_a_failed_request_frees_its_sampling_slot() -> None:
             assert sampled
             raise RuntimeError
     assert sampler.running == 0
-
-
-# -- the pool's client -----------------------------------------------------------------------------------
 
 
 async def test_samples_are_divided_among_the_actors_by_request_id() -> None:
@@ -163,9 +154,6 @@ async def test_a_call_to_an_actor_has_a_time_limit(monkeypatch: pytest.MonkeyPat
     assert client.dropped == 1
 
 
-# -- the decode replica ----------------------------------------------------------------------------------
-
-
 async def run(channel: Any, name: str, **header: Any) -> None:
     """Run a decode request of 4 tokens to its end."""
     kv = {EXPERT_COUNTS: pack_counts(COUNTS[1])}
@@ -208,7 +196,7 @@ async def test_requests_are_served_without_the_pool(monkeypatch: pytest.MonkeyPa
         for number in range(3):
             await run(channel, f"{number}")
         await wait_until(lambda: server._pool.dropped == 3)
-        assert not server._sending.done()
+        assert not server._tasks[-1].done()
 
 
 async def test_without_a_pool_nothing_is_sampled() -> None:

@@ -1,7 +1,5 @@
 """Engine replicas over a fake engine or none."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -12,17 +10,19 @@ from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
-from channel_calls import read_all
-from engine_server import COUNTS, generate, serving
-from fake_router import wait_until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from eldr_serve.channel import CallFailed
+from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.calls import expert_counts_of, prefill_header
-from eldr_serve.pipeline.prefill_step import prefill_answer
-from eldr_serve.replicas import servers
-from eldr_serve.router.budget import KV_USAGE, SAMPLE
+from eldr_serve.pipeline.split_prefill import prefill_answer
+from eldr_serve.queues.reports import QUEUE
+from eldr_serve.replicas import measured_counts, servers
+from eldr_serve.replicas.fleet import SLOT_METHODS
+from eldr_serve.replicas.kv_usage import KV_USAGE, REPORT_NUMBER
 from eldr_serve.scheduling import StepSums
+from tests.support.channel_calls import read_all
+from tests.support.engine_server import COUNTS, generate, serving
+from tests.support.fake_router import wait_until
 
 
 def router(*errors: Exception | None) -> Any:
@@ -40,11 +40,14 @@ def reporting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-async def report(reporting: pytest.MonkeyPatch, find: Any, until: Any) -> None:
+async def report(
+    reporting: pytest.MonkeyPatch, find: Any, until: Any, steps: float = 1.0, in_flight: int = 0
+) -> None:
     """Report steps to the router that `find` returns until the condition holds."""
     reporting.setattr(servers, "find_actor", find)
-    engine = SimpleNamespace(take_steps=lambda: StepSums(steps=1.0), prefix_cache=lambda: (32, 960))
-    server: Any = SimpleNamespace(_router_name="router", _engine=engine)
+    engine = SimpleNamespace(take_steps=lambda: StepSums(steps=steps), prefix_cache=lambda: (32, 960))
+    channel = SimpleNamespace(in_flight=in_flight)
+    server: Any = SimpleNamespace(_router_name="router", _engine=engine, _channel=channel)
     task = asyncio.create_task(servers.DecodeServer._report_steps(server))
     await wait_until(until)
     task.cancel()
@@ -60,6 +63,14 @@ async def test_a_slow_lookup_of_the_router_does_not_block_the_loop(reporting: py
     asyncio.get_running_loop().call_later(0.05, loop_runs.set)
     await report(reporting, find, lambda: actor.reports() >= 3)
     assert free == [True]
+
+
+async def test_an_engine_with_calls_reports_also_while_it_ends_no_step(
+    reporting: pytest.MonkeyPatch,
+) -> None:
+    """A step may take longer than the period."""
+    actor = router()
+    await report(reporting, lambda name: actor, lambda: actor.reports() >= 2, steps=0.0, in_flight=1)
 
 
 async def test_the_router_is_looked_up_again_only_after_it_died(reporting: pytest.MonkeyPatch) -> None:
@@ -83,11 +94,14 @@ async def test_steps_of_a_failed_report_are_in_the_next_one(reporting: pytest.Mo
     assert actor.observe_steps.remote.await_args.args[2] == (32, 960)
 
 
-async def test_requests_in_the_decode_queue_count_for_the_autoscaler(reporting: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("steps", [StepSums(steps=1.0), StepSums.from_prompts([2], [90], [500], [0.1])])
+async def test_requests_in_the_decode_queue_count_for_the_autoscaler(
+    reporting: pytest.MonkeyPatch, steps: StepSums
+) -> None:
     actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=2.5)))
     reporting.setattr(servers, "find_actor", lambda name: actor)
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
-        reporting.setattr(server._engine, "take_steps", lambda: StepSums(steps=1.0))
+        reporting.setattr(server._engine, "take_steps", lambda: steps)
 
         async def until(in_flight: float) -> None:
             async with asyncio.timeout(30):
@@ -97,10 +111,7 @@ async def test_requests_in_the_decode_queue_count_for_the_autoscaler(reporting: 
         await until(2.5)
         actor.observe_steps.remote.side_effect = ActorUnavailableError("test", None)
         await until(0.0)
-        server._reporter.cancel()
-
-
-# -- over a fake engine -------------------------------------------------------------------------------
+        server._tasks[-1].cancel()
 
 
 async def test_a_prefilled_prompt_is_held_until_its_release() -> None:
@@ -109,15 +120,35 @@ async def test_a_prefilled_prompt_is_held_until_its_release() -> None:
             call = channel.call("prefill", prefill_header("completions", name), b'{"prompt": "x"}')
             answer = await prefill_answer(call)
             np.testing.assert_array_equal(expert_counts_of(answer["kv"]), counts)
-            assert len(answer["token_ids"]) == 4 * answer["tokens"]
+            assert np.frombuffer(answer["token_ids"], np.uint32).size
         assert server._engine.held == {"a", "b"}
-        await channel.call("release", {"id": "a"}).end()
+        await channel.call("release", {"id": "a"}).wait_until_ended()
         assert server._engine.held == {"b"}
         assert await server.record_autoscaling_stats() == {"in_flight": 0.0, "kv_in_use": 0.0}
         assert not hasattr(server, "record_routing_stats")  # Serve's controller would poll dead replicas
         samples = [server.report() for _ in range(2)]
-        assert [(sample[SAMPLE], sample[KV_USAGE]) for sample in samples] == [(0, 0.0), (1, 0.0)]
+        assert [(sample[REPORT_NUMBER], sample[KV_USAGE]) for sample in samples] == [(0, 0.0), (1, 0.0)]
         await server.check_health()
+
+
+async def test_only_calls_that_need_a_slot_count_as_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a whole replica each request has a second call, which waits for the counts of its prompt."""
+    options: Any = {"router_name": "router", "deployment_config": {"max_ongoing_requests": 2}}
+    async with serving(servers.DecodeServer, **options) as (server, channel):
+        monkeypatch.setattr(server._engine, "expert_counts", lambda request_id: asyncio.Event().wait())
+        counts = [channel.call(measured_counts.METHOD, {"id": name}) for name in ("a", "b")]
+        answers = [generate(channel, name, tokens=10**6) for name in ("a", "b")]
+        await asyncio.gather(*(answer.read() for answer in answers))  # neither is refused
+        assert (server._channel.in_flight, channel.in_flight) == (4, 4)
+        assert channel.in_flight_of(SLOT_METHODS) == 2
+        assert (await server.record_autoscaling_stats())["in_flight"] == 2.0
+        assert server.report()[QUEUE]["calls"] == 2
+        with pytest.raises(CallFailedError, match="2 requests are in flight"):
+            await generate(channel, "c").read()
+        for call in (*counts, *answers):
+            call.cancel()
+            await call.wait_until_ended()
+        assert channel.in_flight_of(SLOT_METHODS) == server._channel.in_flight == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -139,7 +170,7 @@ async def test_an_answer_has_its_number_of_tokens(stream: bool) -> None:
 )
 async def test_a_failed_call_has_status_and_error(method: str, header: dict[str, Any], status: int) -> None:
     async with serving(servers.PrefillServer) as (_, channel):
-        with pytest.raises(CallFailed) as failure:
+        with pytest.raises(CallFailedError) as failure:
             await channel.call(method, header, b"?").read()
         assert failure.value.status == status
         assert json.loads(failure.value.body)["error"]["code"] == status

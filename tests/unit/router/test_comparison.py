@@ -1,25 +1,21 @@
 """A router with a shadow policy: its status, and placements that never depend on it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_router import place, place_one, router_and_client, router_state
-from tables import counts_for, request, unit_table
 
-from eldr_serve.errors import SwapRefused
+from eldr_serve.errors import SwapRefusedError
 from eldr_serve.router.messages import NamedPolicy, Restore
 from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Decision, Policy, State
+from tests.support.fake_router import place, place_one, router_and_client, router_state
+from tests.support.tables import counts_for, request, unit_table
 
 
 class Broken(Policy):
-    """A policy that always fails."""
-
     def select(self, *_: Any) -> Decision:
         raise KeyError("broken")
 
@@ -52,7 +48,7 @@ def test_a_shadow_that_fails_is_disabled_and_counted() -> None:
 def test_an_invalid_shadow_is_refused_and_the_old_one_stays(bad: NamedPolicy) -> None:
     state = router_state(shadow=NamedPolicy("random"))
     before = state.settings
-    with pytest.raises(SwapRefused, match=r"\A.+\Z"):
+    with pytest.raises(SwapRefusedError, match=r"\A.+\Z"):
         state.set_shadow(bad)
     assert state.settings is before
 
@@ -105,7 +101,7 @@ async def test_expert_counts_are_sent_if_only_the_shadow_reads_them() -> None:
     async with router_and_client("r0", "r1", policy="shortest-queue") as (actor, client):
         await client.place(request("sampled"), counts_for(0))  # the first one is always sampled
         for shadow in (None, NamedPolicy("random")):
-            await client.call("set_shadow", shadow)
+            await client.set_shadow(shadow)
             name = f"r{shadow}"
             await client.place(request(name), counts_for(0))
             (sent,) = [known for known in actor.requests if known.request_id == name]
@@ -122,7 +118,7 @@ def test_points_in_the_plane_of_centroids_are_projections_on_principal_axes(k: i
     counts = rng.integers(0, 9, (5, 2, 8)).astype(np.uint32)
     signatures = table.spec.encode(counts)
     found = [
-        plane.place(request(str(i), similarity=table.similarity(c), table_version=3))
+        plane.point_of(request(str(i), similarity=table.similarity(c), table_version=3))
         for i, c in enumerate(counts)
     ]
     centred = table.centroids - (table.centroids.mean(axis=0) if k > 2 else 0)
@@ -131,7 +127,7 @@ def test_points_in_the_plane_of_centroids_are_projections_on_principal_axes(k: i
     expected = np.pad(signatures @ axes.T, ((0, 0), (0, 2 - min(k, 2))))
     assert np.abs(np.array(found)) == pytest.approx(np.abs(expected), abs=2e-4)
     assert len(plane.centroids) == k
-    assert plane.place(request("old", similarity=table.similarity(counts[0]), table_version=2)) is None
+    assert plane.point_of(request("old", similarity=table.similarity(counts[0]), table_version=2)) is None
 
 
 def test_points_in_the_plane_of_first_signatures_keep_kinds_apart() -> None:
@@ -142,9 +138,9 @@ def test_points_in_the_plane_of_first_signatures_keep_kinds_apart() -> None:
         for i in range(12)
     ]
     plane = CountsPlane(counts)
-    points = np.array([plane.place(request(str(i), expert_counts=c)) for i, c in enumerate(counts)])
+    points = np.array([plane.point_of(request(str(i), expert_counts=c)) for i, c in enumerate(counts)])
     apart = np.linalg.norm(points[:, None] - points[None], axis=-1)
     same = np.arange(12)[:, None] % 3 == np.arange(12) % 3
     assert apart[same].max() < apart[~same].min()
-    assert plane.place(request("none")) is None
-    assert plane.place(request("other", expert_counts=np.ones((3, 4), np.uint32))) is None
+    assert plane.point_of(request("none")) is None
+    assert plane.point_of(request("other", expert_counts=np.ones((3, 4), np.uint32))) is None

@@ -1,13 +1,9 @@
 """No request and no policy stops the router: load decides if the policy fails."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_router import client_lease, loads, place_one, release, router_state
-from tables import request
 
 from eldr_serve.scheduling import (
     Decision,
@@ -20,6 +16,8 @@ from eldr_serve.scheduling import (
     make_policy,
 )
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute
+from tests.support.fake_router import client_lease, loads, place_one, release, router_state
+from tests.support.tables import request
 
 HORIZON = ["balance-route-horizon", "balance-band"]
 LOADS = Loads(np.array([2, 0, 1]), np.zeros(3, np.int64), np.array([True, False, True]))
@@ -44,8 +42,6 @@ def test_requests_of_absurd_size_are_placed_and_so_are_later_ones(policy: str, t
 
 
 class Broken(QueuedPolicy):
-    """A policy whose methods all fail."""
-
     def select(self, *_: Any) -> Decision:
         raise OverflowError
 
@@ -58,11 +54,18 @@ class Broken(QueuedPolicy):
     on_finished = on_progress = update_cost_model = on_assigned
 
 
-class Unavailable(Policy):
-    """A policy that chooses a worker that is not available."""
+class Chooses(QueuedPolicy):
+    """A policy that chooses a worker for each of these queued requests."""
+
+    def __init__(self, worker: Any, *indices: Any) -> None:
+        super().__init__()
+        self.worker, self.indices = worker, indices
 
     def select(self, *_: Any) -> Decision:
-        return Decision(1, num_candidates=3, reason="unavailable")
+        return Decision(self.worker, num_candidates=3)
+
+    def dispatch(self, *_: Any) -> list[tuple[int, Decision]]:
+        return [(index, self.select()) for index in self.indices]
 
 
 def guarded(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
@@ -70,10 +73,18 @@ def guarded(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
     return GuardedPolicy(policy, failures.append), failures
 
 
-@pytest.mark.parametrize("policy", [Broken(), Unavailable()])
+@pytest.mark.parametrize("policy", [Broken(), *map(Chooses, (1, -1, 3, 2.0, None))])
 def test_load_decides_if_the_policy_fails(policy: Policy) -> None:
     guard, failures = guarded(policy)
     assert guard.select(request(), LOADS, RNG) == Decision(2, num_candidates=2, reason="policy-error")
+    assert len(failures) == 1
+
+
+@pytest.mark.parametrize("indices", [(0, 0), (-1,), (2,), (0.0,)])
+def test_load_decides_if_the_policy_assigns_wrong_requests(indices: tuple[Any, ...]) -> None:
+    guard, failures = guarded(Chooses(2, *indices))
+    placed = guard.dispatch([request("a"), request("b")], LOADS, RNG)
+    assert [(index, decision.reason) for index, decision in placed] == [(n, "policy-error") for n in (0, 1)]
     assert len(failures) == 1
 
 
@@ -100,7 +111,7 @@ def test_load_fills_only_free_slots_if_a_policy_with_slots_fails(slots: int, wor
 def test_the_guard_passes_on_that_no_worker_is_available() -> None:
     guard, failures = guarded(make_policy("shortest-queue"))
     with pytest.raises(NoWorkerError):
-        guard.select(request(), Loads.of([2, 0, 1], available=False), RNG)
+        guard.select(request(), Loads.from_counts([2, 0, 1], available=False), RNG)
     assert not failures
 
 

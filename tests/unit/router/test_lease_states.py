@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
-from fake_router import FakeActor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import request, unit_table
 
-from eldr_serve.channel import CallFailed, ChannelLost
+from eldr_serve.channel import CallFailedError, ChannelLostError
+from eldr_serve.replicas.directory import ReplicaDirectory
 from eldr_serve.router.client import RouterClient
-from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.messages import Leased, Queued, Settings, Unplaced, decoder, encode
 from eldr_serve.scheduling import Lease, State
+from tests.support.fake_router import FakeActor
+from tests.support.tables import request, unit_table
 
 TRANSITIONS = {
     State.UNSENT: {State.SENT, State.LEASED, State.DONE},
@@ -84,7 +84,7 @@ class Router:
         for call in calls.values():
             if not call.ended:
                 call.ended = True
-                call.failed(ChannelLost(reason))
+                call.failed(ChannelLostError(reason))
 
     def push(self) -> None:
         self.version += 1
@@ -103,7 +103,7 @@ class Router:
                     self.push()
                 case "fail" if call is not None and self.state is State.SENT:
                     call.ended = True
-                    call.failed(CallFailed(500, b"no memory"))
+                    call.failed(CallFailedError(500, b"no memory"))
                 case "swap" if self.channel is not None:
                     self.push()
                 case "lose" if self.channel is not None:
@@ -114,9 +114,9 @@ class Router:
                     self.task.cancel()
                 case "release":
                     self.client.release("a")
-                case answer if call is not None and answer in self.ANSWERS and self.state in (
-                    State.SENT, State.QUEUED
-                ):  # fmt: skip
+                case answer if (
+                    call is not None and answer in self.ANSWERS and self.state in (State.SENT, State.QUEUED)
+                ):
                     call.received(encode(self.ANSWERS[answer]))
             await asyncio.sleep(0)
             await asyncio.sleep(0)

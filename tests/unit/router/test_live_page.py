@@ -1,7 +1,5 @@
 """The live page in a real browser, over the real application of the ingress and a real router state."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import AsyncIterator
@@ -12,21 +10,21 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from busy_router import E, L, busy_actor, served
-from clock import Clock
-from fake_fleet import answer_with
-from fake_router import FakeActor
-from ingress_app import KEY, App, running_app
 from PIL import Image
 from playwright.async_api import Page
-from tables import unit_table
 
 from benchmarks.lib.screenshots import VIEWS, browser, taken
 from eldr_serve.dashboard import live_page
 from eldr_serve.router.live_view import LiveView
-from eldr_serve.router.messages import Answered, NamedPolicy
+from eldr_serve.router.messages import NamedPolicy, StreamLatencies
 from eldr_serve.router.status import live_status
 from eldr_serve.scheduling import StepSums
+from tests.support.busy_router import E, L, busy_actor, served
+from tests.support.clock import Clock
+from tests.support.fake_fleet import answer_with
+from tests.support.fake_router import FakeActor
+from tests.support.ingress_app import KEY, App, running_app
+from tests.support.tables import unit_table
 
 
 @asynccontextmanager
@@ -75,11 +73,11 @@ async def count(page: Page, selector: str) -> Any:
 
 
 async def message(page: Page) -> Any:
-    return await page.evaluate("document.getElementById('said').textContent")
+    return await page.evaluate("document.getElementById('message').textContent")
 
 
 async def until_message(page: Page, part: str) -> None:
-    await until(page, f"document.getElementById('said').textContent.includes({part!r})")
+    await until(page, f"document.getElementById('message').textContent.includes({part!r})")
 
 
 def test_the_page_names_no_other_host() -> None:
@@ -92,8 +90,14 @@ async def test_the_page_shows_the_whole_status_and_fetches_only_from_its_host() 
     actor, requested, errors = busy_actor(), list[str](), list[str]()
     async with opened(actor, requested=requested, errors=errors) as (_, page):
         text = await shown(page)
-        for part in ("marginal-cost", "shortest-queue", "decode step time per token", "The engines measured",
-                     "worker 0", "worker 1"):  # fmt: skip
+        for part in (
+            "marginal-cost",
+            "shortest-queue",
+            "decode step time per token",
+            "The engines measured",
+            "worker 0",
+            "worker 1",
+        ):
             assert part in text
         running = len(actor.running)
         assert await count(page, "#path .grow i") == running > 2
@@ -127,9 +131,9 @@ async def test_charts_do_not_connect_points_across_idle_minutes() -> None:
     clock = Clock()
     view = actor.state.view = LiveView(clock)
     for clock.now in (0, 5, 10, 200, 205):
-        view.answered([Answered(0.1, 0.01)])
+        view.answered([StreamLatencies(0.1, 0.01)])
     for clock.now in (206, 207, 230):
-        view.observe_steps("r0", StepSums.of([1], [1], [4], [0.1]))
+        view.observe_steps("r0", StepSums.from_steps([1], [1], [4], [0.1]))
     async with opened(actor) as (_, page):
         await shown(page)
         for chart, lines in (("#tpot", 4), ("#ttft", 4), ("[data-chart=batch][data-worker='0']", 1)):
@@ -213,11 +217,11 @@ async def test_a_table_is_uploaded_from_the_page(tmp_path: Path) -> None:
     async with opened(actor) as (_, page):
         assert "No routing table" in await shown(page)
         await submit(page, "table-form")
-        await until(page, "document.getElementById('said').textContent === 'Choose a table file first.'")
+        await until(page, "document.getElementById('message').textContent === 'Choose a table file first.'")
         await page.set_input_files("#table-file", bad)
         await submit(page, "table-form")
-        await until(page, "document.getElementById('said').className === 'bad'")
-        await until(page, "!document.getElementById('said').textContent.includes('Choose')")
+        await until(page, "document.getElementById('message').className === 'bad'")
+        await until(page, "!document.getElementById('message').textContent.includes('Choose')")
         assert actor.state.settings.table_version == 0
         await page.set_input_files("#table-file", good)
         await submit(page, "table-form")
@@ -233,7 +237,7 @@ async def test_a_late_refusal_of_an_old_key_shows_no_message() -> None:
                 ? real(path, options)
                 : new Promise(answer => held.push(() => answer(real(path, options))))}"""
         )
-        await page.evaluate("adminKey = 'old'; window.late = look().then(() => window.came = true); 0")
+        await page.evaluate("adminKey = 'old'; window.late = refresh().then(() => window.came = true); 0")
         await shown(page)
         await page.evaluate("held.forEach(answer => answer())")
         await until(page, "window.came")

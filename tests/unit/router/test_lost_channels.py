@@ -1,14 +1,12 @@
 """Leases of a client whose channel to the router is lost."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
-
-from fake_router import FakeActor, connected, router_and_client, wait_until
-from tables import counts_for, request
+from unittest.mock import Mock
 
 from eldr_serve.router.messages import Place, Restore, encode
+from tests.support.fake_router import FakeActor, connected, router_and_client, wait_until
+from tests.support.tables import counts_for, request
 
 
 async def test_leases_end_with_the_channel_unless_the_client_reconnects() -> None:
@@ -21,20 +19,20 @@ async def test_leases_end_with_the_channel_unless_the_client_reconnects() -> Non
             assert actor.running.keys() == {"dead", "returning", "alive"}
         returning._link._channel.close("cut")
         await wait_until(lambda: actor.running.keys() == {"returning", "alive"})
-        assert actor.state.clients == actor.sessions.by_client.keys() == {returning.name, alive.name}
+        assert actor.state.ingresses == actor.sessions.by_ingress.keys() == {returning.name, alive.name}
         assert actor.state.counters["leases_of_lost_clients"] == 1
         assert not actor.state.counters["leases_restored"]
         returning.release("returning")
         await wait_until(lambda: actor.running.keys() == {"alive"})
     await wait_until(lambda: not actor.running)
-    assert not actor.sessions.by_client
+    assert not actor.sessions.by_ingress
     assert not actor.sessions.by_peer
 
 
 async def test_a_clients_old_connection_is_closed_when_it_reconnects() -> None:
     """No client would get or release such a lease."""
     actor = FakeActor()
-    old, new = await actor.calls().connected(), await actor.calls().connected()
+    old, new = await actor.calls().get_channel(), await actor.calls().get_channel()
     ignore: Any = lambda message: None  # noqa: E731
     for channel in (old, new):
         channel.open_call("subscribe", encode(Restore("c", ("r0",))), ignore, ignore)
@@ -42,7 +40,7 @@ async def test_a_clients_old_connection_is_closed_when_it_reconnects() -> None:
         place = channel.open_call("place", encode(Place(request("a"))), ignore, ignore)
         await wait_until(lambda: actor.running.keys() == {"a"})
     await wait_until(old.closed.done)
-    assert len(actor.server.connections) == len(actor.sessions.by_client) == 1
+    assert len(actor.server.connections) == len(actor.sessions.by_ingress) == 1
     place.close(3)
     await wait_until(lambda: not actor.running)
     new.close("the test ends")
@@ -50,11 +48,34 @@ async def test_a_clients_old_connection_is_closed_when_it_reconnects() -> None:
 
 async def test_a_client_that_has_not_subscribed_gets_no_lease() -> None:
     actor, errors = FakeActor(), []
-    channel = await actor.calls().connected()
+    channel = await actor.calls().get_channel()
     channel.open_call("place", encode(Place(request("a"))), lambda message: None, errors.append)
     await wait_until(lambda: errors)
     assert not actor.running
     channel.close("the test ends")
+
+
+async def test_an_answer_that_closes_its_channel_affects_no_other_client() -> None:
+    """No worker is known, so the router answers each request at once."""
+    sessions = FakeActor().sessions
+    subscribe, place = sessions.open_methods["subscribe"], sessions.open_methods["place"]
+    calls: dict[str, Any] = {}
+
+    def lose(payload: bytes) -> None:  # as a peer that does not read its data
+        for name in "ab":
+            calls[name].on_lost()
+
+    lost, alive = Mock(), Mock()
+    for client, answer in {"lost": lost, "alive": alive}.items():
+        subscribe(encode(Restore(client, ())), answer)
+        answer.send.reset_mock()
+    lost.send.side_effect = lose
+    for name, answer in {"a": lost, "b": lost, "c": alive}.items():
+        calls[name] = place(encode(Place(request(name))), answer)
+    sessions._apply()
+    lost.send.assert_called_once()
+    alive.send.assert_called_once()
+    assert sessions.open.keys() == {"c"}
 
 
 async def test_a_release_while_the_channel_is_lost_is_sent_over_the_next() -> None:
@@ -66,7 +87,7 @@ async def test_a_release_while_the_channel_is_lost_is_sent_over_the_next() -> No
         client.release("a")
         await wait_until(lambda: actor.running.keys() == {"b", "c"})
         assert actor.running["b"].generated_tokens == 5
-        assert not client.router_away
+        assert not client.router_unreachable
 
 
 async def test_a_change_of_replicas_is_sent_before_the_next_request_and_without_one() -> None:
@@ -76,4 +97,4 @@ async def test_a_change_of_replicas_is_sent_before_the_next_request_and_without_
         directory.publish({"r1": {}})
         assert (await client.place(request("b"), None)).replica == "r1"
         directory.publish({"r2": {}})
-        await wait_until(lambda: actor.state.positions == ["r2"])
+        await wait_until(lambda: actor.state.positions.replicas == ["r2"])

@@ -1,7 +1,5 @@
 """Placement by predicted expert counts, and how measured counts replace them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import replace
@@ -10,7 +8,19 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
-from fake_router import (
+
+from eldr_serve.engine.vllm.measurements import MEASUREMENTS
+from eldr_serve.errors import SwapRefusedError
+from eldr_serve.experts.online_predictor import OnlinePredictor
+from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.router import settings_check
+from eldr_serve.router.messages import IngressReport, Restore
+from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import router_status
+from eldr_serve.scheduling import MarginalCost, prompt_blocks
+from eldr_serve.scheduling.activation import levels_of
+from tests.support.fake_router import (
     FakeActor,
     connected,
     loads,
@@ -20,21 +30,9 @@ from fake_router import (
     router_and_client,
     router_state,
     wait_until,
-)  # fmt: skip
-from ingress_app import COMPLETIONS, HELLO, KEY, running_app
-from tables import request
-
-from eldr_serve.engine.vllm.measured import MEASURED
-from eldr_serve.errors import SwapRefused
-from eldr_serve.experts.online_predictor import OnlinePredictor
-from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
-from eldr_serve.router import settings_check
-from eldr_serve.router.messages import Report
-from eldr_serve.router.state import RouterState
-from eldr_serve.router.status import router_status
-from eldr_serve.scheduling import MarginalCost, prompt_blocks
-from eldr_serve.scheduling.activation import levels_of
+)
+from tests.support.ingress_app import COMPLETIONS, HELLO, KEY, running_app
+from tests.support.tables import request, unit_table
 
 L, E, K, V = 2, 8, 2, 16
 IDS = np.array([1, 1, 3], np.uint32)
@@ -56,9 +54,10 @@ FILE = predictor().to_bytes()
 def narrow() -> bytes:
     """Return a predictor file for half as many experts."""
     return predictor(
-        mean=np.full((L, E // 2), 2 * K / E, np.float32), experts=np.zeros((0, L, E // 2), np.float32),
+        mean=np.full((L, E // 2), 2 * K / E, np.float32),
+        experts=np.zeros((0, L, E // 2), np.float32),
         tokens=np.zeros((V, 0), np.float32),
-    ).to_bytes()  # fmt: skip
+    ).to_bytes()
 
 
 def counts(token: int, tokens: int = 3) -> np.ndarray:
@@ -79,15 +78,12 @@ def marginal_cost(state: RouterState) -> MarginalCost:
 
 def held(state: RouterState) -> dict[str, tuple[int, Any]]:
     """Return the worker position and the activation levels of each running request."""
-    return marginal_cost(state).active.held
+    return marginal_cost(state).active.running
 
 
 def levels(prompt_counts: np.ndarray, tokens: int) -> Any:
     """Return the activation levels of a prompt with these counts."""
     return levels_of((prompt_counts.reshape(-1) / tokens).astype(np.float32))
-
-
-# -- the router ------------------------------------------------------------------------------------
 
 
 def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays() -> None:
@@ -102,18 +98,18 @@ def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays() -> Non
         (FILE, "u", "tokenizer t, not u"),
         (narrow(), "t", "layers and experts"),
     ):
-        with pytest.raises(SwapRefused, match=message) as refused:
+        with pytest.raises(SwapRefusedError, match=message) as refused:
             state.swap_predictor(bad, tokenizer)
         assert "\n" not in str(refused.value)
         assert state.settings is live
-    with pytest.raises(SwapRefused, match="model n"):
+    with pytest.raises(SwapRefusedError, match="model n"):
         RouterState(model_id="m", policy="marginal-cost", predictor=predictor(model="n").to_bytes())
 
 
 def test_settings_larger_than_a_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_check, "MAX_SETTINGS_BYTES", len(FILE))
     state = router_state(table=3, policy="marginal-cost")
-    with pytest.raises(SwapRefused, match="MiB together"):
+    with pytest.raises(SwapRefusedError, match="MiB together"):
         state.swap_predictor(FILE, "t")
     assert state.settings.predictor is None
 
@@ -123,7 +119,7 @@ def test_measured_counts_replace_predicted_ones_in_loads_and_policy() -> None:
     (lease,) = place(state, request("a", 3, expert_counts=counts(1).astype(np.float16), predicted=True))
     state.progress({"a": 4})
     for counted in (request("a", 30, expert_counts=counts(5, 30)), request("gone", 7)):
-        state.counted(counted)
+        state.set_measured_counts(counted)
     assert loads(state)[lease.replica] == (1, 34)
     position, measured = held(state)["a"]
     assert position == lease.position
@@ -139,15 +135,20 @@ def test_the_status_has_the_prediction_quality_of_connected_clients() -> None:
     state = router_state(table=None, policy="marginal-cost", predictor=FILE, clients="ab")
     for client, prompts, gain, on in (("a", 30, 0.5, True), ("b", 10, -0.5, False)):
         prediction = {"on": on, "prompts": prompts, "cosine": gain, "gain": gain}
-        state.report(client, Report(prediction=prediction))
+        state.report(client, IngressReport(prediction=prediction))
     expected = {"version": 1, "clients": 2, "prompts": 40, "on": 1, "cosine": 0.25, "gain": 0.25}
     assert router_status(state)["predictor"] == expected
     state.drop("b")
     assert router_status(state)["predictor"]["clients"] == 1
     state.swap_predictor(FILE, "t")
     assert router_status(state)["predictor"] == {
-        "version": 2, "clients": 0, "prompts": 0, "on": 0, "cosine": 0.0, "gain": 0.0,
-    }  # fmt: skip
+        "version": 2,
+        "clients": 0,
+        "prompts": 0,
+        "on": 0,
+        "cosine": 0.0,
+        "gain": 0.0,
+    }
 
 
 def test_a_configured_predictor_of_another_shape_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
@@ -168,9 +169,31 @@ def test_a_configured_predictor_of_another_shape_is_dropped(caplog: pytest.LogCa
     assert set(loads(state).values()) == {(0, 0)}
 
 
+def test_predictions_of_another_shape_are_dropped_even_without_a_predictor() -> None:
+    state = router_state(table=None, policy="marginal-cost")
+    wrong = np.full((L, E // 2), 1.0, np.float16)  # from a client that still has a predictor
+    place(state, request("a", 3, expert_counts=wrong, predicted=True))
+    state.expect_counts(L, E)
+    assert state.placer.running["a"].request.expert_counts is None
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_configured_table_of_another_shape_is_dropped_with_the_predictor(restored: bool) -> None:
+    table = unit_table(3, num_layers=L + 1).to_bytes()
+    state = RouterState(model_id="m", policy="locality-band", table=table, predictor=narrow())
+    if restored:
+        state.restore(Restore("c", counts_shape=(L, E)))
+    else:
+        state.expect_counts(L, E)
+    assert (state.settings.table, state.table, state.settings.predictor) == (None, None, None)
+    assert state.counters["tables_discarded"] == 1
+    state.set_policy("least-tokens", {})
+    state.swap_predictor(FILE, "t")
+
+
 async def test_a_client_rejects_a_predictor_of_another_shape(caplog: pytest.LogCaptureFixture) -> None:
     async with router_and_client("r0", policy="marginal-cost", table=None) as (actor, client):
-        await client.call("expect_counts", L, E)
+        await client.expect_counts(L, E)
         actor.state.check.shape = None  # as after a restart of the router
         actor.state.swap_predictor(narrow(), "t")
         await client.place(request("a", 3), None, token_ids=IDS)
@@ -187,9 +210,6 @@ def test_a_policy_keeps_its_state_when_only_the_predictor_is_swapped() -> None:
     state.swap_predictor(FILE, "t")
     assert state.placer.policy is policy
     assert policy.profiles.profile.any()
-
-
-# -- its client ------------------------------------------------------------------------------------
 
 
 async def test_predictions_replace_missing_counts_and_measured_counts_train_the_predictor() -> None:
@@ -217,8 +237,8 @@ async def test_measured_counts_reach_the_router_and_its_restart() -> None:
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
         await client.place(request("first"), counts(0))
         await client.place(request("a", 3), None, token_ids=IDS)
-        client.counted("a", IDS, counts(5, 40), 40)
-        client.counted("gone", IDS, counts(5, 40), 40)
+        client.set_measured_counts("a", IDS, counts(5, 40), 40)
+        client.set_measured_counts("gone", IDS, counts(5, 40), 40)
         await wait_until(lambda: actor.state.counters["counts_measured"] == 1)
         np.testing.assert_array_equal(held(actor.state)["a"][1], levels(counts(5), 3))
         assert actor.running["a"].request.prompt_tokens == 40
@@ -227,9 +247,9 @@ async def test_measured_counts_reach_the_router_and_its_restart() -> None:
         await wait_until(lambda: (router_status(actor.state)["predictor"] or {})["prompts"] == 2)
         actor.alive = False
         client.release("first")
-        await wait_until(lambda: client.router_away)
+        await wait_until(lambda: client.router_unreachable)
         actor.restart()
-        await wait_until(lambda: not client.router_away and "a" in actor.running)
+        await wait_until(lambda: not client.router_unreachable and "a" in actor.running)
         np.testing.assert_array_equal(held(actor.state)["a"][1], levels(counts(5), 3))
         assert actor.state.settings.predictor == FILE
         assert client.scorer.predictor.prompts == 2  # it keeps its state
@@ -240,8 +260,8 @@ async def test_measured_counts_are_sent_again_after_a_lost_channel() -> None:
         await client.place(request("first"), counts(0))
         await client.place(request("a", 3), None, token_ids=IDS)
         actor.alive = False
-        client.counted("a", IDS, counts(5, 40), 40)
-        await wait_until(lambda: client.router_away)
+        client.set_measured_counts("a", IDS, counts(5, 40), 40)
+        await wait_until(lambda: client.router_unreachable)
         assert actor.running["a"].request.predicted
         actor.alive = True
         await wait_until(lambda: not actor.running["a"].request.predicted)
@@ -256,7 +276,7 @@ async def test_a_predictor_worse_than_the_mean_is_switched_off(caplog: pytest.Lo
         with caplog.at_level(logging.WARNING):
             for _ in range(80):  # the experts do not depend on the tokens
                 ids = np.full(3, rng.integers(V), np.uint32)
-                client.counted("gone", ids, counts(int(rng.integers(E))), 3)
+                client.set_measured_counts("gone", ids, counts(int(rng.integers(E))), 3)
         assert not client.scorer.predictor.on
         assert "the signature predictor is off" in caplog.text
         await client.place(request("a", 3), None, token_ids=IDS)
@@ -284,29 +304,29 @@ async def test_the_router_and_its_restart_know_which_prefixes_workers_have() -> 
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
         first = await client.place(request("a", 40, blocks=prompt), None, token_ids=IDS)
         assert first.replica in ("r0", "r1")
-        client.counted("a", IDS, counts(5, 41), 41)
+        client.set_measured_counts("a", IDS, counts(5, 41), 41)
         await wait_until(lambda: actor.state.counters["counts_measured"] == 1)
         assert actor.messages[-1].request.blocks is None  # the blocks are sent once
         assert actor.state.placer.prefixes.cached_tokens([first.replica], prompt).tolist() == [36]
         actor.alive = False
         client.release("gone")
         client.count("anything")
-        await wait_until(lambda: client.router_away)
+        await wait_until(lambda: client.router_unreachable)
         actor.restart()
-        await wait_until(lambda: not client.router_away and "a" in actor.running)
+        await wait_until(lambda: not client.router_unreachable and "a" in actor.running)
         assert actor.state.placer.prefixes.cached_tokens([first.replica], prompt).tolist() == [36]
 
 
 async def test_measured_counts_go_to_the_waiting_call() -> None:
-    waiting, cancelled = (asyncio.create_task(MEASURED.counts_of(name)) for name in "ab")
+    waiting, cancelled = (asyncio.create_task(MEASUREMENTS.wait_for_counts(name)) for name in "ab")
     await asyncio.sleep(0)
-    assert [MEASURED.awaits_counts(name) for name in "abc"] == [True, True, False]
+    assert [MEASUREMENTS.awaits_counts(name) for name in "abc"] == [True, True, False]
     cancelled.cancel()
     await asyncio.to_thread(
-        MEASURED.deliver_counts, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unexpected")}
+        MEASUREMENTS.deliver_counts, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unexpected")}
     )
     assert await waiting == (9, "packed")
-    assert not MEASURED._awaited
+    assert not MEASUREMENTS._awaited
 
 
 async def test_an_ingress_loads_the_tokenizer_for_a_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,13 +340,20 @@ async def test_an_ingress_loads_the_tokenizer_for_a_predictor(monkeypatch: pytes
         assert (await app.post(COMPLETIONS, HELLO)).status_code == 200
         await wait_until(lambda: client.scorer.tokenizer == "t")
         client.scorer.predictor = OnlinePredictor(predictor())
-        client.scorer.tokenised_by("t")
+        client.scorer.set_tokenizer("t")
         assert client.scorer.predictor is not None
-        client.scorer.tokenised_by("another")
+        client.scorer.set_tokenizer("another")
         assert client.scorer.predictor is None
 
 
-# -- HTTP --------------------------------------------------------------------------------------------
+async def test_a_swap_drops_a_predictor_of_another_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router refuses the new predictor too, which is of the same other tokenizer."""
+    monkeypatch.setattr(PromptTokens, "fingerprint", AsyncMock(return_value="another"))
+    async with running_app() as app:
+        scorer = app.ingress._client.scorer
+        scorer.predictor = OnlinePredictor(predictor())
+        assert (await app.put("/eldr/predictor", KEY, content=FILE)).status_code == 400
+        assert (scorer.tokenizer, scorer.predictor) == ("another", None)
 
 
 async def test_a_predictor_needs_the_admin_key_and_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,20 @@
 """Settings of a redeployed YAML and of operators: the later one is live."""
 
-from __future__ import annotations
-
 import logging
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
-from tables import unit_table
 
+from eldr_serve.errors import SwapRefusedError
+from eldr_serve.monitoring import supervision
+from eldr_serve.router import actor
 from eldr_serve.router.actor import DecodeRouter
 from eldr_serve.router.messages import Restore, Settings
 from eldr_serve.router.settings import RouterSettings
+from eldr_serve.scheduling import StepCost
+from tests.support.fake_router import wait_until
+from tests.support.tables import unit_table
 
 FIRST = RouterSettings(model_id="m", policy="shortest-queue")
 SECOND = RouterSettings(model_id="m", policy="least-tokens", table=unit_table(2).to_bytes())
@@ -34,6 +39,15 @@ async def test_a_changed_deployment_replaces_an_earlier_put(caplog: pytest.LogCa
     assert (await restored(router, live)).policy == again.policy == "round-robin"
 
 
+async def test_metrics_are_exported_again_after_an_export_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    export = Mock(side_effect=[RuntimeError, *[None] * 1000])
+    monkeypatch.setattr(supervision, "supervised", partial(supervision.supervised, delay_s=0.0))
+    monkeypatch.setattr(actor, "PERIOD_S", 0.001)
+    router = DecodeRouter(FIRST)
+    monkeypatch.setattr(router._metrics, "export", export)
+    await wait_until(lambda: export.call_count > 2)
+
+
 async def test_an_unchanged_deployment_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     router = DecodeRouter(FIRST)
     put = await router.set_policy("random", {})
@@ -54,7 +68,27 @@ async def test_a_restarted_router_restores_the_live_deployment() -> None:
     assert (await router.settings()).policy == "random"
 
 
+async def test_an_invalid_deployment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, use = DecodeRouter(FIRST), Mock()
+    monkeypatch.setattr(router._pool, "use", use)
+    before = await router.settings()
+    with pytest.raises(SwapRefusedError):
+        await router.configure(SECOND.model_copy(update={"model_id": "another"}))  # than the table's
+    assert await router.settings() == before
+    assert not use.called
+    await router.configure(SECOND)
+    use.assert_called_once_with(SECOND.pool)
+
+
 def test_different_settings_have_different_fingerprints() -> None:
     others = (SECOND, FIRST.model_copy(update={"seed": 1}), FIRST.model_copy(update={"parameters": {"a": 1}}))
+    priced = FIRST.model_copy(update={"cost": StepCost(batch_s={1: 0.0, 8: 1e-4})})
+    assert priced.fingerprint != FIRST.model_copy(update={"cost": StepCost()}).fingerprint
     assert FIRST.fingerprint == RouterSettings(**dict(FIRST)).fingerprint
     assert len({settings.fingerprint for settings in (FIRST, *others)}) == 4
+
+
+def test_the_order_of_parameters_does_not_change_the_fingerprint() -> None:
+    orders = ({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1})
+    first, second = (FIRST.model_copy(update={"parameters": parameters}) for parameters in orders)
+    assert first.fingerprint == second.fingerprint

@@ -1,26 +1,27 @@
 """Calls to a real router over its real channel, with a stand-in for the actor's handle."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from fake_router import wait_until
+import ray
+from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from tables import counts_for, request, unit_table
 
-from eldr_serve.channel import CallFailed, ChannelLost
-from eldr_serve.errors import SwapRefused
+from eldr_serve.channel import CallFailedError, ChannelLostError
+from eldr_serve.errors import SwapRefusedError
+from eldr_serve.replicas.directory import ReplicaDirectory
 from eldr_serve.router.actor import DecodeRouter
 from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.client import RouterClient
-from eldr_serve.router.directory import ReplicaDirectory
 from eldr_serve.router.settings import RouterSettings
+from tests.support.fake_router import wait_until
+from tests.support.tables import counts_for, request, unit_table
 
 
 class Cluster:
@@ -44,7 +45,6 @@ class Cluster:
         return await self.router.address()
 
     async def end(self) -> None:
-        """End the actor's process."""
         for task in self.router._tasks:
             task.cancel()
         if self.router._channel is not None:
@@ -70,12 +70,12 @@ async def test_calls_return_the_actors_results_and_raise_its_errors() -> None:
     async with running() as (cluster, calls):
         table = unit_table(3).to_bytes()
         assert (await calls.call("swap_table", table)).table == table
-        with pytest.raises(SwapRefused, match="unknown policy 'nonsense'"):
+        with pytest.raises(SwapRefusedError, match="unknown policy 'nonsense'"):
             await calls.call("set_policy", "nonsense", {})
         for method in ("observe_steps", "nonsense"):
-            with pytest.raises(CallFailed, match=f"no method '{method}'"):
+            with pytest.raises(CallFailedError, match=f"no method '{method}'"):
                 await calls.call(method, "nonsense")
-        with pytest.raises(CallFailed, match="Expected `str`"):
+        with pytest.raises(CallFailedError, match="Expected `str`"):
             await calls.call("set_policy", 1, {})
         settings = await calls.call("settings")
         assert (settings.policy, settings.table) == ("locality-band", table)
@@ -103,7 +103,7 @@ async def running_client() -> AsyncIterator[tuple[Cluster, RouterCalls, RouterCl
 
 async def test_a_router_client_continues_after_a_restart() -> None:
     async with running_client() as (cluster, _, client):
-        await client.call("swap_table", unit_table(2).to_bytes())
+        await client.swap_table(unit_table(2).to_bytes())
         for name in "ab":
             lease = await client.place(request(name), counts_for(1))
         assert (lease.replica, lease.reason) == ("r1", "locality-band")
@@ -119,10 +119,10 @@ async def test_a_lost_channel_ends_its_calls_and_the_next_reconnects(monkeypatch
         await calls.call("settings")
         monkeypatch.setattr(cluster.router, "live", lambda: asyncio.sleep(60))
         waiting = asyncio.create_task(calls.call("live"))
-        channel = await calls.connected()
+        channel = await calls.get_channel()
         await wait_until(lambda: channel.in_flight)
         await cluster.restart()
-        with pytest.raises(ChannelLost):
+        with pytest.raises(ChannelLostError):
             await waiting
         assert (await calls.call("settings")).policy == "random"
         assert (cluster.look_ups, cluster.addresses) == (1, 2)
@@ -177,6 +177,43 @@ async def test_a_slow_lookup_does_not_block_the_loop_and_is_shared() -> None:
         calls.close()
 
 
+async def test_a_failure_that_no_caller_awaited_does_not_fail_a_later_call() -> None:
+    async with running() as (cluster, _):
+        free = threading.Event()
+
+        def find() -> Any:
+            if not free.is_set():
+                free.wait(5)
+                raise ConnectionError("GCS is away")
+            return cluster.find()
+
+        calls = RouterCalls(find)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await calls.call("settings")
+        free.set()
+        await asyncio.sleep(0.2)
+        await calls.call("settings")
+        calls.close()
+
+
+async def test_close_closes_a_channel_that_has_just_been_opened() -> None:
+    async with running() as (_, calls):
+        caller = asyncio.create_task(calls.get_channel())
+        await asyncio.sleep(0)
+        connecting = calls._connecting
+        assert connecting is not None
+        connecting.add_done_callback(lambda task: calls.close())  # before the caller goes on
+        assert not (await caller).open
+
+
+async def test_no_call_starts_ray_after_its_shutdown() -> None:
+    handle = Mock(spec=ActorHandle)
+    with pytest.raises(ConnectionError, match="Ray is shut down"):
+        await RouterCalls(lambda: handle).call("settings")
+    assert not ray.is_initialized()
+
+
 @pytest.mark.parametrize(
     ("error", "look_ups"), [(ActorUnavailableError("test", None), 1), (ActorDiedError(), 2)]
 )
@@ -185,7 +222,7 @@ async def test_the_actor_is_looked_up_again_only_after_it_died(error: Exception,
         await calls.call("settings")
         cluster.error = error
         await cluster.restart()
-        with pytest.raises((type(error), ChannelLost)):
+        with pytest.raises((type(error), ChannelLostError)):
             await calls.call("settings")
         with pytest.raises(type(error)):
             await calls.call("settings")

@@ -1,27 +1,32 @@
 """The router's client in the ingress, with a fake actor that can be slow, unreachable or restarted."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any
 
 import pytest
-from fake_router import SLOTS, FakeActor, connected, router_and_client, wait_until, wait_until_idle
-from tables import counts_for, request, unit_table
 
-from eldr_serve.errors import Overloaded, SwapRefused
+from eldr_serve.errors import OverloadedError, SwapRefusedError
 from eldr_serve.router.client import RouterClient
-from eldr_serve.router.messages import Answered
+from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Lease, State
+from tests.support.fake_router import (
+    SLOTS,
+    FakeActor,
+    connected,
+    router_and_client,
+    wait_until,
+    wait_until_idle,
+)
+from tests.support.tables import counts_for, request, unit_table
 
 
 async def test_a_client_scores_counts_and_the_router_places_it() -> None:
     async with router_and_client("r0", "r1") as (actor, client):
         for name in "ab":  # the first one receives the table
             lease = await client.place(request(name), counts_for(1))
-            assert (lease.replica, lease.reason, lease.best) == ("r1", "locality-band", True)
+            assert (lease.replica, lease.reason, lease.is_best_match) == ("r1", "locality-band", True)
         assert actor.requests[-1].similarity.shape == (2,)
         # A swap between scoring and placing: it is scored again.
         actor.state.swap_table(unit_table(2, band=0.0).to_bytes())
@@ -35,21 +40,21 @@ async def test_a_client_scores_counts_and_the_router_places_it() -> None:
 
 async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restored() -> None:
     actor = FakeActor(policy="marginal-cost", table=None)
-    held = lambda: actor.state.placer.policy.active.held  # noqa: E731
+    held = lambda: actor.state.placer.policy.active.running  # noqa: E731
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
         await client.place(request("a"), counts_for(0))
         assert actor.requests[-1].expert_counts.dtype == "uint8"
         actor.alive = False
         away = await client.place(request("b"), counts_for(1))
-        assert away.reason == "router-away"
+        assert away.reason == "router-unreachable"
         actor.restart()
-        await wait_until(lambda: not client.router_away and len(actor.running) == 2)
+        await wait_until(lambda: not client.router_unreachable and len(actor.running) == 2)
         assert set(held()) == {"a", "b"}
         client.release("a")
         client.release("b")
         await wait_until(lambda: not held())
         assert not client.leases
-        await client.call("set_policy", "shortest-queue", {})
+        await client.set_policy("shortest-queue", {})
         await client.place(request("c"), counts_for(0))
         assert actor.requests[-1].expert_counts is None
 
@@ -70,7 +75,7 @@ async def test_concurrent_requests_are_placed_together(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("how", ["dead", "slow"])
-async def test_own_load_decides_without_the_actor_which_later_restores_all_leases(how: str) -> None:
+async def test_local_fallback_decides_without_the_actor_which_later_restores_all_leases(how: str) -> None:
     async with router_and_client("r0", "r1", timeout_s=0.1) as (actor, client):
         kept = await client.place(request("before"), counts_for(1))
         actor.state.set_policy("locality-band", {"band": 0.0})
@@ -81,17 +86,17 @@ async def test_own_load_decides_without_the_actor_which_later_restores_all_lease
         else:
             actor.delay_s = 10.0
         leases = [await client.place(request(f"away{n}"), counts_for(1)) for n in range(4)]
-        assert client.router_away
-        assert {lease.reason for lease in leases} == {"router-away"}
-        assert sorted(lease.replica for lease in leases).count(kept.replica) in (1, 2)  # by own load
+        assert client.router_unreachable
+        assert {lease.reason for lease in leases} == {"router-unreachable"}
+        assert sorted(lease.replica for lease in leases).count(kept.replica) in (1, 2)  # by local fallback
         client.release("away0")
         actor.delay_s = 0.0
         actor.restart()
-        await wait_until(lambda: not client.router_away)
+        await wait_until(lambda: not client.router_unreachable)
         await client.place(request("after"), counts_for(1))
         assert set(actor.running) == {"before", "update", "away1", "away2", "away3", "after"}
         assert actor.state.settings == policy
-        await wait_until(lambda: actor.state.counters["placed_by_own_load"] == 4)
+        await wait_until(lambda: actor.state.counters["placed_by_local_fallback"] == 4)
 
 
 async def test_a_client_keeps_no_backlog_for_an_unreachable_actor() -> None:
@@ -104,7 +109,7 @@ async def test_a_client_keeps_no_backlog_for_an_unreachable_actor() -> None:
             client.progress(f"{number}", 3)
             client.release(f"{number}")
         client.release("a")
-        await wait_until(lambda: client.router_away and not client._progress)
+        await wait_until(lambda: client.router_unreachable and not client._progress)
         assert not client._calls
         actor.alive = True  # with its state
         await wait_until(lambda: set(actor.running) == {"b", "c"})
@@ -115,8 +120,8 @@ async def test_only_the_newest_latencies_are_kept_for_an_unreachable_actor() -> 
         await client.place(request("a"), counts_for(0))
         actor.alive = False
         for number in range(3000):
-            client.answered_client(Answered(float(number), None))
-        await wait_until(lambda: client.router_away)
+            client.record_stream(StreamLatencies(float(number), None))
+        await wait_until(lambda: client.router_unreachable)
         assert [answered.ttft_s for answered in client._finished] == [float(n) for n in range(1976, 3000)]
         actor.alive = True
         await wait_until(lambda: actor.state.view._answers)
@@ -128,14 +133,14 @@ async def test_a_restarted_actor_learns_the_shape_and_refuses_tables_of_another(
     """The shape comes from its clients; a direct call, as of a refit, is refused too."""
     actor, other = FakeActor(), unit_table(2, num_experts=16).to_bytes()
     async with connected(actor, "r0", "r1") as client:
-        await client.call("expect_counts", 2, 8)
+        await client.expect_counts(2, 8)
         actor.restart()
         await wait_until(lambda: actor.sessions.by_peer)
-        with pytest.raises(SwapRefused, match="report 2 x 8"):
+        with pytest.raises(SwapRefusedError, match="report 2 x 8"):
             actor.state.swap_table(other)
-        with pytest.raises(SwapRefused, match="report 2 x 8"):
-            await client.call("swap_table", other)
-        assert (await client.call("swap_table", unit_table(2).to_bytes())).table_version > 1
+        with pytest.raises(SwapRefusedError, match="report 2 x 8"):
+            await client.swap_table(other)
+        assert (await client.swap_table(unit_table(2).to_bytes())).table_version > 1
 
 
 async def test_clients_without_a_router_choose_different_workers() -> None:
@@ -150,11 +155,8 @@ async def test_clients_without_a_router_choose_different_workers() -> None:
 
 async def test_a_request_is_refused_without_a_decode_replica() -> None:
     async with connected(FakeActor()) as client:
-        with pytest.raises(Overloaded):
+        with pytest.raises(OverloadedError):
             await client.place(request("a"), None)
-
-
-# -- requests that wait in the actor's decode queue ----------------------------------------------------
 
 
 async def waiting(
@@ -189,7 +191,7 @@ async def test_a_request_that_waits_too_long_is_refused() -> None:
     async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None)
         task = await waiting(client, actor, "b", wait_s=0.1)
-        with pytest.raises(Overloaded) as refusal:
+        with pytest.raises(OverloadedError) as refusal:
             await task
         assert (refusal.value.status, refusal.value.retry_after_s) == (503, 1)
         await wait_until(lambda: actor.state.counters["queue_expired"] == 1)
@@ -203,7 +205,7 @@ async def test_queued_requests_are_sent_again_to_a_restarted_actor() -> None:
         actor.restart()
         await wait_until(lambda: actor.state.queue_size == 1)
         assert not task.done()
-        with pytest.raises(Overloaded):
+        with pytest.raises(OverloadedError):
             await task
         assert asyncio.get_running_loop().time() - started < 2.5  # the wait did not restart
 
@@ -218,7 +220,7 @@ async def test_a_queued_request_is_sent_again_after_a_lost_channel() -> None:
         await wait_until(
             lambda: client.leases["c"].state is State.QUEUED and actor.sessions.open.keys() == {*"abc"}
         )
-        assert not client.router_away
+        assert not client.router_unreachable
         client.release("a")
         assert (await asyncio.wait_for(task, 10)).reason == "slot"
 
@@ -232,11 +234,11 @@ async def test_queued_requests_are_scored_again_after_a_swap() -> None:
         assert actor.state.placer.queue["b"].request.similarity.shape == (3,)
         assert actor.state.counters["queued"] == 1
         client.release("a")
-        assert (await task).best
+        assert (await task).is_best_match
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "knows no worker"])
-async def test_own_load_decides_if_the_router_cannot_place(
+async def test_local_fallback_decides_if_the_router_cannot_place(
     fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with router_and_client("r0", timeout_s=5.0) as (actor, client):
@@ -244,7 +246,7 @@ async def test_own_load_decides_if_the_router_cannot_place(
         if fails:
             monkeypatch.setattr(actor.state, "place", lambda leases: 1 / 0)
         else:
-            actor.state.update_workers([])
+            actor.state.update_workers(client.name, [])
         lease = await client.place(request("b"), None)
         assert (lease.replica, lease.reason) == ("r0", "no-worker")
         assert ("cannot place 1 requests" in caplog.text) == fails
@@ -270,7 +272,7 @@ async def test_each_request_ends_once_and_leaves_nothing_behind(seed: int) -> No
                 assert client.leases[name] is lease
                 await asyncio.sleep(rng.expovariate(40))
                 ends[name] = "granted"
-            except Overloaded:
+            except OverloadedError:
                 ends[name] = "expired"
             except asyncio.CancelledError:
                 ends[name] = "cancelled"

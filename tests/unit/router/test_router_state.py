@@ -1,27 +1,31 @@
 """The router's state: positions, leases, settings, restarts."""
 
-from __future__ import annotations
-
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from clock import Clock
-from fake_router import client_lease, loads, place, place_one, release, router_state
-from tables import request, unit_table
+from pydantic import ValidationError
 
-from eldr_serve.errors import SwapRefused
+from eldr_serve.errors import SwapRefusedError
 from eldr_serve.router.messages import Restore
+from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import State, StepCost, StepSums
+from eldr_serve.scheduling.cost_file import FittedCost
+from eldr_serve.validation import first_problem
+from tests.support.clock import Clock
+from tests.support.fake_router import client_lease, loads, place, place_one, release, router_state
+from tests.support.tables import request, unit_table
 
 
 def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> None:
     state = router_state()
     lease = place_one(state, "a", 1)
-    assert (lease.replica, lease.position, lease.num_candidates, lease.best) == ("r1", 1, 1, True)
+    assert (lease.replica, lease.position, lease.num_candidates, lease.is_best_match) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
     state.progress({"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)
@@ -33,13 +37,63 @@ def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> 
 
 def test_a_new_replica_takes_a_vacant_position_and_others_keep_theirs() -> None:
     state = router_state()
-    state.update_workers(["r0", "r2"])
+    state.update_workers("c", ["r0", "r2"])
     assert place_one(state, "a", 2).replica == "r2"
     # Its worker is lost: the others are equally similar, so load decides.
     assert place_one(state, "b", 1).replica == "r0"
-    state.update_workers(["r0", "r2", "new"])
+    state.update_workers("c", ["r0", "r2", "new"])
     lease = place_one(state, "c", 1)
     assert (lease.replica, lease.position) == ("new", 1)
+
+
+def test_a_client_that_loses_one_channel_removes_the_worker_only_for_itself() -> None:
+    state = router_state(clients="cd")
+    state.update_workers("c", ["r0", "r2"])
+    assert state.positions.replicas == ["r0", "r1", "r2"]
+    assert place_one(state, "a", 1).replica != "r1"
+    similarity, version = np.eye(3)[1], state.settings.table_version
+    (lease,) = place(state, request("b", similarity=similarity, table_version=version), client="d")
+    assert (lease.replica, lease.position) == ("r1", 1)
+    state.update_workers("d", ["r0", "r2"])
+    assert state.positions.replicas == ["r0", None, "r2"]
+
+
+def test_a_client_that_connects_with_some_channels_removes_no_worker() -> None:
+    state = router_state()
+    state.restore(Restore("new", ("r2",)))
+    assert state.positions.replicas == ["r0", "r1", "r2"]
+    leases = place(state, "a", "b", client="new") + place(state, "c", "d", "e")
+    assert {lease.replica for lease in leases[:2]} == {"r2"}
+    assert {lease.replica for lease in leases[2:]} == {"r0", "r1"}
+
+
+def test_a_client_without_workers_of_its_own_gets_those_of_others() -> None:
+    state = router_state(clients="cd")
+    state.update_workers("c", ["r1"])
+    assert place_one(state, "a", exclude=("r1",)).replica == "r1"  # the others cannot be reached
+    state.update_workers("c", [])
+    assert place_one(state, "b", 0).replica == "r0"
+
+
+def test_a_lost_clients_workers_stay_until_it_is_dropped() -> None:
+    state = router_state(clients="c")
+    state.restore(Restore("d", ("r0", "own")))
+    assert state.positions.replicas == ["r0", "r1", "r2", "own"]
+    state.drop("d")
+    assert state.positions.replicas == ["r0", "r1", "r2"]
+    state.drop("c")
+    assert state.positions.replicas == ["r0", "r1", "r2"]  # a router without clients keeps its workers
+
+
+def test_the_steps_of_lost_replicas_are_not_kept() -> None:
+    state = router_state()
+    steps = StepSums.from_steps([1], [1], [4], [0.1])
+    for replica in ("r0", "r1"):
+        state.observe_steps(steps, replica)
+    state.update_workers("c", ["r1"])
+    state.observe_steps(steps, "r0")  # a late report
+    state.observe_steps(StepSums.from_prompts([2], [90], [500], [0.1]), "r1")
+    assert {name: len(reports) for name, reports in state.view._steps.items()} == {"r1": 1}
 
 
 def test_a_table_for_fewer_or_more_workers_can_be_used() -> None:
@@ -53,8 +107,9 @@ def test_a_table_for_fewer_or_more_workers_can_be_used() -> None:
 def test_an_excluded_replica_is_used_only_if_there_is_no_other() -> None:
     state = router_state()
     place_one(state, "a", 1)
-    assert place_one(state, "a", 1, exclude=("r1",)).replica != "r1"
+    assert place_one(state, "a", 1, exclude=("r1",), worker_failed=True).replica != "r1"
     assert sum(n for n, _ in loads(state).values()) == 1  # it left its first worker
+    assert place_one(state, "b", 1, exclude=("r1",)).replica != "r1"  # an ejected one
     assert state.counters["rerouted"] == 1
     assert place_one(router_state(workers=1, table=None), "a", exclude=("r0",)).replica == "r0"
 
@@ -72,7 +127,7 @@ def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: Any) ->
     state = router_state()
     state.expect_counts(2, 8)
     before = state.settings
-    with pytest.raises(SwapRefused, match=r"\A.+\Z"):  # one line
+    with pytest.raises(SwapRefusedError, match=r"\A.+\Z"):  # one line
         state.swap_table(bad if isinstance(bad, bytes) else unit_table(3, **bad).to_bytes())
     assert state.settings is before
     assert place_one(state, "a", 1).state is State.LEASED
@@ -86,10 +141,31 @@ def test_a_restarted_router_restores_settings_and_leases_from_its_clients() -> N
     new = RouterState(model_id="m", policy="random", table=None)
     for _ in range(2):  # a second time, after another loss of the channel
         new.restore(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
-        new.hold(replace(lease, client="c"))
+        new.hold(replace(lease, ingress="c"))
     assert new.settings == old.settings
     assert new.counters["leases_restored"] == 1
     assert loads(new) == loads(old)
+
+
+def test_a_restored_table_of_another_shape_is_discarded_and_the_rest_is_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = router_state()
+    old.set_policy("locality-band", {"band": 0.0})
+    old.swap_table(unit_table(3, num_layers=5).to_bytes())  # before engines report their shape
+    lease = place_one(old, "a")
+    new = router_state(policy="random", clients="d")
+    new.expect_counts(2, 8)
+    new.restore(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
+    new.hold(replace(lease, ingress="c"))
+    assert caplog.messages == [
+        "requests are placed without a table: the table is for 5 MoE layers x 8 experts, but the prefill "
+        "engines report 2 x 8"
+    ]
+    kept = replace(old.settings, table=None, table_version=old.settings.table_version + 1)
+    assert new.settings == replace(kept, version=new.settings.version)
+    assert new.settings.version > old.settings.version  # so that ingresses do not restore the table again
+    assert (new.table, loads(new)) == (None, loads(old))
 
 
 def test_a_late_client_does_not_undo_an_operators_change_after_a_restart() -> None:
@@ -104,11 +180,11 @@ def test_a_late_client_does_not_undo_an_operators_change_after_a_restart() -> No
 def test_the_totals_include_steps_of_any_age() -> None:
     clock = Clock()
     state = router_state(clock=clock)
-    state.observe_steps(StepSums.of([2, 4], [9, 9], [30, 50], [0.01, 0.02]))
+    state.observe_steps(StepSums.from_steps([2, 4], [9, 9], [30, 50], [0.01, 0.02]))
     assert router_status(state)["decode_totals"] is None  # the number of layers is unknown
     state.expect_counts(5, 64)
     clock.now += 36_000
-    state.observe_steps(StepSums.of([6], [9], [20], [0.03]))
+    state.observe_steps(StepSums.from_steps([6], [9], [20], [0.03]))
     totals = {"steps": 3, "requests": 12, "active_experts": 20, "seconds": 0.06}
     totals["token_seconds"] = 2 * 0.01 + 4 * 0.02 + 6 * 0.03
     assert router_status(state)["decode_totals"] == pytest.approx(totals)
@@ -121,7 +197,9 @@ def test_the_policy_uses_the_measured_step_cost() -> None:
     rng = np.random.default_rng(0)
     batch, experts = rng.integers(1, 30, 300), rng.integers(10, 200, 300)
     for step_cost in (StepCost(1e-3, 1e-5, 0.0, 9e-5), StepCost(1e-3, 1e-5, 0.0, 2e-5)):
-        state.observe_steps(StepSums.of(batch, 100 * batch, experts, step_cost.seconds(batch, 0, experts)))
+        state.observe_steps(
+            StepSums.from_steps(batch, 100 * batch, experts, step_cost.seconds(batch, 0, experts))
+        )
         clock.now += 36_000
     cost = router_status(state)["step_cost"]
     assert cost["per_expert_s"] == pytest.approx(2e-5, rel=0.01)
@@ -129,6 +207,55 @@ def test_the_policy_uses_the_measured_step_cost() -> None:
     assert state.placer.policy.cost.per_expert_s == cost["per_expert_s"]
     state.set_policy("marginal-cost", {"affinity": 0.0})
     assert state.placer.policy.cost.per_expert_s == cost["per_expert_s"]
+
+
+def test_measured_steps_replace_the_prior_cost() -> None:
+    prior = StepCost(3e-3, 2e-5, 0.0, 3e-6, batch_s={1: 0.0, 8: 1e-4, 32: 9e-4})
+    measured = StepCost(1e-3, 1e-5, 0.0, 9e-5)
+    state = router_state(policy="marginal-cost", cost=prior)
+    assert state.placer.policy.cost == prior
+    assert router_status(state)["step_cost"] == {"steps": 0.0} | prior.as_dict()
+    state.set_policy("marginal-cost", {"affinity": 0.0})
+    assert state.placer.policy.cost == prior
+    rng = np.random.default_rng(0)
+    batch, experts = rng.integers(1, 30, 300), rng.integers(10, 200, 300)
+    state.observe_steps(StepSums.from_steps(batch, 100 * batch, experts, measured.seconds(batch, 0, experts)))
+    assert state.placer.policy.cost.per_expert_s == pytest.approx(9e-5, rel=0.01)
+    assert state.placer.policy.cost.batch_s == {}
+    assert router_status(state)["step_cost"]["relative_error"] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("cost", "said"),
+    [
+        ({"per_expert_s": -1}, "cost.per_expert_s is -1: must be at least 0"),
+        ({"per_expert": 1}, "did you mean 'per_expert_s'"),
+        ({"batch_s": {1: 0, 8: -1}}, "cost.batch_s.8 is -1: must be at least 0"),
+        ({"batch_s": {0: 0, 8: 1}}, "cost.batch_s.0"),
+        ({"batch_s": {"few": 0, 8: 1}}, "cost.batch_s.few"),
+        ({"batch_s": {2: 0.5, 8: 0.25}}, "must not fall, but it has 0.5 s for 2 requests and 0.25 for 8"),
+        ({"batch_s": {2: 0.5}}, "cost.batch_s: must have two batches or more"),
+        (3, "cost is 3: must be a mapping"),
+        ("none.json", "cost is 'none.json': it cannot be read"),
+        ("short.json", "short.json is not a fitted step cost"),
+        ("negative.json", "negative.json is not a fitted step cost: cost.per_expert_s is -1: must be at "),
+    ],
+)
+def test_a_prior_cost_that_cannot_be_used_is_refused_in_one_sentence(
+    cost: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = FittedCost(
+        cost=StepCost(), steps=9, rms_relative_error=0.1, median_relative_error=None, source="a test"
+    )
+    file.save(Path("good.json"))
+    assert RouterSettings(cost="good.json").cost == StepCost()
+    content = Path("good.json").read_text()
+    Path("short.json").write_text(content[:-20])
+    Path("negative.json").write_text(re.sub(r'("per_expert_s"): [^,\n]*', r"\1: -1", content))
+    with pytest.raises(ValidationError) as refused:
+        RouterSettings(cost=cost)
+    assert said in first_problem(refused.value, {"cost": cost}, model=RouterSettings)
 
 
 def test_failures_of_the_length_predictor_are_in_the_status() -> None:
@@ -152,6 +279,21 @@ def test_only_recent_expert_counts_are_kept_for_a_refit() -> None:
     assert [int(counts[0, 0]) for counts in state.recent] == list(range(76, 1100))
 
 
+def test_pending_counts_are_of_the_requests_that_decode_or_wait() -> None:
+    state = router_state(policy="balance-route", parameters={"slots": 1})
+    for number in range(6):
+        counts = None if number == 1 else np.full((2, 8), number, np.uint16)
+        place(state, request(f"r{number}", expert_counts=counts, may_wait=True))
+    placer = state.placer
+    assert placer.queue
+    order = [*placer.running, *placer.queue]
+    known = [int(name[1:]) for name in order if name != "r1"]
+    assert [int(counts[0, 0]) for counts in placer.pending_counts()] == known
+    ended = next(name for name in placer.running if name != "r1")
+    release(state, ended)
+    assert int(ended[1:]) not in [int(counts[0, 0]) for counts in placer.pending_counts()]
+
+
 @pytest.mark.parametrize("policy", ["shortest-queue", "least-tokens", "marginal-cost", "locality-band"])
 @pytest.mark.parametrize("fitted", [2, 3, 4])
 def test_a_new_worker_gets_requests_at_once(policy: str, fitted: int) -> None:
@@ -159,6 +301,6 @@ def test_a_new_worker_gets_requests_at_once(policy: str, fitted: int) -> None:
     state = router_state(workers=3, table=fitted, policy=policy)
     for number in range(12):
         place_one(state, f"before{number}", number % fitted)
-    state.update_workers(["r0", "r1", "r2", "new"])
+    state.update_workers("c", ["r0", "r1", "r2", "new"])
     placed = {place_one(state, f"after{number}", number % fitted).replica for number in range(4)}
     assert "new" in placed

@@ -1,7 +1,5 @@
 """The F-score against the imbalance that it measures, and the best set against all sets."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Dispatch and immediate choice of BalanceRoute, and balance-band."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import request
 
 from eldr_serve.scheduling import Loads, Oracle, PlacementRequest, QueuedPolicy, StepCost, make_policy
+from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
+from tests.support.tables import request
 
 RNG = np.random.default_rng(0)
 QUEUED = ["balance-route", "balance-route-horizon", "balance-band"]
@@ -44,9 +43,13 @@ def dispatch_order(policy: Any, queue: list[PlacementRequest], state: Loads) -> 
     st.integers(0, 9999),
 )
 def test_every_slot_is_filled_once(
-    name: str, tokens: list[int], workers: list[tuple[int, int, bool]], candidates: int,
-    threshold: int | None, seed: int,
-) -> None:  # fmt: skip
+    name: str,
+    tokens: list[int],
+    workers: list[tuple[int, int, bool]],
+    candidates: int,
+    threshold: int | None,
+    seed: int,
+) -> None:
     parameters: dict[str, Any] = {
         "balance-route": {"candidates": candidates, "threshold": threshold},
         "balance-route-horizon": {"candidates": candidates, "threshold": threshold, "horizon": 5},
@@ -55,7 +58,7 @@ def test_every_slot_is_filled_once(
     policy = make_policy(name, slots=4, max_overtakes=3, **parameters)
     assert isinstance(policy, QueuedPolicy)
     rng = np.random.default_rng(seed)
-    state = Loads.of(*map(list, zip(*workers, strict=True)))
+    state = Loads.from_counts(*map(list, zip(*workers, strict=True)))
     queue = waiting(*tokens)
     for n in range(int(rng.integers(4))):  # that the policy knows
         policy.on_assigned(request(f"held{n}", 100, 50), int(rng.integers(len(state))))
@@ -78,14 +81,24 @@ def test_every_slot_is_filled_once(
     ("parameters", "state", "tokens", "placed"),
     [
         # The largest margin takes the request that fills it best, or overflows it least.
-        ({"slots": 2}, Loads.of([2, 1], [1000, 600]), [900, 350, 600], {1: 1}),
-        ({"slots": 2}, Loads.of([2, 1], [1000, 600]), [900, 410, 600], {1: 1}),
+        ({"slots": 2}, Loads.from_counts([2, 1], [1000, 600]), [900, 350, 600], {1: 1}),
+        ({"slots": 2}, Loads.from_counts([2, 1], [1000, 600]), [900, 410, 600], {1: 1}),
         # A set may fill it better than any request.
-        ({"slots": 4}, Loads.of([4, 2], [1000, 100]), [800, 450, 700, 449], {1: 1, 3: 1}),
+        ({"slots": 4}, Loads.from_counts([4, 2], [1000, 100]), [800, 450, 700, 449], {1: 1, 3: 1}),
         # Only the longest waiting are compared in sets, a single one is taken from further back.
-        ({"slots": 3, "candidates": 2}, Loads.of([3, 1], [1000, 600]), [10, 20, 400], {0: 1, 1: 1}),
-        ({"slots": 2, "candidates": 2, "lookahead": 2}, Loads.of([2, 1], [1000, 600]), [10, 20, 400], {1: 1}),
-        ({"slots": 2, "candidates": 2, "lookahead": 3}, Loads.of([2, 1], [1000, 600]), [10, 20, 400], {2: 1}),
+        ({"slots": 3, "candidates": 2}, Loads.from_counts([3, 1], [1000, 600]), [10, 20, 400], {0: 1, 1: 1}),
+        (
+            {"slots": 2, "candidates": 2, "lookahead": 2},
+            Loads.from_counts([2, 1], [1000, 600]),
+            [10, 20, 400],
+            {1: 1},
+        ),
+        (
+            {"slots": 2, "candidates": 2, "lookahead": 3},
+            Loads.from_counts([2, 1], [1000, 600]),
+            [10, 20, 400],
+            {2: 1},
+        ),
     ],
 )
 def test_the_request_that_fits_the_margin_best_is_chosen(
@@ -97,42 +110,56 @@ def test_the_request_that_fits_the_margin_best_is_chosen(
 
 def test_the_largest_request_goes_to_the_worker_with_most_free_slots() -> None:
     policy: Any = make_policy("balance-route", slots=8, threshold=0)
-    first = policy.dispatch(waiting(50, 500, 90), Loads.of([5, 2, 4], [1000, 400, 700]), RNG)[0]
+    first = policy.dispatch(waiting(50, 500, 90), Loads.from_counts([5, 2, 4], [1000, 400, 700]), RNG)[0]
     assert (first[0], first[1].worker) == (1, 1)
 
 
-def test_a_request_that_ends_soon_may_overflow_a_margin() -> None:
-    """The heaviest worker becomes lighter after two steps; the brief request ends by then."""
-    policy: Any = make_policy("balance-route-horizon", slots=2, threshold=99, horizon=9, gate=0.1)
+@pytest.mark.parametrize(("ends", "chosen"), [(True, 1), (False, 0)])
+def test_a_request_that_ends_soon_may_overflow_a_margin(ends: bool, chosen: int) -> None:
+    """The heaviest worker becomes lighter after two steps; the brief request ends by then.
+
+    As in the paper, both requests count at every step, and the first of equals is chosen.
+    """
+    policy: Any = make_policy(
+        "balance-route-horizon", slots=2, threshold=99, horizon=9, gate=0.1, new_requests_end=ends
+    )
     lengths = {"heavy": 3, "light": 50, "brief": 2, "long": 60}
     policy.predictor = Oracle(lengths)
     policy.on_assigned(request("heavy", 900, 99), 0)
     policy.on_assigned(request("light", 100, 99), 1)
     queue = [request("long", 700, 99), request("brief", 700, 99)]
-    assert dispatched(policy, queue, Loads.of([2, 1], [900, 100])) == {1: 1}
+    assert dispatched(policy, queue, Loads.from_counts([2, 1], [900, 100])) == {chosen: 1}
+
+
+def test_without_ends_only_the_projection_shrinks() -> None:
+    tokens, stays = np.array([5.0, 7.0]), np.array([1, 3])
+    ending, constant = (Newcomers(tokens, stays, 3, end=end) for end in (True, False))
+    assert constant.added.tolist() == [[5] * 4, [7] * 4]
+    assert ending.added.tolist() == [[5, 5, 0, 0], [7] * 4]
+    assert constant.grown.tolist() == ending.grown.tolist() == [[5, 6, 0, 0], [7, 8, 9, 10]]
 
 
 def test_a_request_is_overtaken_a_limited_number_of_times() -> None:
     policy: Any = make_policy("balance-route", slots=2, threshold=99, max_overtakes=3)
-    state = Loads.of([2, 1], [1000, 900])
+    state = Loads.from_counts([2, 1], [1000, 900])
     assert dispatch_order(policy, [request("large", 5000), *waiting(*[100] * 9)], state).index("large") == 3
 
 
 @pytest.mark.parametrize("name", QUEUED)
 def test_an_immediate_request_ignores_slots(name: str) -> None:
     policy = make_policy(name)
-    full = Loads.of([500, 500, 500], [1000, 900, 100])
+    full = Loads.from_counts([500, 500, 500], [1000, 900, 100])
     assert policy.select(request("r", 300), full, RNG).worker == 2
-    assert policy.select(request("r", 0), Loads.of([3], [5]), RNG).worker == 0
+    assert policy.select(request("r", 0), Loads.from_counts([3], [5]), RNG).worker == 0
 
 
 def test_requests_are_placed_at_once_up_to_a_few_beyond_the_slots() -> None:
     policy: Any = make_policy("balance-route", queue=False, slots=4, overcommit=1)
     assert not policy.queues
-    state = Loads.of([5, 4, 4], [10, 900, 1000])
+    state = Loads.from_counts([5, 4, 4], [10, 900, 1000])
     decision = policy.select(request("r", 50), state, RNG)
     assert (decision.worker, decision.num_candidates) == (1, 2)
-    full = Loads.of([5, 5], [10, 900])
+    full = Loads.from_counts([5, 5], [10, 900])
     assert policy.select(request("r", 50), full, RNG).worker == 0
 
 
@@ -152,7 +179,7 @@ def balance_band(band_tokens: float, **more: Any) -> Any:
 
 
 def test_balance_band_equals_marginal_cost_while_slots_are_free() -> None:
-    state = Loads.of([1, 0, 1], [900, 0, 100])
+    state = Loads.from_counts([1, 0, 1], [900, 0, 100])
     marginal: Any = make_policy("marginal-cost", affinity=0.0)
     cost = StepCost(1e-3, 1e-5, 1e-9, 1e-3)
     for experts in ([0, 1], [2, 3], [5, 6]):
@@ -168,7 +195,7 @@ def test_balance_band_equals_marginal_cost_while_slots_are_free() -> None:
 
 
 def test_a_request_within_the_balance_band_goes_to_its_experts() -> None:
-    state = Loads.of([1, 1, 2], [700, 700, 1000])
+    state = Loads.from_counts([1, 1, 2], [700, 700, 1000])
     queue = [request_using("x", [2, 3]), request_using("y", [0, 1])]
     assert dispatched(balance_band(50), queue, state) == {0: 1, 1: 0}
     assert dispatched(balance_band(50), queue[::-1], state) == {0: 0, 1: 1}
@@ -176,7 +203,7 @@ def test_a_request_within_the_balance_band_goes_to_its_experts() -> None:
 
 def test_the_waiting_request_that_adds_fewest_experts_is_chosen_if_it_balances_as_well() -> None:
     """Worker 0 has one slot and lacks 300 tokens: `stranger` fills the margin, `friend` does not."""
-    state = Loads.of([1, 2, 2], [700, 900, 1000])
+    state = Loads.from_counts([1, 2, 2], [700, 900, 1000])
     queue = [request_using("stranger", [2, 3], 300), request_using("friend", [0, 1], 220)]
     assert dispatched(balance_band(100), queue, state) == {1: 0}
     assert dispatched(balance_band(10), queue, state) == {0: 0}
@@ -184,21 +211,21 @@ def test_the_waiting_request_that_adds_fewest_experts_is_chosen_if_it_balances_a
 
 def test_experts_that_a_request_would_add_on_any_worker_do_not_count() -> None:
     """`wide` adds two experts to worker 0 and three to worker 1; `narrow` one and none."""
-    state = Loads.of([1, 2, 2], [700, 700, 1000])
+    state = Loads.from_counts([1, 2, 2], [700, 700, 1000])
     queue = [request_using("narrow", [2]), request_using("wide", [0, 5, 6])]
     assert dispatched(balance_band(50), queue, state) == {1: 0}
 
 
 def test_overdue_requests_go_first_within_the_balance_band() -> None:
     policy = balance_band(1e6, max_overtakes=2, lookahead=3)
-    state = Loads.of([1, 2], [700, 900])
+    state = Loads.from_counts([1, 2], [700, 900])
     queue = [request_using("stranger", [2, 3]), *(request_using(f"friend{n}", [0, 1]) for n in range(6))]
     assert dispatch_order(policy, queue, state).index("stranger") == 2
 
 
 def test_balance_band_without_counts_uses_balance_alone() -> None:
     policy: Any = make_policy("balance-band", slots=2, band_tokens=0)
-    assert dispatched(policy, waiting(900, 290), Loads.of([1, 2], [700, 1000])) == {1: 0}
+    assert dispatched(policy, waiting(900, 290), Loads.from_counts([1, 2], [700, 1000])) == {1: 0}
     assert policy.parameters == make_policy("balance-band", **policy.parameters.model_dump()).parameters
 
 
@@ -210,7 +237,7 @@ def test_the_horizon_includes_workers_that_become_empty_soon() -> None:
         for worker, (name, tokens) in enumerate([("a", 1000), ("b", 900), ("c", 1000)]):
             policy.on_assigned(request(name, tokens, 900), worker)
     newcomer = request("n", 500, 900)
-    state = Loads.of([1, 1, 1], [1000, 900, 1000])
+    state = Loads.from_counts([1, 1, 1], [1000, 900, 1000])
     assert present.select(newcomer, state, RNG).worker == 1
     assert ahead.select(newcomer, state, RNG).worker == 0
 
@@ -218,8 +245,8 @@ def test_the_horizon_includes_workers_that_become_empty_soon() -> None:
 def test_load_beyond_the_policys_own_requests_counts() -> None:
     forecast = Forecast(3, "survival", 4, 0.5)
     forecast.on_assigned(request("a", 100, 900), 1)
-    projected = forecast.project(Loads.of([2, 2, 0], [700, 150, 0]))
+    projected = forecast.project(Loads.from_counts([2, 2, 0], [700, 150, 0]))
     assert projected.tolist() == [[700, 702, 704, 706], [150, 152, 154, 156], [0, 0, 0, 0]]
     forecast.on_assigned(request("b", 50, 900), 0)
-    gone = forecast.project(Loads.of([0, 1], [0, 100]))
+    gone = forecast.project(Loads.from_counts([0, 1], [0, 100]))
     assert gone.tolist() == [[0, 1, 2, 3], [100, 101, 102, 103]]

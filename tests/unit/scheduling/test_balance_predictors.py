@@ -1,7 +1,5 @@
 """Output-length predictors against the empirical distribution, and invalid predictions."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import request
 
 from eldr_serve.scheduling import BoostedTrees, Loads, Oracle, PromptKeyed, Survival, make_policy
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 from eldr_serve.scheduling.policies.predictors import PREDICTORS
+from tests.support.tables import request
 
 H = 10
 RNG = np.random.default_rng(0)
@@ -49,15 +47,15 @@ def test_survival_is_the_empirical_distribution_of_the_newest_lengths(
     st.lists(st.tuples(st.sampled_from(["a", "b", "z", None]), st.integers(0, 45)), min_size=1, max_size=9),
 )
 def test_equal_prompts_predict_better_than_all_prompts(
-    learnt: list[tuple[str | None, int]], asked: list[tuple[str | None, int]]
+    policy_data: list[tuple[str | None, int]], asked: list[tuple[str | None, int]]
 ) -> None:
     keyed, overall = PromptKeyed(H, lengths_each=5), Survival(H)
-    for key, length in learnt:
+    for key, length in policy_data:
         keyed.learn(key, 5, length)
         overall.learn(key, 5, length)
     p, mu = predict(keyed, [age for _, age in asked], [key for key, _ in asked])
     for n, (key, age) in enumerate(asked):
-        own = [length for k, length in learnt if key is not None and k == key][-5:]
+        own = [length for k, length in policy_data if key is not None and k == key][-5:]
         all_p, all_mu = predict(overall, [age])
         if max(own, default=0) > age:
             assert p[n] == pytest.approx(empirical(own, age)[0])
@@ -103,7 +101,7 @@ def test_boosted_trees_are_fitted_in_the_background() -> None:
 def remaining(forecast: Forecast, age: int) -> int:
     """Return for how many steps the projected load of worker 0 contains request r, of 50 prompt tokens."""
     forecast.on_progress({"r": age})
-    return np.count_nonzero(forecast.project(Loads.of([1], [50 + age]))[0]) - 1
+    return np.count_nonzero(forecast.project(Loads.from_counts([1], [50 + age]))[0]) - 1
 
 
 def forecast_with(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Forecast:
@@ -146,7 +144,7 @@ class Constant:
         (Oracle({"r": 30}), 0, [H, H, H, 7, 4, 1], [0, 19, 22, 23, 26, 29], {}),
     ],
 )
-def test_the_remaining_steps_of_a_request(
+def test_the_remaining_steps_of_a_request_follow_the_prediction(
     predictor: Any, calls: int, expected: list[int], ages: Any, options: dict[str, Any]
 ) -> None:
     forecast = forecast_with(predictor, **options)
@@ -157,13 +155,20 @@ def test_the_remaining_steps_of_a_request(
 @pytest.mark.parametrize(
     "answer",
     [
-        RuntimeError("no"), None, 7,
-        (np.ones(1), np.array([np.nan])), (np.array([np.nan]), np.ones(1)),
-        (np.array([1.5]), np.ones(1)), (np.array([0.9]), np.array([-3.0])),
-        (np.array([0.9]), np.array([np.inf])), (np.ones(3), np.ones(3)), (np.ones(1), "soon"), ([], []),
+        RuntimeError("no"),
+        None,
+        7,
+        (np.ones(1), np.array([np.nan])),
+        (np.array([np.nan]), np.ones(1)),
+        (np.array([1.5]), np.ones(1)),
+        (np.array([0.9]), np.array([-3.0])),
+        (np.array([0.9]), np.array([np.inf])),
+        (np.ones(3), np.ones(3)),
+        (np.ones(1), "soon"),
+        ([], []),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_invalid_predictions_do_not_stop_routing(answer: Any) -> None:
     policy: Any = make_policy("balance-route-horizon", horizon=H)
     policy.predictor = Mock(spec=["learn", "predict"])
@@ -175,7 +180,7 @@ def test_invalid_predictions_do_not_stop_routing(answer: Any) -> None:
         policy.on_progress({f"old{n}": 3})
         policy.on_finished(f"old{n}")
     policy.on_assigned(request("r", 10, 999), 0)
-    loads = Loads.of([1, 0], [10, 0])
+    loads = Loads.from_counts([1, 0], [10, 0])
     assert policy.dispatch([request("s", 5, 9)], loads, RNG)[0][1].worker == 1
     assert policy._forecast._running.remaining.tolist() == [3]
     assert policy.predictor_failures > 0

@@ -1,7 +1,5 @@
 """Projected loads against a slow reference, while requests begin, generate, move and end."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -24,9 +22,12 @@ class Running(RuleBasedStateMachine):
         self.held: dict[str, dict[str, int]] = {}
 
     @rule(
-        name=NAMES, worker=st.integers(0, WORKERS), prompt=st.integers(0, 100), last=st.integers(0, 20),
+        name=NAMES,
+        worker=st.integers(0, WORKERS),
+        prompt=st.integers(0, 100),
+        last=st.integers(0, 20),
         age=st.integers(0, 9),
-    )  # fmt: skip
+    )
     def add(self, name: str, worker: int, prompt: int, last: int, age: int) -> None:
         self.running.add(name, worker, prompt, max_new_tokens=last, key=None, age=age)
         self.held[name] = {"worker": worker, "prompt": prompt, "age": age, "end": 10**9, "asked": -1}

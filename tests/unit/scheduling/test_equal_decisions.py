@@ -1,12 +1,10 @@
 """Router and simulator place seeded traffic as recorded.
 
-    PYTHONPATH=tests/unit python tests/unit/scheduling/test_equal_decisions.py            records again
+    python tests/unit/scheduling/test_equal_decisions.py            records again
 
 The record is of commit 2458aa0. Those of marginal-cost and balance-band are newer, since they learn a request
 only once if it is assigned again.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -15,10 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_router import place
-from shipped import ROOT
-from tables import counts_for, request, unit_table
-from traces import observed_experts, random_routes
 
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.router.messages import Restore, Settings
@@ -27,6 +21,10 @@ from eldr_serve.scheduling import Lease, PlacementRequest, State, StepCost, Step
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.requests import Requests
 from offline.simulation.run import Change, simulate
+from tests.support.fake_router import place
+from tests.support.shipped import ROOT
+from tests.support.tables import counts_for, request, unit_table
+from tests.support.traces import observed_experts, random_routes
 
 # Names of reasons when the decisions were recorded.
 RECORDED_REASONS = {"no-counts": "no-signature", "bad-counts": "bad-signature"}
@@ -39,9 +37,8 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "least-tokens": ("least-tokens", {}),
     "locality-band": ("locality-band", {"band": 0.3}),
     "locality-band, load bound": ("locality-band", {"max_load_ratio": 1.2}),
-} | {
-    name: (name, {}) for name in ("marginal-cost", "power-of-two", "random", "round-robin", "shortest-queue")
-}
+    "marginal-cost": ("marginal-cost", {"tail_power": 1}),  # the default when the decisions were recorded
+} | {name: (name, {}) for name in ("power-of-two", "random", "round-robin", "shortest-queue")}
 L, E, TOP_K = 2, 8, 2
 
 
@@ -63,15 +60,20 @@ class Traffic:
     def start(self) -> None:
         """Start a new router, to which the clients restore their leases."""
         self.state = RouterState(
-            model_id="m", policy=self.policy, parameters=self.parameters,
-            table=unit_table(4).to_bytes(), seed=self.seed, clock=lambda: self.now,
-        )  # fmt: skip
+            model_id="m",
+            policy=self.policy,
+            parameters=self.parameters,
+            table=unit_table(4).to_bytes(),
+            seed=self.seed,
+            clock=lambda: self.now,
+        )
         self.state.on_leases = self.leased.extend
         self.state.expect_counts(L, E)
         for client, leases in self.held.items():
-            self.state.restore(Restore(client, tuple(self.replicas), tuple(leases), self.settings))
+            replicas = tuple(self.replicas) if client == "a" else ()  # "b" reports none, so it reaches all
+            self.state.restore(Restore(client, replicas, tuple(leases), self.settings))
             for lease in leases.values():
-                self.state.hold(replace(lease, client=client))
+                self.state.hold(replace(lease, ingress=client))
             self.exchange(client, tuple(self.waiting[client].values()))
 
     def request(self, name: str) -> PlacementRequest:
@@ -81,36 +83,47 @@ class Traffic:
         similarity = None
         if rng.random() < 0.9 and live.table is not None:
             similarity = RoutingTable.from_bytes(live.table).similarity(counts)
-        return request(
-            name, int(rng.integers(5, 300)), int(rng.integers(1, 80)),
+        made = request(
+            name,
+            int(rng.integers(5, 300)),
+            int(rng.integers(1, 80)),
             expert_counts=counts.astype(np.uint16) if similarity is not None else None,
             domain=[None, "domain1", "domain2", "elsewhere"][rng.integers(4)],
-            similarity=similarity, table_version=live.table_version,
+            similarity=similarity,
+            table_version=live.table_version,
             counts_missing=similarity is None,
             exclude=(self.replicas[0],) if rng.random() < 0.05 else (),
-            prompt_key=f"k{rng.integers(20)}", may_wait=bool(rng.random() < 0.8),
-        )  # fmt: skip
+            prompt_key=f"k{rng.integers(20)}",
+            may_wait=bool(rng.random() < 0.8),
+        )
+        made.worker_failed = bool(made.exclude)
+        return made
 
     def exchange(
-        self, client: str, placements: tuple[PlacementRequest, ...], *, progress: Any = None,
-        released: tuple[str, ...] = (), held: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        client: str,
+        placements: tuple[PlacementRequest, ...],
+        *,
+        progress: Any = None,
+        released: tuple[str, ...] = (),
+        held: tuple[str, ...] = (),
+    ) -> None:
         self.state.progress(progress or {})
         for name in released:
             self.state.finish(name)
         for name in held:  # even if it is the same replica
             known = self.state.placer.running[name].request
-            self.state.placer.hold(replace(self.held[client][name], request=known, client=client))
+            self.state.placer.hold(replace(self.held[client][name], request=known, ingress=client))
         answers = place(self.state, *placements, client=client)
         for answer in answers:
             if answer.state is State.QUEUED:
                 self.waiting[client][answer.request_id] = answer.request
             elif answer.state is State.LEASED:
                 self.take(client, answer)
-        asked = set(map(id, answers))
-        for lease in sorted(self.leased, key=lambda lease: lease.client):
-            if id(lease) not in asked:
-                self.take(lease.client, lease)
+        answered = set(map(id, answers))
+        for lease in sorted(self.leased, key=lambda lease: lease.ingress):
+            if id(lease) not in answered:
+                self.take(lease.ingress, lease)
         self.leased.clear()
 
     def take(self, client: str, placed: Lease) -> None:
@@ -119,7 +132,9 @@ class Traffic:
         self.waiting[client].pop(lease.request_id, None)
         self.held[client][lease.request_id] = lease
         reason = RECORDED_REASONS.get(lease.reason, lease.reason)
-        self.placed.append([lease.request_id, lease.replica, lease.num_candidates, reason, bool(lease.best)])
+        self.placed.append(
+            [lease.request_id, lease.replica, lease.num_candidates, reason, bool(lease.is_best_match)]
+        )
 
     def run(self, steps: int) -> list[list[Any]]:
         for step in range(steps):
@@ -135,18 +150,18 @@ class Traffic:
                 gone.append(name)
             progress = {name: int(self.rng.integers(1, 60)) for name in sorted(leases)[:3]}
             many = int(self.rng.integers(0, 4))
-            asked = tuple(self.request(f"{client}{step}-{n}") for n in range(many))
+            requests = tuple(self.request(f"{client}{step}-{n}") for n in range(many))
             held = ()
             if leases and self.rng.random() < 0.05:
                 name = sorted(leases)[0]
                 leases[name] = replace(leases[name], replica=self.replicas[-1])
                 held = (name,)
-            self.exchange(client, asked, released=tuple(gone), progress=progress, held=held)
+            self.exchange(client, requests, released=tuple(gone), progress=progress, held=held)
             if step % 40 == 17:
                 self.state.observe_steps(self.steps())
             if step % 60 == 31:  # a replica is replaced
                 self.replicas = [*self.replicas[1:], f"r{step}"]
-                self.state.update_workers(self.replicas)
+                self.state.update_workers("a", self.replicas)
                 self.exchange(client, ())
             if step % 90 == 45:
                 self.settings = self.state.swap_table(unit_table(4, band=0.05 + step / 1000).to_bytes())
@@ -163,7 +178,7 @@ class Traffic:
         requests = self.rng.integers(1, 12, 60)
         kv, experts = requests * self.rng.integers(50, 90, 60), np.minimum(2 * requests, 16)
         seconds = 0.004 + 0.0002 * requests + 1e-6 * kv + 0.0004 * experts
-        return StepSums.of(requests.tolist(), kv.tolist(), experts.tolist(), seconds.tolist())
+        return StepSums.from_steps(requests.tolist(), kv.tolist(), experts.tolist(), seconds.tolist())
 
 
 def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -178,9 +193,12 @@ def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, A
     experts = observed_experts(counts, prompt, routes, [f"domain{n % 3}" for n in range(kinds)])
     kind = rng.integers(0, kinds, 300)
     requests = Requests(
-        np.cumsum(rng.exponential(0.15, 300)), prompt[kind], lengths[kind], kind=kind,
+        np.cumsum(rng.exponential(0.15, 300)),
+        prompt[kind],
+        lengths[kind],
+        kind=kind,
         keys=[f"k{k}" for k in kind],
-    )  # fmt: skip
+    )
     cost = StepCost(fixed_s=0.02, per_request_s=0.004, per_kv_token_s=1e-5, per_expert_s=0.003)
     cluster = Cluster(
         prefill=Prefill(workers=2, fixed_s=0.01, per_token_s=2e-4),
@@ -188,12 +206,17 @@ def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, A
         queue_ttl_s=8.0,
     )
     outcome = simulate(
-        requests, make_policy(policy, **parameters).with_table(unit_table(4)), cluster, experts=experts,
+        requests,
+        make_policy(policy, **parameters).with_table(unit_table(4)),
+        cluster,
+        experts=experts,
         changes=[
-            Change(9.0, workers=3), Change(15.0, workers=4), Change(20.0, table=unit_table(4, band=0.4)),
+            Change(9.0, workers=3),
+            Change(15.0, workers=4),
+            Change(20.0, table=unit_table(4, band=0.4)),
         ],
         seed=seed,
-    )  # fmt: skip
+    )
     workers = " ".join(map(str, outcome.worker))
     return {"workers": workers, "sum of ends, s": float(np.nansum(outcome.last_s))}
 

@@ -1,7 +1,5 @@
 """Fair shares between tenants, against brute force and in the decode queue."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 from eldr_serve.scheduling import Lease, PlacementRequest, State, make_policy
 from eldr_serve.scheduling.fairness import fair_order
 from eldr_serve.scheduling.placer import Placer
+from tests.support.tables import fail
 
 PRIORITIES = {"a": 1.0, "b": 2.0, "c": 0.5}
 tenants = st.lists(st.sampled_from("abc"), max_size=12)
@@ -38,7 +37,7 @@ def test_the_smallest_share_is_always_next(waiting: list[str], held: dict[str, i
 @given(tenants)
 def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: list[str]) -> None:
     """All requests have one size and the policy has no preference, so fairness alone decides."""
-    placer = Placer(make_policy("balance-route", slots=2, lookahead=1, candidates=1), failed=_raise)
+    placer = Placer(make_policy("balance-route", slots=2, lookahead=1, candidates=1), on_policy_error=fail)
     placer.set_workers(["w0", "w1"])
     for number, tenant in enumerate("aaaa" + "".join(waiting)):
         request = PlacementRequest(
@@ -57,5 +56,26 @@ def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: lis
         assert [p.request_id for p in placer.dispatch()] == [following.request_id]
 
 
-def _raise(error: Exception) -> None:
-    raise error
+def test_requests_whose_client_lacks_a_worker_do_not_take_the_turns_of_others() -> None:
+    """Two clients wait; one of them cannot reach w1, and all slots that become free are those of w0."""
+    placer = Placer(make_policy("balance-route", slots=2, lookahead=1, candidates=1), on_policy_error=fail)
+    placer.set_workers(["w0", "w1"], unreachable={"partial": {"w1"}})
+
+    def submit(name: str, client: str, tenant: str) -> None:
+        request = PlacementRequest(name, None, 5, 0, may_wait=True, tenant=tenant)
+        placer.submit([Lease(request, State.SENT, client)])
+
+    for number in range(4):
+        submit(f"full{number}", "complete", "other")
+    for name in ("a0", "a1", "a2"):
+        submit(name, "partial", "a")
+    for name in ("b0", "b1"):
+        submit(name, "complete", "b")
+    for name in [name for name, lease in placer.running.items() if lease.replica == "w0"]:
+        placer.finish(name)
+    assert [lease.request_id for lease in placer.dispatch()] == ["a0", "b0"]
+    for name in ("full0", "full1", "full2", "full3"):
+        placer.finish(name)
+    assert {lease.request_id: lease.replica for lease in placer.dispatch()} == {"b1": "w1"}
+    placer.finish("a0")
+    assert [lease.request_id for lease in placer.dispatch()] == ["a1"]

@@ -1,9 +1,8 @@
 """marginal-cost against the sum over all requests that it approximates, and the fit of its step cost."""
 
-from __future__ import annotations
-
+import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,10 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from eldr_serve.scheduling import Loads, MarginalCost, PlacementRequest, StepCost, StepSums, make_policy
+from eldr_serve.scheduling.activation import probability as probability_of
+from eldr_serve.scheduling.cost import non_negative_terms
 
 L, E, TOP_K = 3, 16, 2
 RNG = np.random.default_rng(0)
 COST = StepCost(2e-3, 1e-4, 1e-7, 5e-5)
+JUMPING = replace(COST, batch_s={1: 0.0, 3: 1e-4, 4: 3e-3, 8: 4e-3})
 
 
 def request_like(request_id: str, seed: int, tokens: int = 40) -> PlacementRequest:
@@ -42,7 +44,9 @@ def total_seconds(cost: StepCost, on_worker: list[PlacementRequest]) -> float:
 
 
 def loads(placement: list[list[PlacementRequest]]) -> Loads:
-    return Loads.of([len(p) for p in placement], [sum(h.prompt_tokens for h in p) for p in placement])
+    return Loads.from_counts(
+        [len(p) for p in placement], [sum(h.prompt_tokens for h in p) for p in placement]
+    )
 
 
 def assign(policy: Any, requests: list[PlacementRequest], workers: list[int]) -> None:
@@ -55,16 +59,23 @@ def by_worker(requests: list[PlacementRequest], workers: list[int], n: int) -> l
 
 
 @settings(max_examples=40)
-@given(seed=st.integers(0, 10_000), requests=st.integers(0, 24), workers=st.integers(1, 5))
-def test_the_choice_minimises_the_sum_over_all_requests(seed: int, requests: int, workers: int) -> None:
-    policy: Any = make_policy("marginal-cost", affinity=0.0, cost=COST.as_dict())
+@given(
+    seed=st.integers(0, 10_000),
+    requests=st.integers(0, 24),
+    workers=st.integers(1, 5),
+    cost=st.sampled_from([COST, JUMPING]),
+)
+def test_the_choice_minimises_the_sum_over_all_requests(
+    seed: int, requests: int, workers: int, cost: StepCost
+) -> None:
+    policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost.as_dict(), tail_power=1)
     rng = np.random.default_rng(seed)
     there = [request_like(f"r{i}", seed + i) for i in range(requests)]
     where = rng.integers(workers, size=requests).tolist()
     assign(policy, there, where)
     placement, newcomer = by_worker(there, where, workers), request_like("new", seed + 999)
     added = policy.added_cost(newcomer, loads(placement))
-    expected = [total_seconds(COST, [*p, newcomer]) - total_seconds(COST, p) for p in placement]
+    expected = [total_seconds(cost, [*p, newcomer]) - total_seconds(cost, p) for p in placement]
     assert added == pytest.approx(expected, rel=0.01)  # probabilities are kept in 8 bits
     chosen = policy.select(newcomer, loads(placement), rng)
     assert added[chosen.worker] <= added.min() * (1 + 1e-6)
@@ -73,14 +84,17 @@ def test_the_choice_minimises_the_sum_over_all_requests(seed: int, requests: int
 
 @settings(max_examples=60)
 @given(
-    seed=st.integers(0, 10_000), requests=st.integers(0, 24), workers=st.integers(1, 5),
-    most=st.sampled_from([0, 3, 500]), answers=st.lists(st.integers(1, 90), max_size=5),
-)  # fmt: skip
+    seed=st.integers(0, 10_000),
+    requests=st.integers(0, 24),
+    workers=st.integers(1, 5),
+    most=st.sampled_from([0, 3, 500]),
+    answers=st.lists(st.integers(1, 90), max_size=5),
+)
 def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
     seed: int, requests: int, workers: int, most: int, answers: list[int]
 ) -> None:
     cost = replace(COST, per_prompt_token_s=3e-4)
-    policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost.as_dict())
+    policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost.as_dict(), tail_power=1)
     for number, tokens in enumerate(answers):
         ended = request_like(f"ended{number}", number)
         policy.on_assigned(ended, 0)
@@ -115,12 +129,97 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
     assert added[policy.select(newcomer, seen, rng).worker] <= added.min() * (1 + 1e-6)
 
 
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000), requests=st.integers(0, 24), prefills=st.booleans())
+def test_without_a_tail_power_the_price_is_exactly_the_added_seconds(
+    seed: int, requests: int, prefills: bool
+) -> None:
+    cost = replace(COST, per_prompt_token_s=3e-4 if prefills else 0.0)
+    policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost.as_dict(), tail_power=1)
+    rng = np.random.default_rng(seed)
+    there = [request_like(f"r{i}", seed + i) for i in range(requests)]
+    where = rng.integers(4, size=requests).tolist()
+    assign(policy, there, where)
+    newcomer, load = request_like("new", seed + 999), loads(by_worker(there, where, 4))
+    seen = replace(load, prefill_tokens=rng.integers(0, 99, 4) if prefills else None)
+    added = policy.added_cost(newcomer, seen)
+    more = policy.active.idle[:4] @ probability_of(policy.active.levels(newcomer))
+    tokens = newcomer.prompt_tokens
+    decode, _ = cost.added_seconds(
+        load.in_flight, load.kv_tokens, policy.active.union[:4], more_tokens=tokens, more_experts=more
+    )
+    prefill = (load.in_flight + 1) * tokens + (seen.prefill_tokens if prefills else 0)
+    steps = newcomer.max_new_tokens
+    assert np.array_equal(added, decode + prefill * (cost.per_prompt_token_s / steps))
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10_000),
+    requests=st.integers(0, 24),
+    workers=st.integers(1, 6),
+    power=st.sampled_from([1.5, 4.0, 16.0]),
+)
+def test_a_tail_power_raises_the_price_of_slow_and_full_workers_alone(
+    seed: int, requests: int, workers: int, power: float
+) -> None:
+    cost = replace(COST, per_prompt_token_s=3e-4)
+    plain, convex = (
+        cast("Any", make_policy("marginal-cost", affinity=0, cost=cost.as_dict(), tail_power=p))
+        for p in (1, power)
+    )
+    rng = np.random.default_rng(seed)
+    there = [request_like(f"r{i}", seed + i) for i in range(requests)]
+    where = rng.integers(workers, size=requests).tolist()
+    for policy in (plain, convex):
+        assign(policy, there, where)
+    placement, newcomer = by_worker(there, where, workers), request_like("new", seed + 999)
+    pending = rng.integers(0, 90, workers)
+    seen = replace(loads(placement), prefill_tokens=pending)
+    tokens_s = cost.per_prompt_token_s / newcomer.max_new_tokens
+    step_s = [
+        total_seconds(cost, [*held, newcomer]) / (len(held) + 1)
+        + (newcomer.prompt_tokens + int(waiting)) * tokens_s
+        for held, waiting in zip(placement, pending, strict=True)
+    ]
+    slow_s, large = 1.05 * float(np.median(step_s)), 1.5 * (requests / workers + 1)
+    expected = [
+        price * max(1.0, own_s / slow_s, (len(held) + 1) / large) ** (power - 1)
+        for price, own_s, held in zip(plain.added_cost(newcomer, seen), step_s, placement, strict=True)
+    ]
+    added = convex.added_cost(newcomer, seen)
+    assert added == pytest.approx(expected, rel=0.005 * power)  # probabilities are kept in 8 bits
+    assert added[convex.select(newcomer, seen, rng).worker] <= added.min() * (1 + 1e-6)
+
+
+def test_a_cost_of_nothing_has_no_slow_worker() -> None:
+    free = dict.fromkeys(StepCost().as_dict(), 0.0)
+    policy: Any = make_policy("marginal-cost", cost=free, tail_power=16)
+    assert not policy.added_cost(request_like("new", 1), Loads.from_counts([3, 0])).any()
+
+
+def test_all_workers_are_priced_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, seconds = [], StepCost.seconds
+
+    def counted(self: StepCost, *parts: Any) -> Any:
+        calls.append(parts)
+        return seconds(self, *parts)
+
+    monkeypatch.setattr(StepCost, "seconds", counted)
+    policy = make_policy("marginal-cost")
+    policy.on_assigned(request_like("there", 1), 0)
+    for workers in (2, 300):
+        calls.clear()
+        policy.select(request_like("new", 2), Loads.from_counts([0] * workers), RNG)
+        assert len(calls) == 2
+
+
 def test_a_cached_prefix_counts_by_the_time_that_it_saves() -> None:
     chosen = []
     for per_token in (0.0, 1e-5, 1e-2):
         policy = make_policy("marginal-cost", affinity=0.0, cost={"per_prompt_token_s": per_token})
         assign(policy, [request_like("a", 1), request_like("b", 2)], [1, 1])
-        seen = replace(Loads.of([0, 2], [0, 80]), cached_tokens=np.array([0, 32]))
+        seen = replace(Loads.from_counts([0, 2], [0, 80]), cached_tokens=np.array([0, 32]))
         chosen.append(policy.select(request_like("new", 3), seen, RNG).worker)
     assert chosen == [0, 0, 1]
 
@@ -202,17 +301,17 @@ def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None
     policy: Any = make_policy("marginal-cost")
     there, where = [request_like(f"r{i}", i % 7) for i in range(90)], [i % 3 for i in range(90)]
     assign(policy, there, where)
-    learnt = policy.profiles.profile.copy()
-    assert learnt == pytest.approx(profiles(there, where, 3), abs=0.01)
+    policy_data = policy.profiles.profile.copy()
+    assert policy_data == pytest.approx(profiles(there, where, 3), abs=0.01)
     policy.on_assigned(there[-1], 2)  # a repetition, as after a change of workers
     for odd in (None, np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
         policy.on_assigned(PlacementRequest("odd", odd, 10, 5), 1)
-    assert np.array_equal(policy.profiles.profile, learnt)
+    assert np.array_equal(policy.profiles.profile, policy_data)
 
 
 def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
     """The result is the same as if the measured counts had been known at placement."""
-    learnt = []
+    policy_data = []
     for predicts in (False, True):
         policy: Any = make_policy("marginal-cost")
         there, waiting = [request_like(f"r{i}", i % 7) for i in range(150)], []
@@ -225,10 +324,10 @@ def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
                 for late in waiting[-1:] + waiting[:-1]:
                     policy.on_assigned(*late)
                 waiting = []
-        learnt.append((policy.active.mean, policy.profiles.profile))
-    assert learnt[1][0] == pytest.approx(learnt[0][0], abs=1e-5)
+        policy_data.append((policy.active.mean, policy.profiles.profile))
+    assert policy_data[1][0] == pytest.approx(policy_data[0][0], abs=1e-5)
     # The mean at the time of a deviation includes predictions.
-    assert learnt[1][1] == pytest.approx(learnt[0][1], abs=0.02)
+    assert policy_data[1][1] == pytest.approx(policy_data[0][1], abs=0.02)
 
 
 @pytest.mark.parametrize(("affinity", "least", "most"), [(0.0, 0.25, 0.6), (0.1, 0.6, 1.0), (0.5, 0.8, 1.0)])
@@ -279,14 +378,17 @@ def test_the_choice_among_very_many_workers_is_nearly_the_best() -> None:
 def test_a_request_without_counts_is_placed_by_load_or_the_mean_of_others() -> None:
     policy = make_policy("marginal-cost")
     bare = PlacementRequest("bare", None, 10, 5)
-    first = policy.select(bare, Loads.of([2, 1]), RNG)
+    first = policy.select(bare, Loads.from_counts([2, 1]), RNG)
     assert (first.worker, first.reason) == (1, "no-counts")
     policy.on_assigned(bare, 1)
     policy.on_assigned(request_like("a", 1), 0)
-    later = policy.select(bare, Loads.of([1, 9], [40, 90]), RNG)
+    later = policy.select(bare, Loads.from_counts([1, 9], [40, 90]), RNG)
     assert (later.worker, later.reason) == (0, "marginal-cost")
     for odd in (np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
-        assert policy.select(PlacementRequest("odd", odd, 10, 5), Loads.of([1, 9], [9, 9]), RNG).worker == 0
+        assert (
+            policy.select(PlacementRequest("odd", odd, 10, 5), Loads.from_counts([1, 9], [9, 9]), RNG).worker
+            == 0
+        )
 
 
 def test_a_configured_cost_stays_and_a_default_follows_the_engines() -> None:
@@ -307,11 +409,11 @@ def records(cost: StepCost, n: int, noise: float = 0.0) -> tuple[np.ndarray, ...
 
 def test_the_fit_recovers_the_cost_of_the_steps() -> None:
     true = StepCost(3e-3, 2e-4, 1e-7, 4e-5)
-    sums = StepSums.of(*records(true, 200)) + StepSums.of(*records(true, 300))
+    sums = StepSums.from_steps(*records(true, 200)) + StepSums.from_steps(*records(true, 300))
     fitted = sums.fit()
     assert fitted.as_dict() == pytest.approx(true.as_dict(), rel=1e-3)
     assert sums.error(fitted) < 1e-3
-    noisy = StepSums.of(*records(true, 3000, 0.2))
+    noisy = StepSums.from_steps(*records(true, 3000, 0.2))
     again = noisy.fit()
     assert again.per_expert_s == pytest.approx(true.per_expert_s, rel=0.15)
     assert noisy.error(again) == pytest.approx(0.2, abs=0.03)
@@ -319,28 +421,60 @@ def test_the_fit_recovers_the_cost_of_the_steps() -> None:
 
 def test_terms_are_never_negative_and_too_little_data_gives_no_fit() -> None:
     assert StepSums().fit() is None
-    assert StepSums.of(*records(StepCost(), 20)).fit() is None
+    assert StepSums.from_steps(*records(StepCost(), 20)).fit() is None
     flat = records(StepCost(5e-3, 0.0, 0.0, 0.0), 500)
-    cost = StepSums.of(*flat[:3], flat[3] - 1e-6 * flat[2]).fit()
+    cost = StepSums.from_steps(*flat[:3], flat[3] - 1e-6 * flat[2]).fit()
     assert cost is None or min(cost.as_dict().values()) >= 0
 
 
 def test_the_prefill_part_of_steps_is_divided_among_prompt_tokens() -> None:
     true = StepCost(3e-3, 2e-4, 1e-7, 4e-5, per_prompt_token_s=6e-5)
-    decode = StepSums.of(*records(true, 500))
+    decode = StepSums.from_steps(*records(true, 500))
     batch, kv_tokens, tokens = (RNG.integers(1, most, 90) for most in (40, 9000, 2000))
-    usual = decode.experts / decode.steps
+    usual = decode.active_experts / decode.steps
     halves = [
-        StepSums.of_prompts(*columns, true.seconds(columns[0], columns[1], usual, columns[2]))
+        StepSums.from_prompts(*columns, true.seconds(columns[0], columns[1], usual, columns[2]))
         for columns in (np.stack([batch, kv_tokens, tokens])[:, part::2] for part in (0, 1))
     ]
     fitted, plain = (decode + halves[0] + halves[1]).fit(), decode.fit()
     assert fitted.per_prompt_token_s == pytest.approx(6e-5, rel=1e-3)
     assert replace(fitted, per_prompt_token_s=0.0) == plain  # decode's terms depend on decode steps alone
     assert (decode + halves[0]).error(fitted) == decode.error(fitted)
-    cheap = StepSums.of_prompts(batch, kv_tokens, tokens, np.full(90, 1e-6))
+    cheap = StepSums.from_prompts(batch, kv_tokens, tokens, np.full(90, 1e-6))
     free = (decode + cheap).fit()
     assert free.per_prompt_token_s == 0
+
+
+def test_a_batch_between_two_of_the_table_has_a_time_between_theirs() -> None:
+    batches = np.array([0, 1, 2, 3, 4, 6, 8, 10])
+    added = [
+        0,
+        0,
+        5e-5,
+        1e-4,
+        3e-3,
+        3.5e-3,
+        4e-3,
+        4.5e-3,
+    ]  # before the first as there, then on straight lines
+    assert JUMPING.seconds(batches, 50, 7) == pytest.approx(COST.seconds(batches, 50, 7) + added)
+    assert float(JUMPING.seconds(10, 50, 7)) == pytest.approx(COST.seconds(10, 50, 7) + 4.5e-3)
+    assert JUMPING.seconds(batches[:, None], np.arange(3), 7).shape == (8, 3)
+
+
+def test_a_cost_with_a_table_survives_json() -> None:
+    JUMPING.seconds(1, 1, 1)
+    assert StepCost(**json.loads(json.dumps(JUMPING.as_dict()))) == JUMPING
+    assert StepCost(batch_s={8: 2.0, 2: 1.0}).seconds(5, 0, 0) == StepCost(batch_s={2: 1.0, 8: 2.0}).seconds(
+        5, 0, 0
+    )
+    assert "batch_s" not in COST.as_dict()
+
+
+def test_a_feature_that_is_always_0_gets_no_cost() -> None:
+    features = np.column_stack([np.arange(1.0, 9), np.zeros(8)])
+    terms = non_negative_terms(features.T @ features, features.T @ (3 * features[:, 0]))
+    assert terms == pytest.approx([3, 0])
 
 
 def test_an_old_cost_without_prefill_can_be_read() -> None:
@@ -350,8 +484,8 @@ def test_an_old_cost_without_prefill_can_be_read() -> None:
 
 def test_old_steps_lose_weight() -> None:
     old, new = StepCost(1e-3, 1e-4, 0.0, 9e-5), StepCost(1e-3, 1e-4, 0.0, 1e-5)
-    sums = StepSums.of(*records(old, 500))
+    sums = StepSums.from_steps(*records(old, 500))
     for _ in range(8):
-        sums = sums.faded(0.3) + StepSums.of(*records(new, 500))
+        sums = sums.faded(0.3) + StepSums.from_steps(*records(new, 500))
     fitted = sums.fit()
     assert fitted.per_expert_s == pytest.approx(1e-5, rel=0.1)

@@ -1,7 +1,5 @@
 """Support for authors of policies: import paths, checks, refusals, and tables of declared parameters."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator
@@ -10,10 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_router import place_one, router_state
 from pydantic import Field
-from shipped import ROOT
-from tables import request
 
 from benchmarks.lib.tables import filled
 from eldr_serve.router.settings import RouterSettings
@@ -32,11 +27,14 @@ from eldr_serve.scheduling import (
     reads_counts,
 )
 from eldr_serve.scheduling.policies.registry import policy_class
+from tests.support.fake_router import place_one, router_state
+from tests.support.shipped import ROOT
+from tests.support.tables import request
 
 PAGE = ROOT / "docs" / "placement.md"
 OUTSIDE_MODULE = """
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 from eldr_serve.scheduling import Decision, NoWorkerError, Policy, Survival
 
 class Nearest(Policy):
@@ -53,6 +51,17 @@ class Nearest(Policy):
 
 class Late(Survival):
     pass
+
+class Between(Nearest):
+    class Parameters(Policy.Parameters):
+        low: int = Field(ge=0, description="the first worker")
+        high: int = Field(ge=0, description="the last worker")
+
+        @model_validator(mode="after")
+        def ordered(self):
+            if self.low > self.high:
+                raise ValueError("low must not exceed high")
+            return self
 
 class Fails(Policy):
     def __init__(self):
@@ -90,7 +99,17 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
         ("their_rules:Nobody", {}, "'their_rules:Nobody' cannot be imported (AttributeError: "),
         ("no_such_rules:X", {}, "cannot be imported (ModuleNotFoundError: No module named 'no_such_rules')"),
         ("their_rules:Late", {}, "'their_rules:Late' is no subclass of eldr_serve.scheduling.Policy"),
-        ("their_rules:Fails", {}, "cannot be made: RuntimeError('not today')"),
+        ("their_rules:Fails", {}, "cannot be created: RuntimeError('not today')"),
+        (
+            "their_rules:Between",
+            {"low": 2},
+            "high is missing: policy 'their_rules:Between' needs a whole num",
+        ),
+        (
+            "their_rules:Between",
+            {"low": 2, "high": 1},
+            "policy 'their_rules:Between': low is 2: must not exceed high",
+        ),
         ("nearest", {}, "unknown policy"),
         ("random", {"seed": 1}, "no parameter"),
         ("locality-band", {"tau": 0.1}, "band"),
@@ -98,7 +117,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
         ("balance-band", {"predictor": "no_such:X"}, "predictor is 'no_such:X', which cannot be imported ("),
         ("balance-band", {"predictor": "json:dumps"}, "which is no class with `predict` and `learn`"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_policy_is_refused_in_one_sentence(
     outside_module: str, name: str, parameters: dict[str, Any], sentence: str
 ) -> None:
@@ -129,10 +148,13 @@ NAN, INF = float("nan"), float("inf")
         ("balance-route-horizon", "predictor", ["oracle", None, [], "nowhere:Predictor"]),
         ("balance-route-horizon", "refresh", [0, "5", 2**63]),
         ("balance-route-horizon", "gate", [-0.1, 1.1]),
+        ("balance-route-horizon", "new_requests_end", [1, None]),
         ("balance-band", "band_tokens", [-1, "wide", NAN, INF, 10**400]),
+        ("domain", "mix", [{}, {"code": 0}, {"code": -1.0}, {"code": "x"}, 3]),
         ("locality-band", "band", [-0.1, "wide", True, NAN]),
         ("locality-band", "max_load_ratio", [0.5, INF, 10**400]),
         ("marginal-cost", "affinity", [-0.1, 10**400]),
+        ("marginal-cost", "tail_power", [0.9, 32.1, NAN, "2", None]),
         ("marginal-cost", "cost", [{"fixed_s": -1}, {"fixed_s": NAN}, 3, {"per_step_s": 10**400}]),
     ],
 )
@@ -167,14 +189,12 @@ class _UsesOwnRandomness(Policy):
 
 
 class _FailsForUnknownRequests(MarginalCost):
-    """Fails for requests without counts and for unknown requests."""
-
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         assert request.expert_counts is not None
         return super().select(request, loads, rng)
 
     def on_finished(self, request_id: str) -> None:
-        del self.active.held[request_id]
+        del self.active.running[request_id]
 
 
 class _NeverDispatches(QueuedPolicy):
@@ -219,7 +239,7 @@ def test_the_policy_on_the_page_passes_the_checks(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     policy = make_policy("from_the_page:Packed", slots=4)
     assert check_policy(type(policy), slots=4) == []
-    assert policy.select(request(), Loads.of([1, 3, 4]), np.random.default_rng()).worker == 1
+    assert policy.select(request(), Loads.from_counts([1, 3, 4]), np.random.default_rng()).worker == 1
 
 
 def test_the_page_lists_the_declared_parameters() -> None:

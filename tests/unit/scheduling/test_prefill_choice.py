@@ -1,7 +1,5 @@
 """Prefix-hash routing of prompts with bounded load."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given
@@ -46,7 +44,17 @@ def test_prefixes_overflow_to_different_replicas() -> None:
 
 
 def test_each_attempt_chooses_another_replica() -> None:
-    assert len({choose_prefill(b"head", IDLE, attempt=n) for n in range(8)}) == 8
+    failed: list[str] = []
+    for _ in REPLICAS:
+        failed.append(choose_prefill(b"head", IDLE, failed_replicas=failed))
+    assert set(failed) == set(REPLICAS)
+    assert choose_prefill(b"head", IDLE, failed_replicas=failed) == failed[0]
+
+
+def test_the_next_replica_in_rank_follows_a_failed_one_that_was_also_lost() -> None:
+    first = choose_prefill(b"head", IDLE)
+    left = {name: 0 for name in REPLICAS if name != first}
+    assert choose_prefill(b"head", left, failed_replicas=[first]) == choose_prefill(b"head", left)
 
 
 def test_every_kind_of_request_has_a_prefix() -> None:

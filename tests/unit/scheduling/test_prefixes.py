@@ -1,15 +1,11 @@
 """Cached prefixes of workers, compared with a naive search of all prompts that were sent."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 
 import numpy as np
 import pytest
-from fake_router import loads, place, release, router_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import request
 
 from eldr_serve.scheduling import (
     Decision,
@@ -25,6 +21,8 @@ from eldr_serve.scheduling import (
     StepSums,
     prompt_blocks,
 )
+from tests.support.fake_router import loads, place, release, router_state
+from tests.support.tables import fail, request
 
 SIZE = 4  # tokens of a block
 
@@ -39,7 +37,6 @@ Sent = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "salt"]), 
 
 
 def common(a: list[int], b: list[int]) -> int:
-    """Return the number of tokens of their common prefix."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
@@ -50,7 +47,7 @@ def test_cached_tokens_are_those_of_the_longest_sent_prefix(
 ) -> None:
     known = PrefixMap()
     for worker, theirs, ids in sent:
-        known.sent(worker, blocks(*ids, salt=theirs))
+        known.record_prompt(worker, blocks(*ids, salt=theirs))
     expected = []
     for name in "ab":
         # A block is cached if its prompt was computed to the end of it; the last token is not cached.
@@ -87,16 +84,16 @@ def test_a_cache_is_bounded_and_keeps_the_newest_prefixes(
     chains = [blocks(*ids).hashes.tolist() for ids in prompts]
     for number, chain in enumerate(chains):
         if number == len(chains) // 2:
-            cache.fit(later)
+            cache.resize(later)
             naive.room, naive.used = later, naive.used[:later]
         cache.use(chain)
         naive.use(chain)
-        assert len(cache) <= cache.room
-        assert cache.hit(chain) == min(len(chain), cache.room)
+        assert len(cache) <= cache.capacity
+        assert cache.hit(chain) == min(len(chain), cache.capacity)
         for other in chains:
             assert cache.hit(other) == naive.hit(other)
             # The known blocks of a prompt are its first ones, so that the search can be a bisection.
-            assert [block in cache._used for block in other].count(True) == cache.hit(other)
+            assert sum(cache.hit([block]) for block in other) == cache.hit(other)
 
 
 def test_a_hash_covers_the_salt_and_all_tokens_up_to_the_end_of_its_block() -> None:
@@ -112,37 +109,28 @@ def test_a_hash_covers_the_salt_and_all_tokens_up_to_the_end_of_its_block() -> N
 
 def test_the_map_holds_the_prefixes_of_live_workers_only() -> None:
     known = PrefixMap()
-    known.holds("a", kv_tokens=2 * SIZE, block_tokens=SIZE)
+    known.set_capacity("a", kv_tokens=2 * SIZE, block_tokens=SIZE)
     prompt = blocks(*range(21))
     for worker in "ab":
-        known.sent(worker, prompt)
+        known.record_prompt(worker, prompt)
     assert len(known) == 2 + 5
     assert known.cached_tokens("ab", prompt).tolist() == [2 * SIZE, 5 * SIZE]
-    known.holds("b", kv_tokens=3 * SIZE, block_tokens=SIZE)
+    known.set_capacity("b", kv_tokens=3 * SIZE, block_tokens=SIZE)
     assert known.cached_tokens("ab", prompt).tolist() == [2 * SIZE, 3 * SIZE]
     known.keep("b")
     assert known.cached_tokens("ab", prompt).tolist() == [0, 3 * SIZE]
-    known.sent("a", prompt)
+    known.record_prompt("a", prompt)
     assert known.cached_tokens("a", prompt).tolist() == [5 * SIZE]  # its capacity is forgotten too
 
 
-# -- in placements -----------------------------------------------------------------------------------
-
-
 class Longest(Policy):
-    """Chooses the worker that caches most of the prompt."""
-
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         assert loads.cached_tokens is not None
         return Decision(int(loads.cached_tokens.argmax()), num_candidates=len(loads), reason="longest")
 
 
-def fail(error: Exception) -> None:
-    raise error
-
-
 def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their_own() -> None:
-    placer = Placer(Longest(), failed=fail)
+    placer = Placer(Longest(), on_policy_error=fail)
     placer.set_workers(["w0", "w1"])
     system, other = list(range(8)), list(range(100, 109))
     held = Lease(request("first", blocks=blocks(*system, 1)), State.LEASED, replica="w1")
@@ -156,8 +144,9 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
         return lease
 
     assert [(p.replica, p.cached_tokens) for p in (place("a", *system, 2), place("b", *other))] == [
-        ("w1", 8), ("w0", 0),
-    ]  # fmt: skip
+        ("w1", 8),
+        ("w0", 0),
+    ]
     assert place("c", *other).cached_tokens == 8
     place("c", *system, 3)
     placer.set_workers(["w0", "new"])  # w1 was restarted under another name
@@ -179,12 +168,12 @@ def test_the_router_counts_cached_tokens_within_each_replicas_capacity() -> None
     assert counted == {"prefill_tokens": 34, "prefill_tokens_cached": 16}
     state.observe_steps(StepSums(), "r0", (SIZE, 2 * SIZE))
     assert cached("c") == 8
-    state.update_workers(["r1"])
+    state.update_workers("c", ["r1"])
     assert cached("d") == 0
     assert set(loads(state)) == {"r1"}
-    held = len(state.placer.prefixes._room)
     state.observe_steps(StepSums(), "r0", (SIZE, 2 * SIZE))  # a late report of a removed replica
-    assert len(state.placer.prefixes._room) == held
+    state.update_workers("c", ["r0"])
+    assert [cached("e"), cached("f")] == [0, 16]  # it has set no capacity
 
 
 def test_pending_prefill_is_in_a_workers_load_until_the_first_token_or_counts() -> None:
@@ -198,7 +187,7 @@ def test_pending_prefill_is_in_a_workers_load_until_the_first_token_or_counts() 
     assert lacks() == 17 + 3 * 1
     state.progress({"a": 1})
     assert lacks() == 3
-    state.counted(request("b", 18))
+    state.set_measured_counts(request("b", 18))
     assert lacks() == 2
     release(state, "c")
     assert lacks() == 1

@@ -1,7 +1,6 @@
 """Load policies, and the locality band at its edges."""
 
-from __future__ import annotations
-
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -10,15 +9,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from tables import counts_for, request, unit_table
 
 from eldr_serve.scheduling import Decision, Loads, make_policy, policy_names, worker_similarity
+from eldr_serve.scheduling.policies.simple import divide_workers
+from tests.support.tables import counts_for, request, unit_table
 
 RNG = np.random.default_rng(0)
 
 
 def loads(*in_flight: int) -> Loads:
-    return Loads.of(in_flight, [100 * n for n in in_flight])
+    return Loads.from_counts(in_flight, [100 * n for n in in_flight])
 
 
 def choose(policy: Any, similarity: list[float], *in_flight: int) -> Decision:
@@ -26,10 +26,10 @@ def choose(policy: Any, similarity: list[float], *in_flight: int) -> Decision:
     return policy.select(asked, loads(*in_flight), np.random.default_rng(0))
 
 
-def test_load_policies() -> None:
+def test_each_load_policy_chooses_by_its_own_measure() -> None:
     state = loads(3, 1, 2)
     assert make_policy("shortest-queue").select(request(), state, RNG).worker == 1
-    tokens = Loads.of([1, 9, 1], [500, 20, 300])
+    tokens = Loads.from_counts([1, 9, 1], [500, 20, 300])
     assert make_policy("least-tokens").select(request(), tokens, RNG).worker == 1
     robin = make_policy("round-robin")
     assert [robin.select(request(), state, RNG).worker for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
@@ -50,6 +50,30 @@ def test_domain_goes_to_the_clusters_of_its_name() -> None:
     assert len({d.worker for d in unknown}) == 1
     without = make_policy("domain")
     assert len({without.select(request(domain="x"), loads(n, 1, 1), RNG).worker for n in range(5)}) == 1
+
+
+def test_domain_divides_the_workers_in_proportion_to_the_mix() -> None:
+    policy = make_policy("domain", mix={"code": 50, "law": 25, "maths": 25})
+    chosen = {
+        name: {policy.select(request(domain=name), loads(*at), RNG).worker for at in permuted}
+        for permuted in [[tuple(int(w != n) for w in range(8)) for n in range(8)]]
+        for name in ("code", "law", "maths")
+    }
+    assert chosen == {"code": {0, 1, 2, 3}, "law": {4, 5}, "maths": {6, 7}}
+    assert policy.select(request(domain="law"), loads(0, 0, 0, 0, 9, 8, 0, 0), RNG).worker == 5
+    assert policy.select(request(domain="other"), loads(0, 0), RNG).reason == "domain-hash"
+
+
+@given(st.dictionaries(st.text(max_size=3), st.floats(0.01, 100), min_size=1, max_size=9), st.integers(1, 20))
+def test_a_division_of_workers_is_whole_and_fair(mix: dict[str, float], workers: int) -> None:
+    blocks = divide_workers(mix, workers)
+    assert set(blocks) == set(mix)
+    assert set().union(*blocks.values()) == set(range(workers))
+    if workers >= len(mix):
+        assert sum(map(len, blocks.values())) == workers
+        for one, other in itertools.permutations(mix, 2):
+            if mix[one] > mix[other]:
+                assert len(blocks[one]) >= len(blocks[other])
 
 
 def test_a_load_cap_removes_full_workers_from_the_band() -> None:
@@ -128,6 +152,15 @@ def test_centroids_are_assigned_for_all_numbers_of_workers(similarity: np.ndarra
 
 def test_the_policy_names_are_those_documented() -> None:
     assert policy_names() == [
-        "balance-band", "balance-route", "balance-route-horizon", "domain", "least-tokens", "locality-band",
-        "marginal-cost", "power-of-two", "random", "round-robin", "shortest-queue",
-    ]  # fmt: skip
+        "balance-band",
+        "balance-route",
+        "balance-route-horizon",
+        "domain",
+        "least-tokens",
+        "locality-band",
+        "marginal-cost",
+        "power-of-two",
+        "random",
+        "round-robin",
+        "shortest-queue",
+    ]

@@ -1,7 +1,6 @@
 """The shadow equals both placements priced from scratch, and never delays a placement."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,14 +22,13 @@ from eldr_serve.scheduling import (
     make_policy,
 )
 from eldr_serve.scheduling.activation import levels_of, probability
+from tests.support.tables import fail
 
 L, E = 2, 6
 COST = StepCost(2e-3, 3e-4, 1e-6, 7e-4)
 
 
 class Recorded(Policy):
-    """Records the choices of another policy."""
-
     def __init__(self, policy: Policy) -> None:
         self.inner, self.positions = policy, {}  # type: tuple[Policy, dict[str, int]]
         self.on_assigned, self.on_progress = policy.on_assigned, policy.on_progress
@@ -43,8 +41,12 @@ class Recorded(Policy):
         return decision
 
 
-def fails(error: Exception) -> None:
-    raise error
+def shadowed(live: str, shadow: Shadow, *workers: str, **options: Any) -> Placer:
+    """Return a placer with these workers and a shadow."""
+    placer = Placer(make_policy(live), on_policy_error=fail, **options)
+    placer.set_workers(workers)
+    placer.set_shadow(shadow)
+    return placer
 
 
 def a_request(name: str, rng: np.random.Generator) -> PlacementRequest:
@@ -61,7 +63,7 @@ def step_seconds(held: list[PlacementRequest], generated: dict[str, int]) -> flo
     return float(COST.seconds(len(held), tokens, (1 - idle).sum()))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     workers=st.integers(1, 3),
@@ -73,11 +75,9 @@ def test_both_placements_are_priced_as_from_scratch(
     seed: int, workers: int, live: str, other: str, lag: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    placer = Placer(make_policy(live), failed=fails, seed=seed)
-    placer.set_workers([f"w{w}" for w in range(workers)])
     policy = Recorded(make_policy(other))
     shadow = Shadow(policy)
-    placer.set_shadow(shadow)
+    placer = shadowed(live, shadow, *(f"w{w}" for w in range(workers)), seed=seed)
     shadow.update_cost_model(COST)
     requests: dict[str, PlacementRequest] = {}
     generated: dict[str, int] = {}
@@ -110,10 +110,8 @@ def test_both_placements_are_priced_as_from_scratch(
 @pytest.mark.parametrize("name", ["marginal-cost", "shortest-queue", "least-tokens", "round-robin"])
 def test_a_policy_saves_nothing_against_itself(name: str) -> None:
     rng = np.random.default_rng(1)
-    placer = Placer(make_policy(name), failed=fails)
-    placer.set_workers(["a", "b", "c"])
     shadow = Shadow(make_policy(name))
-    placer.set_shadow(shadow)
+    placer = shadowed(name, shadow, "a", "b", "c")
     placer.update_cost_model(COST)
     for number in range(40):
         placer.submit([Lease(a_request(f"r{number}", rng), State.SENT)])
@@ -123,27 +121,43 @@ def test_a_policy_saves_nothing_against_itself(name: str) -> None:
     shadow.catch_up()
     before = shadow.saving()
     assert before.measured_ms is None
-    shadow.observe_steps(StepSums.of([2, 4], [9, 9], [3, 5], [0.01, 0.03]))
+    shadow.observe_steps(StepSums.from_steps([2, 4], [9, 9], [3, 5], [0.01, 0.03]))
     shadow.catch_up()
-    found = shadow.saving()
-    assert found.measured_ms == pytest.approx(1e3 * (2 * 0.01 + 4 * 0.03) / 6)
-    assert found.change_pct == pytest.approx(0, abs=1e-3)
-    assert found.live_ms == pytest.approx(found.shadow_ms) != 0
+    saving = shadow.saving()
+    assert saving.measured_ms == pytest.approx(1e3 * (2 * 0.01 + 4 * 0.03) / 6)
+    assert saving.change_pct == pytest.approx(0, abs=1e-3)
+    assert saving.live_ms == pytest.approx(saving.shadow_ms) != 0
+
+
+@pytest.mark.parametrize("name", ["marginal-cost", "least-tokens"])
+def test_measured_counts_replace_predicted_ones_in_both_placements(name: str) -> None:
+    rng = np.random.default_rng(2)
+    shadow = Shadow(make_policy(name))
+    placer = shadowed(name, shadow, "a", "b", "c")
+    placer.update_cost_model(COST)
+    for number in range(40):
+        measured = a_request(f"r{number}", rng)
+        guess = replace(a_request(f"r{number}", rng), predicted=True)
+        placer.submit([Lease(guess, State.SENT)])
+        placer.set_measured_counts(measured)
+        placer.progress({n: p.generated_tokens + 3 for n, p in placer.running.items()})
+        if number > 8:
+            placer.finish(next(iter(placer.running)))
+    shadow.catch_up()
+    saving = shadow.saving()
+    assert saving is not None
+    assert saving.live_ms == pytest.approx(saving.shadow_ms, rel=1e-5)
 
 
 class OneWorker(Policy):
-    """Places all requests on one worker."""
-
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(loads.workers[0]), reason="first")
 
 
 def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval() -> None:
     now = [0.0]
-    placer = Placer(make_policy("shortest-queue"), failed=fails)
-    placer.set_workers(["a", "b"])
     shadow = Shadow(OneWorker(), clock=lambda: now[0])
-    placer.set_shadow(shadow)
+    placer = shadowed("shortest-queue", shadow, "a", "b")
     rng = np.random.default_rng(3)
     assert shadow.saving() is None
     for number in range(6):
@@ -160,7 +174,7 @@ def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval
 
 def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> None:
     rng = np.random.default_rng(5)
-    placer = Placer(make_policy("round-robin"), failed=fails)
+    placer = Placer(make_policy("round-robin"), on_policy_error=fail)
     placer.set_workers(["a", "b"])
     placer.submit([Lease(a_request(f"r{n}", rng), State.SENT) for n in range(4)])
     placer.progress({"r0": 7})
@@ -183,10 +197,8 @@ def test_the_shadow_runs_outside_placement_and_must_keep_up(monkeypatch: pytest.
         def select(self, *_: Any) -> Decision:
             raise KeyError("mine")
 
-    placer = Placer(make_policy("shortest-queue"), failed=fails)
-    placer.set_workers(["a"])
     shadow = Shadow(Broken())
-    placer.set_shadow(shadow)
+    placer = shadowed("shortest-queue", shadow, "a")
     rng = np.random.default_rng(0)
     (placed,) = placer.submit([Lease(a_request("r", rng), State.SENT)])
     assert placed.state is State.LEASED

@@ -1,17 +1,16 @@
 """The store of expert samples: bounds, refused samples, and the resulting trace."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from clock import Clock
-from samples import EXPERTS, LAYERS, TOP_K, sample, traffic
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.signatures.sampling import SampleShare
 from eldr_serve.signatures.window import SampleWindow, trace_of
+from tests.support.clock import Clock
+from tests.support.samples import EXPERTS, LAYERS, TOP_K, sample, traffic
 
 
 def names(window: SampleWindow) -> list[str]:
@@ -38,24 +37,26 @@ def test_a_repeated_request_id_is_kept_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "reason"),
+    ("changed", "expected"),
     [
-        ({"shape": (LAYERS, 8)}, "2 layers x 8 experts, the pool holds 2 x 16"),
-        ({"decode_steps": 0}, "decode counts"),
-        ({"decode_steps": 7}, "decode counts"),
-        ({"token_ids": np.zeros(5, np.uint32)}, "not of all tokens"),
-        ({"decode_counts": np.zeros((3, 4), np.uint32)}, "both must be"),
+        ({"shape": (LAYERS, 8)}, "other_model: 2 layers x 8 experts, the pool holds 2 x 16"),
+        ({"decode_steps": 0}, "odd_total: decode counts"),
+        ({"decode_steps": 7}, "odd_total: decode counts"),
+        ({"token_ids": np.zeros(5, np.uint32)}, "incomplete_prompt: not of all tokens"),
+        ({"decode_counts": np.zeros((3, 4), np.uint32)}, "shape: both must be"),
     ],
 )
-def test_an_invalid_sample_is_refused_and_counted(changed, reason) -> None:
+def test_an_invalid_sample_is_refused_and_counted(
+    changed: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason, details = expected.split(": ")
     window = SampleWindow(8)
     window.add([sample("a")])
     shape = changed.pop("shape", None)
     wrong = sample("b", shape=shape) if shape else replace(sample("b"), **changed)
     assert window.add([wrong, replace(wrong, request_id="c")]) == 0
-    ((sentence, times),) = window.refused.items()
-    assert reason in sentence
-    assert times == 2
+    assert window.refused == {reason: 2}
+    assert details in caplog.text
     assert names(window) == ["a"]
 
 
@@ -63,7 +64,20 @@ def test_counts_that_differ_between_layers_are_refused() -> None:
     window, one = SampleWindow(8), sample("a")
     one.prefill_counts[0, 0] += TOP_K
     assert window.add([one]) == 0
-    assert "prefill counts differ between layers" in next(iter(window.refused))
+    assert window.refused == {"layers_differ": 1}
+
+
+def test_refused_samples_of_different_totals_share_a_reason_and_a_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    window = SampleWindow(8)
+    window.add(replace(sample(f"r{steps}"), decode_steps=steps) for steps in (7, 11, 13))
+    odd = [sample("a", prompt=21), sample("b", prompt=23)]
+    for one in odd:
+        one.decode_counts[:, 0] += 1
+    window.add(odd)
+    assert window.refused == {"odd_total": 5}
+    assert len(caplog.records) == 1
 
 
 def test_samples_become_a_trace_that_can_be_saved() -> None:

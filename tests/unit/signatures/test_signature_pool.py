@@ -1,7 +1,5 @@
 """When the signature pool fits tables to live traffic, and when it does not. Runs without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -9,11 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clock import Clock
-from samples import EXPERTS, sample, traffic
-from tables import unit_table
 
-from eldr_serve.errors import SwapRefused
+from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.router import pool_link as link
@@ -24,6 +19,9 @@ from eldr_serve.signatures import pool
 from eldr_serve.signatures.coordinator import Coordinator, RouterView
 from eldr_serve.signatures.settings import PoolSettings, SignatureOptions
 from eldr_serve.signatures.window import SampleWindow, trace_of
+from tests.support.clock import Clock
+from tests.support.samples import EXPERTS, sample, traffic
+from tests.support.tables import unit_table
 
 OPTIONS = SignatureOptions(first_table=60, window=240, every_s=60.0)
 POOL = PoolSettings("eldr", "decode-router:eldr", "m", OPTIONS)
@@ -39,9 +37,14 @@ class LocalPool:
     """
 
     def __init__(
-        self, samples: int = 0, kinds: Sequence[int | None] = (0, 3), *, workers: int = 2,
-        table: bytes | None = None, policy: str = "locality-band",
-    ) -> None:  # fmt: skip
+        self,
+        samples: int = 0,
+        kinds: Sequence[int | None] = (0, 3),
+        *,
+        workers: int = 2,
+        table: bytes | None = None,
+        policy: str = "locality-band",
+    ) -> None:
         settings = RouterSettings(model_id="m", policy=policy, table=table, pool=POOL)
         self.router = DecodeRouter(settings)
         self.clock = Clock(1000.0)
@@ -75,7 +78,7 @@ class LocalPool:
     def serve(self, workers: int) -> None:
         replicas = tuple(f"r{number}" for number in range(workers))
         self.router._state.restore(Restore("ingress", replicas))
-        self.router._state.update_workers(replicas)
+        self.router._state.update_workers("ingress", replicas)
 
     @property
     def live(self) -> RoutingTable | None:
@@ -141,7 +144,7 @@ async def test_a_table_no_better_than_load_is_refused_with_a_reason_in_the_statu
     assert status["last_refusal"]["why"] in status["note"]
     await local.poll(1)
     assert local.counters["tables_refused"] == 1
-    with pytest.raises(SwapRefused, match="no better than load"):
+    with pytest.raises(SwapRefusedError, match="no better than load"):
         await local.refit()
     local.clock.now += OPTIONS.every_s
     local.window.add(traffic([0, 3], 240, begin=500))
@@ -194,7 +197,7 @@ async def test_one_decode_replica_needs_no_table() -> None:
     await local.poll()
     assert local.live is None
     assert "a table needs 2 or more" in local.status["note"]
-    with pytest.raises(SwapRefused, match="2 or more"):
+    with pytest.raises(SwapRefusedError, match="2 or more"):
         await local.refit()
 
 
@@ -211,7 +214,7 @@ async def test_a_configured_table_is_replaced_only_by_a_refit() -> None:
 async def test_no_table_is_fitted_before_an_ingress_has_restored_its_settings() -> None:
     """After a restart the router has no table; the ingresses hold the operator's table."""
     local = LocalPool(120, workers=0)
-    local.router._state.update_workers(("r0", "r1"))
+    local.router._state.update_workers("ingress", ("r0", "r1"))
     await local.poll(3)
     assert local.live is None
     assert "before the router has an ingress" in local.status["note"]
@@ -222,7 +225,7 @@ async def test_no_table_is_fitted_before_an_ingress_has_restored_its_settings() 
 
 async def test_a_requested_refit_keeps_each_workers_kind() -> None:
     local = LocalPool()
-    with pytest.raises(SwapRefused, match="holds 0 samples and a table of 2 decode replicas needs 16"):
+    with pytest.raises(SwapRefusedError, match="holds 0 samples and a table of 2 decode replicas needs 16"):
         await local.refit()
     local.window.add(traffic([0, 3], 60))
     await local.poll()

@@ -1,4 +1,4 @@
-"""Check the values of engine arguments against the fields of vLLM's configuration classes."""
+"""Check the values of engine arguments against vLLM's configuration classes, where a deployment is built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from eldr_serve.engine.vllm.compat.checked import internal_imports
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.validation import did_you_mean, problem, shown
+from eldr_serve.validation import did_you_mean, first_problem, format_value
 
 with internal_imports():
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -40,7 +40,7 @@ def check_arguments(where: str, kwargs: Mapping[str, Any]) -> None:
         try:
             adapter.validate_python(value)
         except ValidationError as error:
-            raise ConfigurationError(problem(error, value, where=f"{where}.{name}")) from error
+            raise ConfigurationError(first_problem(error, value, where=f"{where}.{name}")) from error
     for name, plugin, manager in (
         ("tool_call_parser", "tool_parser_plugin", ToolParserManager),
         ("reasoning_parser", "reasoning_parser_plugin", ReasoningParserManager),
@@ -48,7 +48,7 @@ def check_arguments(where: str, kwargs: Mapping[str, Any]) -> None:
         parser, known = kwargs.get(name), manager.list_registered()
         if parser and not kwargs.get(plugin) and parser not in known:
             hint = did_you_mean(parser, known) or f"vLLM has {', '.join(sorted(known))}"
-            raise ConfigurationError(f"{where}.{name} is {shown(parser)}: unknown parser, {hint}")
+            raise ConfigurationError(f"{where}.{name} is {format_value(parser)}: unknown parser, {hint}")
     if kwargs.get("enable_auto_tool_choice") and not kwargs.get("tool_call_parser"):
         raise ConfigurationError(
             f"{where}.enable_auto_tool_choice is true: it needs tool_call_parser, which is not given"
@@ -61,8 +61,8 @@ def _adapter(name: str) -> TypeAdapter[Any] | None:
     if name not in {field.name for field in fields(AsyncEngineArgs)}:
         return None
     for config, field_name in [_OTHER_NAMES.get(name) or (config, name) for config in _CONFIGS]:
-        found = config.__pydantic_fields__.get(field_name)
-        if found is not None and found.init is not False and not is_dataclass(found.annotation):
-            kind: Any = Annotated[found.annotation, *found.metadata] if found.metadata else found.annotation
+        info = config.__pydantic_fields__.get(field_name)
+        if info is not None and info.init is not False and not is_dataclass(info.annotation):
+            kind: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
             return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
     return None

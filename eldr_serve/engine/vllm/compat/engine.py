@@ -1,6 +1,8 @@
-"""Check by its configuration whether an engine can be served with exact signatures."""
+"""Check by its configuration that an engine can be served with exact signatures; each connector does."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
@@ -16,7 +18,7 @@ with internal_imports():
     from eldr_serve.engine.vllm.compat import kv_cache, moe, nixl
 
 
-def check_engine(vllm_config: VllmConfig) -> None:
+def check_engine(vllm_config: VllmConfig, device: str) -> None:
     """Raise UnsupportedEngineError if this engine cannot be served with exact signatures."""
     check_version()
     for part in (kv_cache, moe, nixl):
@@ -29,10 +31,7 @@ def check_engine(vllm_config: VllmConfig) -> None:
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism, where a stage sees only its own layers: set pipeline_parallel_size to 1",
         ),
-        (
-            parallel.data_parallel_size > 1,
-            "data parallelism inside an engine: set data_parallel_size to 1 and run more replicas",
-        ),
+        *_data_parallel(parallel, device),
         (
             parallel.decode_context_parallel_size > 1,
             "decode context parallelism, which spreads a block's tokens: "
@@ -58,6 +57,30 @@ def check_engine(vllm_config: VllmConfig) -> None:
             "enable_return_routed_experts, since vLLM's own capture would replace this one: leave it out",
         ),
     )
+
+
+def _data_parallel(parallel: Any, device: str) -> list[tuple[bool, str]]:
+    """Return the reasons to refuse an engine for its data-parallel ranks, see `refuse`."""
+    if parallel.data_parallel_size == 1:
+        return []
+    return [
+        (device != "cpu", "data-parallel ranks on GPUs: set data_parallel_size to 1 and run more replicas"),
+        (
+            not parallel.enable_expert_parallel,
+            "data-parallel ranks with a share of each expert: set enable_expert_parallel to true, or "
+            "data_parallel_size to 1 and run more replicas",
+        ),
+        (
+            parallel.tensor_parallel_size > 1,
+            "data-parallel ranks that are tensor-parallel too, where each routes only a part of its tokens: "
+            "set tensor_parallel_size to 1",
+        ),
+        (
+            parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb,
+            "data-parallel ranks in several replicas, since the router must know which ranks wait for each "
+            "other: leave data_parallel_rank, data_parallel_external_lb and data_parallel_hybrid_lb out",
+        ),
+    ]
 
 
 def model_runner(vllm_config: VllmConfig) -> str:

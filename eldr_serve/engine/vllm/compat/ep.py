@@ -1,4 +1,4 @@
-"""The internal names of vLLM that expert parallelism on CPUs uses. Checked on vLLM 0.32.0."""
+"""Put our expert parallelism on CPUs into vLLM's MoE layers, in its workers. Checked on vLLM 0.32.0."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 
 from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, internal_imports, refuse
+from eldr_serve.engine.vllm.compat.ep_ranks import RankDispatch, rank_batches
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.transfer import start_layer
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse
-from eldr_serve.experts.placement import Topology
+from eldr_serve.experts.parallel.placement import Topology
 
 with internal_imports():
     from vllm.distributed import get_ep_group
     from vllm.distributed.parallel_state import get_node_count
     from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.platforms import current_platform
@@ -74,6 +76,15 @@ class PlacedMoEMethod(UnquantizedFusedMoEMethod):
             _check(vllm_config, moe)
             _config(vllm_config)
             self.experts_cls: Any = _placed(self.experts_cls, vllm_config)
+            self._layer_names = vllm_config.compilation_config.static_all_moe_layers  # in the model's order
+
+    def _init_moe_kernel(self, layer: Any) -> None:
+        """Make vLLM's kernel; with data parallelism replace its exchange of tokens, which CPUs lack."""
+        super()._init_moe_kernel(layer)
+        if self.moe.use_ep and self.moe.dp_size > 1:
+            dispatch = RankDispatch(begins=layer.layer_name == self._layer_names[0])
+            made: Any = self.moe_kernel  # type: ignore[has-type]
+            self.moe_kernel = FusedMoEKernel(dispatch, made.fused_experts)
 
 
 def live_experts(vllm_config: VllmConfig) -> LiveExperts:
@@ -83,7 +94,15 @@ def live_experts(vllm_config: VllmConfig) -> LiveExperts:
         raise ValueError(
             "this engine's experts cannot be moved: it does not run eldr-serve's expert parallelism"
         )
-    return LiveExperts(layers, _config(vllm_config).moves_per_slice, get_ep_group().cpu_group)
+    together = vllm_config.parallel_config.data_parallel_size == 1
+    moves = _config(vllm_config).moves_per_slice
+    return LiveExperts(layers, moves, get_ep_group().cpu_group, called_together=together)
+
+
+def rank_step(vllm_config: VllmConfig) -> dict[str, int]:
+    """Return the part of a step's record that only data-parallel ranks have, see EldrStats."""
+    activated = sum(layer.activated for layer in _live(vllm_config))
+    return {"forward": rank_batches().forwards, "engine_experts": activated}
 
 
 def _live(vllm_config: VllmConfig) -> Iterator[LayerExperts]:
@@ -104,9 +123,11 @@ def _check(vllm_config: VllmConfig, moe: Any) -> None:
     experts, ranks = moe.num_experts, moe.moe_parallel_config.ep_size
     refuse(
         "expert parallelism on CPUs",
-        (parallel.data_parallel_size > 1, "data parallelism: ranks must see all tokens of a batch"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: ranks must have all layers"),
-        (moe.is_sequence_parallel, "sequence parallelism: ranks must see all tokens of a batch"),
+        (
+            moe.is_sequence_parallel,
+            "data-parallel ranks that are tensor-parallel too: set tensor_parallel_size to 1",
+        ),
         (experts % ranks > 0, f"{experts} experts on {ranks} ranks: they must divide"),
         (vllm_config.speculative_config is not None, "speculative decoding"),
     )
@@ -134,10 +155,17 @@ def _placed(kernel: Any, vllm_config: VllmConfig) -> Any:
             )
 
         def apply(
-            self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor,
-            topk_ids: Tensor, **others: Any,
-        ) -> None:  # fmt: skip
-            local = self.placed.local_slots(topk_ids)
+            self,
+            output: Tensor,
+            hidden_states: Tensor,
+            w1: Tensor,
+            w2: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            **others: Any,
+        ) -> None:
+            sizes = rank_batches().sizes if self.moe_config.dp_size > 1 else None
+            local = self.placed.local_slots(topk_ids, sizes)
             token, column = (local >= 0).nonzero(as_tuple=True)
             output.zero_()
             if not len(token):
@@ -145,10 +173,14 @@ def _placed(kernel: Any, vllm_config: VllmConfig) -> Any:
             rows = output.new_empty(len(token), output.shape[1])
             # Give the kernel one row with one expert per pair, so that it computes no other pairs.
             super().apply(
-                output=rows, hidden_states=hidden_states[token], w1=w1, w2=w2,
+                output=rows,
+                hidden_states=hidden_states[token],
+                w1=w1,
+                w2=w2,
                 topk_weights=topk_weights[token, column][:, None],
-                topk_ids=local[token, column][:, None].int(), **others,
-            )  # fmt: skip
+                topk_ids=local[token, column][:, None].int(),
+                **others,
+            )
             output.index_add_(0, token, rows)
 
     Placed.__name__ = f"Placed{kernel.__name__}"

@@ -1,4 +1,4 @@
-"""vLLM's expert-parallel load balancer (EPLB), whose maps receive our placements."""
+"""Give our placements to vLLM's expert-parallel load balancer (EPLB), in its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The groups of vLLM's KV cache, and the KV slots of a step's tokens."""
+"""Choose the group of vLLM's KV cache that is counted, and find the KV slots of a step's tokens.
+
+The engine core and the workers choose the group; workers find the slots.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +85,8 @@ def forward_slots(layer: str) -> Tensor | None:
     slots = get_forward_context().slot_mapping
     if isinstance(slots, list):
         raise UnsupportedEngineError("the ELDR connector does not support micro-batches")
-    found: Tensor | None = slots.get(layer)
-    return found
+    layer_slots: Tensor | None = slots.get(layer)
+    return layer_slots
 
 
 def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:

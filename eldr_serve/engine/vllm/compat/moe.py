@@ -1,4 +1,4 @@
-"""vLLM's MoE layers: their routers, and kernels with internal routing."""
+"""Find the routers of vLLM's MoE layers, and kernels with internal routing, in its workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
     Raises:
         UnsupportedEngineError: a router does not expose its choices, or the model has no MoE layer.
     """
-    found: list[tuple[int, Any]] = []
+    layers: list[tuple[int, Any]] = []
     model = None  # prefix of the names of the model's layers, which come before its drafter's
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         router = getattr(layer, "router", None)
@@ -61,13 +61,13 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
             )
         _check_router(name, router)
         _check_ranks(name, layer)
-        found.append((index, layer))
-    if not found:
+        layers.append((index, layer))
+    if not layers:
         raise UnsupportedEngineError(
             "no MoE layer was found in the model, so there are no experts to count: name a model with "
             f"experts, or serve this one with vLLM alone (vLLM {vllm.__version__}; checked on {CHECKED})"
         )
-    return sorted(found, key=lambda pair: pair[0])
+    return sorted(layers, key=lambda pair: pair[0])
 
 
 def _check_ranks(name: str, layer: Any) -> None:
@@ -126,16 +126,16 @@ def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
         UnsupportedEngineError: a layer hides its choices, or layers differ in experts or top-k.
     """
     _check_rotary(vllm_config)
-    found = [(index, _source(index, layer)) for index, layer in moe_layers(vllm_config)]
-    first, source = found[0]
-    for index, other in found:
+    routers = [(index, _source(index, layer)) for index, layer in moe_layers(vllm_config)]
+    first, source = routers[0]
+    for index, other in routers:
         if (other.global_num_experts, other.top_k) != (source.global_num_experts, source.top_k):
             raise UnsupportedEngineError(
                 f"MoE layer {index} chooses {other.top_k} of {other.global_num_experts} experts and layer "
                 f"{first} {source.top_k} of {source.global_num_experts}; counts need them equal: serve "
                 "this model with vLLM's own connector, without locality"
             )
-    return found
+    return routers
 
 
 def _source(index: int, layer: Any) -> Any:
@@ -168,7 +168,7 @@ class RoutingKernel:
         self._layer.routed_experts.routing_sink = RoutedExpertsSink(self._config, capture_fn)
 
 
-def choose_open_kernel(vllm_config: VllmConfig) -> None:
+def avoid_kernels_that_hide_choices(vllm_config: VllmConfig) -> None:
     """Select Marlin if vLLM would select a kernel that hides its choices; call it before the model is made.
 
     On CUDA that is OpenAI's Triton kernel for the MXFP4 of GPT-OSS, vLLM's first choice on Hopper.

@@ -1,7 +1,8 @@
-"""NIXL's pull connector, and corrections of its behaviour in vLLM."""
+"""NIXL's pull connector, and corrections of its behaviour, in vLLM's engine core and workers."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterable, Iterator
@@ -26,18 +27,20 @@ __all__ = [
     "NixlKVConnectorStats",
     "NixlPromMetrics",
     "NixlPullConnector",
+    "SideChannel",
     "WithoutTransfers",
     "check",
     "check_side_channel",
-    "clear_refusal",
     "expire_send_leases",
     "get_kv_transfer_group",
     "get_tensor_model_parallel_rank",
     "has_kv_transfer_group",
     "kept_affinity",
     "polled_nixl",
-    "side_channel_stopped",
+    "transfer_errors",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def check_side_channel(scheduler: Any) -> None:
@@ -56,13 +59,46 @@ def check_side_channel(scheduler: Any) -> None:
         ) from error
 
 
-def side_channel_stopped(scheduler: Any) -> bool:
-    """Return whether the listener thread has ended, as after a malformed packet; allow a new one then."""
-    listener = scheduler._nixl_handshake_listener_t
-    if listener is not None and listener.is_alive():
-        return False
-    scheduler._nixl_handshake_listener_t = None
-    return True
+class SideChannel:
+    """The listener of NIXL's scheduler for handshakes with other engines.
+
+    One malformed packet to its port ends vLLM's listener, so it is restarted when it has stopped.
+
+    Args:
+        scheduler: NIXL's scheduler side.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._metadata: dict[tuple[int, int], Any] = {}
+
+    def open(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Listen, and serve the handshake metadata of each (pipeline rank, tensor rank).
+
+        Raises:
+            UnsupportedEngineError: the address is not this machine's, or the port is taken.
+        """
+        check_side_channel(self._scheduler)
+        self._scheduler.set_xfer_handshake_metadata(metadata)
+        self._metadata = metadata
+
+    def has_stopped(self) -> bool:
+        """Return whether the listener was opened and has ended."""
+        if not self._metadata:
+            return False
+        listener = self._scheduler._nixl_handshake_listener_t
+        return listener is None or not listener.is_alive()
+
+    def reopen_if_stopped(self) -> None:
+        """Listen again if the listener has stopped; if that fails, log the error."""
+        if not self.has_stopped():
+            return
+        logger.warning("NIXL's side channel had stopped listening; restarting it")
+        self._scheduler._nixl_handshake_listener_t = None
+        try:
+            self.open(self._metadata)
+        except UnsupportedEngineError:  # the next request tries again
+            logger.exception("NIXL's side channel does not start")
 
 
 def expire_send_leases(worker: Any, engine_ids: Iterable[str]) -> None:
@@ -91,7 +127,7 @@ def kept_affinity() -> Iterator[None]:
 
 
 @contextmanager
-def clear_refusal() -> Iterator[None]:
+def transfer_errors() -> Iterator[None]:
     """Raise UnsupportedEngineError for a KV cache that NIXL cannot transfer."""
     try:
         yield
@@ -103,7 +139,7 @@ def clear_refusal() -> Iterator[None]:
 
 
 class WithoutTransfers:
-    """Replaces NIXL's scheduler and worker halves in an engine that transfers no KV."""
+    """Replaces NIXL's scheduler side and worker side in an engine that transfers no KV."""
 
     use_host_buffer = False
     copy_blocks = xfer_handshake_metadata = None

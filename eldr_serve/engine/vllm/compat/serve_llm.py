@@ -1,4 +1,4 @@
-"""The internal names of Ray Serve LLM, and of vLLM's endpoints, that this package uses.
+"""The internal names of Ray Serve LLM, and of vLLM's endpoints, that a replica and its deployment use.
 
 Checked on Ray 2.60.0 and vLLM 0.32.0.
 """
@@ -19,11 +19,14 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
 from eldr_serve.engine.vllm.compat.checked import check_sets, internal_imports
+from eldr_serve.engine.vllm.compat.messages import SERVING_NAMES, AnthropicCountTokensRequest
+from eldr_serve.errors import RequestRefusedError
 
 with internal_imports():
     from vllm.entrypoints.generate.api_router import init_generate_state
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.pooling.factories import init_pooling_state
+    from vllm.entrypoints.pooling.scoring.protocol import RerankRequest
     from vllm.entrypoints.serve import create_error_response
     from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
     from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
@@ -83,6 +86,7 @@ __all__ = [
     "parameter_of",
     "picklable_chat",
     "register_connector",
+    "rerank",
     "to_model_metadata",
     "with_client",
     "wrap_stream",
@@ -92,6 +96,8 @@ __all__ = [
 ENDPOINT_REQUESTS: dict[str, Any] = {
     "embeddings": EmbeddingRequest,
     "score": ScoreRequest,
+    "rerank": RerankRequest,
+    "count_tokens": AnthropicCountTokensRequest,
     "tokenize": TokenizeRequest,
     "detokenize": DetokenizeRequest,
 }
@@ -126,9 +132,15 @@ class _OneProcess(VLLMEngineConfig):
         kwargs: dict[str, Any] = super().get_initialization_kwargs()
         return kwargs | {"distributed_executor_backend": "uni"}
 
+    @property
+    def num_devices(self) -> int:
+        """Return the number of ranks; Ray leaves out data parallelism, so that replicas would share ports."""
+        devices: int = super().num_devices
+        return devices * int(self.engine_kwargs.get("data_parallel_size") or 1)
+
 
 class OneProcessLLMConfig(LLMConfig):
-    """An LLMConfig of an engine whose scheduler and model run in one process.
+    """An LLMConfig of an engine whose scheduler and model run in one process for each data-parallel rank.
 
     Ray gives every CPU engine vLLM's multiprocess executor, whatever its arguments say. There scheduler
     and worker wait for each other by spinning, which takes a core for each engine under load, and the
@@ -159,6 +171,9 @@ def register_connector() -> None:
 _SERVING = {
     "chat": ("openai_serving_chat", "create_chat_completion"),
     "completions": ("openai_serving_completion", "create_completion"),
+    "messages": ("anthropic_serving_messages", "create_chat_completion"),
+    "count_tokens": ("anthropic_serving_messages", "count_tokens"),
+    "responses": ("openai_serving_responses", "create_responses"),
     "tokenize": ("serving_tokenization", "create_tokenize"),
     "detokenize": ("serving_tokenization", "create_detokenize"),
 }
@@ -192,6 +207,21 @@ def _require(serving: Any, attribute: str, *names: str) -> None:
             )
 
 
+async def rerank(engine: Any, request: Any, raw_request: Any) -> bytes:
+    """Return vLLM's answer to a RerankRequest as JSON; Ray's server has no such endpoint.
+
+    Raises:
+        RequestRefusedError: the model cannot score.
+    """
+    serving = getattr(getattr(engine, "_app_state", None), "serving_scores", None)
+    if serving is None:
+        raise RequestRefusedError(
+            "this model does not support the 'score' task, which the rerank endpoint needs", status=400
+        )
+    body: bytes = (await serving(request, raw_request)).body
+    return body
+
+
 def with_client(serving: Any, wrap: Callable[[Any], _Client]) -> tuple[Any, _Client]:
     """Return a copy of a serving object that uses `wrap(client)` in place of its engine client, and this."""
     serving = copy.copy(serving)
@@ -219,8 +249,17 @@ def check_serving(engine: Any) -> None:
         serving, _ = openai_serving(engine, method)
         if method in _STREAMS:
             _require(serving, _SERVING[method][0], "engine_client", _STREAMS[method])
+        if method in ("messages", "responses"):
+            names = SERVING_NAMES if method == "messages" else ()
+            _require(serving, _SERVING[method][0], "engine_client", *names)
     check_sets(init_app_state, "openai_serving_models", "serving_tokenization")
-    check_sets(init_generate_state, "openai_serving_chat", "openai_serving_completion")
+    check_sets(
+        init_generate_state,
+        "openai_serving_chat",
+        "openai_serving_completion",
+        "anthropic_serving_messages",
+        "openai_serving_responses",
+    )
     check_sets(init_pooling_state, "serving_embedding", "serving_scores")
 
 
@@ -253,7 +292,7 @@ def parameter_of(error: Exception) -> str | None:
     if isinstance(error, VLLMValidationError):
         parameter = error.parameter
     elif isinstance(error, ValidationError):
-        causes = [found.get("ctx", {}).get("error") for found in error.errors()]
+        causes = [details.get("ctx", {}).get("error") for details in error.errors()]
         named = [cause.parameter for cause in causes if isinstance(cause, VLLMValidationError)]
         parameter = next(filter(None, named), None)
         if parameter is None:
@@ -267,7 +306,7 @@ def engine_client(engine: Any) -> Any:
 
 
 def check_ray() -> None:
-    """Raise RuntimeError, one sentence, if Ray lacks an internal name that this package extends."""
+    """Raise RuntimeError if Ray lacks an internal name that this package extends."""
     engine = hasattr(VLLMEngineConfig, "get_initialization_kwargs") and (
         hasattr(LLMConfig, "get_engine_config") and "_engine_config" in LLMConfig.__private_attributes__
     )

@@ -1,4 +1,4 @@
-"""One rank's experts of one MoE layer: the content of its slots, and the share of a batch that they serve."""
+"""Hold one rank's experts of one MoE layer: the content of its slots, and its share of each batch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from eldr_serve.experts.placement import Topology
-from eldr_serve.experts.replica_choice import ReplicaChoice, make_choice
+from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.parallel.replica_choice import ReplicaChoice, make_choice
 
 Ints = NDArray[np.int64]
-KEPT = 4096  # batches in the log; new ones replace the oldest
+LOG_SIZE = 4096  # batches in the log; new ones replace the oldest
 # Columns of the log, per batch: its tokens; of this rank, the slots with at least one token, the (token,
-# expert) pairs, those of them whose token has its home here, and its tokens with another home. Homes are
-# equal blocks of the batch.
-LOGGED = ("tokens", "activated", "pairs", "pairs_at_home", "guests")
+# expert) pairs, those of them whose token has its home here, and its tokens with another home. A token's home
+# is its rank of data parallelism; without, homes are equal blocks of the batch.
+LOG_COLUMNS = ("tokens", "activated", "pairs", "pairs_at_home", "guests")
 
 
 class LayerExperts:
@@ -29,7 +29,10 @@ class LayerExperts:
         num_experts: E.
         topology: topology of the G ranks.
         rank: this rank.
-        rule: name of the replica choice (`eldr_serve.experts.replica_choice`).
+        rule: name of the replica choice (`eldr_serve.experts.parallel.replica_choice`).
+
+    Attributes:
+        activated: number of slots of all ranks that serve a token of the latest batch.
     """
 
     def __init__(
@@ -43,42 +46,57 @@ class LayerExperts:
         rule: str,
     ) -> None:
         self.weights, self.num_experts, self.topology, self.rank = weights, num_experts, topology, rank
-        self.size = slots // topology.ranks  # slots per rank
-        self.log = np.zeros((KEPT, len(LOGGED)), np.int32)
+        self.slots_per_rank = slots // topology.ranks
+        self.log = np.zeros((LOG_SIZE, len(LOG_COLUMNS)), np.int32)
         self.routed = torch.zeros(num_experts, dtype=torch.int64)  # tokens per expert since the start
-        self.batches = 0
+        self.batches = self.activated = 0
         self.load: ArrayLike | None = None  # float[E], expected tokens per expert, for rules that use it
         self.rule = rule
-        row = np.full((topology.ranks, self.size), -1, np.int64)
+        row = np.full((topology.ranks, self.slots_per_rank), -1, np.int64)
         row[:, : num_experts // topology.ranks] = np.arange(num_experts).reshape(topology.ranks, -1)
-        self.row: Ints
+        self.row: Ints  # [P], experts in the slots of all ranks; -1: empty
         self._choice: ReplicaChoice
-        self.put(row.reshape(-1))
+        self.set_placement(row.reshape(-1))
 
-    def put(self, row: Ints) -> None:
-        """Serve from the next batch on by the experts int[P] of all slots (-1: empty).
+    def set_placement(self, row: Ints) -> None:
+        """Serve with these experts int[P] in the slots of all ranks (-1: empty) from the next batch on.
 
         The caller has already moved the weights.
         """
         self.row = row
         self._choice = make_choice(self.rule, row, self.num_experts, self.topology, load=self.load)
 
-    def local_slots(self, experts: Tensor) -> Tensor:
-        """Return int64[T, k], this rank's slot for each (token, expert) pair; -1: another rank's."""
-        local = self._choice.slots(experts) - self.rank * self.size
-        here = (local >= 0) & (local < self.size)
-        local = torch.where(here, local, -1)
-        load = torch.bincount(local.reshape(-1) + 1, minlength=self.size + 1)[1:]
+    def local_slots(self, experts: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Return int64[T, k], this rank's slot for each (token, expert) pair; -1: another rank's.
+
+        Args:
+            experts: int[T, k], logical experts of each token.
+            sizes: number of tokens of each rank, in the batch's order; None: equal blocks.
+        """
         tokens, ranks = len(experts), self.topology.ranks
-        home = slice(-(-self.rank * tokens // ranks), -(-(self.rank + 1) * tokens // ranks))
+        if sizes is None:
+            home = None
+            start, end = (-(-rank * tokens // ranks) for rank in (self.rank, self.rank + 1))
+        else:
+            home = torch.arange(ranks).repeat_interleave(torch.tensor(sizes))
+            start, end = sum(sizes[: self.rank]), sum(sizes[: self.rank + 1])
+        slots, first = self._choice.slots(experts, home), self.rank * self.slots_per_rank
+        all_loads = torch.bincount(slots.reshape(-1), minlength=len(self.row))
+        load = all_loads[first : first + self.slots_per_rank]
+        self.activated = int((all_loads > 0).sum())
+        local = slots - first
+        here = (local >= 0) & (local < self.slots_per_rank)
         served = here.any(dim=1)
-        self.log[self.batches % KEPT] = (
-            tokens, int((load > 0).sum()), int(load.sum()), int(here[home].sum()),
-            int(served.sum() - served[home].sum()),
-        )  # fmt: skip
+        self.log[self.batches % LOG_SIZE] = (
+            tokens,
+            int((load > 0).sum()),
+            int(load.sum()),
+            int(here[start:end].sum()),
+            int(served.sum() - served[start:end].sum()),
+        )
         self.routed += torch.bincount(experts.reshape(-1), minlength=self.num_experts)
         self.batches += 1
-        return local
+        return torch.where(here, local, -1)
 
     def slot_bytes(self) -> int:
         """Return the size of one expert's weights, bytes."""

@@ -1,4 +1,4 @@
-"""The experts of a rank's layers while it serves: change from one placement to another in slices."""
+"""Change the experts of a rank's layers from one placement to another while it serves, slice by slice."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.engine.vllm.ep.layer import KEPT, LayerExperts
+from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
 from eldr_serve.engine.vllm.ep.transfer import transfer
-from eldr_serve.experts.moves import Move, aligned, sliced
-from eldr_serve.experts.placement import check_fits
-from eldr_serve.experts.replica_choice import RULES
+from eldr_serve.experts.parallel.moves import Move, keep_slots, slice_moves
+from eldr_serve.experts.parallel.placement import check_fits
+from eldr_serve.experts.parallel.replica_choice import RULES
 
 
 class LiveExperts:
@@ -23,28 +23,41 @@ class LiveExperts:
         layers: all MoE layers of the model.
         moves_per_slice: maximum number of experts that move between two steps.
         group: process group of the ranks.
+        called_together: whether all ranks receive a call between the same two steps. Data-parallel ranks do
+            not, so they refuse changes: one would wait for weights that another sends only after a step in
+            which it waits for the first.
     """
 
-    def __init__(self, layers: Sequence[LayerExperts], moves_per_slice: int, group: Any) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerExperts],
+        moves_per_slice: int,
+        group: Any,
+        *,
+        called_together: bool = True,
+    ) -> None:
+        self._called_together = called_together
         self._layers, self._slice_size, self._group = dict(enumerate(layers)), moves_per_slice, group
         self._waiting: deque[list[Move]] = deque()
         self._moved, self._received = 0, 0  # since the start: experts moved by all ranks, bytes by this one
 
     def begin(self, placement: ArrayLike, ranks: int, load: ArrayLike | None = None) -> int:
-        """Plan a swap; nothing moves yet.
+        """Plan a swap; no expert moves yet, but replicas are chosen by the new load at once.
 
         Args:
             placement: int[L, P]; -1: the slot becomes empty.
             ranks: number of ranks that the placement is for.
-            load: float[L, E], expected number of tokens of each expert, for replica choices that use it;
-                None: unchanged.
+            load: float[L, E], expected number of tokens of each expert, for replica choices that use it. It
+                suits the old placement too, so `stop` keeps it. None: unchanged.
 
         Returns:
             Number of slices.
 
         Raises:
-            ValueError: the placement does not fit, or a swap is under way; nothing was changed.
+            ValueError: the placement does not fit, a swap is under way, or the ranks are not called
+                together; nothing was changed.
         """
+        self._check_changeable()
         if self._waiting:
             raise ValueError(f"a swap of expert placements is under way: {len(self._waiting)} slices to come")
         first = self._layers[0]
@@ -54,25 +67,36 @@ class LiveExperts:
         check_fits(
             # For the check, fill empty slots with an expert that the layer has.
             np.where(rows == -1, rows.max(axis=-1, keepdims=True), rows),
-            layers=len(self._layers), slots=first.size * ranks, num_experts=first.num_experts, ranks=ranks,
-        )  # fmt: skip
+            layers=len(self._layers),
+            slots=first.slots_per_rank * ranks,
+            num_experts=first.num_experts,
+            ranks=ranks,
+        )
         if load is not None and np.shape(load) != (len(self._layers), first.num_experts):
             raise ValueError(f"the load has shape {np.shape(load)}, not one number per layer and expert")
         old = self.placement()
-        self._waiting.extend(sliced(old, aligned(old, rows, ranks), ranks, self._slice_size))
+        self._waiting.extend(slice_moves(old, keep_slots(old, rows, ranks), ranks, self._slice_size))
         if load is not None:
             for number, layer in self._layers.items():
                 layer.load = np.asarray(load)[number]
-                layer.put(layer.row)
+                layer.set_placement(layer.row)
         return len(self._waiting)
 
     def choose(self, rule: str) -> None:
-        """Choose replicas by this rule from the next step on; raise ValueError if it is unknown."""
+        """Choose replicas by this rule from the next step on; raise ValueError if that is impossible."""
+        self._check_changeable()
         if rule not in RULES:
             raise ValueError(f"unknown replica choice {rule!r}; there are {', '.join(RULES)}")
         for layer in self._layers.values():
             layer.rule = rule
-            layer.put(layer.row)
+            layer.set_placement(layer.row)
+
+    def _check_changeable(self) -> None:
+        if not self._called_together:
+            raise ValueError(
+                "data-parallel ranks cannot change their experts while they serve: set additional_config's "
+                "eldr_experts and start the engine again"
+            )
 
     def move(self) -> int:
         """Move the next slice; return the number of slices left.
@@ -109,14 +133,14 @@ class LiveExperts:
         """
         first = self._layers[0]
         expert = [layer.slot_bytes() for layer in self._layers.values()]
-        redundant = first.size - first.num_experts // first.topology.ranks
+        redundant = first.slots_per_rank - first.num_experts // first.topology.ranks
         return {
             "placement": self.placement().tolist(),
             "replica_choice": first.rule,
             "slices_left": len(self._waiting),
             "experts_moved": self._moved,
             "bytes_received": self._received,
-            "weight_bytes": (first.size - redundant) * sum(expert),
+            "weight_bytes": (first.slots_per_rank - redundant) * sum(expert),
             "replica_bytes": redundant * sum(expert),
             "slice_bytes": self._slice_size * max(expert),
         }
@@ -125,13 +149,13 @@ class LiveExperts:
         """Return the log of this rank's latest batches.
 
         Args:
-            since: the number that the previous call returned; 0: all batches in the log, at most KEPT.
+            since: the number that the previous call returned; 0: all batches in the log, at most LOG_SIZE.
 
         Returns:
-            Number of batches since the start, and [N][L][LOGGED] of the new ones.
+            Number of batches since the start, and [N][L][LOG_COLUMNS] of the new ones.
         """
         end = min(layer.batches for layer in self._layers.values())
-        wanted = np.arange(max(since, end - KEPT), end) % KEPT
+        wanted = np.arange(max(since, end - LOG_SIZE), end) % LOG_SIZE
         return end, np.stack([layer.log[wanted] for layer in self._layers.values()], axis=1).tolist()
 
     def routed(self) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Entry point for vLLM's plug-ins, called in each of its processes; does nothing unless enabled."""
+"""Register our expert parallelism as a plug-in of vLLM, which each of its processes calls, if enabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Query and change the expert placement of a running engine through its client."""
+"""Query and change the expert placement of a running engine, in the process of its client."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from eldr_serve.errors import Refused
-from eldr_serve.experts.placement import ExpertPlacement, placement_id
+from eldr_serve.errors import RequestRefusedError
+from eldr_serve.experts.parallel.placement import ExpertPlacement, placement_id
 
 Call = Callable[..., Awaitable[list[Any]]]  # the signature of AsyncLLM.collective_rpc
 _SUMMED = ("weight_bytes", "replica_bytes", "slice_bytes", "bytes_received")  # summed over all ranks
@@ -24,7 +24,7 @@ class PlacementError(ValueError):
 
 
 @dataclass(frozen=True)
-class Swapped:
+class SwapResult:
     """The outcome of a swap.
 
     Attributes:
@@ -40,7 +40,7 @@ class Swapped:
     seconds: float
 
 
-async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike | None = None) -> Swapped:
+async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike | None = None) -> SwapResult:
     """Move a running engine's experts to a placement, one slice between two steps.
 
     Answers do not change: after each slice every expert has a slot. Cancellation leaves the experts where
@@ -71,7 +71,7 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
             if left:
                 await _call_ranks(call, "stop")
     after = await _call_ranks(call, "status")
-    return Swapped(
+    return SwapResult(
         slices,
         after[0]["experts_moved"] - before[0]["experts_moved"],
         sum(new["bytes_received"] - old["bytes_received"] for old, new in zip(before, after, strict=True)),
@@ -88,14 +88,14 @@ async def _call_ranks(call: Call, method: str, *arguments: Any) -> list[Any]:
     return answers
 
 
-class HeldExperts:
+class EngineExperts:
     """The experts of an engine, distributed over its ranks.
 
     Args:
         call: `collective_rpc` of the engine's client.
 
     Attributes:
-        status: see protocol.Engine.experts; empty before the first `refresh`.
+        status: the live placement and its counters as JSON types; empty before the first `refresh`.
     """
 
     def __init__(self, call: Call) -> None:
@@ -107,11 +107,11 @@ class HeldExperts:
         """Update `status` from the ranks.
 
         Raises:
-            Refused: the engine's experts cannot be moved.
+            RequestRefusedError: the engine's experts cannot be moved.
         """
         ranks = await self._rpc("eldr_experts", args=("status",))
         if isinstance(ranks[0], str):
-            raise Refused(ranks[0], status=400)
+            raise RequestRefusedError(ranks[0], status=400)
         self.status = {
             "placement": placement_id(ranks[0]["placement"], len(ranks)),
             "ranks": len(ranks),
@@ -121,9 +121,13 @@ class HeldExperts:
         }
 
     async def place(self, placement: ExpertPlacement, load: ArrayLike | None = None) -> dict[str, Any]:
-        """See protocol.Engine.place_experts."""
+        """Move the experts to a placement while the engine serves; return what was moved, JSON types.
+
+        Raises:
+            RequestRefusedError: the placement does not fit (400), or another swap is under way (409).
+        """
         if self._swapping:
-            raise Refused(
+            raise RequestRefusedError(
                 f"a swap of expert placements is under way: {self.status['slices_left']} slices to come",
                 status=409,
             )
@@ -131,7 +135,7 @@ class HeldExperts:
         try:
             swapped = await swap_placement(self._call, placement, load)
         except PlacementError as error:
-            raise Refused(str(error), status=400) from error
+            raise RequestRefusedError(str(error), status=400) from error
         finally:
             try:
                 await self.refresh()  # a cancelled swap has moved some experts

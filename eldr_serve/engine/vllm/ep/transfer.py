@@ -12,8 +12,8 @@ from torch import distributed as dist
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig
-from eldr_serve.experts.moves import Move, aligned, sliced
-from eldr_serve.experts.placement import Topology, check_fits
+from eldr_serve.experts.parallel.moves import Move, fill_with_replicas, keep_slots, slice_moves
+from eldr_serve.experts.parallel.placement import Topology, check_fits
 from eldr_serve.experts.routing_table import ArtifactError, ExpertPlacement
 
 
@@ -25,7 +25,7 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
 
     Args:
         layers: the layers, by `Move.layer`.
-        moves: the moves of one slice (`eldr_serve.experts.moves`).
+        moves: the moves of one slice (`eldr_serve.experts.parallel.moves`).
         group: process group of the ranks.
 
     Returns:
@@ -38,17 +38,17 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
         if move.expert < 0:  # the slot becomes empty
             continue
         layer = layers[move.layer]
-        source, rank = move.source // layer.size, move.slot // layer.size
+        source, rank = move.source // layer.slots_per_rank, move.slot // layer.slots_per_rank
         for part, weight in enumerate(layer.weights):
             number = tag * len(layer.weights) + part
             if rank == layer.rank:
                 arriving, request = _receive(
-                    weight, move.source % layer.size, source, layer.rank, group, number
+                    weight, move.source % layer.slots_per_rank, source, layer.rank, group, number
                 )
-                waiting.append((weight, move.slot % layer.size, arriving, request))
+                waiting.append((weight, move.slot % layer.slots_per_rank, arriving, request))
                 received += 0 if request is None else arriving.numel() * arriving.element_size()
             elif source == layer.rank:
-                leaving = weight[move.source % layer.size].contiguous()
+                leaving = weight[move.source % layer.slots_per_rank].contiguous()
                 sent.append((leaving, dist.isend(leaving, group=group, group_dst=rank, tag=number)))
     for *_, request in waiting:
         if request is not None:
@@ -63,7 +63,7 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
         for move in moves:
             if move.layer == number:
                 row[move.slot] = move.expert
-        layers[number].put(row)
+        layers[number].set_placement(row)
     return received
 
 
@@ -100,36 +100,55 @@ def start_layer(
     Raises:
         UnsupportedEngineError: the placement cannot be read, or does not fit the model and the engine.
     """
-    placement = None
-    redundant = config.redundant_experts or 0
     try:
-        if config.placement is not None:
-            placement = ExpertPlacement.load(config.placement)
-            if config.redundant_experts is None:
-                redundant = placement.num_redundant
-        slots = num_experts + redundant
-        if slots % topology.ranks:
-            raise ValueError(f"{slots} expert slots do not divide by {topology.ranks} ranks")
-        if placement is not None:
-            if placement.ranks != topology.ranks:
-                raise ValueError(
-                    f"the placement is for {placement.ranks} ranks, the engine has {topology.ranks}"
-                )
-            check_fits(
-                placement.physical_to_logical,
-                layers=num_layers, slots=slots, num_experts=num_experts, ranks=topology.ranks,
-            )  # fmt: skip
+        placement, slots = _configured_placement(config, num_layers, num_experts, topology.ranks)
     except (ArtifactError, ValueError) as error:
         raise UnsupportedEngineError(str(error)) from error
     for weight in weights:
         spare = slots // topology.ranks - len(weight)
         weight.data = torch.cat([weight.data, weight.data.new_zeros(spare, *weight.shape[1:])])
-    made = LayerExperts(
+    experts = LayerExperts(
         [weight.data for weight in weights],
-        slots=slots, num_experts=num_experts, topology=topology, rank=rank, rule=config.replica_choice,
-    )  # fmt: skip
+        slots=slots,
+        num_experts=num_experts,
+        topology=topology,
+        rank=rank,
+        rule=config.replica_choice,
+    )
+    if placement is not None and placement.expected_tokens is not None:
+        experts.load = placement.expected_tokens[layer]
+        experts.set_placement(experts.row)
+    target = None if placement is None else placement.physical_to_logical[layer]
+    if target is None and config.fill_redundant:
+        target = fill_with_replicas(experts.row, topology.ranks)
+    if target is not None:
+        old, new = experts.row[None], target[None]
+        for moves in slice_moves(
+            old, keep_slots(old, new, topology.ranks), topology.ranks, config.moves_per_slice
+        ):
+            transfer({0: experts}, moves, group)
+    return experts
+
+
+def _configured_placement(
+    config: CpuExpertsConfig, num_layers: int, num_experts: int, ranks: int
+) -> tuple[ExpertPlacement | None, int]:
+    """Return the configured placement, if there is one, and the number of slots of a layer over all ranks."""
+    placement = None if config.placement is None else ExpertPlacement.load(config.placement)
+    redundant = config.redundant_experts
+    if redundant is None:
+        redundant = 0 if placement is None else placement.num_redundant
+    slots = num_experts + redundant
+    if slots % ranks:
+        raise ValueError(f"{slots} expert slots do not divide by {ranks} ranks")
     if placement is not None:
-        old, new = made.row[None], placement.physical_to_logical[layer][None]
-        for moves in sliced(old, aligned(old, new, topology.ranks), topology.ranks, config.moves_per_slice):
-            transfer({0: made}, moves, group)
-    return made
+        if placement.ranks != ranks:
+            raise ValueError(f"the placement is for {placement.ranks} ranks, the engine has {ranks}")
+        check_fits(
+            placement.physical_to_logical,
+            layers=num_layers,
+            slots=slots,
+            num_experts=num_experts,
+            ranks=ranks,
+        )
+    return placement, slots

@@ -132,13 +132,13 @@ class BalanceRoute(QueuedPolicy):
 
     def _overtaken_by_index(self, waiting: Sequence[PlacementRequest]) -> dict[int, int]:
         """Return how often each overtaken request was overtaken, by ascending index."""
-        found: dict[int, int] = {}
+        overtaken: dict[int, int] = {}
         for index, request in enumerate(waiting):
-            if len(found) == len(self._overtaken):
+            if len(overtaken) == len(self._overtaken):
                 break
             if times := self._overtaken.get(request.request_id):
-                found[index] = times
-        return found
+                overtaken[index] = times
+        return overtaken
 
     def _fill(
         self,
@@ -195,6 +195,11 @@ class BalanceRouteHorizon(BalanceRoute):
             description="minimum probability of an end within the horizon for using a prediction; below "
             "it the request is expected to outlast the horizon",
         )
+        new_requests_end: bool = Field(
+            default=True,
+            description="false: F counts a new request at every step ahead, as in the paper; true: until its "
+            "expected end",
+        )
 
         @field_validator("predictor")
         @classmethod
@@ -239,7 +244,8 @@ class BalanceRouteHorizon(BalanceRoute):
         return self._forecast.project(loads)
 
     def _newcomers(self, waiting: Sequence[PlacementRequest]) -> Newcomers:
-        return Newcomers(prompt_tokens(waiting), self._forecast.stays(waiting), self._forecast.horizon)
+        stays, ends = self._forecast.stays(waiting), self.parameters.new_requests_end
+        return Newcomers(prompt_tokens(waiting), stays, self._forecast.horizon, end=ends)
 
 
 def _best_worker(

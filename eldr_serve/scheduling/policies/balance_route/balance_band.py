@@ -102,18 +102,18 @@ class BalanceBand(BalanceRouteHorizon):
 
     def _probabilities(self, waiting: Sequence[PlacementRequest]) -> NDArray[np.float32] | None:
         """Return p of the requests, float32[n, L*E], zeros if unknown; None if all are unknown."""
-        known: dict[str, NDArray[np.float32]] = {}
+        probabilities: dict[str, NDArray[np.float32]] = {}
         for request in waiting:
             p = self._p.get(request.request_id)
             if p is None and (levels := self._active.levels(request)) is not None:
                 p = probability(levels)
             if p is not None:
-                known[request.request_id] = p
-        self._p = known
-        if not known:
+                probabilities[request.request_id] = p
+        self._p = probabilities
+        if not probabilities:
             return None
-        nothing = np.zeros_like(next(iter(known.values())))
-        return np.stack([known.get(request.request_id, nothing) for request in waiting])
+        zeros = np.zeros_like(next(iter(probabilities.values())))
+        return np.stack([probabilities.get(request.request_id, zeros) for request in waiting])
 
 
 class _Batches:
@@ -125,7 +125,7 @@ class _Batches:
         p: float32[n, L*E], probability that a step of the request activates the expert.
         free: int64[W], free slots; changed in place.
         in_flight: float64[W], requests.
-        held: float64[W, H+1], KV tokens h steps ahead.
+        kv_tokens: float64[W, H+1], KV tokens h steps ahead.
         idle, union: columns of ExpectedActivation.
     """
 
@@ -136,19 +136,19 @@ class _Batches:
         p: NDArray[np.float32],
         free: NDArray[np.int64],
         in_flight: NDArray[np.float64],
-        held: NDArray[np.float64],
+        kv_tokens: NDArray[np.float64],
         idle: NDArray[np.float32],
         union: NDArray[np.float64],
     ) -> None:
         self._newcomers, self._tokens, self._p, self._free = newcomers, tokens, p, free
-        self._in_flight, self._held, self._idle, self._union = in_flight, held, idle, union
+        self._in_flight, self._kv_tokens, self._idle, self._union = in_flight, kv_tokens, idle, union
         self._added = idle @ p.T  # experts that each request would add to each worker, [W, n]
 
     def cheapest(self, request: int, cost: StepCost) -> int:
         """Return the free worker where the request adds the least decode time over all requests."""
-        added_s = cost.added_seconds(
+        added_s, _ = cost.added_seconds(
             self._in_flight,
-            self._held[:, 0],
+            self._kv_tokens[:, 0],
             self._union,
             more_tokens=self._tokens[request],
             more_experts=self._added[:, request],
@@ -161,7 +161,7 @@ class _Batches:
         Excess experts are those added beyond the minimum over all workers.
         """
         open_ = np.flatnonzero(self._free)
-        margins = self._held.max(axis=0) - self._held[open_]
+        margins = self._kv_tokens.max(axis=0) - self._kv_tokens[open_]
         value = score(self._newcomers.added[requests], margins[:, None])
         added = self._added[:, requests]
         excess = (added - added.min(axis=0))[open_]
@@ -173,7 +173,7 @@ class _Batches:
         """Add the request to the worker's batch."""
         self._free[worker] -= 1
         self._in_flight[worker] += 1
-        self._held[worker] += self._newcomers.grown[request]
+        self._kv_tokens[worker] += self._newcomers.grown[request]
         self._union[worker] += self._added[worker, request]
         self._idle[worker] *= 1 - self._p[request]
         self._added[worker] = self._idle[worker] @ self._p.T

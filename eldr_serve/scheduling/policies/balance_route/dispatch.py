@@ -23,10 +23,10 @@ class Slots:
 
     def next(self) -> int:
         """Return the worker with the most free slots; the largest minimum margin breaks ties."""
-        freest = np.flatnonzero(self.free == self.free.max())
-        if len(freest) == 1:
-            return int(freest[0])
-        return int(freest[(self._envelope - self._loads[freest]).min(axis=1).argmax()])
+        most_free = np.flatnonzero(self.free == self.free.max())
+        if len(most_free) == 1:
+            return int(most_free[0])
+        return int(most_free[(self._envelope - self._loads[most_free]).min(axis=1).argmax()])
 
     def margins(self, worker: int) -> NDArray[np.float64]:
         """Return the KV tokens below the heaviest worker h steps ahead, float64[H+1]."""
@@ -51,17 +51,20 @@ class Newcomers:
         tokens: float64[n], prompt tokens.
         stays: int64[n], expected decode steps; H or more: beyond the horizon.
         horizon: H.
+        end: whether F counts the tokens only until the expected end; false: at every step, as in the paper.
 
     Attributes:
         added: float64[n, H+1], prompt tokens while the request runs, the input of F.
         grown: float64[n, H+1], KV tokens h steps ahead.
     """
 
-    def __init__(self, tokens: NDArray[np.float64], stays: NDArray[np.int64], horizon: int) -> None:
+    def __init__(
+        self, tokens: NDArray[np.float64], stays: NDArray[np.int64], horizon: int, *, end: bool = True
+    ) -> None:
         ahead = np.arange(horizon + 1)
-        there = ahead <= stays[:, None]
-        self.added: NDArray[np.float64] = tokens[:, None] * there
-        self.grown: NDArray[np.float64] = (tokens[:, None] + ahead) * there
+        running = ahead <= stays[:, None]
+        self.added: NDArray[np.float64] = tokens[:, None] * (running | (not end))
+        self.grown: NDArray[np.float64] = (tokens[:, None] + ahead) * running
 
 
 def dispatch(

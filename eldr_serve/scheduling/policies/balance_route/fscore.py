@@ -47,7 +47,7 @@ class FScore:
     def __call__(self, added: ArrayLike, margins: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return F of added[..., H+1] tokens h steps ahead at margins[..., H+1]; leading axes broadcast.
 
-        In the paper s is the same at every h; here a request adds nothing after its expected end.
+        In the paper s is the same at every h; here a request may add nothing after its expected end.
         """
         added = np.asarray(added, np.float64)
         score: NDArray[np.float64] = self.beta * (added @ self.weights) - self.alpha * (

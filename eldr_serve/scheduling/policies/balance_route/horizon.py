@@ -43,20 +43,20 @@ class Forecast:
         return self._guard.failures
 
     def on_assigned(self, request: PlacementRequest, worker: int) -> None:
-        ran = self._running.remove(request.request_id) or self._finished.pop(request.request_id, None)
+        finished = self._running.remove(request.request_id) or self._finished.pop(request.request_id, None)
         self._running.add(
             request.request_id,
             worker,
             request.prompt_tokens,
             max_new_tokens=request.max_new_tokens,
             key=request.prompt_key,
-            age=ran.generated_tokens if ran is not None else 0,
+            age=finished.generated_tokens if finished is not None else 0,
         )
 
     def on_finished(self, request_id: str) -> None:
-        ran = self._running.remove(request_id)
-        if ran is not None:
-            self._finished[request_id] = ran
+        finished = self._running.remove(request_id)
+        if finished is not None:
+            self._finished[request_id] = finished
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         self._running.progress(generated_tokens)
@@ -81,10 +81,8 @@ class Forecast:
         tokens = np.array([request.prompt_tokens for request in waiting], np.int64)
         limits = np.array([request.max_new_tokens or self.horizon for request in waiting])
         expected = self._expected(np.zeros(len(waiting), np.int64), keys, tokens)
-        found: NDArray[np.int64] = np.clip(np.minimum(np.rint(expected), limits), 1, self.horizon).astype(
-            np.int64
-        )
-        return found
+        steps = np.clip(np.minimum(np.rint(expected), limits), 1, self.horizon)
+        return np.asarray(steps, np.int64)
 
     def _expected(
         self, ages: NDArray[np.int64], keys: list[str | None], prompt_tokens: NDArray[np.int64]
@@ -98,10 +96,10 @@ class Forecast:
     def _predict(self) -> None:
         """Learn from finished requests, and predict again for requests that are due."""
         running, by_request = self._running, self._guard.keyed_by_request
-        for request, ran in self._finished.items():
-            if ran.generated_tokens:  # else it never ran
-                key = request if by_request else ran.key
-                self._guard.learn(key, ran.prompt_tokens, ran.generated_tokens)
+        for request, finished in self._finished.items():
+            if finished.generated_tokens:  # else it never ran
+                key = request if by_request else finished.key
+                self._guard.learn(key, finished.prompt_tokens, finished.generated_tokens)
         self._finished.clear()
         rows = running.stale(self._refresh)
         if not len(rows):

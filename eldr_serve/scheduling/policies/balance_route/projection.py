@@ -100,13 +100,13 @@ class RunningRequests:
         row = self._row.pop(request_id, None)
         if row is None:
             return None
-        ran = FinishedRequest(self.keys[row], int(self.prompt_tokens[row]), int(self.age[row]))
+        finished = FinishedRequest(self.keys[row], int(self.prompt_tokens[row]), int(self.age[row]))
         last = len(self.ids) - 1
         self._columns[:, row] = self._columns[:, last]
         request, key = self.ids.pop(), self.keys.pop()
         if row != last:
             self.ids[row], self.keys[row], self._row[request] = request, key, row
-        return ran
+        return finished
 
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
         """Set totals of generated tokens by request id; ignore unknown requests."""
@@ -125,10 +125,10 @@ class RunningRequests:
     def set_remaining(self, rows: NDArray[np.int64], remaining: NDArray[np.float64]) -> None:
         """Set r of these rows, clipped to [1, H] and to the requests' remaining token limits."""
         age = self.age[rows]
-        left = np.maximum(np.rint(remaining), 1)
-        left = np.minimum(np.where(left >= self.horizon, _NEVER, left), self._max_age[rows] - age)
+        tokens = np.maximum(np.rint(remaining), 1)
+        tokens = np.minimum(np.where(tokens >= self.horizon, _NEVER, tokens), self._max_age[rows] - age)
         self._predicted_at[rows] = age
-        self._expected_end[rows] = age + np.maximum(left, 1).astype(np.int64)
+        self._expected_end[rows] = age + np.maximum(tokens, 1).astype(np.int64)
 
     @property
     def remaining(self) -> NDArray[np.int64]:

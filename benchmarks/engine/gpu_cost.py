@@ -1,0 +1,86 @@
+"""Fit step costs of models on GPUs to NVIDIA's measured kernel times, and show the fits' errors.
+
+    python -m benchmarks.engine.gpu_cost
+
+It needs no GPU, but `aiconfigurator-core`. A fit has one cost for batches of 1 to 64 requests of 512 to
+8,192 KV tokens: terms of experts and KV tokens by even and skewed routing, and the rest, by batch, by skewed
+routing alone, which the package's own steps have. `error_pct_N` is the fit's error there at N requests of
+1,024 KV tokens. `error_max_of_8_to_32_pct` is the largest error, with both kinds of routing, of a fit to
+batches of 8, 16 and 32 alone; it is empty if these do not tell experts from the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib import options
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.gpu_cost import package
+from eldr_serve.gpu_cost.expected import CONTEXT, expected_steps
+from eldr_serve.gpu_cost.fitting import fit
+from eldr_serve.gpu_cost.readings import Readings, Setting
+from loadgen.results import publish
+
+_MODELS = (
+    ("Qwen/Qwen3-30B-A3B", 1, 1),
+    ("openai/gpt-oss-20b", 1, 1),
+    ("openai/gpt-oss-120b", 1, 1),
+    ("Qwen/Qwen3-235B-A22B-FP8", 4, 4),
+    ("mistralai/Mixtral-8x7B-v0.1", 2, 1),
+    ("deepseek-ai/DeepSeek-V3", 8, 8),
+)
+SETTINGS = tuple(Setting(m, gpu, tp, ep) for gpu in ("h100_sxm", "h200_sxm") for m, tp, ep in _MODELS)
+
+
+def row_of(readings: Readings) -> dict[str, Any]:
+    """Return one model on one GPU: terms, errors, and what placement could save."""
+    fitted = fit(readings)
+    found, setting = fitted.summary(), readings.setting
+    row = {"model": setting.model, "gpu": setting.gpu, "tp": setting.tp, "ep": setting.ep}
+    row |= {name: found[name] for name in found if not name.startswith("error_")}
+    row |= {f"{name}_pct": 100 * found[name] for name in found if name.startswith("error_")}
+    row["error_max_of_8_to_32_pct"] = _error_of_a_range(readings, 8, 32)
+    own = [
+        (step, 100 * float(error))
+        for step, error in zip(readings.steps, fitted.errors, strict=True)
+        if step.routing == "skewed" and step.context == CONTEXT
+    ]
+    row |= {f"step_ms_{step.requests}": 1e3 * step.seconds for step, _ in own}
+    row |= {f"error_pct_{step.requests}": error for step, error in own}
+    for step in expected_steps(fitted.cost, readings.shape):
+        row[f"experts_share_pct_{step.requests}"] = 100 * step.experts_share
+        row[f"most_saved_pct_{step.requests}"] = 100 * step.most_saved
+    return row
+
+
+def _error_of_a_range(readings: Readings, fewest: int, most: int) -> float | None:
+    steps = tuple(step for step in readings.steps if fewest <= step.requests <= most)
+    try:
+        return 100 * float(np.abs(fit(replace(readings, steps=steps)).errors).max())
+    except UserInputError:
+        return None
+
+
+def gpu_cost(seed: options.Seed = 0, out: options.Out = None) -> None:
+    """Fit six models on H100 and H200 GPUs."""
+    all_readings = [package.read(setting) for setting in SETTINGS]
+    publish(
+        "gpu_cost",
+        [row_of(readings) for readings in all_readings],
+        inputs={
+            "source": all_readings[0].source,
+            "batches": package.BATCHES,
+            "contexts": package.CONTEXTS,
+            "prompts": package.PROMPTS,
+        },
+        seed=seed,
+        notes="fitted to kernel times that NVIDIA measured; nothing of this project ran on these GPUs",
+        out=out,
+    )
+
+
+if __name__ == "__main__":
+    run(gpu_cost)

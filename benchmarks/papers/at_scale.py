@@ -1,0 +1,370 @@
+"""Compare policies on 16 to 1,024 workers: a GPU's step cost, real routes, recorded arrivals; simulated.
+
+    python -m benchmarks.papers.at_scale --routes trace.safetensors --cost cost.json \
+        --arrivals azure_llm_2023_conv.csv.gz --arrivals mooncake_conversation.jsonl.gz
+
+The arrivals are resampled (`arrivals.rate_per_s` of a scenario), so that a worker runs `--batch` requests on
+average if they are spread at random, whatever the number of workers. With several `--routers` each has an
+equal share of the workers and its own queue, as several deployments of the application have, and a load
+balancer that knows nothing of them sends each request to one of them at random.
+A router makes a placement after the other: `router_us` is the CPU time of a placement and its release in the
+placer, measured here with all of its requests in flight, and the rest of a placement by `router_actor`.
+`router_load_pct` is the share of the time that a router is busy with that; above 100 % its queue grows.
+Routers are alike: with `--simulated-routers 2` two of them are simulated, with their workers and requests.
+Changes are against shortest-queue on as many routers, with 95 % intervals over the seeds (paired).
+`saved_p99_pct` says how many workers fewer give the policy the p99 of shortest-queue on all workers, at the
+same arrivals in the first seed; a negative value: how many more it needs.
+Figures are of the requests that arrive after a fifth and before nine tenths of the others.
+A stopped run resumes from `--journal`, and other sizes, policies or seeds can be added to it;
+`--finished-only` publishes what it has.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # like a Ray actor
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.lib import options
+from benchmarks.lib.router_time import channel_s, placement_s
+from benchmarks.papers.figures.common import mean
+from benchmarks.papers.scaled_arrivals import BASE, Load, Study, load_of, scenario_of
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.scheduling import Policy
+from eldr_serve.scheduling.cost_file import FittedCost
+from loadgen.journal import Journal
+from loadgen.progress import progress_bar
+from loadgen.results import publish
+from loadgen.statistics import Slo, paired_ratio_percent
+from offline.scenario import PolicyChoice, Scenario, Work, observed, routes_of
+from offline.simulation.outcome import Outcome
+from offline.simulation.requests import Requests
+from offline.simulation.run import simulate
+
+_OURS = "marginal-cost,tail_power=1,marginal-cost,tail_power=16"
+POLICIES = f"shortest-queue,least-tokens,power-of-two,locality-band,{_OURS}"
+_GRID = 1 / 32  # of the workers: step of the search for fewer ones
+_FEWEST, _MOST = 0.6, 1.25  # of the workers: range of that search
+_WINDOW = (0.2, 0.9)  # share of the arrivals before and until which figures count
+_CHANGED = ("tpot_p50_ms", "tpot_p99_ms", "goodput_per_s")
+
+
+def divided(requests: Requests, routers: int, seed: int) -> list[Requests]:
+    """Return the requests of each router, to which a load balancer sends them at random."""
+    router = np.random.default_rng(seed).integers(routers, size=len(requests))
+    columns = requests.arrival_s, requests.prompt_tokens, requests.output_tokens, requests.kind
+    return [Requests(*(column[router == number] for column in columns)) for number in range(routers)]
+
+
+def figures(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, float]:
+    """Return the figures of the requests in the window, of all routers together."""
+
+    def together(values: Callable[[Outcome], NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate([values(outcome) for outcome in outcomes])
+
+    arrival_s = together(lambda one: one.arrival_s)
+    start, end = np.quantile(arrival_s, _WINDOW)
+    inside = (arrival_s >= start) & (arrival_s <= end)
+    tpot_s, ttft_s = together(lambda one: one.tpot_s)[inside], together(lambda one: one.ttft_s)[inside]
+    row: dict[str, float] = {}
+    for name, values in (("tpot", tpot_s), ("ttft", ttft_s)):
+        for q in (50, 99):
+            row[f"{name}_p{q}_ms"] = 1e3 * float(np.nanpercentile(values, q))
+    good, step_s = together(lambda one: one.good(slo))[inside], together(lambda one: one.seconds)
+    return row | {
+        "goodput_per_s": float(good.sum() / (end - start)),
+        "good_pct": 100 * float(good.mean()),
+        "batch_size": float(np.average(together(lambda one: one.batch), weights=step_s)),
+        "active_experts": float(np.average(together(lambda one: one.experts), weights=step_s)),
+    }
+
+
+def fewest(counts: Sequence[int], meets: Callable[[int], bool]) -> int | None:
+    """Return the smallest of ascending counts that meets a goal, as all above it must; None without one."""
+    low, high = 0, len(counts)
+    while low < high:
+        middle = (low + high) // 2
+        if meets(counts[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return counts[low] if low < len(counts) else None
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number of workers, of which each router has an equal share.
+
+    Attributes:
+        simulated: routers that are simulated, the first ones; the others are alike.
+    """
+
+    workers: int
+    routers: int
+    simulated: int
+
+    @property
+    def share(self) -> int:
+        """Return the workers of a router."""
+        return self.workers // self.routers
+
+
+class UnfinishedError(Exception):
+    """A run is not in the journal, and none is to be made."""
+
+
+class Runs:
+    """Simulations of one recording on one number of workers, each made once and kept in the journal.
+
+    Args:
+        finished_only: make none; raise UnfinishedError instead.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        arrivals: Path,
+        load: Load,
+        size: Size,
+        journal: Journal,
+        *,
+        finished_only: bool,
+    ) -> None:
+        self._study, self.arrivals, self.size, self._journal = study, arrivals, size, journal
+        self.load = load
+        self._finished_only = finished_only
+        self._made: tuple[int, Work] | None = None  # the last seed's
+        self.on_requests: Callable[[int], None] = lambda number: None
+        self.on_run: Callable[[str], None] = lambda name: None
+
+    def placement_us(self, policy: str) -> float:
+        """Return the CPU time of a placement by this policy on the workers of one router, us."""
+        key = self._key(policy, "placement_us")
+        known = self._known(key)
+        if known is None:
+            work, share = self._work(0), self.size.share
+            requests, made = (
+                divided(work.requests, self.size.routers, 0)[0],
+                self._policy(work, policy, share),
+            )
+            known = 1e6 * placement_s(made, requests, work.experts, share, self._study.batch * share)
+            self._journal.put(key, known)
+        return float(known)
+
+    def router_s(self, policy: str) -> float:
+        """Return the time of a router for a placement, s."""
+        return 1e-6 * self.placement_us(policy) + channel_s()
+
+    def router_load_pct(self, policy: str) -> float:
+        """Return the share of the time that a router is busy."""
+        return 100 * self.router_s(policy) * self.load.rate_per_s * self.size.share
+
+    def one(self, policy: str, seed: int, workers: int) -> dict[str, float]:
+        """Return the figures of a run on this number of workers, at the arrivals of all."""
+        key = self._key(policy, f"{workers}/{seed}")
+        known = self._known(key)
+        if known is None:
+            self.on_run(key)
+            known = self._run(policy, seed, workers)
+            self._journal.put(key, known)
+        return dict(known)
+
+    def available(self, policy: str, seeds: int) -> int:
+        """Return how many of the seeds can be shown: all, or the finished ones if no runs are to be made."""
+        keys = [self._key(policy, f"{self.size.workers}/{seed}") for seed in range(seeds)]
+        missing = (number for number, key in enumerate(keys) if self._journal.get(key) is None)
+        return next(missing, seeds) if self._finished_only else seeds
+
+    def seeds(self, policy: str, seeds: int) -> list[dict[str, float]]:
+        """Return the figures of each seed, on all workers."""
+        return [self.one(policy, seed, self.size.workers) for seed in range(seeds)]
+
+    def fewest(self, policy: str, quantile: str) -> int | None:
+        """Return the fewest workers that give the policy the base's quantile on all workers, in one seed."""
+        goal, share = self.one(BASE, 0, self.size.workers)[quantile], self.size.share
+        counts = range(round(_FEWEST * share), round(_MOST * share) + 1, max(1, round(_GRID * share)))
+        found = fewest(counts, lambda count: self.one(policy, 0, count * self.size.routers)[quantile] <= goal)
+        return None if found is None else found * self.size.routers
+
+    def _run(self, policy: str, seed: int, workers: int) -> dict[str, float]:
+        work, share = self._work(seed), workers // self.size.routers
+        parts = divided(work.requests, self.size.routers, seed)[: self.size.simulated]
+        cluster = self._scenario(1.0, share).cluster.model_copy(update={"router_s": self.router_s(policy)})
+        started = time.thread_time()
+        outcomes = [
+            simulate(
+                requests,
+                self._policy(work, policy, share),
+                cluster,
+                experts=work.experts,
+                seed=seed,
+                on_finished=self.on_requests,
+            )
+            for requests in parts
+        ]
+        row = figures(outcomes, self.load.slo)
+        row["goodput_per_s"] *= self.size.routers / len(parts)
+        return row | {"requests": sum(map(len, parts)), "run_s": time.thread_time() - started}
+
+    def _policy(self, work: Work, text: str, workers: int) -> Policy:
+        name, parameters = options.policy("--policies", text)
+        choice = PolicyChoice(name=name, parameters=parameters)
+        return work.policy(choice, self._scenario(1.0, workers).cluster)
+
+    def _work(self, seed: int) -> Work:
+        if self._made is None or self._made[0] != seed:
+            rate = self.load.rate_per_s * self.size.workers
+            self._made = seed, Work(self._scenario(rate, self.size.workers), seed)
+        return self._made[1]
+
+    def _scenario(self, rate_per_s: float, workers: int) -> Scenario:
+        return scenario_of(self._study, self.arrivals, workers, rate_per_s)
+
+    def _known(self, key: str) -> Any:
+        known = self._journal.get(key)
+        if known is None and self._finished_only:
+            raise UnfinishedError(key)
+        return known
+
+    def _key(self, policy: str, rest: str) -> str:
+        routers = f"{self.size.simulated} of {self.size.routers}"
+        return f"{_shown(self.arrivals)}/{self.size.workers}/{routers}/{policy}/{rest}"
+
+
+def rows_of(runs: Runs, policies: Sequence[str], saving: Sequence[str], seeds: int) -> list[dict[str, Any]]:
+    """Return a row for each policy with runs that are finished or may be made; means over the seeds.
+
+    Args:
+        saving: policies whose saved workers are searched.
+    """
+    rows, workers = [], runs.size.workers
+    shown = {"arrivals": _shown(runs.arrivals), "workers": workers, "routers": runs.size.routers}
+    shown |= {"simulated_routers": runs.size.simulated}
+    for policy in policies:
+        if not (number := min(runs.available(one, seeds) for one in (BASE, policy))):
+            continue
+        with suppress(UnfinishedError):
+            rows.append(shown | {"policy": policy, "seeds": number} | _row(runs, policy, number))
+            for q in ("p50", "p99") if policy in saving and policy != BASE else ():
+                count = runs.fewest(policy, f"tpot_{q}_ms")
+                rows[-1][f"workers_for_{q}"] = count
+                rows[-1][f"saved_{q}_pct"] = None if count is None else 100 * (1 - count / workers)
+    return rows
+
+
+def _row(runs: Runs, policy: str, seeds: int) -> dict[str, Any]:
+    base, found = runs.seeds(BASE, seeds), runs.seeds(policy, seeds)
+    row = mean(found) | {"router_us": 1e6 * runs.router_s(policy)}
+    row |= {"router_load_pct": runs.router_load_pct(policy), "slo_tpot_ms": runs.load.slo.tpot_ms}
+    for key in _CHANGED:
+        values, goals = ([one[key] for one in some] for some in (found, base))
+        if all(goals):
+            name = f"{key.removesuffix('_ms').removesuffix('_per_s')}_change_pct"
+            row[name], low, high = paired_ratio_percent(values, goals)
+            if seeds > 1:
+                row |= {f"{name}_low": low, f"{name}_high": high}
+    return row
+
+
+def _shown(path: Path) -> str:
+    return path.name.partition(".")[0]
+
+
+def _split(policies: str) -> list[str]:
+    """Return the policies of an option: NAME, or NAME,KEY=VALUE, with commas in between."""
+    return re.split(r",(?![^,]*=)", policies)
+
+
+def _sizes(workers: str, routers: str, simulated: int) -> list[Size]:
+    """Return the sizes to simulate; raise UserInputError if routers cannot share their workers equally."""
+    totals = options.numbers("--workers", workers)
+    divisions = _for_each("--routers", routers, len(totals))
+    sizes = [Size(*pair, simulated=min(pair[1], simulated)) for pair in zip(totals, divisions, strict=True)]
+    if wrong := [size for size in sizes if size.workers % size.routers]:
+        raise UserInputError(
+            f"--routers is {routers}: {wrong[0].routers} cannot share {wrong[0].workers} workers equally"
+        )
+    return sizes
+
+
+def _for_each(option: str, value: str, sizes: int) -> list[int]:
+    """Return the number of an option for each of the sizes."""
+    numbers = options.numbers(option, value)
+    if len(numbers) not in (1, sizes):
+        raise UserInputError(f"{option} is {value}: give one number, or one for each of --workers")
+    return numbers * sizes if len(numbers) == 1 else numbers
+
+
+def at_scale(
+    routes: Annotated[Path, typer.Option(help="Calibration trace with routes, or published routes.")],
+    cost: Annotated[Path, typer.Option(help="Step cost, JSON, by `eldr cost`.")],
+    arrivals: Annotated[list[Path], typer.Option(help="Recorded requests, Azure or Mooncake; repeatable.")],
+    workers: options.Workers = "16,64,256",
+    routers: Annotated[str, typer.Option(help="Routers, or with commas for each of --workers.")] = "1",
+    simulated_routers: Annotated[int, typer.Option(min=1, help="Maximum routers that are simulated.")] = 8,
+    policies: Annotated[str, typer.Option(help="Policies, NAME or NAME,KEY=VALUE, with commas.")] = POLICIES,
+    saving: Annotated[str, typer.Option(help="Policies whose saved workers are searched.")] = POLICIES,
+    seeds: Annotated[str, typer.Option(help="Seeds, or with commas for each of --workers.")] = "3",
+    batch: Annotated[int, typer.Option(min=1, help="Requests that a worker runs on average.")] = 12,
+    seconds: Annotated[float, typer.Option(min=1, help="Simulated time of arrivals, s.")] = 10.0,
+    parts: Annotated[
+        int, typer.Option(min=1, help="Observed requests in a simulated one; 1: copies of single ones.")
+    ] = 1,
+    centroids: Annotated[int, typer.Option(min=1, help="Clusters of locality-band's table.")] = 16,
+    ttft_ms: Annotated[
+        float, typer.Option(min=1, help="Objective: from arrival to first token, ms.")
+    ] = 100.0,
+    slack: Annotated[float, typer.Option(min=1, help="Objective of TPOT, times the step at --batch.")] = 1.05,
+    journal: Annotated[Path, typer.Option(help="File of finished runs.")] = options.WORK / "at_scale.jsonl",
+    finished_only: Annotated[bool, typer.Option(help="Make no runs, publish those of the journal.")] = False,
+    out: options.Out = None,
+) -> None:
+    """Simulate policies by number of workers, with the time that the router needs."""
+    fitted = FittedCost.load(cost)
+    study = Study(routes, fitted.cost, batch, seconds, parts, centroids, ttft_ms, slack)
+    sizes, names = _sizes(workers, routers, simulated_routers), _split(policies)
+    counts = _for_each("--seeds", seeds, len(sizes))
+    for name in names:
+        options.policy("--policies", name)
+    inputs = asdict(study) | {"routes": routes.name}
+    kept = Journal(journal, inputs)
+    loads = {path: load_of(study, path) for path in arrivals}
+    rows: list[dict[str, Any]] = []
+    with progress_bar() as progress:
+        bar = progress.add_task("", total=len(sizes) * len(arrivals))
+        requests = progress.add_task("requests", total=None)
+        for size, count in zip(sizes, counts, strict=True):
+            for path in arrivals:
+                runs = Runs(study, path, loads[path], size, kept, finished_only=finished_only)
+                runs.on_run = lambda name: progress.update(bar, description=name)
+                runs.on_requests = lambda number: progress.advance(requests, number)
+                rows += rows_of(runs, names, _split(saving), count)
+                progress.advance(bar)
+    trace = observed(routes_of(routes))
+    publish(
+        out.stem if out else "at_scale",
+        rows,
+        seed=0,
+        out=out,
+        inputs=inputs
+        | {"routes": f"{len(trace.ids)} requests of {trace.model}, {trace.fingerprint}"}
+        | {"cost_source": fitted.source, "arrivals": [path.name for path in arrivals]},
+        notes="simulated; nothing ran on a GPU. Means over seeds; "
+        f"router: CPU time of the placer here, and {1e6 * channel_s():.0f} us of the channel by router_actor",
+    )
+
+
+if __name__ == "__main__":
+    run(at_scale)

@@ -1,0 +1,204 @@
+"""ELDR on routes of real models: who gains and who pays, by domain and by mix of domains.
+
+A run fits its table to one half of each domain's requests, and simulates requests drawn from the other half.
+`locality-band, even table` has a table fitted to as many requests of each domain, as `eldr calibrate
+--balanced` draws them; the other tables are fitted to requests in the mix of the traffic, as the signature
+pool samples them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.papers.figures.common import (
+    Figure,
+    Options,
+    Rows,
+    change_pct,
+    each_seed,
+    over_seeds,
+    requests_at_batch,
+)
+from benchmarks.papers.figures.eldr import COST
+from eldr_serve.command_errors import UserInputError
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.scheduling import StepCost, make_policy
+from offline.scenario import observed, routes_of
+from offline.simulation.cluster import Cluster, Decode
+from offline.simulation.outcome import Outcome
+from offline.simulation.requests import Experts
+from offline.simulation.run import simulate
+
+Index = NDArray[np.int64]
+TRACES = "calibration traces with routes, or published routes"
+WORKERS = (8,)
+PER_WORKER = 150  # requests
+# Shares of the domains of chat traffic, the largest first; further domains get the last one's.
+CHAT = (58.2, 16.6, 8.1, 4.6, 3.2, 2.1, 1.5, 1.5, 0.4)
+MIXES = ("even", "as recorded", "chat")
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "shortest-queue": ("shortest-queue", {}),
+    "domain": ("domain", {}),
+    "locality-band": ("locality-band", {}),
+    "locality-band, even table": ("locality-band", {}),
+    "marginal-cost": ("marginal-cost", {}),
+    "marginal-cost, affinity 0": ("marginal-cost", {"affinity": 0.0}),
+}
+_COSTS = {  # on an H100: by the bytes that it reads, and fitted to NVIDIA's kernel times (gpu_cost.json)
+    "deepseek-v2-lite": StepCost(
+        fixed_s=2.0e-3, per_request_s=6.0e-6, per_kv_token_s=1.0e-8, per_expert_s=5.7e-6
+    ),
+    "gpt-oss-20b": StepCost(
+        fixed_s=2.56e-3, per_request_s=1.44e-5, per_kv_token_s=7.9e-9, per_expert_s=4.75e-6
+    ),
+}
+
+
+def cost_of(options: Options, trace: CalibrationTrace) -> StepCost:
+    """Return the step cost given, that of a known model on a GPU, or that of the demo model on a CPU."""
+    return options.cost or _COSTS.get(trace.model, COST)
+
+
+def halves(trace: CalibrationTrace, seed: int) -> tuple[Index, Index]:
+    """Split the requests of each domain at random: one half to fit to, one to simulate."""
+    order = np.random.default_rng(seed).permutation(len(trace.ids))
+    parts = [order[[trace.domains[i] == name for i in order]] for name in sorted(set(trace.domains))]
+    if small := [trace.domains[part[0]] for part in parts if len(part) < 2]:
+        raise UserInputError(
+            f"the trace has one request of {small[0]}; a domain needs two, to fit and to run"
+        )
+    return np.concatenate([part[::2] for part in parts]), np.concatenate([part[1::2] for part in parts])
+
+
+def shares(trace: CalibrationTrace, mix: str) -> dict[str, float]:
+    """Return the share of each domain's requests, summing to 1."""
+    names, counts = np.unique(trace.domains, return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    weights = {
+        "even": np.ones(len(names)),
+        "as recorded": counts[order].astype(float),
+        "chat": np.array([CHAT[min(n, len(CHAT) - 1)] for n in range(len(names))]),
+    }[mix]
+    return dict(zip(names[order].tolist(), (weights / weights.sum()).tolist(), strict=True))
+
+
+def drawn(trace: CalibrationTrace, among: Index, mix: str, number: int, rng: np.random.Generator) -> Index:
+    """Draw requests of `among` with replacement, each domain by its share."""
+    by_domain = shares(trace, mix)
+    domains = np.array(trace.domains)[among]
+    chosen = rng.choice(list(by_domain), number, p=list(by_domain.values()))
+    kinds = np.zeros(number, np.int64)
+    for name in by_domain:
+        kinds[chosen == name] = rng.choice(among[domains == name], int((chosen == name).sum()))
+    return kinds
+
+
+def domains(options: Options) -> Rows:
+    """Compare TPOT with shortest-queue's by policy and mix: of all, of the worst and of the best domain."""
+    paths = options.all_traces(TRACES)
+
+    def run(case: tuple[Path, int, str], seed: int) -> dict[str, dict[str, Any]]:
+        path, workers, mix = case
+        trace = observed(routes_of(path))
+        outcomes, names = simulated(options, trace, workers, mix, seed)
+        return {
+            label: {
+                "all": _times(outcome.summary()) | {"active_experts": outcome.summary()["active_experts"]}
+            }
+            | {row["domain"]: _times(row) for row in outcome.by_domain(names)}
+            for label, outcome in outcomes.items()
+        }
+
+    rows: Rows = []
+    for (path, workers, mix), runs in each_seed(options, product(paths, WORKERS, MIXES), run):
+        trace = observed(routes_of(path))
+        means = {
+            label: {
+                part: {
+                    key: float(np.mean([r[label][part][key] for r in runs])) for key in runs[0][label][part]
+                }
+                for part in runs[0][label]
+            }
+            for label in POLICIES
+        }
+        for label in POLICIES:
+            row = {"model": trace.model, "workers": workers, "mix": mix, "policy": label}
+            rows.append(row | _row(means[label], means["shortest-queue"], runs, label))
+    return rows
+
+
+def simulated(
+    options: Options, trace: CalibrationTrace, workers: int, mix: str, seed: int
+) -> tuple[dict[str, Outcome], list[str]]:
+    """Return the outcome of each of POLICIES with the same requests, and the requests' domains."""
+    cost, experts = cost_of(options, trace), Experts.replayed(trace)
+    fit, test = halves(trace, seed)
+    rng = np.random.default_rng([seed, workers])
+    kinds = drawn(trace, test, mix, options.requests or PER_WORKER * workers, rng)
+    requests = requests_at_batch(trace, experts, kinds, workers, cost, rng)
+    samples = {name: drawn(trace, fit, name, len(fit), rng) for name in dict.fromkeys(("even", mix))}
+    tables = {n: fit_table(_repeated(trace, s), workers, seed=seed)[0] for n, s in samples.items()}
+    calibrated = dict(Counter(trace.domains[request] for request in samples[mix]))
+    cluster = Cluster(decode=Decode(workers=workers, cost=cost))
+    outcomes = {}
+    for label, (name, parameters) in POLICIES.items():
+        given = parameters | ({"mix": calibrated} if name == "domain" else {})
+        policy = make_policy(name, **given).with_table(tables["even" if "even" in label else mix])
+        policy.update_cost_model(cost)
+        outcomes[label] = simulate(requests, policy, cluster, experts=experts, seed=seed)
+    return outcomes, [trace.domains[kind] for kind in kinds]
+
+
+def _repeated(trace: CalibrationTrace, index: Index) -> CalibrationTrace:
+    """Return the requests at `index`, where one may occur several times, each with an id of its own."""
+    return CalibrationTrace(
+        trace.model,
+        trace.top_k,
+        trace.prefill_counts[index],
+        trace.decode_counts[index],
+        trace.decode_steps[index],
+        trace.prompt_tokens[index],
+        [trace.domains[i] for i in index],
+        [str(n) for n in range(len(index))],
+    )
+
+
+def _times(row: dict[str, Any]) -> dict[str, float]:
+    return {key: row[key] for key in ("tpot_p50_ms", "tpot_p99_ms")}
+
+
+def _row(
+    mine: dict[str, dict[str, float]],
+    reference: dict[str, dict[str, float]],
+    runs: list[dict[str, dict[str, Any]]],
+    label: str,
+) -> dict[str, Any]:
+    """Return the policy's times, their changes, and those of the domains with the most and the least."""
+    row: dict[str, Any] = dict(mine["all"])
+    for q in ("p50", "p99"):
+        key = f"tpot_{q}_ms"
+        each = [change_pct(r[label]["all"][key], r["shortest-queue"]["all"][key]) for r in runs]
+        row |= over_seeds(f"{q}_change_pct", each)
+        by_domain = {
+            name: change_pct(mine[name][key], reference[name][key]) for name in reference if name != "all"
+        }
+        for which, choose in (("worst", max), ("best", min)):
+            name = choose(by_domain, key=by_domain.__getitem__)
+            row |= {f"{which}_{q}_domain": name, f"{which}_{q}_change_pct": by_domain[name]}
+    return row
+
+
+FIGURES = {
+    "domains": Figure(
+        "TPOT against shortest-queue by policy and mix: of all, of the worst and of the best domain",
+        "languages in the mix of chat: median -5.9 to -10.0 %, p99 -6.2 to +1.5 % against the best balancer",
+        domains,
+    ),
+}

@@ -1,0 +1,86 @@
+"""Recorded arrivals, resampled for any number of workers so that the load of each is the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.lib.active_experts import active_experts
+from eldr_serve.scheduling import StepCost
+from loadgen.statistics import Slo
+from loadgen.traces import read_trace
+from offline.scenario import PolicyChoice, Scenario, Trace, Work, routes_of
+from offline.simulation.cluster import Cluster, Decode
+
+BASE = "shortest-queue"
+
+
+@dataclass(frozen=True)
+class Study:
+    """All settings of the simulations but workers, policies and seeds.
+
+    Attributes:
+        batch: requests that a worker runs on average if they are spread at random.
+        seconds: simulated time of arrivals, s.
+        parts: observed requests of a domain that make up a simulated one; see `offline.scenario.Routes`.
+        centroids: clusters of the table.
+        ttft_ms: objective, from arrival at the router (prompts arrive prefilled).
+        slack: objective of TPOT, as a multiple of the step time at `batch`.
+    """
+
+    routes: Path
+    cost: StepCost
+    batch: int
+    seconds: float
+    parts: int
+    centroids: int
+    ttft_ms: float
+    slack: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """The load of one worker, and its objectives.
+
+    Attributes:
+        rate_per_s: requests/s per worker.
+        step_ms: step time at the wanted batch.
+    """
+
+    rate_per_s: float
+    step_ms: float
+    slo: Slo
+
+
+def load_of(study: Study, arrivals: Path) -> Load:
+    """Return the load at which a worker runs the wanted batch of random routes, by Little's law."""
+    work = Work(scenario_of(study, arrivals, 16, 100.0), seed=0)  # kinds and experts are those of any load
+    assert work.experts is not None
+    records = read_trace(arrivals)
+    prompt, output = np.array([(r.prompt_tokens, r.output_tokens) for r in records]).T
+    context = float(np.average(prompt + output / 2, weights=output))  # of a running request
+    kinds, rng = np.unique(work.requests.kind), np.random.default_rng(0)
+    active = active_experts(work.experts, kinds, study.batch, rng)
+    step_s = float(study.cost.seconds(study.batch, study.batch * context, active))
+    rate = study.batch / (float(output.mean()) * step_s)
+    return Load(rate, 1e3 * step_s, Slo(study.ttft_ms, 1e3 * study.slack * step_s))
+
+
+def scenario_of(study: Study, arrivals: Path, workers: int, rate_per_s: float) -> Scenario:
+    """Return a scenario; `rate_per_s` is that of all workers."""
+    experts = routes_of(study.routes).model_copy(
+        update={"parts": study.parts, "centroids": study.centroids, "fit_share": 0.3}
+    )
+    return Scenario(
+        cluster=Cluster(decode=Decode(workers=workers, cost=study.cost), handover_fixed_s=5e-3),
+        arrivals=Trace(
+            kind="trace",
+            path=arrivals,
+            rate_per_s=rate_per_s,
+            requests=max(2, round(rate_per_s * study.seconds)),
+        ),
+        experts=experts,
+        policies=(PolicyChoice(name=BASE),),
+    )

@@ -1,0 +1,14 @@
+"""Location of deployments and demo model: beside the package in a checkout, inside it in a wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_DATA = Path(__file__).with_name("data")  # in a wheel; same structure as the repository
+ROOT = _DATA if _DATA.is_dir() else Path(__file__).parents[1]
+
+
+def model_folder(source: str) -> str | None:
+    """Return the folder `source`, relative to the working directory or else to ROOT; None if none exists."""
+    folders = (path.resolve() for path in (Path(source), ROOT / source) if path.is_dir())
+    return next(map(str, folders), None)

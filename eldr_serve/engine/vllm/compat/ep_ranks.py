@@ -1,0 +1,96 @@
+"""Give each data-parallel rank of a CPU engine the tokens of all ranks, in vLLM's MoE kernel.
+
+vLLM's own exchange needs operations that its communicator for CPUs lacks. Checked on vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eldr_serve.engine.vllm.compat.checked import internal_imports
+from eldr_serve.engine.vllm.ep.exchange import RankBatches
+
+with internal_imports():
+    from vllm.distributed import get_ep_group
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.fused_moe.modular_kernel import (
+        FusedMoEActivationFormat,
+        FusedMoEPrepareAndFinalizeModular,
+    )
+
+
+@cache
+def rank_batches() -> RankBatches:
+    """Return the exchange of this process's rank, which all MoE layers share."""
+    return RankBatches(get_ep_group().cpu_group)
+
+
+class RankDispatch(FusedMoEPrepareAndFinalizeModular):
+    """Gathers the tokens of all ranks before a layer's experts, and sums up their results afterwards.
+
+    A rank without requests runs steps with a token of no request, so that others need not wait. That token is
+    left out, so it activates no expert.
+
+    Args:
+        begins: whether the layer is the first MoE layer of the model.
+    """
+
+    def __init__(self, *, begins: bool) -> None:
+        super().__init__()
+        self._begins = begins
+
+    @property
+    def activation_format(self) -> Any:
+        return FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        return None
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return None
+
+    def num_dispatchers(self) -> int:
+        return rank_batches().ranks
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Any:
+        """Return hidden states, experts and weights of the tokens of all ranks; see vLLM's class."""
+        batches = rank_batches()
+        if self._begins:
+            idle = get_forward_context().attn_metadata is None
+            batches.begin(0 if idle else len(a1))
+        if apply_router_weight_on_input:  # of one expert
+            a1 = a1 * topk_weights.to(a1.dtype)
+        hidden, weights, experts = batches.gather(a1, topk_weights, topk_ids)
+        return hidden, None, None, experts, weights
+
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """Write the results of this rank's tokens; see vLLM's class."""
+        own = rank_batches().combine(fused_expert_output)
+        # vLLM may have taken `output` as the experts' buffer, so that both overlap.
+        output[: len(own)] = own.clone()
+        output[len(own) :] = 0

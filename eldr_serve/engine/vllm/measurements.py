@@ -1,0 +1,143 @@
+"""Keep what a replica's engine has measured: KV cache usage, steps, and the expert counts of prompts.
+
+vLLM makes the object that receives the engine's statistics (`stats.EldrPromMetrics`) and has no argument by
+which it could know the replica's VllmEngine; so both use the one `MEASUREMENTS` of their process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from eldr_serve.scheduling.cost import StepSums
+
+PromptCounts = tuple[int, str]  # number of prompt tokens, packed counts (see pack_counts)
+
+_MAX_RECORDS = 4096  # records to buffer before summing them
+_UNJOINED = 4  # newest steps, of which other data-parallel ranks' records may still come
+_Records = list[dict[str, Any]]
+
+
+class EngineMeasurements:
+    """Measurements that EldrPromMetrics receives with the engine's statistics, and VllmEngine reads.
+
+    All methods are thread-safe.
+
+    Attributes:
+        kv_usage: by data-parallel rank, share of KV blocks in use after the newest step, 0 to 1, also while
+            the engine is idle.
+    """
+
+    def __init__(self) -> None:
+        self.kv_usage: dict[int, float] = {}
+        self._lock = threading.Lock()
+        self._sums = StepSums()
+        self._records: _Records = []
+        self._awaited: dict[str, asyncio.Future[PromptCounts]] = {}
+
+    def add_steps(self, steps: _Records, prompt_steps: _Records) -> None:
+        """Add records of decode steps and of steps that computed prompts (see EldrStats).
+
+        Records are buffered, since summing each one separately would dominate their cost.
+        """
+        with self._lock:
+            self._records += [*steps, *prompt_steps]
+            if len(self._records) > _MAX_RECORDS:
+                self._sum()
+
+    def take_steps(self) -> StepSums:
+        """Return the sums over the steps since the last call, for a fit of the step cost."""
+        with self._lock:
+            self._sum()
+            taken, self._sums = self._sums, StepSums()
+        return taken
+
+    def _sum(self) -> None:
+        records, self._records = join_ranks(self._records)
+        steps = [record for record in records if "prompt_tokens" not in record]
+        prompts = [record for record in records if "prompt_tokens" in record]
+        self._sums = (
+            self._sums
+            + StepSums.from_steps(
+                [s["requests"] for s in steps],
+                [s["kv_tokens"] for s in steps],
+                [sum(s["active_by_layer"]) for s in steps],
+                [s["seconds"] for s in steps],
+            )
+            + StepSums.from_prompts(
+                *([s[key] for s in prompts] for key in ("requests", "kv_tokens", "prompt_tokens", "seconds"))
+            )
+        )
+
+    def awaits_counts(self, name: str) -> bool:
+        """Return whether a call waits for the expert counts of this prompt."""
+        return name in self._awaited
+
+    async def wait_for_counts(self, name: str) -> PromptCounts:
+        """Wait for the expert counts of a prompt; call it before the prompt is given to the engine.
+
+        Args:
+            name: the caller's name of the prompt.
+        """
+        with self._lock:
+            future = self._awaited[name] = asyncio.get_running_loop().create_future()
+        try:
+            counts: PromptCounts = await future
+            return counts
+        finally:
+            with self._lock:
+                self._awaited.pop(name, None)
+
+    def deliver_counts(self, counts_by_name: Mapping[str, PromptCounts]) -> None:
+        """Deliver expert counts, by their prompts' names, to the calls that wait for them."""
+        with self._lock:
+            awaited = [
+                (self._awaited.pop(name), counts_by_name[name])
+                for name in counts_by_name.keys() & self._awaited.keys()
+            ]
+        for future, counts in awaited:
+            future.get_loop().call_soon_threadsafe(_set_result, future, counts)
+
+
+def join_ranks(records: _Records) -> tuple[_Records, _Records]:
+    """Join the step records of data-parallel ranks, which step together, into records of the engine's steps.
+
+    Args:
+        records: step records (see EldrStats). Without data-parallel ranks they are those of the engine.
+
+    Returns:
+        Records of the engine's steps, and the given records of the newest steps, since other ranks' records
+        of these may still come.
+    """
+    last = max((record.get("forward", 0) for record in records), default=0) - _UNJOINED
+    steps, newest, by_forward = [], [], defaultdict(list)
+    for record in records:
+        if "forward" not in record:
+            steps.append(record)
+        elif record["forward"] > last:
+            newest.append(record)
+        else:
+            by_forward[record["forward"]].append(record)
+    return steps + [_join_step(parts) for parts in by_forward.values()], newest
+
+
+def _join_step(parts: _Records) -> dict[str, Any]:
+    """Join the ranks' records of one step: tokens add up, and it takes as long as on its slowest rank."""
+    seconds = max(part["seconds"] for part in parts)
+    step: dict[str, Any] = {"active_by_layer": [parts[0]["engine_experts"]], "seconds": seconds}
+    for key in ("requests", "kv_tokens", "prompt_tokens"):
+        values = [part[key] for part in parts if key in part]
+        if values:
+            step[key] = sum(values)
+    return step
+
+
+def _set_result(future: asyncio.Future[PromptCounts], counts: PromptCounts) -> None:
+    if not future.done():
+        future.set_result((counts[0], counts[1]))  # vLLM's msgpack makes a list of the tuple
+
+
+MEASUREMENTS = EngineMeasurements()

@@ -1,0 +1,64 @@
+"""Artifact files, which capture, fits and the router exchange: safetensors with a JSON record inside.
+
+Loading checks the schema, every shape, and that numbers are finite; nothing is ever unpickled. An invalid
+file raises ArtifactError, which names the file.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from eldr_serve.files import write_whole
+from eldr_serve.records import ArtifactError, R, Record, parse_record, read_file
+
+_RECORD = "eldr"
+
+
+class Artifact(ABC):
+    """An object that is saved as one file."""
+
+    @abstractmethod
+    def to_bytes(self) -> bytes:
+        """Return the file's content; equal artifacts give equal bytes."""
+
+    @classmethod
+    @abstractmethod
+    def from_bytes(cls, data: bytes, *, name: str = "the file") -> Self:
+        """Parse a file's content; raise ArtifactError, with the file's name, if it is invalid."""
+
+    def save(self, path: Path | str) -> None:
+        """Write the file atomically."""
+        write_whole(Path(path), self.to_bytes())
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read a file; raise ArtifactError if it is missing or invalid."""
+        return cls.from_bytes(read_file(path), name=str(path))
+
+
+def pack_file(arrays: Mapping[str, NDArray[Any]], record: Record) -> bytes:
+    """Return the content of a safetensors file with these arrays and this record."""
+    contiguous = {name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())}
+    data: bytes = save_tensors(contiguous, metadata={_RECORD: record.model_dump_json(by_alias=True)})
+    return data
+
+
+def unpack_file(data: bytes, record: type[R], name: str) -> tuple[dict[str, NDArray[Any]], R]:
+    """Return the arrays and the record of a file; raise ArtifactError, with its name, if it is invalid."""
+    try:
+        arrays = load_tensors(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        text = header["__metadata__"][_RECORD]
+    except (SafetensorError, KeyError) as error:
+        raise ArtifactError(f"{name} is not an eldr-serve file, or is truncated: {error}") from error
+    return arrays, parse_record(record, text, name)

@@ -1,0 +1,69 @@
+"""METRO in PyTorch, for CPUs and for GPUs without Triton; bitwise equal to `MetroPlan.route`.
+
+The greedy algorithm is a recurrence over experts: each choice depends on the loads after the previous ones.
+Here all experts choose at once from estimates of the previous choices, and repeat until nothing changes. A
+choice is final once all before it are, so the fixed point is the greedy result; it takes some ten rounds
+rather than one step per expert.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from eldr_serve.experts.parallel.metro import UNIT, MetroPlan
+
+_NEVER = 1 << 30  # larger than any load
+
+
+class TorchMetro:
+    """The plan of N layers on one device.
+
+    Args:
+        plan: plan of E experts on G ranks.
+        device: device of the tokens.
+        stored: int[N, E, G], output value of each choice, such as the rank's physical slot; None: the rank.
+    """
+
+    def __init__(
+        self, plan: MetroPlan, device: torch.device | str = "cpu", *, stored: ArrayLike | None = None
+    ) -> None:
+        shares, order = torch.from_numpy(plan.shares), torch.from_numpy(plan.order.copy())
+        ranks = shares.shape[2]
+        # Load and rank in one number, so that the minimum is the first of the least loaded ranks.
+        self._scale = 1 << (ranks - 1).bit_length()
+        chosen = shares.gather(1, order[..., None].expand(-1, -1, ranks)).mT
+        rank = torch.arange(ranks, dtype=torch.int32)
+        self._order = order.to(device)
+        self._only_rank = torch.from_numpy(np.argmax(plan.shares, axis=2)).to(device)
+        self._start = shares.clamp(min=0).double().to(device)  # [N, E, G]; exact in double
+        self._expected = (self._scale * chosen.clamp(min=0)).int().to(device)  # [N, G, M]
+        self._stored = None if stored is None else torch.as_tensor(np.array(stored), device=device)
+        self.chosen = torch.full(shares.shape[:2], -1, dtype=torch.int32, device=device)
+        self._key = torch.where(chosen < 0, _NEVER, rank[:, None]).int().to(device)
+
+    def route(self, tokens: Tensor) -> Tensor:
+        """Fill and return `chosen`, int32[N, E]: the output value of each expert's choice; -1 where inactive.
+
+        Args:
+            tokens: int[N, E], above 0 where the batch has tokens for the expert. Experts without a host must
+                have none; this is not checked.
+        """
+        active = tokens > 0
+        choosing = active.gather(1, self._order)[:, None].int()
+        load = self._scale * (active[:, None].double() @ self._start).mT.int()
+        alone = self._key + load - (self._expected * choosing).cumsum(2, dtype=torch.int32)
+        earlier = torch.zeros_like(alone)  # earlier experts' choices of each rank
+        keys, best = alone, alone.amin(1, keepdim=True)
+        while True:
+            taken = (keys == best) * choosing
+            torch.cumsum(taken[..., :-1], 2, dtype=torch.int32, out=earlier[..., 1:])
+            keys = torch.add(alone, earlier, alpha=self._scale * UNIT)
+            last, best = best, keys.amin(1, keepdim=True)
+            if torch.equal(best, last):
+                break
+        rank = self._only_rank.scatter(1, self._order, (best[:, 0] % self._scale).long())
+        choice = rank if self._stored is None else self._stored.gather(2, rank[..., None])[..., 0]
+        return self.chosen.copy_(choice).masked_fill_(~active, -1)

@@ -1,0 +1,48 @@
+"""The decode step that a cost predicts by batch, and the most that placement can save of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eldr_serve.gpu_cost.readings import Shape
+from eldr_serve.gpu_cost.routing import independent_experts, shared_experts
+from eldr_serve.scheduling.cost import StepCost
+
+CONTEXT = 1024  # KV tokens of each request
+BATCHES = (1, 8, 32)
+
+
+@dataclass(frozen=True)
+class ExpectedStep:
+    """A decode step whose requests draw their experts independently of each other.
+
+    Attributes:
+        requests: number of requests.
+        seconds: time of the step, s.
+        experts_share: share of that time that active experts take.
+        most_saved: share that placement would save if all requests of the batch used the same experts, which
+            is the least that any step activates: real requests share fewer.
+    """
+
+    requests: int
+    seconds: float
+    experts_share: float
+    most_saved: float
+
+
+def expected_steps(cost: StepCost, shape: Shape) -> list[ExpectedStep]:
+    """Return the steps of BATCHES requests with CONTEXT KV tokens each."""
+    found = []
+    for requests in BATCHES:
+        apart = shape.layers * independent_experts(requests, shape)
+        together = shape.layers * min(shared_experts(shape), apart / shape.layers)
+        seconds = float(cost.seconds(requests, requests * CONTEXT, apart))
+        found.append(
+            ExpectedStep(
+                requests,
+                seconds,
+                cost.per_expert_s * apart / seconds,
+                cost.per_expert_s * (apart - together) / seconds,
+            )
+        )
+    return found

@@ -1,0 +1,92 @@
+"""Active experts of a layer in a step: in the package's measurements, and in real steps at worst.
+
+The package measured each MoE kernel with two kinds of routing. Both are reproduced here from its collector
+(github.com/ai-dynamo/aiconfigurator, collector/helper.py: balanced_logits and power_law_logits_v3). Under
+expert parallelism the figures are of one rank: the first with even routing, else the one with most tokens.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.gpu_cost.readings import Routing, Shape
+
+_DRAWS = 60
+Ints = NDArray[np.int64]
+
+
+def active_experts(requests: int, routing: Routing, shape: Shape) -> float:
+    """Return the active experts of a layer in one of the package's steps.
+
+    Even routing is exact. The skewed rows are means over five unseeded draws: this is their expectation.
+    """
+    if routing == "even":
+        return float(_even(requests, shape))
+    return _skewed(requests, shape)
+
+
+@lru_cache(maxsize=1024)
+def independent_experts(requests: int, shape: Shape) -> float:
+    """Return the mean active experts of a layer if each request draws its experts on its own, uniformly.
+
+    Under expert parallelism those of the rank that has most. Skewed routers activate fewer.
+    """
+    if shape.ranks == 1:
+        return shape.experts * (1 - (1 - shape.top_k / shape.experts) ** requests)
+    rng = np.random.default_rng(0)
+    most = []
+    for _ in range(_DRAWS):
+        chosen = rng.random((requests, shape.experts)).argsort(axis=1)[:, : shape.top_k]
+        most.append(np.bincount(np.unique(chosen) * shape.ranks // shape.experts).max())
+    return float(np.mean(most))
+
+
+def shared_experts(shape: Shape) -> float:
+    """Return the active experts of a layer if all requests use the same ones, evenly over the ranks."""
+    return float(-(-shape.top_k // shape.ranks))
+
+
+def _even(requests: int, shape: Shape) -> int:
+    stride = -(-shape.experts // shape.top_k)
+    spread = 1.0 if requests >= stride else stride / requests
+    places = np.arange(requests)[:, None] * spread + np.arange(shape.top_k) * stride
+    chosen = np.unique(places.astype(np.int64) % shape.experts)
+    return int(np.count_nonzero(chosen < shape.experts // shape.ranks))
+
+
+@lru_cache(maxsize=1024)
+def _skewed(requests: int, shape: Shape) -> float:
+    rng = np.random.default_rng(0)
+    return float(np.mean([np.count_nonzero(_drawn(requests, shape, rng)) for _ in range(_DRAWS)]))
+
+
+def _drawn(requests: int, shape: Shape, rng: np.random.Generator) -> Ints:
+    """Return the tokens of each expert of the rank with most tokens, in one draw."""
+    wanted = requests * shape.top_k
+    low, high = (1.0, requests * 0.8) if wanted > shape.experts else (0.01, 2.0)
+    power = 1 - shape.skew
+    weights = (low**power + rng.random(shape.experts) * (high**power - low**power)) ** (1 / power)
+    tokens = np.rint(weights / weights.sum() * wanted).astype(np.int64)
+    over = int(np.maximum(tokens - requests, 0).sum())
+    ranks = np.minimum(tokens, requests).reshape(shape.ranks, -1)
+    _adjust(ranks, over, requests)
+    _adjust(ranks, wanted - int(ranks.sum()), requests)
+    busiest: Ints = ranks[ranks.sum(axis=1).argmax()]
+    return busiest
+
+
+def _adjust(ranks: Ints, tokens: int, most: int) -> None:
+    """Add tokens (or take -`tokens` away), rank by rank: one to the smallest, or from the largest, expert."""
+    step, left = (1 if tokens > 0 else -1), abs(tokens)
+    while left:
+        before = left
+        for rank in ranks:
+            allowed = np.flatnonzero(rank < most if step > 0 else rank > 0)
+            if left and len(allowed):
+                rank[allowed[(step * rank[allowed]).argmin()]] += step
+                left -= 1
+        if left == before:
+            return

@@ -1,0 +1,92 @@
+"""The status of one ingress replica, as JSON-able values."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
+from eldr_serve.ingress.admission import Gate
+from eldr_serve.monitoring.loop_watch import LoopWatch
+from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.path import RequestPath
+from eldr_serve.pipeline.warmup import Warmup
+from eldr_serve.router.client import RouterClient
+
+
+class IngressStatus:
+    """Gathers the status of an ingress replica from its parts.
+
+    Args:
+        model_id: name of the served model.
+
+    Attributes:
+        watch: watches the event loop of this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        gate: Gate,
+        client: RouterClient,
+        engines: Engines,
+        path: RequestPath,
+        warmup: Warmup,
+        model_id: str,
+    ) -> None:
+        self._gate = gate
+        self._client = client
+        self._engines = engines
+        self._path = path
+        self._warmup = warmup
+        self.watch = LoopWatch("ingress")
+        self._model_id = model_id
+
+    @property
+    def awaited(self) -> str | None:
+        """Return what the service waits for before it is ready, one sentence; None if it is ready."""
+        return self._warmup.awaited
+
+    def own(self) -> dict[str, Any]:
+        """Return the part `ingress` of the status."""
+        return {
+            "in_flight": self._gate.in_flight,
+            "waiting": self._gate.limiter.waiting,
+            "leases": self._client.lease_count,
+            "router_unreachable": self._client.router_unreachable,
+            "warm_pairs": self._warmup.pairs,
+            "ready": self._warmup.ready,
+            "prefill_in_flight": self._engines.prefill.in_flight,
+            "prefill_oldest_s": self._engines.prefill.oldest_s,
+            "stages": self._path.stage_latencies.summary(),
+            "prefill_wait_s": self._path.admission.waits_s,
+            "prefill_kv_usage": self._engines.prefill.directory.kv_usage.by_replica,
+            "decode_kv_usage": self._engines.decode.directory.kv_usage.by_replica,
+            "experts": self._engines.decode.directory.experts,
+        }
+
+    def public(self) -> dict[str, Any]:
+        """Return what anyone may read: readiness and size of the service."""
+        settings = self._client.settings
+        return {
+            "model": self._model_id,
+            "policy": settings.policy if settings else None,
+            "prefill_replicas": len(self._engines.prefill.live),
+            "decode_replicas": len(self._engines.decode.live),
+            "ingress": {
+                "ready": self._warmup.ready,
+                "router_unreachable": self._client.router_unreachable,
+                "in_flight": self._gate.in_flight,
+                "leases": self._client.lease_count,
+            },
+            "details": "with Authorization: Bearer ADMIN_KEY",
+        }
+
+    async def with_routers(self, answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+        """Return the router's answer, with this ingress's own status."""
+        try:
+            status = await answer
+        except ACTOR_UNAVAILABLE as error:
+            status = {"router": f"away ({type(error).__name__})"}
+        loops = status.get("loops", {}) | {self.watch.role: self.watch.status()}
+        return status | {"answered_by": self._client.name, "ingress": self.own(), "loops": loops}

@@ -1,0 +1,97 @@
+"""Metrics of each ingress replica, by their keys under `ingress` in the status."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from eldr_serve.metrics.definition import GAUGE, Metric, by_name
+
+_SPLIT = "with prefill engines"
+
+OWN = {
+    "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "all engines are up and warm"),
+    "router_unreachable": Metric("eldr_ingress_router_unreachable", GAUGE, "0 or 1", "it does not answer"),
+    "in_flight": Metric("eldr_ingress_in_flight", GAUGE, "requests", "requests admitted that have not ended"),
+    "waiting": Metric("eldr_ingress_waiting", GAUGE, "requests", "requests that wait for admission"),
+    "leases": Metric("eldr_ingress_leases", GAUGE, "requests", "requests that hold a decode worker"),
+    "warm_pairs": Metric("eldr_ingress_warm_pairs", GAUGE, "pairs", "engine pairs that exchanged blocks"),
+    "prefill_in_flight": Metric(
+        "eldr_ingress_prefill_in_flight",
+        GAUGE,
+        "calls",
+        "open calls to the prefill replica",
+        ("worker",),
+        only=_SPLIT,
+    ),
+    "prefill_oldest_s": Metric(
+        "eldr_prefill_oldest_seconds",
+        GAUGE,
+        "s",
+        "age of the oldest open call to the prefill replica",
+        ("worker",),
+        only=_SPLIT,
+    ),
+    "prefill_wait_s": Metric(
+        "eldr_prefill_wait_seconds",
+        GAUGE,
+        "s",
+        "predicted wait of a prompt that arrives now at the replica",
+        ("worker",),
+    ),
+    "prefill_kv_usage": Metric(
+        "eldr_prefill_kv_usage_ratio",
+        GAUGE,
+        "ratio",
+        "share of the prefill replica's KV blocks in use",
+        ("worker",),
+        only=_SPLIT,
+    ),
+    "decode_kv_usage": Metric(
+        "eldr_decode_kv_usage_ratio",
+        GAUGE,
+        "ratio",
+        "share of the decode replica's KV blocks in use",
+        ("worker",),
+    ),
+    "stages": Metric(
+        "eldr_stage_seconds",
+        GAUGE,
+        "s",
+        "time of a stage, newest 256 requests",
+        ("stage", "quantile"),
+        only="with prefill engines, once a request was served",
+    ),
+}
+OWN = {key: replace(metric, status=f"ingress.{key}") for key, metric in OWN.items()}
+
+_MOVABLE = "with expert-parallel decode engines on CPU"
+
+# Metrics of each decode replica, by their keys under `ingress.experts.REPLICA`.
+EXPERTS = {
+    "slices_left": Metric(
+        "eldr_expert_slices_left",
+        GAUGE,
+        "slices",
+        "remaining slices of a swap of the expert placement",
+        ("worker",),
+        only=_MOVABLE,
+    ),
+    "experts_moved": Metric(
+        "eldr_experts_moved",
+        GAUGE,
+        "experts",
+        "changes of slots since the replica's start",
+        ("worker",),
+        only=_MOVABLE,
+    ),
+    "replica_bytes": Metric(
+        "eldr_expert_replica_bytes",
+        GAUGE,
+        "bytes",
+        "size of slots for replicas of experts, all ranks",
+        ("worker",),
+        only=_MOVABLE,
+    ),
+}
+EXPERTS = {key: replace(metric, status=f"ingress.experts.REPLICA.{key}") for key, metric in EXPERTS.items()}
+INGRESS = by_name(*OWN.values(), *EXPERTS.values())

@@ -1,0 +1,1 @@
+"""Measurements of each process, supervision of its background work, and export of its metrics."""

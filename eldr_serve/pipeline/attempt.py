@@ -1,0 +1,205 @@
+"""One attempt to answer a request: prefill, place, decode, release."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
+from eldr_serve.engine.calls import TRANSPORT_S
+from eldr_serve.errors import OverloadedError
+from eldr_serve.pipeline.decode_call import DecodeCall
+from eldr_serve.pipeline.failures import DecodeFailedError
+from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.services import Services
+from eldr_serve.pipeline.stage import DecodeStages, Stage
+from eldr_serve.request import max_new_tokens, prompt_key
+from eldr_serve.scheduling import Lease, PlacementRequest, PromptBlocks, prompt_blocks
+
+
+class Attempt:
+    """One attempt to answer a request.
+
+    It owns what is held for the prompt, the decode call and the lease, and ends each of them.
+    """
+
+    def __init__(self, services: Services, context: RequestContext) -> None:
+        self._services = services
+        self._context = context
+        self._prompt = PreparedPrompt()
+        self._call: Call | None = None
+
+    async def run(self) -> AsyncGenerator[bytes, None]:
+        """Yield the decode engine's answer: the bytes of a stream as they arrive, or of one response.
+
+        The bytes may end before the answer, which then moves to another engine (see MoveLimiter).
+
+        Raises:
+            OverloadedError: no engine can take the request.
+            PrefillFailedError: the prefill engine is at fault.
+            DecodeFailedError: the answer is not complete.
+            CallFailedError: an engine refuses the request itself.
+        """
+        services = self._services
+        context = self._context
+        try:
+            async with services.retries.permit(context):
+                await self._wait_for_decode()
+                self._check_slots()
+                self._prompt = await services.prefill.prepare(context)
+                with context.stage("place") as placing:
+                    context.lease = lease = await self._place()
+            try:
+                async with aclosing(self._answer(lease, placing)) as answer:
+                    async for payload in answer:
+                        if payload:
+                            yield payload
+            finally:
+                services.client.release(context.request_id)
+        finally:
+            self._prompt.close(reader=self._call)
+
+    # -- placement -------------------------------------------------------------------------------
+
+    async def _wait_for_decode(self) -> None:
+        """Wait until some decode replica can be reached; raise OverloadedError if none appears."""
+        fleet = self._services.engines.decode
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + self._services.options.prefill_wait_s
+        with fleet.waiters.turn() as wait_until:
+            while not fleet.live:
+                if clock() >= until_s:
+                    raise OverloadedError("no decode replica can be reached")
+                await wait_until(until_s)
+
+    def _check_slots(self) -> None:
+        """Raise OverloadedError if a new request would wait too long for a slot of a decode engine."""
+        if self._context.is_retry:
+            return
+        wait_s = self._services.decode_starts.wait_s()
+        bound_s = self._services.options.slot_wait_s
+        if wait_s > bound_s:
+            self._services.client.count("refused_decode_backlog")
+            why = f"a request would wait {wait_s:.0f} s for a decode engine's slot; {bound_s:g} s are allowed"
+            # Spread the retries over the time in which that many slots become free.
+            raise OverloadedError(why, retry_after_s=math.ceil(wait_s - bound_s * random.random()))
+
+    async def _place(self) -> Lease:
+        context = self._context
+        services = self._services
+        failed_replicas, left_replicas = context.failures.decode_replicas, context.left_replicas
+        prompt_ids = context.prompt_ids
+        usable = services.outliers.usable
+        ejected = [name for name in services.engines.decode.live if name not in usable]
+        request = PlacementRequest(
+            context.request_id,
+            None,
+            prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
+            max_new_tokens=max_new_tokens(context.request.fields),
+            domain=context.request.domain,
+            blocks=self._blocks(),
+            exclude=(*failed_replicas, *left_replicas, *ejected),
+            prompt_key=prompt_key(context.request.fields),
+            tenant=context.request.tenant,
+            priority=context.request.priority,
+            worker_failed=bool(failed_replicas),
+        )
+        moved_or_failed = failed_replicas or left_replicas
+        wait_s = 0.0 if moved_or_failed else services.options.queue_ttl_s  # only first attempts are queued
+        counts = self._prompt.expert_counts
+        return await services.client.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
+
+    def _blocks(self) -> PromptBlocks | None:
+        """Return the prompt's blocks if the decode engine computes it."""
+        request = self._context.request
+        prompt_ids = self._prompt.ids_to_compute
+        if prompt_ids is None:
+            return None
+        salt = request.cache_salt or request.fields.cache_salt or ""
+        return prompt_blocks(prompt_ids, self._services.engines.decode.directory.block_tokens, salt)
+
+    # -- decode ----------------------------------------------------------------------------------
+
+    async def _answer(self, lease: Lease, placing: Stage) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of the decode call's chunks, and time its stages."""
+        context = self._context
+        client = self._services.client
+        resumed = context.answer.num_tokens > 0
+        if resumed:
+            client.progress(context.request_id, context.answer.num_tokens)
+        stages = context.decode_stages(lease.replica)
+        with stages:
+            async with aclosing(self._decode(lease, stages)) as payloads:
+                async for payload in payloads:
+                    if stages.first_s is None:
+                        self._record_first_chunk(placing, stages)
+                        if resumed:
+                            moved = self._services.moves.end(context.request_id)
+                            client.count("moved" if moved else "resumed")
+                    yield payload
+
+    def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
+        context = self._context
+        stages.first_s = now = time.monotonic()
+        if context.request.fields.stream:
+            context.status = 200
+        if self._prompt.prefilled_at_s is not None:
+            context.handover_s = now - self._prompt.prefilled_at_s
+            self._services.stage_latencies.record(
+                place=placing.seconds,
+                first_token=now - stages.start_s,
+                handover=context.handover_s,
+            )
+
+    async def _decode(self, lease: Lease, stages: DecodeStages) -> AsyncGenerator[bytes, None]:
+        """Yield the engine's bytes as they arrive; empty bytes if only tokens have arrived.
+
+        Raises:
+            DecodeFailedError: the answer is not complete.
+            CallFailedError: the engine refuses the request itself.
+        """
+        context = self._context
+        services = self._services
+        with DecodeCall(services, context, self._prompt, lease) as decode:
+            try:
+                self._call = decode.send()
+                while (chunk := await decode.read()) is not None:
+                    context.answer.append(chunk)
+                    services.client.progress(lease.request_id, context.answer.num_tokens)
+                    yield chunk.payload
+                    if self._call.leaving and services.moves.begin(context, lease.replica):
+                        return
+            except ChannelLostError as error:
+                if decode.call is not None:
+                    context.failures.lost_engines += not error.silent
+                    self._prompt.on_engine_lost()
+                self._raise_unless_complete(error, decode, alive=False)
+            except CallTimeoutError as error:
+                services.outliers.record_failure(lease.replica, error)
+                # Before the first token the blocks may be at fault.
+                self._raise_unless_complete(error, decode, alive=not decode.begun)
+            except CallFailedError as error:
+                if error.status < 500 and not context.answer.sent and not decode.begun:
+                    raise
+                if error.status >= 500:  # else the resumed request is at fault, for example too long
+                    services.outliers.record_failure(lease.replica, error)
+                self._raise_unless_complete(error, decode, alive=True)
+            else:
+                stages.transport_s = self._call.engine_report.get(TRANSPORT_S)
+                if not decode.begun:
+                    raise DecodeFailedError("the answer was empty", lease.replica, alive=True, begun=False)
+                services.outliers.record_success(lease.replica)
+
+    def _raise_unless_complete(self, error: Exception, decode: DecodeCall, *, alive: bool) -> None:
+        """Raise DecodeFailedError, unless the client has the complete answer.
+
+        Args:
+            alive: the replica reported the failure itself, or the prompt's blocks may be at fault.
+        """
+        if not self._context.answer.complete:
+            raise DecodeFailedError(error, decode.replica, alive=alive, begun=decode.begun) from error

@@ -1,0 +1,113 @@
+"""One call to a decode engine, and what goes with it: the engine's queue and the measured expert counts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from eldr_serve.channel import Call, CallFailedError, ChannelLostError, Chunk
+from eldr_serve.engine.calls import decode_header
+from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.services import Services
+from eldr_serve.replicas.measured_counts import METHOD, MeasuredCounts
+from eldr_serve.scheduling import Lease
+
+
+class DecodeCall:
+    """A context manager in which a decode engine is called.
+
+    The request is in the queue of the leased engine until its first token. At the exit it leaves the queue,
+    and a call that the engine may still work on is cancelled.
+
+    Attributes:
+        replica: the decode replica.
+        call: the call; None until it is sent.
+        begun: part of the answer has arrived by this call.
+        ended: the engine no longer works on the call.
+    """
+
+    def __init__(
+        self, services: Services, context: RequestContext, prompt: PreparedPrompt, lease: Lease
+    ) -> None:
+        self.replica = lease.replica
+        self.call: Call | None = None
+        self.begun = False
+        self.ended = False
+        self._services = services
+        self._context = context
+        self._prompt = prompt
+        self._measured: MeasuredCounts | None = None
+
+    def __enter__(self) -> DecodeCall:
+        self._header = self._make_header()
+        self._prompt.enter(self.replica, self._header)
+        self._queued = self._services.decode_starts.enter(self.replica, self._prompt.remaining_s)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._services.decode_starts.leave(self._queued, answered=self.ended)
+        if self.call is not None and not self.ended:
+            self.call.cancel()
+        if self._measured is not None:
+            self._measured.finish()
+
+    def send(self) -> Call:
+        """Send and return the call; raise ChannelLostError if there is no channel to the replica."""
+        services = self._services
+        request = self._context.request
+        self._measured = self._measure_counts()
+        self.call = services.engines.decode.call(self.replica, "generate", self._header, request.body)
+        self.call.on_overflow = self._context.on_overflow
+        if request.fields.stream or self._prompt.kv_params is not None:  # others answer only as a whole
+            options = services.options
+            since = partial(services.decode_starts.postpone_if_full, self._queued)
+            self.call.expect(options.first_token_limit_s, options.gap_limit_s, since=since)
+        return self.call
+
+    async def read(self) -> Chunk | None:
+        """Return the next part of the answer, None at its end; raise what Call.read raises."""
+        assert self.call is not None
+        try:
+            chunk = await self.call.read()
+        except CallFailedError:
+            self.ended = True
+            raise
+        except ChannelLostError:
+            self.ended = True
+            self._services.decode_starts.leave(self._queued, answered=False)
+            raise
+        if chunk is None:
+            self.ended = True
+        elif not self.begun:
+            self.begun = True
+            self._services.decode_starts.leave(self._queued, answered=True)
+            self._prompt.on_first_token()
+        return chunk
+
+    def _make_header(self) -> dict[str, Any]:
+        context = self._context
+        request, prefilled_ids = context.request, context.prefilled_ids
+        return decode_header(
+            request.method,
+            context.request_id,
+            self._prompt.kv_params,
+            b"" if prefilled_ids is None else prefilled_ids.tobytes(),
+            request.headers,
+            request.cache_salt,
+            generated=bytes(context.answer.encoded_ids),
+            created=context.answer.created,
+            domain=request.domain,
+        )
+
+    def _measure_counts(self) -> MeasuredCounts | None:
+        """Report the prompt's expert counts to the router once the decode engine has computed it."""
+        services = self._services
+        request_id = self._context.request_id
+        prompt_ids = self._prompt.ids_to_compute
+        if prompt_ids is None or self._context.answer.num_tokens:
+            return None
+        set_counts = partial(services.client.set_measured_counts, request_id, prompt_ids)
+        return MeasuredCounts(
+            services.engines.decode.call(self.replica, METHOD, {"id": request_id}), set_counts
+        )

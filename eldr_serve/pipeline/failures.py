@@ -1,0 +1,73 @@
+"""Failures of one request's attempts, and the exceptions that end an attempt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class PrefillFailedError(Exception):
+    """A prefill call has failed through no fault of the request."""
+
+
+class DecodeFailedError(Exception):
+    """A decode call has ended before its answer was complete.
+
+    Attributes:
+        replica: the decode replica.
+        alive: the replica reported the failure itself.
+        begun: part of the answer had arrived by this call.
+    """
+
+    def __init__(self, reason: Any, replica: str, *, alive: bool, begun: bool) -> None:
+        super().__init__(f"{reason}")
+        self.replica = replica
+        self.alive = alive
+        self.begun = begun
+
+
+@dataclass
+class Failures:
+    """Failures of one request's attempts.
+
+    Attributes:
+        messages: one sentence for each failure.
+        prefills: number of failed prefill calls.
+        decode_replicas: decode replicas that failed the request.
+        prefill_replica: prefill replica of this attempt; empty without one.
+        prefill_replicas: prefill replicas to avoid, once for each failure for which they may be at fault.
+        lost_engines: number of engines that closed their channel during a call, as they do when they die.
+        streams: number of failed decode calls after the client had received part of the answer.
+    """
+
+    messages: list[str] = field(default_factory=list)
+    prefills: int = 0
+    decode_replicas: list[str] = field(default_factory=list)
+    prefill_replica: str = ""
+    prefill_replicas: list[str] = field(default_factory=list)
+    lost_engines: int = 0
+    streams: int = 0
+
+    @property
+    def attempts(self) -> int:
+        """Return the number of failed attempts."""
+        return self.prefills + len(self.decode_replicas)
+
+    def add_prefill(self, error: PrefillFailedError) -> None:
+        """Add a failed prefill call; the next attempt uses another prefill replica."""
+        self.messages.append(f"{error}")
+        self.prefills += 1
+        self.prefill_replicas.append(self.prefill_replica)
+
+    def add_decode(self, error: DecodeFailedError, *, sent: bool) -> None:
+        """Add a failed decode call.
+
+        Args:
+            sent: the client has received part of the answer.
+        """
+        self.messages.append(f"decode replica {error.replica} failed: {error}")
+        self.decode_replicas.append(error.replica)
+        if error.alive and self.prefill_replica:  # the blocks may be at fault: use another prefill engine
+            self.prefill_replicas.append(self.prefill_replica)
+        if sent and error.begun:
+            self.streams += 1

@@ -1,0 +1,37 @@
+"""Requests that generate nothing, such as embeddings: one decode engine answers them with one call."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from eldr_serve.channel import CallTimeoutError
+from eldr_serve.errors import OverloadedError
+from eldr_serve.pipeline.services import Services
+
+
+async def forward(services: Services, method: str, header: Mapping[str, Any], body: bytes) -> bytes:
+    """Return the answer of the least loaded decode engine that is not ejected.
+
+    Raises:
+        OverloadedError: no engine can be reached, or the engine gave no answer in time.
+        CallFailedError, ChannelLostError: see Call.read.
+    """
+    fleet = services.engines.decode
+    in_flight = fleet.in_flight
+    if not in_flight:
+        raise OverloadedError("no decode replica can be reached")
+    replica = min(services.outliers.usable, key=lambda name: (in_flight[name], random.random()))
+    limit_s = services.options.first_token_limit_s
+    call = fleet.call(replica, method, header, body)
+    call.expect(limit_s, limit_s)  # from now: the call needs no slot, so it waits for no other request
+    try:
+        answer = await call.read()
+    except CallTimeoutError as error:
+        raise OverloadedError("the decode engine did not answer in time") from error
+    finally:
+        call.cancel()
+    if answer is None or not answer.payload:
+        raise OverloadedError("the decode engine's answer was empty")
+    return answer.payload

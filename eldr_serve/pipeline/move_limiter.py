@@ -1,0 +1,60 @@
+"""Limit the answers that move from decode engines that leave to others, in one ingress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.replicas.decode_start import DecodeStartEstimator
+from eldr_serve.replicas.fleet import Fleet
+
+MAX_MOVES = 3  # of one answer; then it stays until it ends
+
+
+class MoveLimiter:
+    """Limits the number of answers that move at once; a move ends with the next engine's first token.
+
+    An answer that may not move goes on where it is, so nothing waits for a move.
+
+    Args:
+        decode: the decode replicas.
+        limit: maximum number of answers that move at the same time; 0: none.
+    """
+
+    def __init__(self, decode: Fleet, decode_starts: DecodeStartEstimator, limit: int) -> None:
+        self._decode = decode
+        self._decode_starts = decode_starts
+        self._limit = limit
+        self._moving: set[str] = set()  # ids of requests
+
+    def begin(self, context: RequestContext, replica: str) -> bool:
+        """Begin to move an answer away from a replica, if it may move now; return whether it does."""
+        answer, left = context.answer, context.left_replicas
+        if answer.complete or not answer.can_continue or len(left) >= MAX_MOVES:
+            return False
+        others = set(self._decode.live).difference(left, [replica])
+        # Answers that move already will need a slot too.
+        if len(self._moving) >= min(self._limit, sum(map(self._decode_starts.free_slots, others))):
+            return False
+        left.append(replica)
+        self._moving.add(context.request_id)
+        return True
+
+    def is_moving(self, request_id: str) -> bool:
+        """Return whether the answer moves: its next engine has not sent a token yet."""
+        return request_id in self._moving
+
+    def end(self, request_id: str) -> bool:
+        """End the move of an answer; return whether there was one."""
+        moving = self.is_moving(request_id)
+        self._moving.discard(request_id)
+        return moving
+
+    @contextmanager
+    def track(self, request_id: str) -> Iterator[None]:
+        """End the move of an answer at the latest with its request."""
+        try:
+            yield
+        finally:
+            self.end(request_id)

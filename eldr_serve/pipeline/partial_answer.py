@@ -1,0 +1,56 @@
+"""The answer to one request as far as it has been generated."""
+
+from __future__ import annotations
+
+from eldr_serve.channel import Chunk
+from eldr_serve.engine.calls import created_at, is_end
+
+_BYTES_PER_ID = 4  # uint32
+
+
+class PartialAnswer:
+    """The answer to one request so far, over all its attempts.
+
+    Args:
+        stream: the client gets the answer as a stream.
+
+    Attributes:
+        num_tokens: number of generated tokens.
+        encoded_ids: ids of the generated tokens, uint32 bytes as in calls to engines, if known.
+        sent: the client has received part of the answer.
+        complete: the client has received the whole answer.
+        created: timestamp in the answer's chunks, s since 1970; None before the first chunk of a stream.
+    """
+
+    def __init__(self, *, stream: bool) -> None:
+        self._stream = stream
+        self.num_tokens = 0
+        self.encoded_ids = bytearray()
+        self.sent = False
+        self.complete = False
+        self.created: int | None = None
+
+    @property
+    def num_ids(self) -> int:
+        """Return the number of generated tokens whose ids are known."""
+        return len(self.encoded_ids) // _BYTES_PER_ID
+
+    @property
+    def can_continue(self) -> bool:
+        """Return whether another engine can continue after the last token."""
+        return 0 < self.num_tokens == self.num_ids
+
+    def append(self, chunk: Chunk) -> None:
+        """Append the next part of the answer."""
+        self.num_tokens += chunk.num_tokens
+        self.encoded_ids += chunk.ids
+        if not chunk.payload:
+            return
+        if not self.sent and self._stream:
+            self.created = created_at(chunk.payload)
+        self.sent = True
+        self.complete = not self._stream or is_end(chunk.payload)
+
+    def discard(self) -> None:
+        """Discard what has been generated."""
+        self.num_tokens, self.encoded_ids = 0, bytearray()

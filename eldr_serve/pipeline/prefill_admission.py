@@ -1,0 +1,99 @@
+"""Admission of prompts to the prefill queues, which are bounded in predicted waiting time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from eldr_serve.errors import OverloadedError
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
+from eldr_serve.queues.prompt_sizes import PromptSizes
+from eldr_serve.replicas.fleet import Fleet
+from eldr_serve.request import conversation
+
+_MEASURE_S = 1.0  # maximum wait for the first measurement before a request is refused
+
+
+class PrefillAdmission:
+    """Admits prompts to the prefill queues of one fleet.
+
+    Args:
+        fleet: the replicas that prefill.
+        bound_s: maximum predicted wait, s.
+        count: callback that counts an event of this name.
+    """
+
+    def __init__(self, fleet: Fleet, *, bound_s: float, count: Callable[[str], None]) -> None:
+        self._fleet = fleet
+        self._bound_s = bound_s
+        self._count = count
+        self._measured = asyncio.Event()
+        self._sizes = PromptSizes()
+        self.queues = PrefillQueues(
+            bound_s,
+            reports=lambda: fleet.directory.reports,
+            clock=lambda: asyncio.get_running_loop().time(),
+        )
+
+    @property
+    def waits_s(self) -> dict[str, float]:
+        """Return the predicted wait for prefill at each live replica, s."""
+        self.queues.keep(self._fleet.live)
+        return {name: round(self.queues.wait_s(name), 3) for name in self._fleet.live}
+
+    def estimate_tokens(self, context: RequestContext) -> float:
+        """Estimate the number of tokens to compute: the prompt and the tokens generated so far."""
+        if context.prompt_ids is not None:
+            prompt = float(len(context.prompt_ids))
+        else:
+            fields = context.request.fields
+            prompt = self._sizes.estimate(fields.prompt, conversation(fields))
+        return prompt + context.answer.num_ids
+
+    def learn_size(self, context: RequestContext, prompt_tokens: int) -> None:
+        """Learn the true number of a prompt's tokens, for the estimates of later prompts."""
+        fields = context.request.fields
+        self._sizes.learn(fields.prompt, conversation(fields), prompt_tokens)
+
+    async def within_bound(
+        self, context: RequestContext, num_tokens: float, replicas: Callable[[], list[str]]
+    ) -> list[str]:
+        """Return the replicas whose queue the prompt may join.
+
+        Before the first measurement the prompt waits for it briefly, since no retry time can be predicted
+        until then.
+
+        Raises:
+            OverloadedError: there are replicas, but none of their queues is short enough.
+        """
+        names = replicas()
+        admitting = self.queues.with_room(names, context.retry_key)
+        if names and not admitting and not self.queues.is_measured(names):
+            try:
+                async with asyncio.timeout(_MEASURE_S):
+                    await self._measured.wait()
+            except TimeoutError:
+                pass
+            names = replicas()
+            admitting = self.queues.with_room(names, context.retry_key)
+        if names and not admitting:
+            self._count("refused_prefill_backlog")
+            wait_s = min(map(self.queues.wait_s, names))
+            why = f"a prompt would wait {wait_s:.0f} s for its prefill; {self._bound_s:g} s are allowed"
+            raise self.overloaded(why, names, num_tokens, context.retry_key)
+        return admitting
+
+    def overloaded(self, why: str, replicas: list[str], num_tokens: float, key: bytes) -> OverloadedError:
+        """Return the error of a refused request, with the predicted time until there is room."""
+        return OverloadedError(why, retry_after_s=self.queues.retry_s(replicas, num_tokens, key))
+
+    def finish(self, ticket: Ticket, num_tokens: int) -> None:
+        """Record that the prefill of a prompt has ended.
+
+        Args:
+            num_tokens: number of its tokens.
+        """
+        self.queues.leave(ticket, num_tokens)
+        if not self._measured.is_set() and self.queues.is_measured(self._fleet.live):
+            self._measured.set()

@@ -1,0 +1,137 @@
+"""A prompt before its decode call: who computes it, and what is held for it meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.channel import Call
+from eldr_serve.engine.calls import expert_counts_of
+from eldr_serve.pipeline.kv_release import KvRelease
+from eldr_serve.pipeline.prefill_admission import PrefillAdmission
+from eldr_serve.queues.prefill_queue import Ticket
+
+
+class PreparedPrompt:
+    """A prompt for which nothing is held; the decode engine computes it.
+
+    Attributes:
+        kv_params: vLLM's parameters of the KV transfer; None if the decode engine computes the prompt.
+        prefilled_at_s: end of its prefill, time.monotonic(); None if the decode engine computes it.
+        ids_to_compute: uint32[n], the prompt's token ids if the decode engine computes it and they are known.
+    """
+
+    kv_params: dict[str, Any] | None = None
+    prefilled_at_s: float | None = None
+    ids_to_compute: NDArray[np.uint32] | None = None
+
+    @property
+    def expert_counts(self) -> Any:
+        """Return the encoded expert counts of the prompt; None if unknown."""
+        return None
+
+    @property
+    def remaining_s(self) -> float:
+        """Return the predicted time until the decode engine has computed the prompt, s."""
+        return 0.0
+
+    def enter(self, replica: str, header: dict[str, Any]) -> None:
+        """Enter the queue of the leased replica; add the prompt's fields to the decode call's header."""
+
+    def on_first_token(self) -> None:
+        """Note that the decode engine has read or computed the prompt."""
+
+    def on_engine_lost(self) -> None:
+        """Note that the channel to the decode engine was lost; the engine itself may be alive."""
+
+    def close(self, reader: Call | None) -> None:
+        """Give back what is held.
+
+        Args:
+            reader: the decode call, if there was one.
+        """
+
+
+class HeldPrompt(PreparedPrompt):
+    """A prompt whose KV blocks a prefill replica holds for one decode call.
+
+    When an engine has read the blocks, the prefill engine reuses them at once, so no second call may name
+    them. They are not freed while the first call may still read them either, since the decode engine would
+    keep wrong data in its prefix cache.
+    An engine whose channel is lost may be alive; then the blocks are freed when their lease ends.
+
+    Args:
+        request_id: id of the prefill call.
+        replica: the prefill replica.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        replica: str,
+        *,
+        kv_params: dict[str, Any],
+        prefilled_at_s: float,
+        kv_release: KvRelease,
+    ) -> None:
+        self.kv_params: dict[str, Any] = kv_params
+        self.prefilled_at_s = prefilled_at_s
+        self._request_id = request_id
+        self._replica = replica
+        self._kv_release = kv_release
+        self._held = True
+
+    @property
+    def expert_counts(self) -> Any:
+        return expert_counts_of(self.kv_params)
+
+    def on_first_token(self) -> None:
+        self._held = False
+
+    def on_engine_lost(self) -> None:
+        self._held = False
+
+    def close(self, reader: Call | None) -> None:
+        if self._held:
+            self._held = False
+            self._kv_release.release(self._request_id, self._replica, reader=reader)
+
+
+class QueuedPrompt(PreparedPrompt):
+    """A prompt that the decode engine computes, with a ticket for its prefill queue.
+
+    Args:
+        num_generated: tokens of a resumed answer, which the engine computes too.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        admission: PrefillAdmission,
+        ids_to_compute: NDArray[np.uint32] | None,
+        num_generated: int = 0,
+    ) -> None:
+        self.ids_to_compute = ids_to_compute
+        self._num_generated = num_generated
+        self._ticket = ticket
+        self._admission = admission
+
+    @property
+    def remaining_s(self) -> float:
+        return self._admission.queues.remaining_s(self._ticket)
+
+    def enter(self, replica: str, header: dict[str, Any]) -> None:
+        self._admission.queues.assign(self._ticket, replica)
+        header["prompt_tokens"] = self._ticket.num_tokens
+
+    def on_first_token(self) -> None:
+        if self.ids_to_compute is None:
+            computed = round(self._ticket.num_tokens)
+        else:
+            computed = len(self.ids_to_compute) + self._num_generated
+        self._admission.finish(self._ticket, computed)
+
+    def close(self, reader: Call | None) -> None:
+        self._admission.queues.leave(self._ticket)

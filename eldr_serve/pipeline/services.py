@@ -1,0 +1,46 @@
+"""Services that all requests of one ingress share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.move_limiter import MoveLimiter
+from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.retry_limiter import RetryLimiter
+from eldr_serve.pipeline.stage_latencies import StageLatencies
+from eldr_serve.replicas.decode_start import DecodeStartEstimator
+from eldr_serve.replicas.outliers import OutlierDetector
+from eldr_serve.router.client import RouterClient
+
+
+class Prefill(Protocol):
+    """Prefill on engines of its own (SplitPrefill) or on the decode engines (WholePrefill)."""
+
+    async def prepare(self, context: RequestContext) -> PreparedPrompt:
+        """Return the prompt, ready for placement."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """Objects that all requests of one ingress share.
+
+    Attributes:
+        retries: limits how many failed requests are tried again at once.
+        outliers: ejects decode replicas that fail repeatedly.
+        decode_starts: estimates when decode replicas start on waiting calls.
+        moves: limits how many answers leave their decode replicas at once.
+    """
+
+    engines: Engines
+    client: RouterClient
+    options: PathOptions
+    prefill: Prefill
+    retries: RetryLimiter
+    outliers: OutlierDetector
+    decode_starts: DecodeStartEstimator
+    moves: MoveLimiter
+    stage_latencies: StageLatencies

@@ -1,0 +1,220 @@
+"""Prefill on the engines of the prefill deployment."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
+from eldr_serve.engine.calls import prefill_header
+from eldr_serve.errors import OverloadedError
+from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.failures import PrefillFailedError
+from eldr_serve.pipeline.kv_release import KvRelease
+from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.prepared_prompt import HeldPrompt, PreparedPrompt
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.stage_latencies import StageLatencies
+from eldr_serve.queues.prefill_queue import Ticket
+from eldr_serve.queues.rate import Rate
+from eldr_serve.replicas.outliers import OutlierDetector
+from eldr_serve.request import needs_whole_engine, prompt_head
+from eldr_serve.router.client import RouterClient
+from eldr_serve.scheduling.prefill import choose_prefill
+
+
+async def prefill_answer(call: Call) -> Any:
+    """Return the answer to a prefill call, `token_ids` and `kv`; raise CallFailedError without one."""
+    chunk = await call.read()
+    if chunk is None:
+        raise CallFailedError(500, b"the answer was empty")
+    return msgspec.msgpack.decode(chunk.payload)
+
+
+class SplitPrefill:
+    """Prefills prompts on the prefill deployment.
+
+    Args:
+        tokenizer: tokenises prompts that no prefill engine has tokenised.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: Engines,
+        admission: PrefillAdmission,
+        options: PathOptions,
+        client: RouterClient,
+        kv_release: KvRelease,
+        stage_latencies: StageLatencies,
+        tokenizer: PromptTokens | None,
+    ) -> None:
+        self._engines = engines
+        self._fleet = engines.prefill
+        self._admission = admission
+        self._options = options
+        self._client = client
+        self._kv_release = kv_release
+        self._stage_latencies = stage_latencies
+        self._tokenizer = tokenizer
+        self._outliers = OutlierDetector(engines.prefill, client.count)
+        self._without_prefill = Rate(options.whole_per_s, clock=lambda: asyncio.get_running_loop().time())
+
+    async def prepare(self, context: RequestContext) -> PreparedPrompt:
+        """Return the prompt, prefilled if the request can be split between two engines.
+
+        If prefill fails for an answer that has already begun, it continues on a decode engine that also
+        prefills.
+
+        Raises:
+            OverloadedError: no engine has room, or none can be reached.
+            PrefillFailedError: the engine is at fault.
+            CallFailedError: the request is at fault.
+        """
+        prompt = PreparedPrompt()
+        if needs_whole_engine(context.request.method, context.request.fields) is None:
+            try:
+                prompt = await self.prefill(context)
+            except (OverloadedError, CallFailedError, PrefillFailedError) as error:
+                if not context.answer.num_tokens:
+                    raise
+                context.failures.messages.append(f"continues on a decode engine without prefill: {error}")
+                self._client.count("whole_without_prefill")
+        if prompt.kv_params is None:  # no prefill replica is to blame for a failure of the decode call
+            context.failures.prefill_replica = ""
+        if self._tokenizer is not None:
+            await self._tokenizer.add_to(context)
+        return prompt
+
+    async def prefill(self, context: RequestContext) -> PreparedPrompt:
+        """Prefill the prompt; return it as it is if a decode engine is to compute it.
+
+        Raises:
+            OverloadedError: no engine has room, or none can be reached.
+            PrefillFailedError: the engine is at fault.
+            CallFailedError: the request is at fault.
+        """
+        num_tokens = self._admission.estimate_tokens(context)
+        replicas = await self._eligible_replicas(context, num_tokens)
+        if not replicas:
+            self._client.count("whole_without_prefill")
+            return PreparedPrompt()
+        in_flight = self._fleet.in_flight
+        replica = choose_prefill(
+            prompt_head(context.request.fields),
+            {name: in_flight[name] for name in replicas},
+            max_load_ratio=self._engines.prefill_options.max_load_ratio,
+            failed_replicas=context.failures.prefill_replicas,
+        )
+        context.failures.prefill_replica = replica
+        ticket = self._admission.queues.enter(replica, num_tokens, context.retry_key)
+        try:
+            return await self._call(context, replica, ticket)
+        finally:
+            self._admission.queues.leave(ticket)
+
+    async def _call(self, context: RequestContext, replica: str, ticket: Ticket) -> HeldPrompt:
+        request = context.request
+        queued_call = ticket.queued_call
+        assert queued_call is not None
+        request_id = f"{context.request_id}-p{context.num_prefills}"
+        context.num_prefills += 1
+        call: Call | None = None
+        try:
+            header = prefill_header(
+                request.method,
+                request_id,
+                request.headers,
+                request.cache_salt,
+                generated=bytes(context.answer.encoded_ids),
+            )
+            header["prompt_tokens"] = ticket.num_tokens
+            with context.stage("prefill", replica) as stage:
+                call = self._fleet.call(replica, "prefill", header, request.body)
+                limit_s = self._options.prefill_limit_s
+                call.expect(limit_s, limit_s, since=lambda: queued_call.due_s)
+                result = await prefill_answer(call)
+        except CallFailedError as error:
+            if error.status < 500:
+                raise
+            self._outliers.record_failure(replica, error)
+            raise PrefillFailedError(f"prefill replica {replica} failed: {error}") from error
+        except ChannelLostError as error:
+            context.failures.lost_engines += call is not None and not error.silent
+            raise PrefillFailedError(f"prefill replica {replica} was lost: {error}") from error
+        except BaseException as error:
+            if call is not None:
+                call.cancel()
+                self._kv_release.release(request_id, replica)
+            if not isinstance(error, CallTimeoutError):
+                raise
+            self._outliers.record_failure(replica, error)
+            raise PrefillFailedError(f"prefill replica {replica} took too long") from error
+        self._outliers.record_success(replica)
+        context.prefilled_ids = prompt_ids = np.frombuffer(result["token_ids"], np.uint32)
+        self._admission.finish(ticket, len(prompt_ids) + context.answer.num_ids)
+        self._admission.learn_size(context, len(prompt_ids))
+        self._client.count("prefills")
+        self._stage_latencies.record(prefill=stage.seconds)
+        return HeldPrompt(
+            request_id,
+            replica,
+            kv_params=result["kv"],
+            prefilled_at_s=stage.ended_s,
+            kv_release=self._kv_release,
+        )
+
+    # -- room --------------------------------------------------------------------------------------
+
+    async def _eligible_replicas(self, context: RequestContext, num_tokens: float) -> list[str]:
+        """Return the prefill replicas that may take the prompt; empty if it continues without prefill."""
+        while await self._wait_for_kv_room(context, num_tokens):
+            if context.is_retry:
+                return self._with_room()
+            if replicas := await self._admission.within_bound(context, num_tokens, self._with_room):
+                return replicas
+        return []
+
+    async def _wait_for_kv_room(self, context: RequestContext, num_tokens: float) -> bool:
+        """Wait until some prefill replica has room; return False to run without prefill if none is reachable.
+
+        Requests without prefill proceed in order of arrival, at a limited rate.
+        """
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + self._options.prefill_wait_s
+        turn_s = None
+        try:
+            with self._fleet.waiters.turn() as wait_until:
+                while not self._with_room():
+                    now_s = clock()
+                    reached = bool(self._fleet.live)
+                    if turn_s is None and not reached:
+                        after_s = self._without_prefill.reserve(max(0.0, until_s - now_s))
+                        turn_s = None if after_s is None else now_s + after_s
+                    if turn_s is not None and now_s >= turn_s and not reached:
+                        turn_s = None  # the reservation is used
+                        return False
+                    if now_s >= until_s:
+                        raise self._no_room(context, num_tokens, reached)
+                    await wait_until(until_s if turn_s is None or turn_s <= now_s else min(turn_s, until_s))
+            return True
+        finally:
+            if turn_s is not None:
+                self._without_prefill.give_back()
+
+    def _no_room(self, context: RequestContext, num_tokens: float, reached: bool) -> OverloadedError:
+        """Return the error of a request that has waited for room in vain."""
+        if not context.answer.num_tokens:  # otherwise it continues on a decode engine
+            self._client.count("refused_prefill_full")
+        if not reached:
+            return OverloadedError("no prefill replica can be reached")
+        why = "the KV caches of all prefill replicas are full"
+        return self._admission.overloaded(why, list(self._fleet.live), num_tokens, context.retry_key)
+
+    def _with_room(self) -> list[str]:
+        return self._fleet.directory.kv_usage.with_room(self._outliers.usable)

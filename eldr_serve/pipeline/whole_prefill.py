@@ -1,0 +1,48 @@
+"""Prefill by the decode engines themselves, in a deployment without prefill engines."""
+
+from __future__ import annotations
+
+from eldr_serve.pipeline.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.prepared_prompt import PreparedPrompt, QueuedPrompt
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.replicas.outliers import OutlierDetector
+from eldr_serve.request import needs_whole_engine
+
+
+class WholePrefill:
+    """Admits prompts to the queues of engines that prefill and decode.
+
+    Args:
+        outliers: knows the replicas that may get a prompt.
+        tokenizer: tokenises prompts before placement.
+    """
+
+    def __init__(
+        self, outliers: OutlierDetector, admission: PrefillAdmission, tokenizer: PromptTokens | None
+    ) -> None:
+        self._outliers = outliers
+        self._admission = admission
+        self._tokenizer = tokenizer
+
+    async def prepare(self, context: RequestContext) -> PreparedPrompt:
+        """Return the prompt with a ticket for the queue of an engine that placement will choose.
+
+        If an answer arrives only as a whole, it does not show when its prompt has been computed. Such
+        prompts are not counted in the queue.
+
+        Raises:
+            OverloadedError: no decode engine has room.
+        """
+        if self._tokenizer is not None:
+            await self._tokenizer.add_to(context)
+        if context.tokenised_ids is not None:
+            self._admission.learn_size(context, len(context.tokenised_ids))
+        fields = context.request.fields
+        num_tokens = 0.0
+        if fields.stream or needs_whole_engine(context.request.method, fields) is None:
+            num_tokens = self._admission.estimate_tokens(context)
+            if not context.is_retry:
+                await self._admission.within_bound(context, num_tokens, lambda: self._outliers.usable)
+        ticket = self._admission.queues.enter(None, num_tokens, context.retry_key)
+        return QueuedPrompt(ticket, self._admission, context.prompt_ids, context.answer.num_ids)

@@ -1,0 +1,43 @@
+"""Estimate the number of tokens of a prompt before it is tokenised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_CHARACTERS_PER_TOKEN = 4.0  # until prompts have been counted
+_MEMORY = 100  # time constant of the mean, prompts
+
+
+class PromptSizes:
+    """Estimates tokens by the mean number of characters per token of earlier prompts."""
+
+    def __init__(self) -> None:
+        self._characters, self._tokens = 1000 * _CHARACTERS_PER_TOKEN, 1000.0
+
+    def estimate(self, prompt: Any, messages: Any) -> float:
+        """Estimate the number of tokens of a completion's prompt or a chat's messages; at least 1."""
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            return float(len(prompt))
+        return max(1.0, _num_characters(prompt, messages) * self._tokens / self._characters)
+
+    def learn(self, prompt: Any, messages: Any, tokens: int) -> None:
+        """Learn from a prompt or chat whose true number of tokens is known; ignore it if it has no text."""
+        characters = _num_characters(prompt, messages)
+        if characters:
+            kept = 1 - 1 / _MEMORY
+            self._characters = kept * self._characters + characters
+            self._tokens = kept * self._tokens + tokens
+
+
+def _num_characters(prompt: Any, messages: Any) -> int:
+    """Return the total length of all strings in a prompt or in the texts of messages."""
+    pending, total = [prompt if messages is None else messages], 0
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, list):
+            pending += item
+        elif isinstance(item, dict):
+            pending += [item[key] for key in ("content", "text") if key in item]
+    return total

@@ -1,0 +1,58 @@
+"""Placement by the load of one process's own requests, used when the router cannot place."""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+import numpy as np
+
+from eldr_serve.errors import OverloadedError
+from eldr_serve.router.messages import LOCAL_FALLBACK
+from eldr_serve.scheduling import Lease, LoadLedger, State
+
+
+class Replicas(Protocol):
+    """Source of the replicas of a deployment that requests can be placed on."""
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Return the ids of these replicas, sorted."""
+
+
+class LocalFallback:
+    """Places requests of one process on the replica on which it holds the fewest leases."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._ledger = LoadLedger()
+
+    def add(self, lease: Lease) -> None:
+        """Count a lease on its replica, and no longer on an earlier one."""
+        self._ledger.add(lease.request_id, lease.replica, lease.request.prompt_tokens)
+        self._ledger.progress(lease.request_id, lease.generated_tokens)
+
+    def progress(self, request_id: str, generated_tokens: int) -> None:
+        """Update the number of tokens that a request has generated so far."""
+        self._ledger.progress(request_id, generated_tokens)
+
+    def release(self, request_id: str) -> None:
+        """Remove a lease; unknown ones are ignored."""
+        self._ledger.release(request_id)
+
+    def lease(self, lease: Lease, reason: str) -> None:
+        """Lease the least loaded replica that has not failed the request, and break ties randomly.
+
+        Raises:
+            OverloadedError: no decode replica is known.
+        """
+        live = self._replicas.live
+        candidates = [r for r in live if r not in lease.request.exclude] or list(live)
+        if not candidates:
+            raise OverloadedError("no decode replica is running yet", retry_after_s=5)
+        in_flight = self._ledger.loads(self._ledger.rows(candidates)).in_flight
+        lease.become(State.LEASED)
+        least = np.flatnonzero(in_flight == in_flight.min())
+        lease.replica, lease.position = candidates[int(random.choice(least))], -1
+        lease.num_candidates, lease.reason, lease.policy = len(candidates), reason, LOCAL_FALLBACK
+        self.add(lease)

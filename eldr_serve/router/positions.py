@@ -1,0 +1,63 @@
+"""Positions of the decode replicas, from what each ingress can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Positions:
+    """The position of each live decode replica; position i serves centroid i of the routing table.
+
+    A replica is lost when no ingress can reach it. Its position stays vacant (its centroid's requests go to
+    the next most similar workers) until a new replica takes the lowest vacant position, so that the other
+    replicas keep their centroids.
+
+    Attributes:
+        replicas: the replica in each position; None: the position is vacant.
+    """
+
+    def __init__(self) -> None:
+        self.replicas: list[str | None] = []
+        self._reachable: dict[str, frozenset[str]] = {}  # by ingress; without those that have reported none
+
+    @property
+    def live(self) -> frozenset[str]:
+        """Return the replicas that some ingress can reach."""
+        return frozenset[str]().union(*self._reachable.values())
+
+    @property
+    def num_live(self) -> int:
+        """Return the number of positions that are not vacant."""
+        return sum(replica is not None for replica in self.replicas)
+
+    @property
+    def unreachable(self) -> dict[str, frozenset[str]]:
+        """Return the live replicas that an ingress cannot reach, by ingress, if there are any."""
+        live = self.live
+        return {ingress: live - own for ingress, own in self._reachable.items() if own != live}
+
+    def set_reachable(self, ingress: str, replicas: Iterable[str]) -> None:
+        """Set the replicas that an ingress can reach."""
+        self._reachable[ingress] = frozenset(replicas)
+        self._update()
+
+    def forget(self, ingress: str) -> bool:
+        """Forget what a lost ingress could reach; return whether the positions are updated.
+
+        Without other ingresses' reports, the last replicas stay.
+        """
+        if self._reachable.pop(ingress, None) is None or not self._reachable:
+            return False
+        self._update()
+        return True
+
+    def _update(self) -> None:
+        live = self.live
+        self.replicas = [replica if replica in live else None for replica in self.replicas]
+        for replica in sorted(live.difference(filter(None, self.replicas))):
+            if None in self.replicas:
+                self.replicas[self.replicas.index(None)] = replica
+            else:
+                self.replicas.append(replica)
+        while self.replicas and self.replicas[-1] is None:
+            self.replicas.pop()

@@ -1,0 +1,124 @@
+"""Write what a decode step of a model costs on a GPU, from kernel times that NVIDIA measured.
+
+python -m offline.cost --model Qwen/Qwen3-30B-A3B --gpu h100_sxm --out cost.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.gpu_cost import package
+from eldr_serve.gpu_cost.fitting import Fit, fit
+from eldr_serve.gpu_cost.readings import Setting
+from loadgen.results import print_table
+
+_PLOTS = (".png", ".svg", ".pdf")
+_MOST = 100_000  # KV tokens of a request or requests of a step
+
+
+def cost(
+    model: Annotated[
+        str | None, typer.Option(help="Name that the package knows, or a config.json or its folder.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="The package's name of the GPU, such as h100_sxm.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size: 1, or a divisor of --tp.")] = 1,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"Weights: {', '.join(package.DTYPES)}; default: as the model's config says."),
+    ] = None,
+    context: Annotated[
+        str, typer.Option(help="KV tokens of a request in the fitted steps, with commas.")
+    ] = ",".join(map(str, package.CONTEXTS)),
+    batches: Annotated[str, typer.Option(help="Requests of the fitted steps, with commas.")] = ",".join(
+        map(str, package.BATCHES)
+    ),
+    out: Annotated[Path | None, typer.Option(help="Step cost to write (JSON).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot to write: steps and fit by batch (.png, .svg, .pdf).")
+    ] = None,
+    names: Annotated[bool, typer.Option("--list", help="List GPUs and models instead.")] = False,
+) -> None:
+    """Fit a step cost to a package's kernel times, for `eldr simulate --cost` and `router.cost`.
+
+    It needs no GPU, but the package aiconfigurator-core.
+    """
+    if names:
+        typer.echo("\n".join(["GPUs:", *package.gpus(), "", "models:", *package.models()]))
+        return
+    if model is None or gpu is None or out is None:
+        raise UserInputError("give --model, --gpu and --out, or --list")
+    for path in (out, plot):
+        if path is not None and not path.parent.is_dir():
+            raise UserInputError(f"the folder {path.parent} does not exist")
+    if plot is not None and plot.suffix not in _PLOTS:
+        raise UserInputError(f"--plot is {plot}: the name must end in {', '.join(_PLOTS)}")
+    readings = package.read(
+        Setting(model, gpu, tp, ep, dtype), _numbers("--batches", batches), _numbers("--context", context)
+    )
+    fitted = fit(readings)
+    print_table(f"{fitted.file().source}: step, and error of the fit", fitted.table())
+    fitted.file().save(out)
+    if plot is not None:
+        _plot(fitted, plot)
+    found = fitted.summary()
+    typer.echo(
+        f"{_terms(fitted)}; error {found['error_rms']:.1%} rms, at most {found['error_max_even']:.1%} with "
+        f"even and {found['error_max_skewed']:.1%} with skewed routing, {found['error_rms_prompts']:.0%} rms "
+        f"with prompts; wrote {out}"
+    )
+
+
+def _numbers(option: str, words: str) -> list[int]:
+    try:
+        found = sorted({int(word) for word in words.split(",")})
+    except ValueError:
+        raise UserInputError(f"{option} is {words!r}: give whole numbers with commas") from None
+    if found[0] < 1 or found[-1] > _MOST:
+        raise UserInputError(f"{option} is {words!r}: each must be from 1 to {_MOST}")
+    return found
+
+
+def _terms(fitted: Fit) -> str:
+    """Return the terms that are not 0, in words."""
+
+    def us(value: float) -> str:
+        return f"{value:.3g} us" if value < 1000 else f"{value:,.0f} us"
+
+    found = [(name, value) for name, value in fitted.summary().items() if name.endswith("_us") and value]
+    words = [f"{name.removesuffix('_us').replace('_', ' ')} {us(value)}" for name, value in found]
+    if table := fitted.cost.batch_s:
+        words.append(f"a batch of {max(table)} {us(1e6 * table[max(table)])} more than one of {min(table)}")
+    return ", ".join(words)
+
+
+def _plot(fitted: Fit, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from loadgen.plots import save
+
+    steps = fitted.readings.steps
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for panel, routing in zip(axes, ("even", "skewed"), strict=True):
+        for number, context in enumerate(sorted({step.context for step in steps})):
+            points = [
+                (step.requests, 1e3 * step.seconds, 1e3 * step.seconds * (1 + error))
+                for step, error in zip(steps, fitted.errors, strict=True)
+                if (step.routing, step.context) == (routing, context)
+            ]
+            batch, real, predicted = zip(*points, strict=True)
+            panel.plot(batch, real, "o", color=f"C{number}", label=f"{context:,} tokens")
+            panel.plot(batch, predicted, "-", color=f"C{number}")
+        panel.set(title=f"{routing} routing", xlabel="requests", xscale="log")
+    axes[0].set(ylabel="decode step, ms (lines: fit)", ylim=(0, None))
+    axes[0].legend(title="KV tokens each")
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    run(cost)

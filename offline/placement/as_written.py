@@ -1,0 +1,282 @@
+"""DIRECTOR's Algorithm 1 as the paper has it, to compare with `director_placement` (sections VI-C, VII).
+
+One LP covers all layers under a latency budget, which a bisection lowers. A layer takes the slowest rank's
+computation plus the slowest sender's communication, and an expert has one replica. Rounding is a random walk
+in macro-iterations, whose steps are scaled by each variable's distance to a whole number.
+
+The paper leaves two things open. A step that would leave [0, 1] ends at the bound, so that the experts' and
+the slots' constraints hold exactly. Where the walk has no direction left, or a macro-iteration makes nothing
+whole, the next one is without scales; the rest is then a transportation polytope, which has whole vertices.
+
+Arrays: L layers, E experts, G ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.linalg import null_space
+from scipy.optimize import linprog
+from scipy.sparse import block_diag, csr_array, eye_array, hstack, kron, vstack
+
+from eldr_serve.errors import UserInputError
+from eldr_serve.experts.parallel.placement import Topology
+from offline.placement.cost import LayerCost
+from offline.placement.director import by_source, fill_empty_ranks, full_slots, prices
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+_SEARCH = 0.01  # relative width of the budget's last interval, the paper's epsilon
+_STEP = 0.1  # gamma: length of a step, relative to the scales
+_STEPS = 200  # T_micro, steps of a macro-iteration
+_ALPHA = 2.0  # a variable stays within alpha times its scale of the whole number next to it
+_WHOLE = 1e-7
+
+
+@dataclass(frozen=True)
+class AsWrittenReport:
+    """Latencies that the search and the rounding reached: the paper's two maxima, summed over layers, s.
+
+    Attributes:
+        infeasible_s: largest budget found without a fractional placement, a lower bound of every placement.
+        budget_s: least budget found with one.
+        reached_s: latency of the whole placement.
+        lp_solves: LPs solved.
+    """
+
+    infeasible_s: float
+    budget_s: float
+    reached_s: float
+    lp_solves: int
+
+    @property
+    def above_budget(self) -> float:
+        """Return how far rounding ended above the budget; 0.01 is 1 % (epsilon of Theorem 2)."""
+        return self.reached_s / self.budget_s - 1 if self.budget_s else 0.0
+
+
+@dataclass(frozen=True)
+class _Latency:
+    """The latency of a layer as linear functions of x[E, G].
+
+    Attributes:
+        compute_s: [E] on any rank.
+        send_s: [G, E, G], from each source rank, if the expert is on each rank.
+    """
+
+    compute_s: Floats
+    send_s: Floats
+
+    def seconds(self, x: Floats) -> float:
+        """Return the slowest rank's computation plus the slowest sender's communication (2, 4)."""
+        sent = np.einsum("jek,ek->j", self.send_s, x)
+        return float((self.compute_s @ x).max() + sent.max())
+
+
+def director_as_written(
+    workload: ArrayLike,
+    *,
+    topology: Topology,
+    slots: int,
+    cost: LayerCost,
+    token_bytes: float = 0.0,
+    seed: int = 0,
+) -> tuple[Ints, AsWrittenReport]:
+    """Return the placement int[L, P], rank-major, of Algorithm 1 for a pending batch.
+
+    Spare slots repeat an expert of their rank. So each expert is on one rank, unless a rank would be empty.
+
+    Args:
+        workload, topology, slots, cost, token_bytes: as for `director_placement`.
+        seed: of the random walk.
+
+    Raises:
+        UserInputError: the workload is invalid, or slots are fewer than experts.
+    """
+    tokens = by_source(workload, topology)
+    experts, ranks = tokens.shape[2], topology.ranks
+    if slots < 1 or ranks * slots < experts:
+        raise UserInputError(f"{ranks} ranks of {slots} slots cannot hold {experts} experts")
+    latencies = [_latency(layer, topology, cost, token_bytes) for layer in tokens]
+    low_s, budget_s, shares, solves = search_budget(latencies, slots)
+    rng = np.random.default_rng(seed)
+    chosen = np.stack([round_with_scales(x, slots, rng) for x in shares])  # [L, E]
+    whole = (chosen[..., None] == np.arange(ranks)).astype(np.float64)
+    reached_s = sum(latency.seconds(x) for latency, x in zip(latencies, whole, strict=True))
+    placed = np.full((len(tokens), ranks, slots), experts)
+    for layer, row in enumerate(chosen):
+        for rank in range(ranks):
+            held = np.flatnonzero(row == rank)
+            placed[layer, rank, : len(held)] = held
+    token_s, active_s = prices(tokens, topology, cost, token_bytes)
+    fill_empty_ranks(placed, token_s, active_s, np.zeros(len(tokens)))
+    report = AsWrittenReport(low_s, budget_s, reached_s, solves)
+    return full_slots(placed, experts).reshape(len(tokens), -1), report
+
+
+def _latency(tokens: Floats, topology: Topology, cost: LayerCost, token_bytes: float) -> _Latency:
+    """Return the latency of a layer with tokens[G, E]."""
+    everyone = tokens.sum(axis=0)
+    same = topology.node_of[:, None] == topology.node_of
+    byte_s = np.where(same, cost.near_byte_s, cost.far_byte_s)
+    np.fill_diagonal(byte_s, 0)
+    return _Latency(
+        cost.per_token_s * everyone + cost.per_expert_s * (everyone > 0),
+        token_bytes * tokens[:, :, None] * byte_s[:, None, :],
+    )
+
+
+def search_budget(latencies: list[_Latency], slots: int) -> tuple[float, float, Floats, int]:
+    """Bisect for the least budget whose LP (6) is feasible.
+
+    Returns:
+        The largest infeasible and the least feasible budget, s; the latter's fractional placement [L, E, G];
+        the number of LPs solved.
+    """
+    experts, ranks = latencies[0].send_s.shape[1:]
+    shares = np.full((len(latencies), experts, ranks), 1 / ranks)  # within every constraint but the budget
+    high = sum(latency.seconds(x) for latency, x in zip(latencies, shares, strict=True))
+    low, solves = 0.0, 0
+    if ranks == 1 or not high:
+        return low, high, shares, solves
+    scale = high / len(latencies)
+    limits, sums, at_most = _constraints(latencies, slots, scale)
+    while high - low > _SEARCH * high:
+        budget = (low + high) / 2
+        solved = _feasible(limits, sums, at_most, budget / scale, shares.shape)
+        solves += 1
+        if solved is None:
+            low = budget
+        else:
+            high, shares = budget, solved
+    return low, high, shares, solves
+
+
+def _constraints(latencies: list[_Latency], slots: int, scale: float) -> tuple[csr_array, csr_array, Floats]:
+    """Return the LP's inequalities, last the budget's, its equalities, and the inequalities' right sides.
+
+    Variables of each layer: x[E, G], then its computation and its communication, in units of `scale`.
+    """
+    experts, ranks = latencies[0].send_s.shape[1:]
+    per_rank, per_expert = eye_array(ranks), eye_array(experts)
+    capacity = hstack([kron(np.ones((1, experts)), per_rank), csr_array((ranks, 2))])
+    minus, zero = csr_array(-np.ones((ranks, 1))), csr_array((ranks, 1))
+    layers = [
+        vstack(
+            [
+                hstack([kron(latency.compute_s[None] / scale, per_rank), minus, zero]),
+                hstack([csr_array(latency.send_s.reshape(ranks, -1) / scale), zero, minus]),
+                capacity,
+            ]
+        )
+        for latency in latencies
+    ]
+    budget = np.tile(np.append(np.zeros(experts * ranks), [1.0, 1.0]), len(layers))
+    once = hstack([kron(per_expert, np.ones((1, ranks))), csr_array((experts, 2))])
+    right = np.tile(np.repeat([0.0, 0.0, slots], ranks), len(layers))
+    return (
+        csr_array(vstack([block_diag(layers), csr_array(budget[None])])),
+        csr_array(block_diag([once] * len(layers))),
+        right,
+    )
+
+
+def _feasible(
+    limits: csr_array, sums: csr_array, at_most: Floats, budget: float, shape: tuple[int, ...]
+) -> Floats | None:
+    """Solve the LP with a budget; return x[L, E, G], or None if it is infeasible.
+
+    Each expert's shares sum to 1: the paper's 1 or more costs more and places no better.
+    """
+    layers, experts, ranks = shape
+    upper = np.tile(np.append(np.ones(experts * ranks), [np.inf, np.inf]), layers)
+    result = linprog(  # type: ignore[call-overload]  # its stubs know no sparse constraints
+        np.zeros(limits.shape[1]),
+        A_ub=limits,
+        b_ub=np.append(at_most, budget),
+        A_eq=sums,
+        b_eq=np.ones(sums.shape[0]),
+        bounds=np.stack([np.zeros(len(upper)), upper], axis=1),
+        method="highs",
+    )
+    if not result.success:
+        return None
+    x: Floats = result.x.reshape(layers, -1)[:, :-2].reshape(shape)
+    return np.clip(x, 0, 1)
+
+
+def round_with_scales(share: Floats, slots: int, rng: np.random.Generator) -> Ints:
+    """Round a layer's x[E, G] to the rank of each expert, int[E], by macro-iterations of a random walk.
+
+    Args:
+        share: rows that sum to 1, columns of at most `slots`.
+        slots: slots of each rank.
+    """
+    x = _snapped(share)
+    scaled = True
+    while len(cells := np.argwhere(_fractional(x))):
+        after = _macro_iteration(x, cells, slots, rng, scaled=scaled)
+        fewer = int(_fractional(after).sum()) < len(cells)
+        if not (fewer or scaled):  # a vertex: only rounding errors are left
+            break
+        x, scaled = after, fewer
+    ranks: Ints = x.argmax(axis=1)
+    return ranks
+
+
+def _macro_iteration(x: Floats, cells: Ints, slots: int, rng: np.random.Generator, *, scaled: bool) -> Floats:
+    """Return x after a walk of its fractional variables, int[n, 2] `cells`.
+
+    With scales, a step is `_STEP` times a random direction in units of the scales s, the sum of each scale's
+    variables stays (7), and a variable stays within alpha * s of its whole number. Without, a step goes as
+    far as the constraints allow.
+    """
+    expert, rank = cells.T
+    value = x[expert, rank]
+    distance = np.minimum(value, 1 - value)
+    scale = 0.5 ** np.floor(-np.log2(distance)) if scaled else np.ones(len(value))
+    low = np.where(value <= 0.5, 0.0, np.maximum(1 - _ALPHA * scale, 0))
+    high = np.where(value <= 0.5, np.minimum(_ALPHA * scale, 1), 1.0)
+    rows = [group == member for group in (expert, scale)[: 1 + scaled] for member in np.unique(group)]
+    of_rank = (rank == np.arange(x.shape[1])[:, None]).astype(np.float64)
+    moving = np.ones(len(value), bool)
+    basis: Floats | None = None
+    for _ in range(_STEPS if scaled else len(value) + x.shape[1]):
+        room = slots - x.sum(axis=0)
+        if basis is None:
+            kept = np.vstack([*rows, of_rank[room < _WHOLE]]).astype(np.float64)
+            basis = null_space(kept[:, moving] * scale[moving])
+        if not basis.shape[1]:
+            break
+        step = np.zeros(len(value))
+        step[moving] = scale[moving] * (basis @ rng.standard_normal(basis.shape[1]))
+        reach = _reach(value, low, high, step, room, of_rank @ step)
+        value = value + min(reach, _STEP if scaled else np.inf) * step
+        value = np.where(abs(value - np.round(value)) < _WHOLE, np.round(value), value)
+        x = x.copy()
+        x[expert, rank] = value
+        stopped = moving & ((value <= low + _WHOLE) | (value >= high - _WHOLE))
+        if stopped.any() or reach <= _STEP or not scaled:
+            moving &= ~stopped
+            basis = None
+        if not moving.any():
+            break
+    return x
+
+
+def _reach(value: Floats, low: Floats, high: Floats, step: Floats, room: Floats, filled: Floats) -> float:
+    """Return how many steps the variables can go within their bounds and the ranks' room."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        to_bound = np.where(step > 0, (high - value) / step, np.where(step < 0, (low - value) / step, np.inf))
+        to_full = np.where(filled > 1e-12, np.maximum(room, 0) / filled, np.inf)
+    return float(max(0.0, min(to_bound[step != 0].min(initial=np.inf), to_full.min())))
+
+
+def _snapped(x: Floats) -> Floats:
+    return np.where(abs(x - np.round(x)) < _WHOLE, np.round(x), x)
+
+
+def _fractional(x: Floats) -> NDArray[np.bool_]:
+    return (x > 0) & (x < 1)

@@ -1,0 +1,243 @@
+"""Published expert choices of real models, read as calibration traces.
+
+A file has one JSON object a line, plain or gzip, with `id`, `domain` and `routes`: the experts that each
+token chose, tokens x MoE layers x k in this order, as a list of ids or as a string of letters, whose places
+in the model's alphabet are the ids. `MODELS` has the known models, and which field has the number of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.command_errors import UserInputError
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from loadgen.text_files import numbered_lines
+
+BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+BASE32 = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
+_AGAIN = "get the whole file again, or name its model by `eldr routes --model`"
+_UNKNOWN = 2**16 - 1  # stands for a letter that names no expert
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Division of a sample's tokens into prompt and answer.
+
+    Attributes:
+        prompt_tokens: first tokens, which are the prompt; None: by share.
+        prompt_share: share of the sample that is the prompt, rounded down, at least one token.
+        output_tokens: maximum tokens after the prompt that are the answer; None: all.
+        min_output_tokens: samples with a shorter answer are left out.
+    """
+
+    prompt_tokens: int | None = None
+    prompt_share: float = 0.5
+    output_tokens: int | None = None
+    min_output_tokens: int = 1
+
+    def lengths(self, tokens: int) -> tuple[int, int]:
+        """Return the prompt's and the answer's tokens of a sample; the answer may have 0 or fewer."""
+        prompt = self.prompt_tokens or max(1, int(self.prompt_share * tokens))
+        rest = tokens - prompt
+        return prompt, rest if self.output_tokens is None else min(rest, self.output_tokens)
+
+
+@dataclass(frozen=True)
+class RouteModel:
+    """The shape of a known model and the format of its file.
+
+    Attributes:
+        alphabet: letters of `routes`; the place of a letter is the expert's id.
+        tokens_field: field with the number of tokens.
+        max_tokens: tokens whose routes a record has at most; None: all of them.
+        cut: default of the command.
+    """
+
+    name: str
+    layers: int
+    experts: int
+    top_k: int
+    alphabet: str
+    tokens_field: str
+    max_tokens: int | None = None
+    cut: Cut = Cut()
+
+    def counts(self, routes: NDArray[np.uint16]) -> NDArray[np.uint32]:
+        """Return uint32[L, E] of routes[T, L, k]."""
+        cells = routes + np.arange(self.layers)[:, None] * self.experts
+        counts = np.bincount(cells.ravel(), minlength=self.layers * self.experts)
+        return counts.reshape(self.layers, self.experts).astype(np.uint32)
+
+
+# GPT-OSS-20B's records have decode steps only: the first ones stand in for the prompt.
+MODELS = {
+    model.name: model
+    for model in (
+        RouteModel("deepseek-v2-lite", 26, 64, 6, BASE64, "tokens"),
+        RouteModel("gpt-oss-20b", 24, 32, 4, BASE32, "decode_tokens", 256, Cut(96, 0.5, 64, 64)),
+    )
+}
+
+
+class Sample(NamedTuple):
+    """A record of a file, and its routes uint16[T, L, k]."""
+
+    record: dict[str, Any]
+    routes: NDArray[np.uint16]
+
+
+def model_named(name: str) -> RouteModel:
+    """Return a known model; raise UserInputError that lists them otherwise."""
+    if name not in MODELS:
+        raise UserInputError(f"unknown model {name!r}; routes are known of {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def read_samples(
+    path: Path, model: RouteModel | None = None, on_sample: Callable[[], None] = lambda: None
+) -> tuple[RouteModel, list[Sample]]:
+    """Read a file's samples; without a model, recognise it by the fields of the first record.
+
+    Raises:
+        UserInputError: the file cannot be read, or a line is not a record; the message names line and field.
+    """
+    samples: list[Sample] = []
+    lines: dict[str, int] = {}
+    for number, line in numbered_lines(path):
+        where = f"{path}, line {number}"
+        record = _record(where, line)
+        model = model or _recognised(where, record)
+        samples.append(Sample(record, _routes(where, record, model)))
+        if (before := lines.setdefault(str(record["id"]), number)) != number:
+            raise UserInputError(f"{where}: id {record['id']!r} is that of line {before}; remove one of them")
+        on_sample()
+    if model is None:
+        raise UserInputError(f"{path} is empty: {_AGAIN}")
+    return model, samples
+
+
+def trace_of(model: RouteModel, samples: Iterable[Sample], cut: Cut | None = None) -> CalibrationTrace:
+    """Return the samples that are long enough as a trace; the default cut is the model's.
+
+    Raises:
+        UserInputError: no sample is long enough.
+    """
+    cut = cut or model.cut
+    kept = long_enough(samples, cut)
+    if not kept:
+        raise UserInputError(
+            f"no sample of {model.name} has an answer of {cut.min_output_tokens} tokens after its prompt: "
+            "take a shorter prompt or a smaller minimum"
+        )
+    prompts, answers = [], []
+    for _, routes in kept:
+        prompt, output = cut.lengths(len(routes))
+        prompts.append(routes[:prompt])
+        answers.append(routes[prompt : prompt + output])
+    steps = np.array([len(answer) for answer in answers], np.uint32)
+    kind = np.uint8 if model.experts <= 2**8 else np.uint16
+    return CalibrationTrace(
+        model.name,
+        model.top_k,
+        np.stack([model.counts(p) for p in prompts]),
+        np.stack([model.counts(a) for a in answers]),
+        steps,
+        np.array([len(prompt) for prompt in prompts], np.uint32),
+        [str(sample.record["domain"]) for sample in kept],
+        [str(sample.record["id"]) for sample in kept],
+        np.concatenate(answers).astype(kind),
+        np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
+    )
+
+
+def long_enough(samples: Iterable[Sample], cut: Cut) -> list[Sample]:
+    """Return the samples whose answer has the minimum of tokens."""
+    return [s for s in samples if cut.lengths(len(s.routes))[1] >= max(1, cut.min_output_tokens)]
+
+
+def read_trace_of_routes(path: Path, model: str | None = None, **cut: Any) -> CalibrationTrace:
+    """Read a file as a trace, with the model's default cut but for the given fields of `Cut`.
+
+    Raises:
+        UserInputError: as `read_samples` and `trace_of`; the message names the file.
+    """
+    known, samples = read_samples(path, None if model is None else model_named(model))
+    try:
+        return trace_of(known, samples, replace(known.cut, **cut))
+    except UserInputError as error:
+        raise UserInputError(f"{path}: {error}") from None
+
+
+def _record(where: str, line: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserInputError(f"{where} is not JSON ({error}): {_AGAIN}") from None
+    for name in ("id", "domain", "routes"):
+        if not isinstance(record, dict) or name not in record:
+            raise UserInputError(f"{where} has no field {name!r}: {_AGAIN}")
+    return record
+
+
+def _recognised(where: str, record: dict[str, Any]) -> RouteModel:
+    for model in MODELS.values():
+        if model.tokens_field in record:
+            return model
+    fields = " or ".join(f"{model.tokens_field!r} ({name})" for name, model in MODELS.items())
+    raise UserInputError(f"{where} has no field {fields}, so that its model is unknown: {_AGAIN}")
+
+
+def _routes(where: str, record: dict[str, Any], model: RouteModel) -> NDArray[np.uint16]:
+    """Return uint16[T, L, k] of a record."""
+    tokens = record.get(model.tokens_field)
+    if not isinstance(tokens, int) or tokens < 1:
+        raise UserInputError(
+            f"{where}: {model.tokens_field} of {model.name} is {tokens!r}, not a number of tokens: {_AGAIN}"
+        )
+    ids = _expert_ids(record["routes"], model.alphabet)
+    a_token = model.layers * model.top_k
+    expected = min(tokens, model.max_tokens or tokens) * a_token
+    if ids is None or len(ids) != expected:
+        found = "neither letters nor ids" if ids is None else f"{len(ids)} experts"
+        raise UserInputError(
+            f"{where}: routes are {found}, not {expected} of {tokens} tokens of {model.name}: {_AGAIN}"
+        )
+    wrong = np.flatnonzero((ids < 0) | (ids >= model.experts))
+    if len(wrong):
+        at, place = int(wrong[0]), divmod(int(wrong[0]) % a_token, model.top_k)
+        raise UserInputError(
+            f"{where}: routes[{at}] is {record['routes'][at]!r} (token {at // a_token}, layer {place[0]}, "
+            f"choice {place[1]}), which names none of the {model.experts} experts of {model.name}: {_AGAIN}"
+        )
+    routes = ids.astype(np.uint16).reshape(-1, model.layers, model.top_k)
+    return _distinct(where, routes, model)
+
+
+def _expert_ids(routes: Any, alphabet: str) -> NDArray[np.int64] | None:
+    """Return the ids of letters or of a list of ids, _UNKNOWN for other letters; None of anything else."""
+    if isinstance(routes, str):
+        values = np.full(256, _UNKNOWN, np.int64)
+        values[np.frombuffer(alphabet.encode(), np.uint8)] = np.arange(len(alphabet))
+        return values[np.frombuffer(routes.encode("latin-1", "replace"), np.uint8)]
+    if isinstance(routes, list) and all(type(expert) is int for expert in routes):
+        return np.array([min(max(expert, -1), _UNKNOWN) for expert in routes], np.int64)
+    return None
+
+
+def _distinct(where: str, routes: NDArray[np.uint16], model: RouteModel) -> NDArray[np.uint16]:
+    ordered = np.sort(routes, axis=2)
+    twice = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
+    if len(twice):
+        token, layer = twice[0].tolist()
+        raise UserInputError(
+            f"{where}: routes name an expert of layer {layer} twice for token {token}, which {model.name} "
+            f"cannot choose: {_AGAIN}"
+        )
+    return routes

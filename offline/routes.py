@@ -1,0 +1,161 @@
+"""Convert published expert choices of a real model to a calibration trace, on CPU, in seconds.
+
+python -m offline.routes deepseek_v2_lite_routes.jsonl.gz --model deepseek-v2-lite --out trace.safetensors
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.files import write_all
+from loadgen.progress import progress_bar
+from loadgen.results import print_table
+from offline.route_files import MODELS, Cut, Sample, long_enough, model_named, read_samples, trace_of
+
+Model = Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}; default: by the records' fields.")]
+PromptShare = Annotated[
+    float | None,
+    typer.Option(help="Share of a sample that is its prompt, above 0 and below 1; default: the model's."),
+]
+PromptTokens = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of each prompt, in place of a share; default: the model's.")
+]
+OutputTokens = Annotated[
+    int | None, typer.Option(min=1, help="Most output tokens kept of a sample; default: the model's, or all.")
+]
+MinOutputTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Leave out samples with fewer output tokens; default: the model's, or 1."),
+]
+
+
+def routes(
+    file: Annotated[Path, typer.Argument(help="Samples with routes, JSON lines, plain or .gz.")],
+    out: Annotated[Path, typer.Option(help="CalibrationTrace file to write (.safetensors).")],
+    model: Model = None,
+    prompt_share: PromptShare = None,
+    prompt_tokens: PromptTokens = None,
+    output_tokens: OutputTokens = None,
+    min_output_tokens: MinOutputTokens = None,
+    domain: Annotated[
+        list[str] | None, typer.Option(help="Only samples of this domain; repeatable; default: all.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Samples of each domain, drawn by --seed; default: all.")
+    ] = None,
+    held_out: Annotated[
+        float,
+        typer.Option(help="Share of each domain's samples for NAME.held_out.safetensors instead."),
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws for --samples and --held-out.")] = 0,
+) -> None:
+    """Write a model's published routes as a calibration trace; show its domains.
+
+    deepseek-v2-lite: the first half of a sample is its prompt. gpt-oss-20b: the first 96 steps are the
+    prompt, the next 64 the answer; shorter samples are left out.
+    """
+    known = None if model is None else model_named(model)
+    _check_shares(prompt_share, prompt_tokens, held_out, samples)
+    if not out.parent.is_dir():
+        raise UserInputError(f"the folder {out.parent} does not exist")
+    if out.suffix != ".safetensors":
+        raise UserInputError(f"--out is {out.name}, which must end in .safetensors")
+    with progress_bar() as progress:
+        bar = progress.add_task("reading samples", total=None)
+        known, found = read_samples(file, known, lambda: progress.advance(bar))
+    cut = _cut(known.cut, prompt_share, prompt_tokens, output_tokens, min_output_tokens)
+    kept, apart = _drawn(file, long_enough(found, cut), len(found), domain, samples, held_out, seed)
+    traces = {out: trace_of(known, kept, cut)}
+    if apart:
+        traces[out.with_stem(f"{out.stem}.held_out")] = trace_of(known, apart, cut)
+    write_all({path: trace.to_bytes() for path, trace in traces.items()})
+    print_table(known.name, [row for path, trace in traces.items() for row in _rows(path, trace)])
+    typer.echo(f"wrote {', '.join(map(str, traces))}")
+
+
+def _check_shares(
+    prompt_share: float | None, prompt_tokens: int | None, held_out: float, samples: int | None
+) -> None:
+    if prompt_share is not None and prompt_tokens is not None:
+        raise UserInputError("give --prompt-share or --prompt-tokens, not both")
+    if prompt_share is not None and not 0 < prompt_share < 1:
+        raise UserInputError(f"--prompt-share is {prompt_share:g}, which must be above 0 and below 1")
+    if not 0 <= held_out < 1:
+        raise UserInputError(f"--held-out is {held_out:g}, which must be at least 0 and below 1")
+    if held_out and samples == 1:
+        raise UserInputError("--samples is 1, which leaves none to hold out: take 2 or more")
+
+
+def _cut(
+    cut: Cut, prompt_share: float | None, prompt_tokens: int | None, output: int | None, minimum: int | None
+) -> Cut:
+    """Return the model's cut, changed by the options that were given."""
+    if prompt_share is not None:
+        cut = replace(cut, prompt_tokens=None, prompt_share=prompt_share)
+    if prompt_tokens is not None:
+        cut = replace(cut, prompt_tokens=prompt_tokens)
+    if output is not None:
+        cut = replace(cut, output_tokens=output, min_output_tokens=min(cut.min_output_tokens, output))
+    if minimum is not None:
+        if cut.output_tokens is not None and minimum > cut.output_tokens:
+            raise UserInputError(
+                f"--min-output-tokens is {minimum}, but at most {cut.output_tokens} output tokens are kept: "
+                "raise --output-tokens"
+            )
+        cut = replace(cut, min_output_tokens=minimum)
+    return cut
+
+
+def _drawn(
+    file: Path,
+    usable: list[Sample],
+    total: int,
+    domains: list[str] | None,
+    number: int | None,
+    held_out: float,
+    seed: int,
+) -> tuple[list[Sample], list[Sample]]:
+    """Return the samples of the trace and those held out, by domain, each in the order of the file."""
+    if not usable:
+        raise UserInputError(
+            f"{file}: none of {total} samples is long enough: cut a shorter prompt or answer"
+        )
+    by_domain: dict[str, list[int]] = {}
+    for index, sample in enumerate(usable):
+        by_domain.setdefault(str(sample.record["domain"]), []).append(index)
+    needed = max(number or 1, 2 if held_out else 1)
+    kept: list[int] = []
+    apart: list[int] = []
+    for name in dict.fromkeys(domains or sorted(by_domain)):
+        members = by_domain.get(name, [])
+        if len(members) < needed:
+            raise UserInputError(
+                f"{file} has {len(members)} samples of domain {name!r} that are long enough, not {needed}: "
+                f"lower --samples, or choose by --domain from {', '.join(sorted(by_domain))}"
+            )
+        order = np.random.default_rng([seed, *name.encode()]).permutation(members)[:number].tolist()
+        aside = min(len(order) - 1, max(1, round(held_out * len(order)))) if held_out else 0
+        apart += order[:aside]
+        kept += order[aside:]
+    return [usable[i] for i in sorted(kept)], [usable[i] for i in sorted(apart)]
+
+
+def _rows(path: Path, trace: CalibrationTrace) -> list[dict[str, Any]]:
+    domains = np.array(trace.domains)
+    return [
+        {"trace": path.name, "domain": name, "samples": int((domains == name).sum())}
+        | {"prompt_tokens_p50": float(np.median(trace.prompt_tokens[domains == name]))}
+        | {"output_tokens_p50": float(np.median(trace.decode_steps[domains == name]))}
+        for name in sorted(set(trace.domains))
+    ]
+
+
+if __name__ == "__main__":
+    run(routes)

@@ -1,0 +1,99 @@
+"""An engine behind a channel, whose methods are named after what they do, and calls to it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from eldr_serve.channel import Answer, Call, Channel, ChannelServer
+from eldr_serve.channel.frames import VERSION, Kind, frame
+
+SECRET = "secret"
+HELLO = frame(Kind.HELLO, 0, bytes([VERSION]) + SECRET.encode())
+
+
+class Engine:
+    """An engine whose methods are named after what they do; it records which calls run."""
+
+    def __init__(self, limit: int = 1000, report: Any = dict) -> None:
+        self.running: list[str] = []
+        self.begun = 0
+        self.stops = True
+        self.go_on = asyncio.Event()
+        self.server = ChannelServer(
+            SECRET,
+            self.answer,
+            describe=lambda error: (400 if isinstance(error, ValueError) else 500, f"{error}".encode()),
+            limit=limit,
+            full=lambda: RuntimeError("full"),
+            report=report,
+        )
+
+    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+        self.running.append(method)
+        self.begun += 1
+        try:
+            if method == "echo":
+                for part in header["parts"]:
+                    answer.send(part + body, 1)
+                    await asyncio.sleep(0)
+            elif method == "running":
+                answer.send(" ".join(self.running).encode())
+            elif method == "refuse":
+                raise ValueError("this is wrong")
+            elif method == "flood":
+                while True:
+                    answer.send(b"x" * 65536, 1)
+                    try:
+                        await asyncio.sleep(0)
+                    except asyncio.CancelledError:
+                        if self.stops:
+                            raise
+                        await asyncio.sleep(1)  # a stuck engine stops late
+                        raise
+            elif method == "wait":
+                answer.send(b"begun")
+                await self.go_on.wait()
+                answer.send(b"done", 1)
+        finally:
+            self.running.remove(method)
+
+
+@asynccontextmanager
+async def listening(**options: Any) -> AsyncIterator[tuple[Engine, int]]:
+    engine = Engine(**options)
+    port = await engine.server.start("127.0.0.1")
+    try:
+        yield engine, port
+    finally:
+        await engine.server.stop()
+
+
+@asynccontextmanager
+async def connected(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
+    async with listening(**options) as (engine, port):
+        channel = await Channel.connect("127.0.0.1", port, SECRET)
+        try:
+            yield engine, channel
+        finally:
+            channel.close("the test ends")
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("eldr_serve")]
+
+
+async def read_all(call: Call) -> tuple[bytes, int]:
+    """Return the whole answer to a call and its number of tokens."""
+    payload, tokens = b"", 0
+    while (chunk := await call.read()) is not None:
+        payload, tokens = payload + chunk.payload, tokens + chunk.num_tokens
+    return payload, tokens

@@ -1,0 +1,52 @@
+"""A replica of an engine deployment over a fake engine, and a channel to it."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from eldr_serve.channel import Call, Channel
+from eldr_serve.channel.address import Address
+from eldr_serve.engine.calls import decode_header
+from eldr_serve.engine.fake import FakeConfig, FakeEngine
+from eldr_serve.replicas.fleet import METADATA
+
+COUNTS = np.arange(24, dtype=np.uint32).reshape(2, 3, 4)
+
+
+def generate(
+    channel: Channel, name: str = "id", tokens: int = 1, *, stream: bool = True, kv: Any = None, **header: Any
+) -> Call:
+    """Send a decode call to a replica."""
+    body = json.dumps({"prompt": "x", "max_tokens": tokens, "stream": stream}).encode()
+    return channel.call("generate", decode_header("completions", name, kv, **header), body)
+
+
+@asynccontextmanager
+async def serving(
+    kind: Any,
+    *,
+    engine: Any = FakeEngine.start,
+    stall_limit_s: float = 60.0,
+    deployment_config: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> AsyncIterator[tuple[Any, Channel]]:
+    """Run a server as Serve makes it; yield it and an ingress's channel to it."""
+    server = object.__new__(kind)
+    with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
+        await server.__init__(
+            FakeConfig(COUNTS, step_s=0.001, deployment_config=deployment_config or {}),
+            engine=engine,
+            stall_limit_s=stall_limit_s,
+            **arguments,
+        )
+    address = Address(**(await server.record_replica_metadata())[METADATA])
+    channel = await address.connect()
+    try:
+        yield server, channel
+    finally:
+        channel.close("the test ends")
+        await server.shut_down()

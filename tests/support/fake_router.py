@@ -1,0 +1,318 @@
+"""A router's state, a fake actor of it, clients over a channel without a network, and a queued policy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+
+from eldr_serve.channel import Answer, Channel, ChannelLostError, ChannelServer
+from eldr_serve.channel.server import _Connection
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.replicas.directory import ReplicaDirectory
+from eldr_serve.router.actor import _ARGUMENTS, _describe
+from eldr_serve.router.calls import RouterCalls
+from eldr_serve.router.client import RouterClient
+from eldr_serve.router.messages import Counted, Place, Restore, decoder, encode
+from eldr_serve.router.sessions import Sessions
+from eldr_serve.router.state import RouterState
+from eldr_serve.router.status import live_status, router_status
+from eldr_serve.scheduling import Decision, Lease, Loads, PlacementRequest, QueuedPolicy, State
+from tests.support.tables import counts_for, request, unit_table
+
+_REPORTS: dict[str, Callable[[RouterState], dict[str, Any]]] = {"status": router_status, "live": live_status}
+
+
+def router_state(
+    workers: int = 3, table: int | None = 3, policy: str = "locality-band", clients: str = "c", **options: Any
+) -> RouterState:
+    """Return a router whose clients (a letter each) have reported the workers r0, r1, ..."""
+    data = unit_table(table).to_bytes() if table else None
+    state = RouterState(model_id="m", policy=policy, table=data, **options)
+    for client in clients:
+        state.restore(Restore(client, tuple(f"r{w}" for w in range(workers))))
+    return state
+
+
+def place(state: RouterState, *requests: str | PlacementRequest, client: str = "c") -> list[Lease]:
+    """Place requests together; a name stands for a request that may wait."""
+    leases = [
+        Lease(request(one, may_wait=True) if isinstance(one, str) else one, State.SENT, client)
+        for one in requests
+    ]
+    state.place(leases)
+    return leases
+
+
+def place_one(state: RouterState, name: str, centroid: int | None = None, **fields: Any) -> Lease:
+    """Place a request that must not wait, with the signature of this centroid."""
+    if centroid is not None:
+        table = RoutingTable.from_bytes(state.settings.table or b"")
+        fields["similarity"] = table.similarity(counts_for(centroid))
+    (lease,) = place(state, request(name, **{"table_version": state.settings.table_version, **fields}))
+    return lease
+
+
+def release(state: RouterState, *names: str) -> None:
+    for name in names:
+        state.finish(name)
+    state.place([])  # as an iteration of the event loop does
+
+
+def client_lease(name: str, replica: str, client: str = "c", **fields: Any) -> Lease:
+    """Return the lease of a request that its client has placed by local fallback."""
+    fields = {"max_new_tokens": 0, **fields}
+    return Lease(request(name, **fields), State.LEASED, client, replica, policy="local-fallback")
+
+
+def loads(state: RouterState) -> dict[str, tuple[int, int]]:
+    """Return the requests and KV tokens of each worker."""
+    return {w["replica"]: (w["in_flight"], w["kv_tokens"]) for w in router_status(state)["workers"]}
+
+
+class _End(asyncio.Transport):
+    """One end of a connection in this process; data arrives in order, after the actor's delay."""
+
+    other: _End
+
+    def __init__(self, actor: FakeActor, protocol: Any) -> None:
+        super().__init__()
+        self.actor, self.protocol = actor, protocol
+        self.open = True
+        self._last_s = 0.0
+
+    def _later(self, callback: Callable[..., None], *args: Any) -> None:
+        loop = asyncio.get_running_loop()
+        self._last_s = max(self._last_s, loop.time() + self.actor.delay_s)
+        loop.call_at(self._last_s, callback, *args)
+
+    def writelines(self, list_of_data: Any) -> None:
+        self._later(self.other._arrive, b"".join(list_of_data))
+
+    def _arrive(self, data: bytes) -> None:
+        if self.open:
+            self.protocol.data_received(data)
+
+    def abort(self) -> None:
+        if self.open:
+            self.open = False
+            self._later(self.other._lose)
+
+    def _lose(self) -> None:
+        if self.open:
+            self.open = False
+            self.protocol.connection_lost(None)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+class FakeActor(RouterCalls):
+    """The actor's state and sessions without Ray, and a client's calls to it.
+
+    Attributes:
+        delay_s: travel time of a message.
+        messages: received requests and notes.
+    """
+
+    def __init__(self, *, grace_s: float = 6.0, **options: Any) -> None:
+        super().__init__(lambda: None)  # type: ignore[arg-type, return-value]
+        table = unit_table(2).to_bytes()
+        self.options = {"model_id": "m", "policy": "locality-band", "table": table} | options
+        self.state = RouterState(**self.options)
+        self.sessions = Sessions(self.state, Mock(), grace_s)
+        self.server = ChannelServer(
+            "secret",
+            self._answer,
+            describe=_describe,
+            limit=10**6,
+            full=RuntimeError,
+            open_methods={"subscribe": self._subscribe, "place": self._place},
+        )
+        self._alive = True
+        self.delay_s = 0.0
+        self.messages: list[Any] = []
+
+    @property
+    def running(self) -> dict[str, Lease]:
+        return self.state.placer.running
+
+    @property
+    def requests(self) -> list[PlacementRequest]:
+        return [message.request for message in self.messages if isinstance(message, Place)]
+
+    @property
+    def alive(self) -> bool:
+        """Whether clients can reach the actor; it keeps its state."""
+        return self._alive
+
+    @alive.setter
+    def alive(self, alive: bool) -> None:
+        self._alive = alive
+        if not alive:
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        for connection in list(self.server.connections):
+            connection.close("it is lost")
+
+    def restart(self) -> None:
+        """Lose all state."""
+        self.disconnect()
+        self.state = RouterState(**self.options)
+        self.sessions = Sessions(self.state, Mock(), self.sessions.grace_s)
+        self.alive = True
+
+    def _subscribe(self, body: bytes, answer: Answer) -> Any:
+        handler = self.sessions.open_methods["subscribe"](body, answer)
+        return self._recorded(handler, decoder(Any))
+
+    def _place(self, body: bytes, answer: Answer) -> Any:
+        handler = self.sessions.open_methods["place"](body, answer)
+        self.messages.append(decoder(Place)(body))
+        return self._recorded(handler, decoder(Place | Counted))
+
+    def _recorded(self, handler: Any, decode: Callable[[bytes], Any]) -> Any:
+        def on_note(payload: bytes, tokens: int) -> None:
+            self.messages.append(decode(payload) if payload else tokens)
+            handler.on_note(payload, tokens)
+
+        return Mock(on_note=on_note, on_close=handler.on_close, on_lost=handler.on_lost)
+
+    async def _answer(self, method: str, header: Any, body: bytes, answer: Answer) -> None:
+        if method in _REPORTS:
+            result = _REPORTS[method](self.state)
+        else:
+            member = getattr(self.state, method)
+            result = member(*_ARGUMENTS[method](body)) if callable(member) else member
+        answer.send(encode(result))
+
+    async def configure(self, settings: Any) -> None:
+        """Ignore a redeployment."""
+
+    def calls(self) -> RouterCalls:
+        """Return the calls of another client."""
+        calls = RouterCalls(lambda: None)  # type: ignore[arg-type, return-value]
+        calls._connect = self._connect  # type: ignore[method-assign]
+        return calls
+
+    async def _connect(self) -> Channel:
+        if not self.alive:
+            raise ChannelLostError("the actor is dead")
+        channel = Channel("secret", lambda: None)
+        here, there = _End(self, channel), _End(self, _Connection(self.server))
+        here.other, there.other = there, here
+        there.protocol.connection_made(there)
+        channel.connection_made(here)
+        await channel.welcome
+        return channel
+
+
+@asynccontextmanager
+async def connected(
+    actor: FakeActor, *replicas: str, timeout_s: float = 0.3, release: bool = True
+) -> AsyncIterator[RouterClient]:
+    """Run a client of the actor; at the end release its leases, and wait until both sides are idle."""
+    directory = ReplicaDirectory()
+    directory.publish({replica: {} for replica in replicas})
+    client = RouterClient(actor.calls(), directory, timeout_s=timeout_s)
+    client.start()
+    try:
+        yield client
+        if release:
+            for name in list(client.leases):
+                client.release(name)
+            await wait_until_idle(client, actor)
+    finally:
+        await client.stop()
+
+
+@asynccontextmanager
+async def router_and_client(
+    *replicas: str, timeout_s: float = 0.3, **options: Any
+) -> AsyncIterator[tuple[FakeActor, RouterClient]]:
+    """Run an actor with these options and a client of it."""
+    actor = FakeActor(**options)
+    async with connected(actor, *replicas, timeout_s=timeout_s) as client:
+        yield actor, client
+
+
+async def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def wait_until_idle(client: RouterClient, actor: FakeActor) -> None:
+    """Wait until neither router nor client has a lease or a waiting request."""
+    await wait_until(lambda: not (actor.state.queue_size or actor.running or actor.sessions.open))
+    assert set(loads(actor.state).values()) <= {(0, 0)}
+    assert not client.lease_count
+    assert not client.leases
+    assert not client._calls
+    assert not list(client._waiting)
+    assert not actor.sessions.open
+
+
+SLOTS = "tests.support.fake_router:SlotPolicy"  # its import path
+
+
+class SlotPolicy(QueuedPolicy):
+    """First come, first served, on the first worker with a free slot; records its callbacks.
+
+    Attributes:
+        waiting: requests at the last dispatch.
+        running: worker by request id.
+        assigned: the same requests.
+        lengths: generated tokens of the requests that have ended.
+    """
+
+    class Parameters(QueuedPolicy.Parameters):
+        slots: int = 1
+        queue: bool = True
+
+    parameters: Parameters
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)
+        self.waiting: list[PlacementRequest] = []
+        self.running: dict[str, int] = {}
+        self.assigned: dict[str, PlacementRequest] = {}
+        self.generated: dict[str, int] = {}
+        self.lengths: list[int] = []
+
+    @property
+    def queues(self) -> bool:
+        return self.parameters.queue
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return Decision(int(loads.workers[0]), reason="at-once")
+
+    def dispatch(
+        self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
+    ) -> list[tuple[int, Decision]]:
+        self.waiting = list(waiting)
+        slots = np.maximum(self.parameters.slots - loads.in_flight[loads.workers], 0)
+        free = np.repeat(loads.workers, slots).tolist()
+        return [
+            (i, Decision(w, num_candidates=len(loads), reason="slot"))
+            for i, w in enumerate(free[: len(waiting)])
+        ]
+
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        self.running[request.request_id] = worker
+        self.assigned[request.request_id] = request
+
+    def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
+        self.generated |= generated_tokens
+
+    def on_finished(self, request_id: str) -> None:
+        if self.running.pop(request_id, None) is not None:
+            self.lengths.append(self.generated.pop(request_id, 0))

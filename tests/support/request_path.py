@@ -1,0 +1,121 @@
+"""The request path over fake engines and a fake router client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.experts.signature import pack_counts
+from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.path import RequestPath
+from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.request import Request, RequestFields
+from eldr_serve.scheduling import Lease, PlacementRequest, State
+from tests.faults.virtual_time import VirtualLoop
+from tests.support.fake_fleet import FakeFleet, answer_with, prefill_result
+
+COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
+good_prefill = answer_with(
+    prefill_result(do_remote_prefill=True, remote_request_id="r", **{EXPERT_COUNTS: pack_counts(COUNTS)})
+)
+good_decode = answer_with(b"a", b"b", b"c")
+TOKENS = 12  # of the stream whose events follow
+END = b"data: [DONE]\n\n"
+EVENTS = [b'data: {"created":77,"text":"%d"}\n\n' % number for number in range(TOKENS)]
+WHOLE = b"".join(EVENTS)
+
+
+def packed(*ids: int) -> bytes:
+    """Return token ids as they are sent."""
+    return np.asarray(ids, np.uint32).tobytes()
+
+
+def request_context(method: str = "completions", **fields: Any) -> RequestContext:
+    """Return the context that the ingress makes of a client's request."""
+    body = {"model": "m", "prompt": "hello", "max_tokens": 5, **fields}
+    return RequestContext(Request(method, json.dumps(body).encode(), RequestFields.model_validate(body)))
+
+
+def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
+    """Return engines of which one has this answer, and the others have another."""
+    return lambda sent: (answer if sent.replica == replica else others)(sent)
+
+
+class FakeRouterClient:
+    """A RouterClient that leases the first replica that is not excluded."""
+
+    def __init__(self) -> None:
+        self.placed: list[tuple[PlacementRequest, Any]] = []
+        self.token_ids: list[Any] = []
+        self.counts: list[tuple[str, Any, Any, int]] = []
+        self.waits: list[float] = []
+        self.leases: set[str] = set()
+        self.tokens: list[int] = []
+        self.events: list[str] = []
+
+    async def place(self, request: PlacementRequest, counts: Any, *, token_ids: Any, wait_s: float) -> Lease:
+        self.placed.append((request, counts))
+        self.token_ids.append(token_ids)
+        self.waits.append(wait_s)
+        self.leases.add(request.request_id)
+        replica = next(r for r in ("d0", "d1", "d2") if r not in request.exclude)
+        return Lease(request, State.LEASED, replica=replica)
+
+    def release(self, request_id: str) -> None:
+        self.leases.discard(request_id)
+
+    def progress(self, request_id: str, tokens: int) -> None:
+        assert request_id in self.leases
+        self.tokens.append(tokens)
+
+    def set_measured_counts(self, request_id: str, token_ids: Any, counts: Any, prompt_tokens: int) -> None:
+        assert request_id in self.leases
+        self.counts.append((request_id, token_ids, counts, prompt_tokens))
+
+    def count(self, event: str) -> None:
+        self.events.append(event)
+
+
+class Pipeline:
+    """The path over engines that answer by `prefill` and `decode`, or over whole engines."""
+
+    def __init__(
+        self, prefill: Any = good_prefill, decode: Any = good_decode, *, whole: bool = False, **options: Any
+    ) -> None:
+        self.prefill = FakeFleet(prefill, "p0", "p1")
+        self.decode = FakeFleet(decode, "d0", "d1", "d2")
+        self.client: Any = FakeRouterClient()
+        fleets: Any = self.prefill, self.decode
+        path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
+        tokenizer: Any = PromptTokens("") if whole else None
+        self.path = RequestPath(
+            engines=Engines(*fleets, PrefillRouterOptions(), whole=whole),
+            client=self.client,
+            options=path_options,
+            tokenizer=tokenizer,
+        )
+
+    async def run(self, **fields: Any) -> bytes:
+        """Return the answer to a request, after the lease has ended."""
+        try:
+            return b"".join([chunk async for chunk in self.path.generate(request_context(**fields))])
+        finally:
+            await asyncio.sleep(0.01)
+            assert not self.client.leases
+
+
+def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine on virtual time, which advances when all tasks wait."""
+    loop = VirtualLoop(random.Random(0))
+    with patch("time.monotonic", loop.time):
+        loop.run(main())
+    assert not loop.errors

@@ -1,0 +1,44 @@
+"""Small tables, counts, requests and hosts of experts for tests."""
+
+from typing import Any
+
+import numpy as np
+
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.experts.signature import SignatureSpec
+from eldr_serve.scheduling import PlacementRequest
+
+
+def unit_table(
+    k: int, *, model: str = "m", num_layers: int = 2, num_experts: int = 8, band: float = 0.1
+) -> RoutingTable:
+    """Return a table whose centroid c points at expert c of layer 0."""
+    spec = SignatureSpec(np.ones((num_layers, num_experts), np.float32), np.arange(num_layers))
+    centroids = np.eye(k, spec.dim, dtype=np.float32)
+    return RoutingTable(model, spec, centroids, np.ones(k, np.int64), [f"domain{c}" for c in range(k)], band)
+
+
+def counts_for(centroid: int, num_layers: int = 2, num_experts: int = 8) -> np.ndarray:
+    """Return uint32[L,E] counts whose signature equals this centroid of unit_table."""
+    counts = np.zeros((num_layers, num_experts), np.uint32)
+    counts[0, centroid] = 5
+    return counts
+
+
+def request(
+    name: str = "r", prompt_tokens: int = 10, max_new_tokens: int = 20, **fields: Any
+) -> PlacementRequest:
+    counts = fields.pop("expert_counts", None)
+    return PlacementRequest(name, counts, prompt_tokens, max_new_tokens, **fields)
+
+
+def random_hosts(rng: np.random.Generator, *shape: int, density: float = 0.4) -> np.ndarray:
+    """Draw which ranks hold an expert, bool[..., E, G]; each expert has a host."""
+    hosts = rng.uniform(size=shape) < density
+    np.put_along_axis(hosts, rng.integers(shape[-1], size=shape[:-1])[..., None], True, axis=-1)
+    return hosts
+
+
+def fail(error: Exception) -> None:
+    """Raise the error that a placer reports."""
+    raise error

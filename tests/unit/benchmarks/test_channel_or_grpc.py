@@ -1,0 +1,79 @@
+"""The benchmark of our channel and gRPC, with few streams and tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lib import channel_ways
+from benchmarks.lib.channel_ways import WAYS, connected, serving
+from benchmarks.serving.channel_or_grpc import Load, compared, trial
+from eldr_serve.channel.calls import MAX_UNREAD_BYTES
+from eldr_serve.channel.server import _MAX_UNSENT_BYTES
+from tests.support.in_process import command, sentence
+from tests.support.processes import python
+
+LOAD = Load(streams=(2, 3), pace=60.0, seconds=0.3, peak_seconds=0.1, cancels=1)
+_SOCKET_BYTES = 2**26  # what the kernel may buffer at both ends, at its usual limits
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_way_carries_all_tokens_and_cancels(way: str) -> None:
+    async with serving(way) as port:
+        rows = await trial(way, port, LOAD, seed=0)
+    assert [row["streams"] for row in rows] == [2, 3]
+    for row in rows:
+        assert row["tokens_per_s"] <= LOAD.pace * 1.001
+        assert row["peak_tokens_per_s"] > 0
+        assert 0 <= row["cancel_p50_ms"] <= row["cancel_p99_ms"]
+        assert row["slow_sent_mib"] > 0
+        assert row["client_us"] > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_stream_that_nobody_reads_is_bounded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our channel ends it; gRPC stops its handler."""
+    monkeypatch.setattr(channel_ways, "_SLOW_S", 0.001)
+    async with serving(way) as port, connected(way, port) as link:
+        slow = link.stream({"stream": 0, "slow": True})
+        sent, still = -1, 0
+        async with asyncio.timeout(20):
+            while still < 3:
+                await asyncio.sleep(0.1)
+                now = await link.command("stats", {})
+                still = still + 1 if now["slow_bytes"] == sent > 0 else 0
+                sent = now["slow_bytes"]
+        # How much is sent before the end of the stream reaches its handler depends on the machine; the server
+        # aborts a connection with more unsent bytes than this.
+        assert sent < MAX_UNREAD_BYTES + _MAX_UNSENT_BYTES + _SOCKET_BYTES
+        assert now["open"] == (way == "grpc")
+        slow.cancel()
+
+
+def test_rows_are_compared_within_their_round() -> None:
+    fast = {"way": "channel", "streams": 2, "client_us": 4.0, "server_us": 6.0, "peak_tokens_per_s": 9.0}
+    slow = {"way": "grpc", "streams": 2, "client_us": 10.0, "server_us": 15.0, "peak_tokens_per_s": 3.0}
+    assert [(row["times_cpu"], row["times_peak"]) for row in compared([slow, fast])] == [
+        (2.5, pytest.approx(1 / 3)),
+        (1.0, 1.0),
+    ]
+
+
+@pytest.mark.parametrize(("ways", "said"), [("nobody", "nobody"), ("grpc", "must include channel")])
+def test_bad_ways_are_a_sentence(ways: str, said: str) -> None:
+    assert said in sentence(command("benchmarks.serving.channel_or_grpc", ways=ways))
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_row_for_each_way(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = "--streams 2 --rounds 2 --pace 20 --seconds 0.3 --peak-seconds 0.1 --cancels 1 --out"
+    done = python("-m", "benchmarks.serving.channel_or_grpc", *words.split(), out)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert [(row["way"], row["rounds"]) for row in result["rows"]] == [(way, 2) for way in WAYS]
+    assert result["rows"][0]["times_cpu"] == 1
+    assert len(result["inputs"]["each"]) == 6

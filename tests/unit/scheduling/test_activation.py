@@ -1,0 +1,60 @@
+"""Expected activation of running requests that are assigned again, as a change of workers does."""
+
+import numpy as np
+
+from eldr_serve.scheduling import PlacementRequest
+from eldr_serve.scheduling.activation import ExpectedActivation
+from tests.support.tables import request
+
+L, E, TOKENS = 9, 16, 50
+
+
+def counted(name: str, rng: np.random.Generator) -> PlacementRequest:
+    return request(name, TOKENS, expert_counts=rng.integers(0, TOKENS + 1, (L, E)).astype(np.uint16))
+
+
+def assign(active: ExpectedActivation, asked: PlacementRequest, worker: int) -> None:
+    active.on_assigned(asked, worker, active.levels(asked))
+
+
+def test_a_request_that_stays_on_its_worker_changes_nothing_and_is_not_computed_again() -> None:
+    rng, active = np.random.default_rng(0), ExpectedActivation()
+    placed = [(counted(f"r{number}", rng), number % 3) for number in range(12)]
+    for asked, worker in placed:
+        assign(active, asked, worker)
+    assert active.mean is not None
+    before = [array.copy() for array in (active.idle, active.union, active.depth, active.mean)]
+    levels = [active.running[asked.request_id][1] for asked, _ in placed]
+    for asked, worker in placed:
+        assign(active, asked, worker)
+    for array, same in zip((active.idle, active.union, active.depth, active.mean), before, strict=True):
+        np.testing.assert_array_equal(array, same)
+    assert all(active.levels(asked) is known for (asked, _), known in zip(placed, levels, strict=True))
+
+
+def test_a_request_that_moves_or_is_measured_again_counts_once() -> None:
+    rng, active, fresh = np.random.default_rng(1), ExpectedActivation(), ExpectedActivation()
+    first, again, other = counted("a", rng), counted("a", rng), counted("b", rng)
+    for asked, worker in ((first, 0), (other, 1), (first, 1), (again, 1), (again, 2)):
+        assign(active, asked, worker)
+    for asked, worker in ((other, 1), (again, 2)):
+        assign(fresh, asked, worker)
+    np.testing.assert_array_equal(active.depth, fresh.depth)
+    np.testing.assert_array_equal(active.idle, fresh.idle)
+    for name in "ab":
+        active.on_finished(name)
+    assert not active.depth.any()
+
+
+def test_a_request_without_counts_gets_the_present_mean_when_it_is_assigned_again() -> None:
+    rng, active = np.random.default_rng(2), ExpectedActivation()
+    unknown = request("unknown")
+    assign(active, counted("a", rng), 0)
+    assign(active, unknown, 1)
+    before = active.running["unknown"][1]
+    assert active.levels(unknown) is before  # the mean is the same
+    assign(active, counted("b", rng), 0)
+    assign(active, unknown, 1)
+    after = active.running["unknown"][1]
+    assert (after != before).any()
+    assert active.levels(unknown) is after

@@ -1,0 +1,54 @@
+"""Notifications of policies about running requests; the decisions themselves are tested with each policy."""
+
+from typing import Any
+
+import numpy as np
+
+from eldr_serve.scheduling import Decision, Lease, Loads, PlacementRequest, Placer, Policy, Shadow, State
+from tests.support.tables import fail, request
+
+
+class Recording(Policy):
+    """Takes the workers in turn, and records its notifications."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+        self._next = 0
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        self._next += 1
+        return Decision(int(loads.workers[self._next % len(loads.workers)]))
+
+    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+        self.calls.append((request.request_id, worker))
+
+    def on_finished(self, request_id: str) -> None:
+        self.calls.append((request_id, "finished"))
+
+    def new_calls(self) -> list[tuple[Any, ...]]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def placer_with(policy: Policy, *workers: str, requests: str = "") -> Placer:
+    placer = Placer(policy, on_policy_error=fail)
+    placer.set_workers(workers)
+    placer.submit(Lease(request(name), State.SENT) for name in requests)
+    return placer
+
+
+def test_a_new_policy_or_shadow_alone_learns_of_the_running_requests() -> None:
+    first, second, third = Recording(), Recording(), Recording()
+    placer = placer_with(first, "w0", "w1", requests="ab")
+    placer.set_workers([None, "w1"])  # "b" has lost its worker
+    first.new_calls()
+    shadow = Shadow(second)
+    placer.set_shadow(shadow)
+    shadow.catch_up()
+    assert first.new_calls() == []
+    assert second.new_calls() == [("a", 1)]
+    placer.set_policy(third)
+    shadow.catch_up()
+    assert (first.new_calls(), second.new_calls()) == ([], [])
+    assert third.new_calls() == [("a", 1), ("b", "finished")]
