@@ -97,7 +97,9 @@ def at_scale() -> None:
     colours = {"locality-band": "C1", "marginal-cost,tail_power=16": "C0", "marginal-cost,tail_power=1": "C9"}
     for name, dashes in (("at_scale", "-"), ("at_scale_mixed", "--")):
         requests = "copies" if name == "at_scale" else "mixtures"
-        for (trace, policy), rows in _by(read_rows(name), "arrivals", "policy").items():
+        every = read_rows(name)
+        sizes = sorted({row["workers"] for row in every})
+        for (trace, policy), rows in _by(every, "arrivals", "policy").items():
             for axes, percentile in zip(panels[int("mooncake" in trace)], ("p50", "p99"), strict=True):
                 if policy in colours:
                     column = f"tpot_{percentile}_change_pct"
@@ -111,7 +113,7 @@ def at_scale() -> None:
                     axes.errorbar([*known], y, spread, fmt=f"o{dashes}", color=colours[policy], label=label)
                 axes.set(xlabel=f"workers, arrivals of {trace.partition('_')[0].title()}", xscale="log")
                 axes.set_ylabel(f"change of TPOT {percentile}, %")
-                axes.set_xticks(*[sorted({row["workers"] for row in read_rows(name)})] * 2)
+                axes.set_xticks(sizes, sizes)
                 axes.minorticks_off()
                 axes.axhline(0, color="black", linewidth=0.6)
     _save(figure, "at_scale")

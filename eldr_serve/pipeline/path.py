@@ -33,8 +33,6 @@ from eldr_serve.replicas.outliers import OutlierDetector
 from eldr_serve.router.client import RouterClient
 
 _LOST_BECAUSE = "the decode engine was lost while it generated; send the request again"
-_LOST = error_event("engine_lost", _LOST_BECAUSE)
-_EVENT_LOST = error_event("engine_lost", _LOST_BECAUSE, "messages")  # of APIs with named events
 
 
 class RequestPath:
@@ -118,7 +116,7 @@ class RequestPath:
                 raise self._refusal(failures)
             self._services.client.count("streams_lost")
             context.error = "engine_lost"
-            yield _LOST if context.request.method in ("chat", "completions") else _EVENT_LOST
+            yield error_event("engine_lost", _LOST_BECAUSE, context.request.method)
 
     async def forward(self, method: str, header: Mapping[str, Any], body: bytes) -> bytes:
         """Return a decode engine's answer to a request that generates nothing; see forward.forward."""

@@ -21,10 +21,9 @@ from scipy.linalg import null_space
 from scipy.optimize import linprog
 from scipy.sparse import block_diag, csr_array, eye_array, hstack, kron, vstack
 
-from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.cost import LayerCost
-from offline.placement.director import by_source, fill_empty_ranks, full_slots, prices
+from offline.placement.director import by_source, check_slots, fill_empty_ranks, full_slots, prices
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -97,8 +96,7 @@ def director_as_written(
     """
     tokens = by_source(workload, topology)
     experts, ranks = tokens.shape[2], topology.ranks
-    if slots < 1 or ranks * slots < experts:
-        raise UserInputError(f"{ranks} ranks of {slots} slots cannot hold {experts} experts")
+    check_slots(ranks, slots, experts)
     latencies = [_latency(layer, topology, cost, token_bytes) for layer in tokens]
     low_s, budget_s, shares, solves = search_budget(latencies, slots)
     rng = np.random.default_rng(seed)

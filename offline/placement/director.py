@@ -97,8 +97,7 @@ def director_placement(
     tokens = by_source(workload, topology)
     layers, _, experts = tokens.shape
     ranks = topology.ranks
-    if slots < 1 or ranks * slots < experts:
-        raise UserInputError(f"{ranks} ranks of {slots} slots cannot hold {experts} experts")
+    check_slots(ranks, slots, experts)
     token_s, active_s = prices(tokens, topology, cost, token_bytes)
     relaxation = relax(token_s + active_s[..., None], topology, slots)
     bound_s = np.maximum(relaxation.lp_s, slots_bound(token_s.min(axis=2), active_s, ranks, slots))
@@ -174,6 +173,12 @@ def placement_s(
     hosts = hosts_of(placement, experts, topology.ranks)
     work = placed_work(workload, hosts, topology=topology, token_bytes=token_bytes)
     return float(cost.layer_s(work).sum())
+
+
+def check_slots(ranks: int, slots: int, experts: int) -> None:
+    """Raise UserInputError if ranks with this many slots each cannot hold all experts."""
+    if slots < 1 or ranks * slots < experts:
+        raise UserInputError(f"{ranks} ranks of {slots} slots cannot hold {experts} experts")
 
 
 def fill_empty_ranks(slots: Ints, token_s: Floats, active_s: Floats, reached: Floats) -> Floats:
