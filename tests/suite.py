@@ -14,10 +14,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out" / "suite"
 PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long files first, in the given order
+# Files that need no application of other tests. Half of their time they wait, and engine tests compute then.
+ALONE = ["tests/e2e/test_benchmarks_of_serving.py", "tests/e2e/test_own_model.py"]
 PARTS = {
     "unit": [*PARALLEL, "tests/unit"],
-    "engine": [*PARALLEL, "tests/engine"],
-    "end-to-end": ["tests/e2e"],
+    "engine": [*PARALLEL, *ALONE, "tests/engine"],
+    "end-to-end": ["tests/e2e", *(f"--ignore={file}" for file in ALONE)],
 }
 SHOWN = 10  # maximum failed tests listed per part, so that every part is near the end
 

@@ -11,6 +11,8 @@ import yaml
 from eldr_serve.app import build_app
 from tests.support.tables import unit_table
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TOPOLOGIES = {  # file -> maximum prefill replicas, maximum decode replicas, GPUs per replica
     "cpu_demo": (1, 2, 0),
