@@ -62,7 +62,9 @@ def test_the_exit_status_is_0_if_all_parts_pass(parts: dict[str, list[str]], tmp
 
 def test_the_parts_cover_every_folder_of_tests() -> None:
     words = {word for arguments in suite.PARTS.values() for word in arguments}
-    folders = {word for word in words if word.startswith("tests/")}
+    run = {word for word in words if word.startswith("tests/")}
     tests = suite.ROOT / "tests"
     has_tests = {f"tests/{file.relative_to(tests).parts[0]}" for file in tests.rglob("test_*.py")}
-    assert folders == has_tests
+    assert run == has_tests | set(suite.ALONE)
+    ignored = {word.partition("=")[2] for word in words if word.startswith("--ignore=")}
+    assert ignored == set(suite.ALONE), "a file that no part runs"
