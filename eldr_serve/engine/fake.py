@@ -61,6 +61,10 @@ class InProcess:
         """Return None: no experts can be moved."""
         return None
 
+    def ranks(self) -> int:
+        """Return 1: no data parallelism."""
+        return 1
+
     def slots(self) -> int:
         """Return 0: unknown."""
         return 0
@@ -151,7 +155,7 @@ class FakeEngine(InProcess):
         layers, experts = self._config.expert_counts[0].shape
         return layers, experts
 
-    def kv_usage(self) -> float:
+    def kv_usage(self, rank: int | None = None) -> float:
         """Return 0: there is no KV cache."""
         return 0.0
 
@@ -159,7 +163,7 @@ class FakeEngine(InProcess):
         """Return tokens per block, and tokens of the KV cache, as configured."""
         return self._config.prefix_cache
 
-    def take_steps(self) -> StepSums:
+    def take_steps(self, rank: int = 0) -> StepSums:
         """Return sums of zero."""
         return StepSums()
 

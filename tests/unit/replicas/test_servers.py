@@ -45,7 +45,9 @@ async def report(
 ) -> None:
     """Report steps to the router that `find` returns until the condition holds."""
     reporting.setattr(servers, "find_actor", find)
-    engine = SimpleNamespace(take_steps=lambda: StepSums(steps=steps), prefix_cache=lambda: (32, 960))
+    engine = SimpleNamespace(
+        ranks=lambda: 1, take_steps=lambda rank: StepSums(steps=steps), prefix_cache=lambda: (32, 960)
+    )
     channel = SimpleNamespace(in_flight=in_flight)
     server: Any = SimpleNamespace(_router_name="router", _engine=engine, _channel=channel)
     task = asyncio.create_task(servers.DecodeServer._report_steps(server))
@@ -101,7 +103,7 @@ async def test_requests_in_the_decode_queue_count_for_the_autoscaler(
     actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=2.5)))
     reporting.setattr(servers, "find_actor", lambda name: actor)
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
-        reporting.setattr(server._engine, "take_steps", lambda: steps)
+        reporting.setattr(server._engine, "take_steps", lambda rank: steps)
 
         async def until(in_flight: float) -> None:
             async with asyncio.timeout(30):
