@@ -37,6 +37,7 @@ class FakeConfig:
         step_s: duration of a decode step, s; all streams get their tokens of a step together.
         prefix_cache: tokens per block, and capacity of the KV cache in tokens.
         top_k: experts per token; a decode step uses the first k of each layer.
+        ranks: number of data-parallel ranks, which differ in nothing.
     """
 
     expert_counts: Sequence[Counts] | Counts
@@ -45,6 +46,7 @@ class FakeConfig:
     step_s: float = 0.001
     prefix_cache: tuple[int, int] = (0, 0)
     top_k: int = 2
+    ranks: int = 1
     deployment_config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -154,6 +156,10 @@ class FakeEngine(InProcess):
         """Return the shape of the configured counts."""
         layers, experts = self._config.expert_counts[0].shape
         return layers, experts
+
+    def ranks(self) -> int:
+        """Return the number of ranks, as configured."""
+        return self._config.ranks
 
     def kv_usage(self, rank: int | None = None) -> float:
         """Return 0: there is no KV cache."""
