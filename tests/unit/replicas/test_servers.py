@@ -25,9 +25,9 @@ from tests.support.engine_server import COUNTS, generate, serving
 from tests.support.fake_router import wait_until
 
 
-def router(*errors: Exception | None) -> Any:
-    """Return the actor's handle; the first calls raise these errors in turn."""
-    observe = AsyncMock(side_effect=itertools.chain(errors, itertools.repeat(0.0)))
+def router(*results: Exception | float) -> Any:
+    """Return the actor's handle; the first calls return or raise these results in turn."""
+    observe = AsyncMock(side_effect=itertools.chain(results, itertools.repeat(0.0)))
     return Mock(observe_steps=Mock(remote=observe), reports=lambda: observe.await_count)
 
 
@@ -76,7 +76,7 @@ async def test_an_engine_with_calls_reports_also_while_it_ends_no_step(
 
 
 async def test_the_router_is_looked_up_again_only_after_it_died(reporting: pytest.MonkeyPatch) -> None:
-    actor, look_ups = router(ActorUnavailableError("test", None), None, ActorDiedError()), []
+    actor, look_ups = router(ActorUnavailableError("test", None), 0.0, ActorDiedError()), []
 
     def find(name: str) -> Any:
         look_ups.append(actor.reports())
