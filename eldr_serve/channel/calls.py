@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,15 @@ class Call:
 
     Attributes:
         method: name of the called method.
+        group: the caller's group of calls that it belongs to, see Channel.in_flight_of.
         engine_report: the engine's report on its part of the call, received with the end of the answer.
         begun_at: start time on the event loop's clock, s.
         on_overflow: callback, called once if the call is cancelled because its client reads too slowly.
     """
 
-    def __init__(self, channel: Peer, number: int, method: str) -> None:
+    def __init__(self, channel: Peer, number: int, method: str, group: Hashable = None) -> None:
         self.method = method
+        self.group = group
         self._channel = channel
         self._number = number
         self._unread: list[bytes] = []

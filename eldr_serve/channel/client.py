@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import msgspec
@@ -32,7 +32,7 @@ class Channel(Peer):
         self._changed = changed
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call | OpenCall] = {}
-        self._by_method: Counter[str] = Counter()  # calls without the open ones
+        self._by_method: Counter[tuple[str, Hashable]] = Counter()  # and group; without the open calls
         self.welcome: asyncio.Future[None] = self._loop.create_future()
         self.closed: asyncio.Future[str] = self._loop.create_future()  # result: the reason
         self._silent = False
@@ -72,9 +72,9 @@ class Channel(Peer):
         """Return the number of open calls."""
         return len(self._calls)
 
-    def in_flight_of(self, methods: Iterable[str]) -> int:
-        """Return the number of open calls of these methods."""
-        return sum(self._by_method[method] for method in methods)
+    def in_flight_of(self, methods: Iterable[str], group: Hashable = None) -> int:
+        """Return the number of open calls of these methods in a group."""
+        return sum(self._by_method[method, group] for method in methods)
 
     @property
     def oldest_s(self) -> float:
@@ -82,15 +82,16 @@ class Channel(Peer):
         oldest = next(iter(self._calls.values()), None)
         return self._loop.time() - oldest.begun_at if oldest is not None else 0.0
 
-    def call(self, method: str, header: dict[str, Any], body: bytes = b"") -> Call:
+    def call(self, method: str, header: dict[str, Any], body: bytes = b"", group: Hashable = None) -> Call:
         """Begin a call; raise ChannelLostError if the connection is closed.
 
         Args:
             header: values that msgpack can encode.
+            group: group in which the call is counted.
         """
         number = self._next_number()
-        call = self._calls[number] = Call(self, number, method)
-        self._by_method[method] += 1
+        call = self._calls[number] = Call(self, number, method, group)
+        self._by_method[method, group] += 1
         self.send(frame(Kind.CALL, number, _encode((method, header, body))))
         return call
 
@@ -139,7 +140,7 @@ class Channel(Peer):
             found = self._calls.pop(call, None)
             if found is not None:
                 if isinstance(found, Call):
-                    self._by_method[found.method] -= 1
+                    self._by_method[found.method, found.group] -= 1
                     found.engine_report = report
                 found.on_ended(CallFailedError(tokens, payload) if kind == Kind.FAIL else None)
         elif kind == Kind.WELCOME:

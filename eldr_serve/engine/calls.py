@@ -22,8 +22,8 @@ CALIBRATE = "eldr_calibrate"  # request decode counts, and prefill counts if the
 ROUTES = "eldr_routes"  # with CALIBRATE: request the routes too
 # Key that engines ignore: the replica that a call through a Serve handle must go to.
 REPLICA = "eldr_replica"
-# Headers that only the serving code may send to an engine; clients' own are dropped.
-STEERING_HEADERS = frozenset({"x-vllm-priority", "x-data-parallel-rank"})
+# Headers that steer an engine; clients' own are dropped.
+STEERING_HEADERS = frozenset({"x-vllm-priority"})
 # Key in the engine's report at the end of a `generate` call: s from the call to its first step.
 TRANSPORT_S = "transport_s"
 WARM = "warm-"  # prefix of the ids of warm-up calls

@@ -37,6 +37,7 @@ class FakeConfig:
         step_s: duration of a decode step, s; all streams get their tokens of a step together.
         prefix_cache: tokens per block, and capacity of the KV cache in tokens.
         top_k: experts per token; a decode step uses the first k of each layer.
+        ranks: number of data-parallel ranks, which differ in nothing.
     """
 
     expert_counts: Sequence[Counts] | Counts
@@ -45,6 +46,7 @@ class FakeConfig:
     step_s: float = 0.001
     prefix_cache: tuple[int, int] = (0, 0)
     top_k: int = 2
+    ranks: int = 1
     deployment_config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,6 +62,10 @@ class InProcess:
     def experts(self) -> dict[str, Any] | None:
         """Return None: no experts can be moved."""
         return None
+
+    def ranks(self) -> int:
+        """Return 1: no data parallelism."""
+        return 1
 
     def slots(self) -> int:
         """Return 0: unknown."""
@@ -151,7 +157,11 @@ class FakeEngine(InProcess):
         layers, experts = self._config.expert_counts[0].shape
         return layers, experts
 
-    def kv_usage(self) -> float:
+    def ranks(self) -> int:
+        """Return the number of ranks, as configured."""
+        return self._config.ranks
+
+    def kv_usage(self, rank: int | None = None) -> float:
         """Return 0: there is no KV cache."""
         return 0.0
 
@@ -159,7 +169,7 @@ class FakeEngine(InProcess):
         """Return tokens per block, and tokens of the KV cache, as configured."""
         return self._config.prefix_cache
 
-    def take_steps(self) -> StepSums:
+    def take_steps(self, rank: int = 0) -> StepSums:
         """Return sums of zero."""
         return StepSums()
 

@@ -57,6 +57,7 @@ class EngineRequest:
         domain: the client's label for the kind of request, copied to the sample.
         expert_counts: packed expert counts of the prompt, from the engine that prefilled it, for the sample.
             Empty if this engine prefills.
+        rank: data-parallel rank that generates the answer; None: any.
     """
 
     method: str
@@ -72,6 +73,7 @@ class EngineRequest:
     sampled: bool = False
     domain: str = ""
     expert_counts: str = ""
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -168,20 +170,27 @@ class Engine(Protocol):
         a swap), `bytes_received` since the start.
         """
 
-    def kv_usage(self) -> float:
-        """Return the share of KV blocks in use after the newest step, 0 to 1."""
+    def ranks(self) -> int:
+        """Return the number of data-parallel ranks, each with requests and a KV cache of its own; else 1."""
+
+    def kv_usage(self, rank: int | None = None) -> float:
+        """Return the share of KV blocks in use after the newest step, 0 to 1.
+
+        Args:
+            rank: a data-parallel rank; None: the one with the largest share.
+        """
 
     def prefix_cache(self) -> tuple[int, int]:
-        """Return tokens per block of the prefix cache, and capacity of the KV cache in tokens.
+        """Return tokens per block of a rank's prefix cache, and capacity of its KV cache in tokens.
 
         (0, 0) if the engine has no prefix cache.
         """
 
     def slots(self) -> int:
-        """Return how many requests one step can serve; further requests wait. 0 if unknown."""
+        """Return how many requests one step of a rank can serve; further requests wait. 0 if unknown."""
 
-    def take_steps(self) -> StepSums:
-        """Return sums over the steps since the last call."""
+    def take_steps(self, rank: int = 0) -> StepSums:
+        """Return sums over the steps of a data-parallel rank since the last call."""
 
     def take_samples(self) -> list[ExpertSample]:
         """Return samples of the sampled requests that ended since the last call, the oldest first.

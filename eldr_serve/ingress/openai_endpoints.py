@@ -33,6 +33,7 @@ _NOT_FOR_ENGINES = {
     "host",
     "x-api-key",
 } | STEERING_HEADERS
+_RANK_HEADER, _RANK_FIELD = "x-data-parallel-rank", "data_parallel_rank"
 _COMPUTED = ("embeddings", "score", "rerank")  # methods that generate nothing, but run the model
 _BYTES_PER_TOKEN = 4  # assumed for a body until the prompt's tokens are counted
 
@@ -67,7 +68,7 @@ class OpenAIEndpoints:
         """Run a chat, text completion or message over prefill, placement and decode."""
         start_s = time.monotonic()
         body = await request.body()
-        fields = self._parse(body)
+        fields = self._parse(request, body)
         count = sequences(fields)
         if count > self._max_sequences:
             raise BadRequestError(
@@ -119,7 +120,7 @@ class OpenAIEndpoints:
         """Return the least loaded decode engine's answer to a request that generates nothing."""
         body = await request.body()
         reservation: TokenReservation = request.state.reservation
-        salt = tenant_salt(reservation.tenant.name, self._parse(body))
+        salt = tenant_salt(reservation.tenant.name, self._parse(request, body))
         if method in _COMPUTED:
             prompt_tokens = len(body) // _BYTES_PER_TOKEN
             reservation.reserve(prompt_tokens)
@@ -141,10 +142,17 @@ class OpenAIEndpoints:
         """Return the service's OpenAPI document."""
         return JSONResponse(self._openapi)
 
-    def _parse(self, body: bytes) -> RequestFields:
+    def _parse(self, request: HTTPRequest, body: bytes) -> RequestFields:
         fields = parse_json(body)
         if not isinstance(fields, dict):
             raise BadRequestError("the body must be a JSON object")
+        for name, given in ((_RANK_HEADER, request.headers), (_RANK_FIELD, fields)):
+            if given.get(name) is not None:
+                raise BadRequestError(
+                    f"{name} {str(given[name])[:40]!r} is not supported, because the router chooses the "
+                    "rank: leave it out",
+                    param=name,
+                )
         try:
             fields = RequestFields.model_validate(fields)
         except ValidationError as error:

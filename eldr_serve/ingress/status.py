@@ -12,6 +12,7 @@ from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.router.client import RouterClient
+from eldr_serve.scheduling.worker_names import replica_of
 
 
 class IngressStatus:
@@ -72,7 +73,7 @@ class IngressStatus:
             "model": self._model_id,
             "policy": settings.policy if settings else None,
             "prefill_replicas": len(self._engines.prefill.live),
-            "decode_replicas": len(self._engines.decode.live),
+            "decode_replicas": len(set(map(replica_of, self._engines.decode.live))),
             "ingress": {
                 "ready": self._warmup.ready,
                 "router_unreachable": self._client.router_unreachable,

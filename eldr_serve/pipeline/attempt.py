@@ -20,6 +20,7 @@ from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.stage import DecodeStages, Stage
 from eldr_serve.request import max_new_tokens, prompt_key
 from eldr_serve.scheduling import Lease, PlacementRequest, PromptBlocks, prompt_blocks
+from eldr_serve.scheduling.worker_names import replica_of
 
 
 class Attempt:
@@ -94,8 +95,6 @@ class Attempt:
         services = self._services
         failed_replicas, left_replicas = context.failures.decode_replicas, context.left_replicas
         prompt_ids = context.prompt_ids
-        usable = services.outliers.usable
-        ejected = [name for name in services.engines.decode.live if name not in usable]
         request = PlacementRequest(
             context.request_id,
             None,
@@ -103,7 +102,7 @@ class Attempt:
             max_new_tokens=max_new_tokens(context.request.fields),
             domain=context.request.domain,
             blocks=self._blocks(),
-            exclude=(*failed_replicas, *left_replicas, *ejected),
+            exclude=self._workers_to_avoid(),
             prompt_key=prompt_key(context.request.fields),
             tenant=context.request.tenant,
             priority=context.request.priority,
@@ -113,6 +112,15 @@ class Attempt:
         wait_s = 0.0 if moved_or_failed else services.options.queue_ttl_s  # only first attempts are queued
         counts = self._prompt.expert_counts
         return await services.client.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
+
+    def _workers_to_avoid(self) -> tuple[str, ...]:
+        """Return workers that have failed or left this answer, their replicas' others, and ejected ones."""
+        context, services = self._context, self._services
+        avoided = (*context.failures.decode_replicas, *context.left_replicas)
+        replicas, usable = set(map(replica_of, avoided)), set(services.outliers.usable)
+        live = services.engines.decode.live
+        others = (name for name in live if name not in usable or replica_of(name) in replicas)
+        return tuple(dict.fromkeys((*avoided, *others)))
 
     def _blocks(self) -> PromptBlocks | None:
         """Return the prompt's blocks if the decode engine computes it."""

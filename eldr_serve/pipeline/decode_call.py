@@ -21,7 +21,7 @@ class DecodeCall:
     and a call that the engine may still work on is cancelled.
 
     Attributes:
-        replica: the decode replica.
+        replica: the decode worker.
         call: the call; None until it is sent.
         begun: part of the answer has arrived by this call.
         ended: the engine no longer works on the call.

@@ -14,7 +14,7 @@ class DecodeFailedError(Exception):
     """A decode call has ended before its answer was complete.
 
     Attributes:
-        replica: the decode replica.
+        replica: the decode worker.
         alive: the replica reported the failure itself.
         begun: part of the answer had arrived by this call.
     """
@@ -33,7 +33,7 @@ class Failures:
     Attributes:
         messages: one sentence for each failure.
         prefills: number of failed prefill calls.
-        decode_replicas: decode replicas that failed the request.
+        decode_replicas: decode workers that failed the request.
         prefill_replica: prefill replica of this attempt; empty without one.
         prefill_replicas: prefill replicas to avoid, once for each failure for which they may be at fault.
         lost_engines: number of engines that closed their channel during a call, as they do when they die.

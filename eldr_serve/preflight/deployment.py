@@ -63,8 +63,9 @@ class EngineDeployment:
 
     @property
     def nixl_ports(self) -> list[int]:
-        """Return the port of NIXL's side channel of each replica, at the maximum number of replicas."""
-        return self.spec.ports(self.max_replicas)
+        """Return the ports of NIXL's side channels of all ranks, at the maximum number of replicas."""
+        first = self.spec.ports(self.max_replicas)
+        return [port + rank for port in first for rank in range(self.spec.ranks)]
 
     @property
     def replicas(self) -> ReplicaDemand:

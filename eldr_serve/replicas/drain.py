@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.errors import BadRequestError, RequestRefusedError, one_line_message
 from eldr_serve.replicas.fleet import Fleet
+from eldr_serve.scheduling.worker_names import replica_of
 
 METHOD = "drain"  # name of the channel's method
 
@@ -19,11 +20,13 @@ class Drain(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    replica: str = Field(description="decode replica, as in the status")
+    replica: str = Field(description="decode replica, or one of its workers, as in the status")
 
 
 async def drain(decode: Fleet, body: bytes) -> dict[str, Any]:
     """Drain a decode replica, or ask again how many calls a drained one has.
+
+    All data-parallel ranks of its engine leave together.
 
     Returns:
         `replica`, and `in_flight`: the calls of all ingresses that still run there.
@@ -33,10 +36,10 @@ async def drain(decode: Fleet, body: bytes) -> dict[str, Any]:
             failed (the status that it gave) or was lost (503).
     """
     try:
-        name = Drain.model_validate_json(body).replica
+        name = replica_of(Drain.model_validate_json(body).replica)
     except ValidationError as error:
         raise BadRequestError(one_line_message(error)) from error
-    if decode.live == (name,):
+    if set(map(replica_of, decode.live)) == {name}:
         raise RequestRefusedError(
             f"{name} is the only decode replica that takes calls: start another one first", status=409
         )

@@ -13,6 +13,7 @@ from eldr_serve.engine.protocol import Engine
 from eldr_serve.errors import BadRequestError, OverloadedError, RequestRefusedError, one_line_message
 from eldr_serve.experts.routing_table import ArtifactError, ExpertPlacement
 from eldr_serve.replicas.fleet import Fleet
+from eldr_serve.scheduling.worker_names import replica_of
 
 METHOD = "place_experts"  # name of the channel's method
 
@@ -55,8 +56,9 @@ async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
             placement.
     """
     change, _ = ExpertsChange.parse(body)
-    names = list(dict.fromkeys(decode.live if change.replicas is None else change.replicas))
-    if unknown := set(names).difference(decode.live):
+    live = dict.fromkeys(map(replica_of, decode.live))
+    names = list(live if change.replicas is None else dict.fromkeys(change.replicas))
+    if unknown := set(names).difference(live):
         raise BadRequestError(f"there is no decode replica {min(unknown)!r}")
     if not names:
         raise OverloadedError("no decode replica can be reached")

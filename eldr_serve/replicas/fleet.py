@@ -10,11 +10,13 @@ from typing import Any
 
 from eldr_serve.channel import Call, Channel, ChannelLostError
 from eldr_serve.channel.address import Address
-from eldr_serve.replicas.directory import ReplicaDirectory
+from eldr_serve.replicas.directory import ReplicaDirectory, workers_of
 from eldr_serve.replicas.waiters import Waiters
+from eldr_serve.scheduling.worker_names import rank_of, replica_of
 
 logger = logging.getLogger(__name__)
 
+RANK = "rank"  # field of a call's header, see EngineRequest
 METADATA = "eldr_channel"  # key of a replica's metadata: the address of its channel
 # Methods whose calls need one of an engine's slots; other calls, such as those for expert counts, need none.
 SLOT_METHODS = frozenset({"generate", "prefill"})
@@ -24,6 +26,8 @@ _GATHER_S = 0.05  # reports that arrive within this time are processed together
 
 class Fleet:
     """Channels to all replicas that Serve knows, for use in one event loop.
+
+    Calls name a worker; those to the data-parallel ranks of a replica share its channel.
 
     Args:
         directory: directory of the deployment's replicas.
@@ -62,34 +66,41 @@ class Fleet:
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Return the ids of the replicas that take calls, sorted."""
+        """Return the names of the workers that take calls, sorted."""
         return self._live
 
     @property
     def in_flight(self) -> dict[str, int]:
-        """Return the number of this process's open calls to each live replica."""
-        return {name: self._channels[name].in_flight for name in self._live}
+        """Return the number of this process's open calls to the replica of each live worker."""
+        return {name: self._channels[replica_of(name)].in_flight for name in self._live}
 
     def slot_calls_of(self, name: str) -> int:
-        """Return the number of this process's calls to a replica that need a slot; 0 if it is not live."""
-        channel = self._channels.get(name)
-        return channel.in_flight_of(SLOT_METHODS) if channel is not None and channel.open else 0
+        """Return the number of this process's calls to a worker that need a slot; 0 if it is not live."""
+        channel = self._channels.get(replica_of(name))
+        if channel is None or not channel.open:
+            return 0
+        return channel.in_flight_of(SLOT_METHODS, rank_of(name))
 
     @property
     def oldest_s(self) -> dict[str, float]:
-        """Return the age of this process's oldest open call to each live replica, s."""
-        return {name: round(self._channels[name].oldest_s, 1) for name in self._live}
+        """Return the age of this process's oldest open call to the replica of each live worker, s."""
+        return {name: round(self._channels[replica_of(name)].oldest_s, 1) for name in self._live}
 
     def is_connected(self, name: str) -> bool:
         """Return whether there is a channel to a replica, which may take no further calls."""
         return name in self._channels
 
-    def call(self, replica: str, method: str, header: Mapping[str, Any], body: bytes = b"") -> Call:
-        """Start a call; raise ChannelLostError if there is no channel to the replica."""
+    def call(self, worker: str, method: str, header: Mapping[str, Any], body: bytes = b"") -> Call:
+        """Start a call; raise ChannelLostError if there is no channel to the worker's replica.
+
+        The header of a call to a data-parallel rank names the rank (see EngineRequest.rank).
+        """
+        replica, rank = replica_of(worker), rank_of(worker)
         channel = self._channels.get(replica)
         if channel is None:
             raise ChannelLostError(f"there is no channel to {replica}")
-        return channel.call(method, dict(header), body)
+        named = dict(header) if rank is None else {**header, RANK: rank}
+        return channel.call(method, named, body, rank)
 
     def _follow(self) -> None:
         known = self.directory.metadata
@@ -144,9 +155,12 @@ class Fleet:
         self.waiters.wake()
 
     def _update(self) -> None:
-        """Update the live replicas: known to Serve, connected and not draining."""
-        known = self._keepers.keys() & self.directory.metadata.keys()
-        self._live = tuple(
-            sorted(name for name in known if name in self._channels and self._channels[name].open)
-        )
+        """Update the live workers: their replica is known to Serve, connected and not draining."""
+        metadata = self.directory.metadata
+        live = {
+            name: metadata[name]
+            for name in self._keepers.keys() & metadata.keys()
+            if name in self._channels and self._channels[name].open
+        }
+        self._live = tuple(sorted(workers_of(live)))
         self.waiters.wake()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from eldr_serve.channel import CallFailedError
 from eldr_serve.replicas.fleet import Fleet
+from eldr_serve.scheduling.worker_names import replica_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class OutlierDetector:
     """Ejects replicas of one fleet that fail repeatedly, by the calls of one ingress.
 
     A replica that is not live keeps its record, because a failing one may lose its channel and reconnect.
+    A failure of one data-parallel rank counts for its replica, whose ranks share an engine.
 
     Args:
         count: callback that counts an event of this name.
@@ -41,15 +43,15 @@ class OutlierDetector:
         self._fleet, self._count, self._clock = fleet, count, clock
         self._records: dict[str, _Record] = {}
 
-    def record_success(self, replica: str) -> None:
-        """Reset the record of a replica that has answered."""
-        self._records.pop(replica, None)
+    def record_success(self, worker: str) -> None:
+        """Reset the record of the replica of a worker that has answered."""
+        self._records.pop(replica_of(worker), None)
 
-    def record_failure(self, replica: str, error: Exception) -> None:
+    def record_failure(self, worker: str, error: Exception) -> None:
         """Count a failed call, unless the replica was merely full; eject a replica that fails repeatedly."""
         if isinstance(error, CallFailedError) and error.status == 503:
             return
-        now = self._clock()
+        replica, now = replica_of(worker), self._clock()
         self._records = {
             name: record for name, record in self._records.items() if now - record.failed_at_s < _FORGET_S
         }
@@ -68,7 +70,8 @@ class OutlierDetector:
 
     @property
     def usable(self) -> list[str]:
-        """Return the live replicas that are not ejected, or all of them if more than half are."""
+        """Return the live workers whose replicas are not ejected, or all of them if more than half are."""
         names, now = list(self._fleet.live), self._clock()
-        usable = [name for name in names if name not in self._records or now >= self._records[name].until_s]
+        ejected = {name for name, record in self._records.items() if now < record.until_s}
+        usable = [name for name in names if replica_of(name) not in ejected]
         return usable if 2 * len(usable) >= len(names) else names

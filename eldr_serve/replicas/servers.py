@@ -27,14 +27,16 @@ from eldr_serve.queues.reports import QUEUE, Meter
 from eldr_serve.replicas import drain, expert_swap, measured_counts
 from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE
 from eldr_serve.replicas.decode_start import SLOTS
-from eldr_serve.replicas.directory import BLOCK_TOKENS, EXPERTS
+from eldr_serve.replicas.directory import BLOCK_TOKENS, EXPERTS, RANKS
 from eldr_serve.replicas.engine_watch import EngineWatch
 from eldr_serve.replicas.fleet import METADATA, SLOT_METHODS
 from eldr_serve.replicas.kv_usage import KV_USAGE, REPORT_NUMBER
 from eldr_serve.replicas.log_handlers import restore_log_handlers
 from eldr_serve.replicas.pool_client import PoolClient
+from eldr_serve.replicas.rank_loads import RankLoad
 from eldr_serve.replicas.sampling import Sampler, send_samples
 from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.worker_names import worker_names
 
 logger = logging.getLogger(__name__)
 
@@ -113,12 +115,14 @@ class EngineServer:
         Serve's routing stats are not used: the controller would poll a dead replica every period until the
         next health check and log a traceback for each failure.
         """
-        number = next(self._report_numbers)
-        callers, calls = self._channel.num_peers, self._channel.in_flight_of(SLOT_METHODS)
-        queue = self._meter.report(number, callers=callers, calls=calls)
-        values = {KV_USAGE: self._engine.kv_usage(), REPORT_NUMBER: number, QUEUE: queue}
+        calls, number = self._channel.in_flight_of(SLOT_METHODS), next(self._report_numbers)
+        values = self._report_load(number, self._meter, calls, self._engine.kv_usage())
         experts = self._engine.experts()
         return values if experts is None else values | {EXPERTS: experts}
+
+    def _report_load(self, number: int, meter: Meter, calls: int, kv_usage: float) -> dict[str, Any]:
+        queue = meter.report(number, callers=self._channel.num_peers, calls=calls)
+        return {KV_USAGE: kv_usage, REPORT_NUMBER: number, QUEUE: queue}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return loads that Serve cannot count itself; called by Serve."""
@@ -189,7 +193,7 @@ class DecodeServer(EngineServer):
     """A decode engine, or one that also prefills.
 
     It reports the costs of its steps and its cache to the router, and samples of its requests to the
-    signature pool.
+    signature pool. If its engine has data-parallel ranks, each is a worker of the router with own reports.
 
     Args:
         application, num_pool_actors: determine the names of the pool's actors (see PoolClient). Without
@@ -209,6 +213,8 @@ class DecodeServer(EngineServer):
     ) -> None:
         self._sampler = Sampler(1.0 if num_pool_actors else 0.0)
         await super().__init__(llm_config, **kwargs)
+        clock = asyncio.get_running_loop().time
+        self._rank_loads = [RankLoad(clock) for _ in range(self._engine.ranks())]
         self._router_name = router_name
         self._queued = 0.0  # this replica's share of the requests that wait for a worker
         self._tasks.append(start_supervised("the report of steps", self._report_steps))
@@ -218,9 +224,22 @@ class DecodeServer(EngineServer):
             self._tasks.append(start_supervised("the report of samples", send))
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Return the metadata of an EngineServer, and the prefix block size and slots for ingresses."""
+        """Return the metadata of an EngineServer, and prefix block size, slots and ranks for ingresses."""
         own = {BLOCK_TOKENS: self._engine.prefix_cache()[0], SLOTS: self._engine.slots()}
-        return await super().record_replica_metadata() | own
+        return await super().record_replica_metadata() | own | {RANKS: self._engine.ranks()}
+
+    def report(self) -> dict[str, Any]:
+        """Return the status report of an EngineServer; of data-parallel ranks, one for each."""
+        if self._engine.ranks() == 1:
+            return super().report()
+        number = next(self._report_numbers)
+        loads = enumerate(self._rank_loads)
+        return {
+            RANKS: [
+                self._report_load(number, load.meter, load.calls, self._engine.kv_usage(rank))
+                for rank, load in loads
+            ]
+        }
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer the calls of an EngineServer, and those of measured_counts, expert_swap and drain."""
@@ -237,33 +256,17 @@ class DecodeServer(EngineServer):
     async def generate(self, request: EngineRequest, send: Send) -> float | None:
         """Answer a request. Measure its prompt if this engine prefills it, and sample some requests."""
         with ExitStack() as stack:
+            meter = self._meter
+            if request.rank is not None:
+                load = self._rank_loads[request.rank]
+                stack.enter_context(load.entered())
+                meter = load.meter
             if request.prompt_tokens:
-                send = stack.enter_context(self._measured(request.prompt_tokens, send))
+                send = stack.enter_context(_measured(meter, request.prompt_tokens, send))
             if _may_be_sampled(request):
                 sampled = stack.enter_context(self._sampler.admit(request.id))
                 request = replace(request, sampled=sampled)
             return await super().generate(request, send)
-
-    @contextmanager
-    def _measured(self, prompt_tokens: float, send: Send) -> Iterator[Send]:
-        """Measure the throughput of a prompt, which has been computed at the first call of the new `send`."""
-        computing = True
-
-        def over(computed: float) -> None:
-            nonlocal computing
-            if computing:
-                computing = False
-                self._meter.leave(prompt_tokens, computed)
-
-        def measured(payload: bytes, tokens: int, ids: bytes = b"") -> None:
-            over(prompt_tokens)
-            send(payload, tokens, ids)
-
-        self._meter.enter(prompt_tokens)
-        try:
-            yield measured
-        finally:
-            over(0.0)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return an EngineServer's loads, with this replica's share of waiting requests; called by Serve."""
@@ -272,24 +275,49 @@ class DecodeServer(EngineServer):
 
     async def _report_steps(self) -> None:
         router: Any = None  # an actor's handle
-        sums = StepSums()  # not reported yet
+        sums = [StepSums()] * self._engine.ranks()  # of each rank, not reported yet
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
-            sums = sums + self._engine.take_steps()
-            if not (sums.steps or sums.prompts.any() or self._channel.in_flight):
+            sums = [steps + self._engine.take_steps(rank) for rank, steps in enumerate(sums)]
+            if not (self._channel.in_flight or any(steps.steps or steps.prompts.any() for steps in sums)):
                 self._queued = 0.0  # requests only wait if engines are busy
                 continue
             try:
                 if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
                     router = await asyncio.to_thread(find_actor, self._router_name)
                 replica = serve.get_replica_context().replica_id.unique_id
-                self._queued = await router.observe_steps.remote(sums, replica, self._engine.prefix_cache())
-                sums = StepSums()
+                queued, cache = 0.0, self._engine.prefix_cache()
+                for rank, worker in enumerate(worker_names(replica, len(sums))):
+                    queued += await router.observe_steps.remote(sums[rank], worker, cache)
+                    sums[rank] = StepSums()
+                self._queued = queued
             except (ValueError, RayError) as error:  # the router is unavailable
                 self._queued = 0.0
                 if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
                     router = None
                 logger.info("step costs not reported: %r", error)
+
+
+@contextmanager
+def _measured(meter: Meter, prompt_tokens: float, send: Send) -> Iterator[Send]:
+    """Measure the throughput of a prompt, which has been computed at the first call of the new `send`."""
+    computing = True
+
+    def over(computed: float) -> None:
+        nonlocal computing
+        if computing:
+            computing = False
+            meter.leave(prompt_tokens, computed)
+
+    def measured(payload: bytes, tokens: int, ids: bytes = b"") -> None:
+        over(prompt_tokens)
+        send(payload, tokens, ids)
+
+    meter.enter(prompt_tokens)
+    try:
+        yield measured
+    finally:
+        over(0.0)
 
 
 def _may_be_sampled(request: EngineRequest) -> bool:

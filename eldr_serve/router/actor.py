@@ -109,14 +109,14 @@ class DecodeRouter:
         self._state.expect_counts(num_layers, num_experts)
 
     async def observe_steps(
-        self, steps: StepSums, replica: str = "", prefix_cache: tuple[int, int] = (0, 0)
+        self, steps: StepSums, worker: str = "", prefix_cache: tuple[int, int] = (0, 0)
     ) -> float:
-        """Record recent step costs of a decode replica's engine, and the size of its prefix cache.
+        """Record recent step costs of a decode worker, and the size of its prefix cache.
 
         Returns:
-            The replica's share of the requests in the decode queue.
+            The worker's share of the requests in the decode queue.
         """
-        self._state.observe_steps(steps, replica, prefix_cache)
+        self._state.observe_steps(steps, worker, prefix_cache)
         return self._state.queue_size / max(1, self._state.num_workers)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:

@@ -54,7 +54,7 @@ class RouterLink:
     Args:
         name: id of the ingress at the actor.
         calls: calls to the actor.
-        replicas: live decode replicas, as this process knows them.
+        replicas: live decode workers, as this process knows them.
         owner: holds the requests of the ingress, which the link restores.
         timeout_s: maximum time for an answer of the actor, s.
 

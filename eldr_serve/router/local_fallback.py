@@ -13,22 +13,22 @@ from eldr_serve.scheduling import Lease, LoadLedger, State
 
 
 class Replicas(Protocol):
-    """Source of the replicas of a deployment that requests can be placed on."""
+    """Source of the workers of a deployment that requests can be placed on."""
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Return the ids of these replicas, sorted."""
+        """Return the names of these workers, sorted."""
 
 
 class LocalFallback:
-    """Places requests of one process on the replica on which it holds the fewest leases."""
+    """Places requests of one process on the worker on which it holds the fewest leases."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._ledger = LoadLedger()
 
     def add(self, lease: Lease) -> None:
-        """Count a lease on its replica, and no longer on an earlier one."""
+        """Count a lease on its worker, and no longer on an earlier one."""
         self._ledger.add(lease.request_id, lease.replica, lease.request.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
 
@@ -41,7 +41,7 @@ class LocalFallback:
         self._ledger.release(request_id)
 
     def lease(self, lease: Lease, reason: str) -> None:
-        """Lease the least loaded replica that has not failed the request, and break ties randomly.
+        """Lease the least loaded worker that is not excluded, and break ties randomly.
 
         Raises:
             OverloadedError: no decode replica is known.

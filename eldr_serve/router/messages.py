@@ -70,7 +70,7 @@ class Restore(msgspec.Struct, tag=True, frozen=True, rename={"ingress": "client"
 
 
 class Workers(msgspec.Struct, tag=True, frozen=True):
-    """The live decode replicas, as the ingress knows them."""
+    """The live decode workers, as the ingress knows them."""
 
     replicas: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""Positions of the decode replicas, from what each ingress can reach."""
+"""Positions of the decode workers, from what each ingress can reach."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 
 class Positions:
-    """The position of each live decode replica; position i serves centroid i of the routing table.
+    """The position of each live decode worker; position i serves centroid i of the routing table.
 
-    A replica is lost when no ingress can reach it. Its position stays vacant (its centroid's requests go to
-    the next most similar workers) until a new replica takes the lowest vacant position, so that the other
-    replicas keep their centroids.
+    A worker is lost when no ingress can reach it. Its position stays vacant (its centroid's requests go to
+    the next most similar workers) until a new worker takes the lowest vacant position, so that the others
+    keep their centroids.
 
     Attributes:
-        replicas: the replica in each position; None: the position is vacant.
+        replicas: the worker in each position; None: the position is vacant.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Positions:
 
     @property
     def live(self) -> frozenset[str]:
-        """Return the replicas that some ingress can reach."""
+        """Return the workers that some ingress can reach."""
         return frozenset[str]().union(*self._reachable.values())
 
     @property
@@ -32,19 +32,19 @@ class Positions:
 
     @property
     def unreachable(self) -> dict[str, frozenset[str]]:
-        """Return the live replicas that an ingress cannot reach, by ingress, if there are any."""
+        """Return the live workers that an ingress cannot reach, by ingress, if there are any."""
         live = self.live
         return {ingress: live - own for ingress, own in self._reachable.items() if own != live}
 
     def set_reachable(self, ingress: str, replicas: Iterable[str]) -> None:
-        """Set the replicas that an ingress can reach."""
+        """Set the workers that an ingress can reach."""
         self._reachable[ingress] = frozenset(replicas)
         self._update()
 
     def forget(self, ingress: str) -> bool:
         """Forget what a lost ingress could reach; return whether the positions are updated.
 
-        Without other ingresses' reports, the last replicas stay.
+        Without other ingresses' reports, the last workers stay.
         """
         if self._reachable.pop(ingress, None) is None or not self._reachable:
             return False

@@ -31,9 +31,9 @@ _RECENT = 1024
 
 
 class RouterState:
-    """Placement of prefilled requests on decode replicas, for several ingresses.
+    """Placement of prefilled requests on decode workers (see worker_names), for several ingresses.
 
-    Each ingress reports the replicas that it can reach, and its requests go to these only, if there are any.
+    Each ingress reports the workers that it can reach, and its requests go to these only, if there are any.
 
     Ingresses limit the wait of their requests in the decode queue, and release those that time out.
 
@@ -52,7 +52,7 @@ class RouterState:
         settings: the live settings.
         table: the live table.
         ingresses: ids of the ingresses, also of lost ones until they are dropped.
-        positions: positions of the decode replicas.
+        positions: positions of the decode workers.
         predictions: quality of each ingress's predictions, see OnlinePredictor.status.
         earlier_failures: number of unusable predictions under earlier policies.
     """
@@ -213,18 +213,18 @@ class RouterState:
         self.comparison.begin(settings, shadow_policy, self.costs.cost)
 
     def observe_steps(
-        self, steps: StepSums, replica: str = "", prefix_cache: tuple[int, int] = (0, 0)
+        self, steps: StepSums, worker: str = "", prefix_cache: tuple[int, int] = (0, 0)
     ) -> None:
-        """Add a decode engine's measurements, and update the policy's cost model from recent steps.
+        """Add a decode worker's measurements, and update the policy's cost model from recent steps.
 
         Args:
-            prefix_cache: tokens in a block and in the replica's whole cache; (0, 0) without a cache.
+            prefix_cache: tokens in a block and in the worker's whole cache; (0, 0) without a cache.
         """
         block_tokens, kv_tokens = prefix_cache
-        if replica in self.positions.replicas:  # the last report of a lost replica may be late
-            self.view.observe_steps(replica, steps)
+        if worker in self.positions.replicas:  # the last report of a lost worker may be late
+            self.view.observe_steps(worker, steps)
             if block_tokens:
-                self.placer.prefixes.set_capacity(replica, kv_tokens, block_tokens)
+                self.placer.prefixes.set_capacity(worker, kv_tokens, block_tokens)
         self.comparison.observe_steps(steps)
         self.costs.observe(steps)
         if self.costs.cost is not None:
@@ -234,7 +234,7 @@ class RouterState:
 
     @property
     def num_workers(self) -> int:
-        """Return the number of live decode replicas."""
+        """Return the number of live decode workers."""
         return self.positions.num_live
 
     @property
@@ -242,12 +242,12 @@ class RouterState:
         """Return the number of requests that wait for a worker."""
         return len(self.placer.queue)
 
-    def update_workers(self, ingress: str, replicas: Iterable[str]) -> None:
-        """Set the decode replicas that an ingress can reach.
+    def update_workers(self, ingress: str, workers: Iterable[str]) -> None:
+        """Set the decode workers that an ingress can reach.
 
-        Leases of lost replicas stay until their ingresses release them.
+        Leases of lost workers stay until their ingresses release them.
         """
-        self.positions.set_reachable(ingress, replicas)
+        self.positions.set_reachable(ingress, workers)
         self._set_workers()
         self.dispatch()
 

@@ -18,7 +18,8 @@ import numpy as np
 import psutil
 import pytest
 from applications import arguments_of, running
-from service import ADMIN_KEY, HTTP, Background, Service, core_of, events, until, wait_for
+from service import ADMIN_KEY, Background, Service, core_of, until, wait_for
+from streams import Stream, completed
 from typer.testing import CliRunner, Result
 
 from eldr_serve.cli import app
@@ -27,8 +28,6 @@ from examples.demo_model import WEIGHTS
 from loadgen.processes import is_alive
 from loadgen.results import RESULTS
 from offline.widen import widen
-
-LONG = {"model": "eldr-demo", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 def placed(seed: int) -> ExpertPlacement:
@@ -55,14 +54,6 @@ def expert_parallel(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) 
     with running("ep", arguments) as service:
         service.set_policy("round-robin")  # both engines answer
         yield service
-
-
-def completed(service: Service, prompt: str) -> tuple[str, str]:
-    """Return (the decode replica, its greedy answer)."""
-    body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 24, "temperature": 0}
-    answer = HTTP.post(f"{service.url}/v1/completions", json=body, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return answer.headers["x-eldr-decode-worker"], str(answer.json()["choices"][0]["text"])
 
 
 def held(service: Service) -> dict[str, dict[str, Any]]:
@@ -148,25 +139,6 @@ def test_a_job_places_the_experts_for_the_newest_prompts(
     assert found[1] not in {holds["placement"] for holds in before.values()}
     wait_for(lambda: hold(expert_parallel, found[1]), "both hold the job's placement", 30)
     assert texts == [completed(expert_parallel, p)[1] for p in prompts] == single_engine["completions"]
-
-
-class Stream:
-    """A streamed completion and its text so far."""
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        self._body = LONG | body
-        self.worker, self.text, self.events, self.error = "", "", 0, ""
-
-    async def read(self, service: Service) -> None:
-        async with service.posted(self._body) as response:
-            assert response.status_code == 200
-            self.worker = response.headers["x-eldr-decode-worker"]
-            async for data in events(response):
-                if data != "[DONE]":
-                    event = json.loads(data)
-                    self.error = event.get("error", {}).get("type", "")
-                    self.text += "" if self.error else event["choices"][0]["text"]
-                    self.events += 1
 
 
 async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(

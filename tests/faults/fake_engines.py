@@ -73,13 +73,13 @@ class BlockEngine(InProcess):
     async def shape(self) -> tuple[int, int]:
         return LAYERS, EXPERTS
 
-    def kv_usage(self) -> float:
+    def kv_usage(self, rank: int | None = None) -> float:
         return self.blocks.usage
 
     def prefix_cache(self) -> tuple[int, int]:
         return BLOCK_TOKENS, BLOCK_TOKENS * len(self.blocks.content)
 
-    def take_steps(self) -> StepSums:
+    def take_steps(self, rank: int = 0) -> StepSums:
         taken, self._steps = self._steps, []
         return StepSums.from_steps(*zip(*taken, strict=True)) if taken else StepSums()
 

@@ -32,13 +32,14 @@ async def serving(
     engine: Any = FakeEngine.start,
     stall_limit_s: float = 60.0,
     deployment_config: dict[str, Any] | None = None,
+    ranks: int = 1,
     **arguments: Any,
 ) -> AsyncIterator[tuple[Any, Channel]]:
     """Run a server as Serve makes it; yield it and an ingress's channel to it."""
     server = object.__new__(kind)
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
         await server.__init__(
-            FakeConfig(COUNTS, step_s=0.001, deployment_config=deployment_config or {}),
+            FakeConfig(COUNTS, step_s=0.001, ranks=ranks, deployment_config=deployment_config or {}),
             engine=engine,
             stall_limit_s=stall_limit_s,
             **arguments,

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -52,9 +52,10 @@ def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
 
 
 class FakeRouterClient:
-    """A RouterClient that leases the first replica that is not excluded."""
+    """A RouterClient that leases the first worker that is not excluded."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Sequence[str] = ("d0", "d1", "d2")) -> None:
+        self.workers = workers
         self.placed: list[tuple[PlacementRequest, Any]] = []
         self.token_ids: list[Any] = []
         self.counts: list[tuple[str, Any, Any, int]] = []
@@ -68,7 +69,7 @@ class FakeRouterClient:
         self.token_ids.append(token_ids)
         self.waits.append(wait_s)
         self.leases.add(request.request_id)
-        replica = next(r for r in ("d0", "d1", "d2") if r not in request.exclude)
+        replica = next(r for r in self.workers if r not in request.exclude)
         return Lease(request, State.LEASED, replica=replica)
 
     def release(self, request_id: str) -> None:
@@ -90,11 +91,17 @@ class Pipeline:
     """The path over engines that answer by `prefill` and `decode`, or over whole engines."""
 
     def __init__(
-        self, prefill: Any = good_prefill, decode: Any = good_decode, *, whole: bool = False, **options: Any
+        self,
+        prefill: Any = good_prefill,
+        decode: Any = good_decode,
+        *,
+        workers: Sequence[str] = ("d0", "d1", "d2"),
+        whole: bool = False,
+        **options: Any,
     ) -> None:
         self.prefill = FakeFleet(prefill, "p0", "p1")
-        self.decode = FakeFleet(decode, "d0", "d1", "d2")
-        self.client: Any = FakeRouterClient()
+        self.decode = FakeFleet(decode, *workers)
+        self.client: Any = FakeRouterClient(workers)
         fleets: Any = self.prefill, self.decode
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
         tokenizer: Any = PromptTokens("") if whole else None

@@ -18,6 +18,7 @@ TOPOLOGIES = {  # file -> maximum prefill replicas, maximum decode replicas, GPU
     "cpu_demo": (1, 2, 0),
     "cpu_demo_4d": (1, 4, 0),
     "cpu_demo_ep": (1, 2, 0),
+    "cpu_demo_wide_ep": (1, 1, 0),
     "cpu_demo_eldr": (1, 2, 0),
     "cpu_demo_whole": (0, 4, 0),
     "qwen3_30b_8p16d": (8, 16, 1),

@@ -6,8 +6,6 @@ It counts the experts of each step after the forward, measures the step, and kno
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +55,6 @@ class EldrConnectorWorker:
         self._slots: Tensor | None = None  # int64[T], KV slots of its tokens
         self._counts = StepCounts()  # of the step just counted, until taken
         self._stats = EldrStats()
-        self._rank_step: Callable[[], dict[str, int]] = dict  # of data-parallel ranks, see EldrStats
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Set the hooks on the model's routers, and allocate the expert counts beside the KV cache."""
@@ -77,10 +74,6 @@ class EldrConnectorWorker:
             max_tokens = max([scheduler.max_num_batched_tokens, scheduler.max_num_seqs, *graphs])
             self.capture = DeviceCapture(routers, max_tokens=max_tokens, device=device, **cache)
         self.timer = StepTimer(device)
-        if self._vllm_config.parallel_config.data_parallel_size > 1:
-            from eldr_serve.engine.vllm.compat.ep import rank_step  # imports vLLM's MoE layers
-
-            self._rank_step = partial(rank_step, self._vllm_config)
 
     def start_step(self, metadata: EldrConnectorMetadata) -> None:
         """Take the plan of the step that begins now."""
@@ -121,7 +114,7 @@ class EldrConnectorWorker:
             return
         self._counts = counts
         self._stats.data["capture_s"].append(time.perf_counter() - start)
-        size = {"requests": plan.requests, "kv_tokens": plan.kv_tokens} | self._rank_step()
+        size = {"requests": plan.requests, "kv_tokens": plan.kv_tokens}
         if active is not None:
             self.timer.finish(size, active)
         elif plan.prompt_tokens and self._is_whole:

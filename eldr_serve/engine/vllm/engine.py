@@ -44,6 +44,7 @@ from eldr_serve.engine.vllm.ep.swap import EngineExperts
 from eldr_serve.engine.vllm.first_token import first_token
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.plain_stream import PLAIN_STREAMS, PlainStream, is_plain
+from eldr_serve.engine.vllm.rank_client import RankClient
 from eldr_serve.engine.vllm.request_parsing import parse_generation, parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_message
 from eldr_serve.experts.parallel.placement import ExpertPlacement
@@ -93,7 +94,7 @@ class VllmEngine:
         engine = cls(server, config.model_id)
         parallel = engine_client(server.engine).vllm_config.parallel_config
         # The experts of data-parallel ranks cannot be moved while they serve.
-        if parallel.enable_expert_parallel and switched_on() and parallel.data_parallel_size == 1:
+        if parallel.enable_expert_parallel and switched_on() and engine.ranks() == 1:
             engine._experts = EngineExperts(server.collective_rpc)
             await engine._experts.refresh()
         return engine
@@ -129,7 +130,7 @@ class VllmEngine:
 
     async def _generate_several(self, request: EngineRequest, parsed: Any, send: Send) -> None:
         """Send an answer with several choices or prompts, which no other engine can continue."""
-        serving, create = openai_serving(self.server.engine, request.method)
+        serving, create = self._serving_on_rank(request)
         answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
         if isinstance(answer, AsyncGenerator):
             await _read_stream(answer, lambda chunk: send(chunk.encode(), generated_tokens(chunk)))
@@ -138,7 +139,7 @@ class VllmEngine:
 
     async def _generate_one(self, request: EngineRequest, parsed: Any, send: Send) -> Continuation:
         """Send an answer that another engine can continue."""
-        serving, create = openai_serving(self.server.engine, request.method)
+        serving, create = self._serving_on_rank(request)
         serving, continuation = with_client(
             serving,
             lambda client: Continuation(
@@ -160,6 +161,14 @@ class VllmEngine:
         else:
             continuation.end(_body(to_whole_answer(request.method, serving, answer), request.method)[0])
         return continuation
+
+    def _serving_on_rank(self, request: EngineRequest) -> tuple[Any, str]:
+        """Return vLLM's serving object for a request, on whose rank it generates, and its method's name."""
+        serving, create = openai_serving(self.server.engine, request.method)
+        if request.rank is not None:
+            rank = request.rank
+            serving, _ = with_client(serving, lambda client: RankClient(client, rank))
+        return serving, create
 
     def _keep_sample(self, request: EngineRequest, continuation: Continuation) -> None:
         counts = continuation.counts
@@ -230,26 +239,26 @@ class VllmEngine:
         """Return the state of the expert placement."""
         return None if self._experts is None else self._experts.status
 
-    def kv_usage(self) -> float:
-        """Return the share of KV blocks in use; of data-parallel ranks, on the fullest one."""
-        return max([*MEASUREMENTS.kv_usage.values()], default=0.0)
+    def ranks(self) -> int:
+        """Return vLLM's `data_parallel_size`."""
+        return int(engine_client(self.server.engine).vllm_config.parallel_config.data_parallel_size)
+
+    def kv_usage(self, rank: int | None = None) -> float:
+        """Return the share of KV blocks in use on a rank, or on the fullest one; 0 before the first step."""
+        usage = MEASUREMENTS.kv_usage
+        return max([*usage.values()], default=0.0) if rank is None else usage.get(rank, 0.0)
 
     def prefix_cache(self) -> tuple[int, int]:
-        """Return tokens per block, and tokens of the KV caches of all data-parallel ranks."""
-        block_tokens, cached = prefix_cache(engine_client(self.server.engine).vllm_config)
-        return block_tokens, cached * self._data_parallel_size()
+        """Return tokens per block, and tokens of a rank's KV cache."""
+        return prefix_cache(engine_client(self.server.engine).vllm_config)
 
     def slots(self) -> int:
-        """Return vLLM's `max_num_seqs`, of all data-parallel ranks together."""
-        config = engine_client(self.server.engine).vllm_config
-        return int(config.scheduler_config.max_num_seqs) * self._data_parallel_size()
+        """Return vLLM's `max_num_seqs`, which holds for each rank."""
+        return int(engine_client(self.server.engine).vllm_config.scheduler_config.max_num_seqs)
 
-    def take_steps(self) -> StepSums:
-        """Return sums over the engine's steps since the last call."""
-        return MEASUREMENTS.take_steps()
-
-    def _data_parallel_size(self) -> int:
-        return int(engine_client(self.server.engine).vllm_config.parallel_config.data_parallel_size)
+    def take_steps(self, rank: int = 0) -> StepSums:
+        """Return sums over a rank's steps since the last call."""
+        return MEASUREMENTS.take_steps(rank)
 
     def take_samples(self) -> list[ExpertSample]:
         """Return samples since the last call; an engine that drafts tokens records none."""

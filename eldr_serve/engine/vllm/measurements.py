@@ -17,7 +17,6 @@ from eldr_serve.scheduling.cost import StepSums
 PromptCounts = tuple[int, str]  # number of prompt tokens, packed counts (see pack_counts)
 
 _MAX_RECORDS = 4096  # records to buffer before summing them
-_UNJOINED = 4  # newest steps, of which other data-parallel ranks' records may still come
 _Records = list[dict[str, Any]]
 
 
@@ -34,33 +33,32 @@ class EngineMeasurements:
     def __init__(self) -> None:
         self.kv_usage: dict[int, float] = {}
         self._lock = threading.Lock()
-        self._sums = StepSums()
-        self._records: _Records = []
+        self._sums: defaultdict[int, StepSums] = defaultdict(StepSums)  # by rank
+        self._records: defaultdict[int, _Records] = defaultdict(list)  # by rank
         self._awaited: dict[str, asyncio.Future[PromptCounts]] = {}
 
-    def add_steps(self, steps: _Records, prompt_steps: _Records) -> None:
-        """Add records of decode steps and of steps that computed prompts (see EldrStats).
+    def add_steps(self, steps: _Records, prompt_steps: _Records, rank: int = 0) -> None:
+        """Add a rank's records of decode steps and of steps that computed prompts (see EldrStats).
 
         Records are buffered, since summing each one separately would dominate their cost.
         """
         with self._lock:
-            self._records += [*steps, *prompt_steps]
-            if len(self._records) > _MAX_RECORDS:
-                self._sum()
+            self._records[rank] += [*steps, *prompt_steps]
+            if len(self._records[rank]) > _MAX_RECORDS:
+                self._sum(rank)
 
-    def take_steps(self) -> StepSums:
-        """Return the sums over the steps since the last call, for a fit of the step cost."""
+    def take_steps(self, rank: int = 0) -> StepSums:
+        """Return the sums over a rank's steps since the last call, for a fit of the step cost."""
         with self._lock:
-            self._sum()
-            taken, self._sums = self._sums, StepSums()
-        return taken
+            self._sum(rank)
+            return self._sums.pop(rank)
 
-    def _sum(self) -> None:
-        records, self._records = join_ranks(self._records)
+    def _sum(self, rank: int) -> None:
+        records = self._records.pop(rank, [])
         steps = [record for record in records if "prompt_tokens" not in record]
         prompts = [record for record in records if "prompt_tokens" in record]
-        self._sums = (
-            self._sums
+        self._sums[rank] = (
+            self._sums[rank]
             + StepSums.from_steps(
                 [s["requests"] for s in steps],
                 [s["kv_tokens"] for s in steps],
@@ -100,39 +98,6 @@ class EngineMeasurements:
             ]
         for future, counts in awaited:
             future.get_loop().call_soon_threadsafe(_set_result, future, counts)
-
-
-def join_ranks(records: _Records) -> tuple[_Records, _Records]:
-    """Join the step records of data-parallel ranks, which step together, into records of the engine's steps.
-
-    Args:
-        records: step records (see EldrStats). Without data-parallel ranks they are those of the engine.
-
-    Returns:
-        Records of the engine's steps, and the given records of the newest steps, since other ranks' records
-        of these may still come.
-    """
-    last = max((record.get("forward", 0) for record in records), default=0) - _UNJOINED
-    steps, newest, by_forward = [], [], defaultdict(list)
-    for record in records:
-        if "forward" not in record:
-            steps.append(record)
-        elif record["forward"] > last:
-            newest.append(record)
-        else:
-            by_forward[record["forward"]].append(record)
-    return steps + [_join_step(parts) for parts in by_forward.values()], newest
-
-
-def _join_step(parts: _Records) -> dict[str, Any]:
-    """Join the ranks' records of one step: tokens add up, and it takes as long as on its slowest rank."""
-    seconds = max(part["seconds"] for part in parts)
-    step: dict[str, Any] = {"active_by_layer": [parts[0]["engine_experts"]], "seconds": seconds}
-    for key in ("requests", "kv_tokens", "prompt_tokens"):
-        values = [part[key] for part in parts if key in part]
-        if values:
-            step[key] = sum(values)
-    return step
 
 
 def _set_result(future: asyncio.Future[PromptCounts], counts: PromptCounts) -> None:

@@ -38,10 +38,8 @@ class EldrStats(KVConnectorStats):
 
     - nixl: data of NIXL's stats, or None.
     - steps: records of decode steps: requests, kv_tokens, active_experts (mean over layers),
-      active_by_layer, seconds.
-      Data-parallel ranks also record `forward` (number of the step, the same on all ranks, which wait for
-      each other in it) and `engine_experts` (expert slots of all ranks that the step activated, summed over
-      layers).
+      active_by_layer, seconds. A data-parallel rank records its own requests, and the time in which it also
+      waited for the other ranks.
     - prompt_steps: records of steps in which a whole engine computed prompts: requests, kv_tokens,
       prompt_tokens, seconds.
     - capture_s: duration of the counting in each step, s.
@@ -127,7 +125,7 @@ class EldrPromMetrics(KVConnectorPromMetrics):
             MEASUREMENTS.kv_usage[engine_idx] = transfer_stats_data["kv_usage"]
         if transfer_stats_data.get("prompt_counts"):
             MEASUREMENTS.deliver_counts(transfer_stats_data["prompt_counts"])
-        MEASUREMENTS.add_steps(transfer_stats_data["steps"], transfer_stats_data["prompt_steps"])
+        MEASUREMENTS.add_steps(transfer_stats_data["steps"], transfer_stats_data["prompt_steps"], engine_idx)
         if transfer_stats_data["steps"]:
             self._observe_steps(transfer_stats_data["steps"], engine_idx)
         for seconds in transfer_stats_data["capture_s"]:

@@ -298,7 +298,6 @@ def test_the_tokens_that_a_rank_serves_are_recorded(tokens: int, sizes: list[int
     if sizes is not None:
         homes = np.repeat(range(ranks), sizes).tolist()
     batch = np.array([rng.choice(EXPERTS, 3, replace=False) for _ in range(tokens)], int).reshape(-1, 3)
-    activated = 0
     for rank in range(ranks):
         layer = LayerExperts(
             [torch.zeros(3, 1)],
@@ -315,8 +314,6 @@ def test_the_tokens_that_a_rank_serves_are_recorded(tokens: int, sizes: list[int
         assert logged[0] == tokens
         assert logged[2:] == [here.sum(), here[at_home].sum(), here[~at_home].any(axis=1).sum()]
         assert logged[1] == len(set(batch[here]))
-        activated += logged[1]
-    assert layer.activated == activated  # by all ranks
 
 
 async def test_batches_are_reported_once_and_the_oldest_are_dropped(single_rank: None) -> None:

@@ -111,7 +111,7 @@ async def prefill(response: Any, **fields: Any) -> tuple[Serving, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_data_parallel_ranks_are_one_worker(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+def test_slots_and_caches_are_those_of_a_rank(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_size=ranks),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
@@ -120,10 +120,11 @@ def test_data_parallel_ranks_are_one_worker(monkeypatch: pytest.MonkeyPatch, ran
     client = SimpleNamespace(vllm_config=config)
     engine = VllmEngine(SimpleNamespace(engine=SimpleNamespace(_engine_client=client)), "m")
     monkeypatch.setattr(MEASUREMENTS, "kv_usage", {rank: 0.1 * rank for rank in range(ranks)})
-    assert engine.kv_usage() == pytest.approx(0.1 * (ranks - 1))
-    assert (engine.slots(), engine.prefix_cache()) == (8 * ranks, (32, 640 * ranks))
+    assert engine.kv_usage() == pytest.approx(0.1 * (ranks - 1))  # of the fullest
+    assert [engine.kv_usage(rank) for rank in range(ranks)] == [0.1 * rank for rank in range(ranks)]
+    assert (engine.ranks(), engine.slots(), engine.prefix_cache()) == (ranks, 8, (32, 640))
     monkeypatch.setattr(MEASUREMENTS, "kv_usage", {})
-    assert engine.kv_usage() == 0
+    assert engine.kv_usage() == engine.kv_usage(0) == 0
 
 
 async def test_prefill_generates_one_token_for_every_request() -> None:
@@ -208,6 +209,36 @@ async def decode(serving: Generating, method: str, **fields: Any) -> list[tuple[
     request = EngineRequest(method, body, "id", kv={"do_remote_prefill": True}, token_ids=ids)
     await engine.generate(request, lambda payload, tokens, ids=b"": sent.append((payload, tokens)))
     return sent
+
+
+class OnRank(Generating):
+    """A serving object that generates, and records the rank that its engine client is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(CHUNKS)
+        self.ranks: list[Any] = []
+
+        async def generate(*args: Any, data_parallel_rank: int | None = None) -> AsyncIterator[Any]:
+            self.ranks.append(data_parallel_rank)
+            for output in ():
+                yield output
+
+        self.engine_client = SimpleNamespace(generate=generate)
+
+    async def create_completion(self, request: Any, raw_request: Any) -> Any:
+        async for _ in self.engine_client.generate([1], SamplingParams(), "id"):
+            pass
+        return self.whole
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+async def test_an_answer_is_generated_on_the_rank_of_its_call(answers: int) -> None:
+    serving = OnRank()
+    engine = vllm_engine(openai_serving_completion=serving)
+    body = json.dumps({"model": "m", "prompt": "x", "n": answers}).encode()
+    for rank in (0, 3, None):
+        await engine.generate(EngineRequest("completions", body, "id", rank=rank), lambda *parts: None)
+    assert serving.ranks == [0, 3, None]
 
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

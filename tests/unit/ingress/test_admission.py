@@ -83,6 +83,21 @@ async def test_an_invalid_request_gets_400_and_releases_its_permit(path: str, bo
         assert (await app.post(COMPLETIONS, HELLO)).status_code == 200
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/embeddings", "/tokenize"])
+@pytest.mark.parametrize("where", ["data_parallel_rank", "x-data-parallel-rank"])
+async def test_a_client_cannot_choose_the_rank(path: str, where: str) -> None:
+    field, headers = ({where: 1}, {}) if "_" in where else ({}, {"X-Data-Parallel-Rank": "1"})
+    async with running_app() as app:
+        answer = await app.post(path, HELLO | field, **headers)
+        assert is_one_sentence(answer, 400)
+        error = answer.json()["error"]
+        assert error["message"] == (
+            f"{where} '1' is not supported, because the router chooses the rank: leave it out"
+        )
+        assert error["param"] == where
+        assert not app.valid_calls
+
+
 async def test_the_limit_holds_for_requests_that_arrive_together() -> None:
     held = asyncio.Event()
     async with running_app(prefill=answer_with(held, OverloadedError("over")), max_in_flight=2) as app:

@@ -71,7 +71,7 @@ async def test_engines_receive_a_cache_salt_per_tenant_and_no_priority_of_the_cl
         for tenant in "ab":
             for own in ({}, {"cache_salt": "x"}, {"cache_salt": "y", "priority": -5}):
                 app.valid_calls.clear()
-                steering = {"X-Vllm-Priority": "-9", "X-Data-Parallel-Rank": "1"}
+                steering = {"X-Vllm-Priority": "-9"}
                 answer = await app.post(path, body | own, tenant, **steering)
                 assert answer.status_code == 200, answer.text
                 calls = [c for c in app.valid_calls if c.method in ("prefill", "generate")]

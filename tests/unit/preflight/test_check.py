@@ -122,6 +122,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {f"{D}.experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": 20000}},
         "overlap decode's 20000-20001 on one node",
     ),
+    "nixl_ports_of_ranks_meet": (
+        "cpu_demo_wide_ep",
+        {f"{P}.experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": 22001}},
+        "prefill's NIXL ports 22001 overlap decode's 22000-22001 on one node",
+    ),
     "one_port_twice": (QWEN, {"ingress.port": 8000}, "both listen at port 8000"),
 }
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -218,7 +223,7 @@ def test_json_output_is_complete(outcomes: dict[str, CheckOutcome]) -> None:
     found = json.loads(json.dumps(as_json(outcomes["qwen3_235b_2p8d"])))
     assert found["starts"]
     prefill, decode = found["engines"]
-    assert prefill["nixl_ports"] == [20000, 20004]
+    assert prefill["nixl_ports"] == [*range(20000, 20008)]
     assert decode["replicas"] == {"min": 2, "initial": 8, "max": 8}
     held = [held for node in found["nodes"] if node["pool"] == "decode_of_8" for held in node["replicas"]]
     assert sorted(number for _, number in held) == list(range(8))

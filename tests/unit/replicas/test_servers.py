@@ -25,9 +25,9 @@ from tests.support.engine_server import COUNTS, generate, serving
 from tests.support.fake_router import wait_until
 
 
-def router(*errors: Exception | None) -> Any:
-    """Return the actor's handle; the first calls raise these errors in turn."""
-    observe = AsyncMock(side_effect=itertools.chain(errors, itertools.repeat(0.0)))
+def router(*results: Exception | float) -> Any:
+    """Return the actor's handle; the first calls return or raise these results in turn."""
+    observe = AsyncMock(side_effect=itertools.chain(results, itertools.repeat(0.0)))
     return Mock(observe_steps=Mock(remote=observe), reports=lambda: observe.await_count)
 
 
@@ -45,7 +45,9 @@ async def report(
 ) -> None:
     """Report steps to the router that `find` returns until the condition holds."""
     reporting.setattr(servers, "find_actor", find)
-    engine = SimpleNamespace(take_steps=lambda: StepSums(steps=steps), prefix_cache=lambda: (32, 960))
+    engine = SimpleNamespace(
+        ranks=lambda: 1, take_steps=lambda rank: StepSums(steps=steps), prefix_cache=lambda: (32, 960)
+    )
     channel = SimpleNamespace(in_flight=in_flight)
     server: Any = SimpleNamespace(_router_name="router", _engine=engine, _channel=channel)
     task = asyncio.create_task(servers.DecodeServer._report_steps(server))
@@ -74,7 +76,7 @@ async def test_an_engine_with_calls_reports_also_while_it_ends_no_step(
 
 
 async def test_the_router_is_looked_up_again_only_after_it_died(reporting: pytest.MonkeyPatch) -> None:
-    actor, look_ups = router(ActorUnavailableError("test", None), None, ActorDiedError()), []
+    actor, look_ups = router(ActorUnavailableError("test", None), 0.0, ActorDiedError()), []
 
     def find(name: str) -> Any:
         look_ups.append(actor.reports())
@@ -101,7 +103,7 @@ async def test_requests_in_the_decode_queue_count_for_the_autoscaler(
     actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=2.5)))
     reporting.setattr(servers, "find_actor", lambda name: actor)
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
-        reporting.setattr(server._engine, "take_steps", lambda: steps)
+        reporting.setattr(server._engine, "take_steps", lambda rank: steps)
 
         async def until(in_flight: float) -> None:
             async with asyncio.timeout(30):

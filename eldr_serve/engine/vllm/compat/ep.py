@@ -99,12 +99,6 @@ def live_experts(vllm_config: VllmConfig) -> LiveExperts:
     return LiveExperts(layers, moves, get_ep_group().cpu_group, called_together=together)
 
 
-def rank_step(vllm_config: VllmConfig) -> dict[str, int]:
-    """Return the part of a step's record that only data-parallel ranks have, see EldrStats."""
-    activated = sum(layer.activated for layer in _live(vllm_config))
-    return {"forward": rank_batches().forwards, "engine_experts": activated}
-
-
 def _live(vllm_config: VllmConfig) -> Iterator[LayerExperts]:
     context = vllm_config.compilation_config.static_forward_context
     for name in vllm_config.compilation_config.static_all_moe_layers:

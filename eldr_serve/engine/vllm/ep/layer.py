@@ -30,9 +30,6 @@ class LayerExperts:
         topology: topology of the G ranks.
         rank: this rank.
         rule: name of the replica choice (`eldr_serve.experts.parallel.replica_choice`).
-
-    Attributes:
-        activated: number of slots of all ranks that serve a token of the latest batch.
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class LayerExperts:
         self.slots_per_rank = slots // topology.ranks
         self.log = np.zeros((LOG_SIZE, len(LOG_COLUMNS)), np.int32)
         self.routed = torch.zeros(num_experts, dtype=torch.int64)  # tokens per expert since the start
-        self.batches = self.activated = 0
+        self.batches = 0
         self.load: ArrayLike | None = None  # float[E], expected tokens per expert, for rules that use it
         self.rule = rule
         row = np.full((topology.ranks, self.slots_per_rank), -1, np.int64)
@@ -81,9 +78,7 @@ class LayerExperts:
             home = torch.arange(ranks).repeat_interleave(torch.tensor(sizes))
             start, end = sum(sizes[: self.rank]), sum(sizes[: self.rank + 1])
         slots, first = self._choice.slots(experts, home), self.rank * self.slots_per_rank
-        all_loads = torch.bincount(slots.reshape(-1), minlength=len(self.row))
-        load = all_loads[first : first + self.slots_per_rank]
-        self.activated = int((all_loads > 0).sum())
+        load = torch.bincount(slots.reshape(-1), minlength=len(self.row))[first : first + self.slots_per_rank]
         local = slots - first
         here = (local >= 0) & (local < self.slots_per_rank)
         served = here.any(dim=1)
