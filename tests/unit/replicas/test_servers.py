@@ -19,7 +19,7 @@ from eldr_serve.queues.reports import QUEUE
 from eldr_serve.replicas import measured_counts, servers
 from eldr_serve.replicas.fleet import SLOT_METHODS
 from eldr_serve.replicas.kv_usage import KV_USAGE, REPORT_NUMBER
-from eldr_serve.scheduling import StepSums
+from eldr_serve.scheduling import BlockChanges, StepSums
 from tests.support.channel_calls import read_all
 from tests.support.engine_server import COUNTS, generate, serving
 from tests.support.fake_router import wait_until
@@ -27,7 +27,7 @@ from tests.support.fake_router import wait_until
 
 def router(*errors: Exception | None) -> Any:
     """Return the actor's handle; the first calls raise these errors in turn."""
-    observe = AsyncMock(side_effect=itertools.chain(errors, itertools.repeat(0.0)))
+    observe = AsyncMock(side_effect=itertools.chain(errors, itertools.repeat((0.0, True))))
     return Mock(observe_steps=Mock(remote=observe), reports=lambda: observe.await_count)
 
 
@@ -45,7 +45,11 @@ async def report(
 ) -> None:
     """Report steps to the router that `find` returns until the condition holds."""
     reporting.setattr(servers, "find_actor", find)
-    engine = SimpleNamespace(take_steps=lambda: StepSums(steps=steps), prefix_cache=lambda: (32, 960))
+    engine = SimpleNamespace(
+        take_steps=lambda: StepSums(steps=steps),
+        prefix_cache=lambda: (32, 960),
+        take_prefix_changes=lambda *, whole: BlockChanges(whole=whole),
+    )
     channel = SimpleNamespace(in_flight=in_flight)
     server: Any = SimpleNamespace(_router_name="router", _engine=engine, _channel=channel)
     task = asyncio.create_task(servers.DecodeServer._report_steps(server))
@@ -94,11 +98,21 @@ async def test_steps_of_a_failed_report_are_in_the_next_one(reporting: pytest.Mo
     assert actor.observe_steps.remote.await_args.args[2] == (32, 960)
 
 
+async def test_an_engine_reports_all_cached_blocks_until_the_router_knows_them(
+    reporting: pytest.MonkeyPatch,
+) -> None:
+    restarted = (0.0, False)
+    actor = router(ActorUnavailableError("test", None), None, None, restarted)
+    await report(reporting, lambda name: actor, lambda: actor.reports() >= 7)
+    whole = [call.args[3].whole for call in actor.observe_steps.remote.await_args_list]
+    assert whole[:7] == [True, True, False, False, True, False, False]
+
+
 @pytest.mark.parametrize("steps", [StepSums(steps=1.0), StepSums.from_prompts([2], [90], [500], [0.1])])
 async def test_requests_in_the_decode_queue_count_for_the_autoscaler(
     reporting: pytest.MonkeyPatch, steps: StepSums
 ) -> None:
-    actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=2.5)))
+    actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=(2.5, True))))
     reporting.setattr(servers, "find_actor", lambda name: actor)
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
         reporting.setattr(server._engine, "take_steps", lambda: steps)
