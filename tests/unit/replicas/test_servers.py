@@ -25,9 +25,12 @@ from tests.support.engine_server import COUNTS, generate, serving
 from tests.support.fake_router import wait_until
 
 
-def router(*errors: Exception | None) -> Any:
-    """Return the actor's handle; the first calls raise these errors in turn."""
-    observe = AsyncMock(side_effect=itertools.chain(errors, itertools.repeat((0.0, True))))
+KNOWN, UNKNOWN = (0.0, True), (0.0, False)  # the router's answers to a report
+
+
+def router(*answers: Exception | tuple[float, bool]) -> Any:
+    """Return the actor's handle; the first calls have these answers, or raise these errors, in turn."""
+    observe = AsyncMock(side_effect=itertools.chain(answers, itertools.repeat(KNOWN)))
     return Mock(observe_steps=Mock(remote=observe), reports=lambda: observe.await_count)
 
 
@@ -78,7 +81,7 @@ async def test_an_engine_with_calls_reports_also_while_it_ends_no_step(
 
 
 async def test_the_router_is_looked_up_again_only_after_it_died(reporting: pytest.MonkeyPatch) -> None:
-    actor, look_ups = router(ActorUnavailableError("test", None), None, ActorDiedError()), []
+    actor, look_ups = router(ActorUnavailableError("test", None), KNOWN, ActorDiedError()), []
 
     def find(name: str) -> Any:
         look_ups.append(actor.reports())
@@ -101,8 +104,7 @@ async def test_steps_of_a_failed_report_are_in_the_next_one(reporting: pytest.Mo
 async def test_an_engine_reports_all_cached_blocks_until_the_router_knows_them(
     reporting: pytest.MonkeyPatch,
 ) -> None:
-    restarted = (0.0, False)
-    actor = router(ActorUnavailableError("test", None), None, None, restarted)
+    actor = router(ActorUnavailableError("test", None), KNOWN, KNOWN, UNKNOWN)
     await report(reporting, lambda name: actor, lambda: actor.reports() >= 7)
     whole = [call.args[3].whole for call in actor.observe_steps.remote.await_args_list]
     assert whole[:7] == [True, True, False, False, True, False, False]
