@@ -24,7 +24,6 @@ from tests.support.channel_calls import read_all
 from tests.support.engine_server import COUNTS, generate, serving
 from tests.support.fake_router import wait_until
 
-
 KNOWN, UNKNOWN = (0.0, True), (0.0, False)  # the router's answers to a report
 
 
