@@ -194,14 +194,22 @@ class ReportedCache:
     def __len__(self) -> int:
         return len(self._cached) + len(self._awaited)
 
+    @property
+    def num_reported(self) -> int:
+        """Return the number of cached blocks by the engine's reports."""
+        return len(self._cached)
+
     def hit(self, hashes: Sequence[int]) -> int:
         """Return the number of a prompt's blocks in the cache.
 
         The cached blocks of a prompt are its first ones, since engines evict the last ones first.
         """
-        return bisect_left(
-            hashes, True, key=lambda block: block not in self._cached and block not in self._awaited
-        )
+        if not hashes or not self._has(hashes[0]):
+            return 0
+        return bisect_left(hashes, True, key=lambda block: not self._has(block))
+
+    def _has(self, block: int) -> bool:
+        return block in self._cached or block in self._awaited
 
     def use(self, hashes: Sequence[int]) -> None:
         """Note that the engine will compute the blocks of a prompt."""
@@ -280,7 +288,7 @@ class PrefixMap:
     def reported_blocks(self, worker: Hashable) -> int | None:
         """Return how many blocks a worker has by its engine's reports; None if it reports none."""
         cache = self._reported.get(worker)
-        return None if cache is None else len(cache)
+        return None if cache is None else cache.num_reported
 
     def record_prompt(self, worker: Hashable, blocks: PromptBlocks) -> None:
         """Record that a prompt of these blocks was sent to the worker."""

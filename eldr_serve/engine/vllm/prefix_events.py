@@ -21,7 +21,7 @@ from eldr_serve.engine.vllm.compat.kv_events import (
 )
 from eldr_serve.scheduling.prefixes import BlockChanges, TrackedBlocks, block_id, first_parent
 
-_MAX_BLOCKS = 2**18  # of an engine; some 30 MB in the router
+_MAX_BLOCKS = 2**18  # of an engine; some 25 MB in the router
 
 
 class PrefixEvents(EventPublisher):
