@@ -69,6 +69,7 @@ SERVING = {
     "model_families",
     "peers",
     "prefix_cache",
+    "prefix_hits",
     "ray_idle",
     "ray_up",
     "scaling",

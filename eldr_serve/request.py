@@ -33,6 +33,8 @@ class RequestFields(BaseModel):
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
     cache_salt: str | None = Field(default=None, min_length=1)
+    add_special_tokens: Any = True
+    truncate_prompt_tokens: Any = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,19 @@ def needs_whole_engine(method: str, fields: RequestFields) -> str | None:
         if fields.echo and fields.logprobs is not None:
             return "echo-logprobs"
     return None
+
+
+def has_exact_ids(request: Request) -> bool:
+    """Return whether the ids of a prompt that was tokenised here are those that its engine computes.
+
+    They are not for a chat, which the engine's template surrounds.
+    """
+    fields = request.fields
+    return (
+        request.method == "completions"
+        and fields.add_special_tokens is True
+        and fields.truncate_prompt_tokens is None
+    )
 
 
 def tenant_salt(tenant: str, fields: RequestFields) -> str:

@@ -35,6 +35,21 @@ def many_domains(
     return [[_body(f"{tag} {order[n % len(order)].text}", rng.choice(answers))] for n in range(count)]
 
 
+def conversations(records: Sequence[TraceRequest]) -> list[list[TraceRequest]]:
+    """Return the turns of each conversation of a trace that is neither too short nor too long.
+
+    The second block identifies a conversation, since all of them share the first.
+    """
+    turns: dict[tuple[int, ...], list[TraceRequest]] = {}
+    for record in records:
+        turns.setdefault(record.hash_ids[:2], []).append(record)
+    return [
+        own
+        for own in turns.values()
+        if len(own) in TURNS and max(len(turn.hash_ids) for turn in own) <= SESSION_BLOCKS
+    ]
+
+
 def sessions(
     records: Sequence[TraceRequest],
     prompts: Sequence[Prompt],
@@ -44,18 +59,8 @@ def sessions(
     tag: str,
     count: int,
 ) -> Chains:
-    """Return `count` conversations of the trace; each chain has its turns with the trace's prefix blocks.
-
-    The second block identifies a session, since all sessions share the first.
-    """
-    turns: dict[tuple[int, ...], list[TraceRequest]] = {}
-    for record in records:
-        turns.setdefault(record.hash_ids[:2], []).append(record)
-    known = [
-        own
-        for own in turns.values()
-        if len(own) in TURNS and max(len(turn.hash_ids) for turn in own) <= SESSION_BLOCKS
-    ]
+    """Return `count` conversations of the trace; each chain has its turns with the trace's prefix blocks."""
+    known = conversations(records)
     chosen = rng.sample(known, min(count, len(known)))
     flat = [turn for own in chosen for turn in own]
     whole = replace(flat[0], prompt_tokens=SESSION_BLOCKS * BLOCK_TOKENS)  # sets the scale and is not sent

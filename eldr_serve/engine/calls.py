@@ -24,8 +24,10 @@ ROUTES = "eldr_routes"  # with CALIBRATE: request the routes too
 REPLICA = "eldr_replica"
 # Headers that steer an engine; clients' own are dropped.
 STEERING_HEADERS = frozenset({"x-vllm-priority"})
-# Key in the engine's report at the end of a `generate` call: s from the call to its first step.
+# Keys in the engine's report at the end of a `generate` call: s from the call to its first step; tokens of
+# the prompt, and of an answer that it continues, that were in its prefix cache.
 TRANSPORT_S = "transport_s"
+CACHED_TOKENS = "cached_tokens"
 WARM = "warm-"  # prefix of the ids of warm-up calls
 
 _LAST_EVENTS = (b"event: message_stop\n", b"event: response.completed\n")

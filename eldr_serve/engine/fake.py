@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
-from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.engine.calls import EXPERT_COUNTS, TRANSPORT_S
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Sampling, Send
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.samples import SampleBuffer
@@ -24,6 +24,7 @@ from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import Counts, pack_counts
 from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.prefixes import BlockChanges
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class InProcess:
         """Return 0: unknown."""
         return 0
 
+    def take_prefix_changes(self, *, whole: bool) -> BlockChanges | None:
+        """Return None: the blocks are not reported."""
+        return None
+
     async def ping(self) -> None:
         """Return at once."""
 
@@ -113,7 +118,7 @@ class FakeEngine(InProcess):
         ids = np.zeros(self._config.prompt_tokens, np.uint32)
         return Prefilled(ids, {"held": request.id, EXPERT_COUNTS: next(self._packed)})
 
-    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Send an answer; no blocks are transferred."""
         body = _body_fields(request)
         gap_steps = max(1, round(body.get("gap_ms", 0) / 1000 / self._config.step_s))
@@ -129,7 +134,7 @@ class FakeEngine(InProcess):
             answer.ended.set()
         if request.sampled:
             self._keep_sample(request, answer.tokens - 1)
-        return 0.0
+        return {TRANSPORT_S: 0.0}
 
     def _keep_sample(self, request: EngineRequest, steps: int) -> None:
         ids = np.frombuffer(request.token_ids, np.uint32)

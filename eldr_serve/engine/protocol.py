@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.prefixes import BlockChanges
 
 EngineRole = Literal["prefill", "decode", "whole"]
 Device = Literal["gpu", "cpu"]
@@ -103,12 +104,13 @@ class Engine(Protocol):
         It refuses the requests that `generate` would refuse, with the same message, before any step runs.
         """
 
-    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Send the answer: the events of a stream, or one JSON body.
 
         Returns:
-            Transport time: from the call to the first step of the request, s, including the transfer of its
-            prompt's blocks from another engine, if any; None if unknown.
+            Report on the call, each entry only if known. `calls.TRANSPORT_S`: time from the call to the
+            first step of the request, s, including the transfer of its prompt's blocks from another engine,
+            if any. `calls.CACHED_TOKENS`: number of tokens that were in the prefix cache.
         """
 
     async def expert_counts(self, request_id: str) -> tuple[int, str]:
@@ -184,6 +186,15 @@ class Engine(Protocol):
         """Return tokens per block of a rank's prefix cache, and capacity of its KV cache in tokens.
 
         (0, 0) if the engine has no prefix cache.
+        """
+
+    def take_prefix_changes(self, *, whole: bool) -> BlockChanges | None:
+        """Return the changes of the prefix cache since the last call; None without any.
+
+        The blocks of answers are among them.
+
+        Args:
+            whole: return all blocks that are cached instead; None if the engine does not report them.
         """
 
     def slots(self) -> int:

@@ -21,6 +21,11 @@ _COUNTED = {
         "tokens",
         "of these, tokens expected in the worker's prefix cache",
     ),
+    "prefix_tokens_predicted": (
+        "tokens",
+        "tokens expected in the worker's prefix cache, of prompts whose engine then reported the true number",
+    ),
+    "prefix_tokens_measured": ("tokens", "tokens of these prompts that were in the prefix cache"),
     "prefill_retries": ("calls", "prefill calls that failed and were retried"),
     "whole_without_prefill": (
         "requests",

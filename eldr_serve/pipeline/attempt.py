@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
-from eldr_serve.engine.calls import TRANSPORT_S
+from eldr_serve.engine.calls import CACHED_TOKENS, TRANSPORT_S
 from eldr_serve.errors import OverloadedError
 from eldr_serve.pipeline.decode_call import DecodeCall
 from eldr_serve.pipeline.failures import DecodeFailedError
@@ -18,7 +18,7 @@ from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.stage import DecodeStages, Stage
-from eldr_serve.request import max_new_tokens, prompt_key
+from eldr_serve.request import has_exact_ids, max_new_tokens, prompt_key
 from eldr_serve.scheduling import Lease, PlacementRequest, PromptBlocks, prompt_blocks
 from eldr_serve.scheduling.worker_names import replica_of
 
@@ -129,7 +129,8 @@ class Attempt:
         if prompt_ids is None:
             return None
         salt = request.cache_salt or request.fields.cache_salt or ""
-        return prompt_blocks(prompt_ids, self._services.engines.decode.directory.block_tokens, salt)
+        block_tokens = self._services.engines.decode.directory.block_tokens
+        return prompt_blocks(prompt_ids, block_tokens, salt, exact=has_exact_ids(request))
 
     # -- decode ----------------------------------------------------------------------------------
 
@@ -173,6 +174,7 @@ class Attempt:
         """
         context = self._context
         services = self._services
+        resumed = context.answer.num_tokens > 0
         with DecodeCall(services, context, self._prompt, lease) as decode:
             try:
                 self._call = decode.send()
@@ -199,9 +201,19 @@ class Attempt:
                 self._raise_unless_complete(error, decode, alive=True)
             else:
                 stages.transport_s = self._call.engine_report.get(TRANSPORT_S)
+                if not resumed:
+                    self._count_cached_tokens(lease)
                 if not decode.begun:
                     raise DecodeFailedError("the answer was empty", lease.replica, alive=True, begun=False)
                 services.outliers.record_success(lease.replica)
+
+    def _count_cached_tokens(self, lease: Lease) -> None:
+        """Count predicted and measured tokens in the prefix cache, if the router has predicted them."""
+        assert self._call is not None
+        measured = self._call.engine_report.get(CACHED_TOKENS)
+        if measured is not None and lease.request.blocks is not None and lease.position >= 0:
+            self._services.client.count("prefix_tokens_predicted", lease.cached_tokens)
+            self._services.client.count("prefix_tokens_measured", int(measured))
 
     def _raise_unless_complete(self, error: Exception, decode: DecodeCall, *, alive: bool) -> None:
         """Raise DecodeFailedError, unless the client has the complete answer.

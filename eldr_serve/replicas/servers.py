@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, RayError
 from eldr_serve.channel import Answer, CallFailedError
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, open_channel
-from eldr_serve.engine.calls import TRANSPORT_S, WARM
+from eldr_serve.engine.calls import WARM
 from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled, Send
 from eldr_serve.errors import RequestRefusedError, error_body, one_line_message
 from eldr_serve.monitoring.loop_watch import LoopWatch
@@ -89,14 +89,12 @@ class EngineServer:
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a call of an ingress replica."""
         if method == "generate":
-            transport_s = await self.generate(EngineRequest(body=body, **header), answer.send)
-            if transport_s is not None:
-                answer.engine_report = {TRANSPORT_S: transport_s}
+            answer.engine_report = await self.generate(EngineRequest(body=body, **header), answer.send)
         else:
             await self._engine.answer(EngineRequest(method, body, **header), answer.send)
 
-    async def generate(self, request: EngineRequest, send: Send) -> float | None:
-        """Send the engine's answer; return its transport time, s, if known."""
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+        """Send the engine's answer; return its report on the call."""
         return await self._engine.generate(request, send)
 
     def _describe(self, error: Exception) -> tuple[int, bytes]:
@@ -192,8 +190,9 @@ class PrefillServer(EngineServer):
 class DecodeServer(EngineServer):
     """A decode engine, or one that also prefills.
 
-    It reports the costs of its steps and its cache to the router, and samples of its requests to the
-    signature pool. If its engine has data-parallel ranks, each is a worker of the router with own reports.
+    It reports the costs of its steps and changes of its prefix cache to the router, and samples of its
+    requests to the signature pool. If its engine has data-parallel ranks, each is a worker of the router with
+    own reports.
 
     Args:
         application, num_pool_actors: determine the names of the pool's actors (see PoolClient). Without
@@ -253,7 +252,7 @@ class DecodeServer(EngineServer):
         else:
             await super().answer(method, header, body, answer)
 
-    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Answer a request. Measure its prompt if this engine prefills it, and sample some requests."""
         with ExitStack() as stack:
             meter = self._meter
@@ -276,6 +275,7 @@ class DecodeServer(EngineServer):
     async def _report_steps(self) -> None:
         router: Any = None  # an actor's handle
         sums = [StepSums()] * self._engine.ranks()  # of each rank, not reported yet
+        in_step = False  # the router knows the prefix cache as of the last report
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = [steps + self._engine.take_steps(rank) for rank, steps in enumerate(sums)]
@@ -287,12 +287,14 @@ class DecodeServer(EngineServer):
                     router = await asyncio.to_thread(find_actor, self._router_name)
                 replica = serve.get_replica_context().replica_id.unique_id
                 queued, cache = 0.0, self._engine.prefix_cache()
+                changes = self._engine.take_prefix_changes(whole=not in_step)
                 for rank, worker in enumerate(worker_names(replica, len(sums))):
-                    queued += await router.observe_steps.remote(sums[rank], worker, cache)
+                    share, in_step = await router.observe_steps.remote(sums[rank], worker, cache, changes)
+                    queued += share
                     sums[rank] = StepSums()
                 self._queued = queued
             except (ValueError, RayError) as error:  # the router is unavailable
-                self._queued = 0.0
+                self._queued, in_step = 0.0, False
                 if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
                     router = None
                 logger.info("step costs not reported: %r", error)

@@ -27,7 +27,7 @@ from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status
-from eldr_serve.scheduling import StepSums
+from eldr_serve.scheduling import BlockChanges, StepSums
 from eldr_serve.signatures.coordinator import RouterView
 
 logger = logging.getLogger(__name__)
@@ -109,15 +109,20 @@ class DecodeRouter:
         self._state.expect_counts(num_layers, num_experts)
 
     async def observe_steps(
-        self, steps: StepSums, worker: str = "", prefix_cache: tuple[int, int] = (0, 0)
-    ) -> float:
-        """Record recent step costs of a decode worker, and the size of its prefix cache.
+        self,
+        steps: StepSums,
+        worker: str = "",
+        prefix_cache: tuple[int, int] = (0, 0),
+        prefix_changes: BlockChanges | None = None,
+    ) -> tuple[float, bool]:
+        """Record recent step costs of a decode worker, and size and changes of its prefix cache.
 
         Returns:
-            The worker's share of the requests in the decode queue.
+            The worker's share of the requests in the decode queue, and whether the contents of its prefix
+            cache are known; otherwise its next report should have all blocks.
         """
-        self._state.observe_steps(steps, worker, prefix_cache)
-        return self._state.queue_size / max(1, self._state.num_workers)
+        known = self._state.observe_steps(steps, worker, prefix_cache, prefix_changes)
+        return self._state.queue_size / max(1, self._state.num_workers), known
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
         """Set the policy; change nothing and raise SwapRefusedError if it is unknown."""

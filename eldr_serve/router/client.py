@@ -248,9 +248,9 @@ class RouterClient:
         if call is not None:
             call.close(lease.generated_tokens)
 
-    def count(self, event: str) -> None:
+    def count(self, event: str, increase: int = 1) -> None:
         """Increment a counter of `/eldr/status`."""
-        self._events[event] += 1
+        self._events[event] += increase
 
     def record_stream(self, answered: StreamLatencies) -> None:
         """Record the latencies of an ended stream, for the live page."""

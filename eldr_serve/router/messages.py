@@ -112,6 +112,7 @@ class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
     policy: str = ""
     waited_s: float = 0.0
     generated_tokens: int = 0
+    cached_tokens: int = 0
 
     @classmethod
     def from_lease(cls, lease: Lease) -> Leased:

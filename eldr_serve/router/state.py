@@ -23,7 +23,7 @@ from eldr_serve.router.messages import LOCAL_FALLBACK, IngressReport, NamedPolic
 from eldr_serve.router.positions import Positions
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router.step_costs import StepCosts
-from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, StepCost, StepSums
+from eldr_serve.scheduling import BlockChanges, Lease, PlacementRequest, Placer, State, StepCost, StepSums
 
 logger = logging.getLogger(__name__)
 
@@ -213,22 +213,33 @@ class RouterState:
         self.comparison.begin(settings, shadow_policy, self.costs.cost)
 
     def observe_steps(
-        self, steps: StepSums, worker: str = "", prefix_cache: tuple[int, int] = (0, 0)
-    ) -> None:
+        self,
+        steps: StepSums,
+        worker: str = "",
+        prefix_cache: tuple[int, int] = (0, 0),
+        prefix_changes: BlockChanges | None = None,
+    ) -> bool:
         """Add a decode worker's measurements, and update the policy's cost model from recent steps.
 
         Args:
             prefix_cache: tokens in a block and in the worker's whole cache; (0, 0) without a cache.
+            prefix_changes: changes of the cache's blocks, if there are any and the engine reports them.
+
+        Returns:
+            Whether all blocks that the engine has reported are known.
         """
         block_tokens, kv_tokens = prefix_cache
+        known = False
         if worker in self.positions.replicas:  # the last report of a lost worker may be late
             self.view.observe_steps(worker, steps)
             if block_tokens:
                 self.placer.prefixes.set_capacity(worker, kv_tokens, block_tokens)
+            known = self.placer.prefixes.report(worker, prefix_changes)
         self.comparison.observe_steps(steps)
         self.costs.observe(steps)
         if self.costs.cost is not None:
             self.placer.update_cost_model(self.costs.cost)
+        return known
 
     # -- workers and ingresses ---------------------------------------------------------------------
 

@@ -9,7 +9,11 @@ from eldr_serve.scheduling import policy_names
 
 
 def router_status(state: RouterState) -> dict[str, Any]:
-    """Return the status; `kv_tokens`: prompt + generated tokens of requests in flight."""
+    """Return the status.
+
+    `kv_tokens`: prompt + generated tokens of requests in flight. `cached_blocks`: blocks of the prefix cache
+    as the engine reports them; None if it does not, and the cache is estimated.
+    """
     workers, live = _workers(state), state.settings
     return {
         "model": state.check.model_id,
@@ -79,6 +83,7 @@ def _workers(state: RouterState) -> list[dict[str, Any]]:
             "replica": replica,
             "in_flight": int(loads.in_flight[position]),
             "kv_tokens": int(loads.kv_tokens[position]),
+            "cached_blocks": state.placer.prefixes.reported_blocks(replica),
             "cluster_domain": (domains[position % len(domains)] or None) if domains else None,
         }
         for position, replica in enumerate(state.positions.replicas)

@@ -11,7 +11,14 @@ from eldr_serve.scheduling.policies.checks import check_policy
 from eldr_serve.scheduling.policies.marginal import MarginalCost
 from eldr_serve.scheduling.policies.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
 from eldr_serve.scheduling.policies.registry import DEFAULT_POLICY, make_policy, policy_names, reads_counts
-from eldr_serve.scheduling.prefixes import PrefixCache, PrefixMap, PromptBlocks, prompt_blocks
+from eldr_serve.scheduling.prefixes import (
+    BlockChanges,
+    PrefixCache,
+    PrefixMap,
+    PromptBlocks,
+    TrackedBlocks,
+    prompt_blocks,
+)
 from eldr_serve.scheduling.shadow import Saving, Shadow
 from eldr_serve.scheduling.types import (
     Decision,
@@ -28,6 +35,7 @@ __all__ = [
     "BalanceBand",
     "BalanceRoute",
     "BalanceRouteHorizon",
+    "BlockChanges",
     "BoostedTrees",
     "CentroidTable",
     "Decision",
@@ -54,6 +62,7 @@ __all__ = [
     "StepCost",
     "StepSums",
     "Survival",
+    "TrackedBlocks",
     "check_policy",
     "make_policy",
     "policy_names",

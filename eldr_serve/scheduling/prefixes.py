@@ -1,7 +1,7 @@
-"""A model of the workers' prefix caches, based on the prompts that were sent to each worker.
+"""The contents of the workers' prefix caches: as engines report them, or a model of the prompts sent.
 
-A prompt is split into the blocks of the engines' KV cache. The hash of a block covers its tokens and all
-tokens before it, so equal hashes mean equal prefixes.
+A prompt is split into the blocks of the engines' KV cache. The id of a block is a hash of its tokens, all
+tokens before it and the salt, so equal ids mean equal prefixes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,22 @@ from numpy.typing import NDArray
 _DEFAULT_BLOCKS = 4096  # capacity of a worker that has not reported it
 _MAX_BLOCKS = 2**16  # limit per worker, some 8 MB
 _HASH_BYTES = 8
+_UNCONFIRMED_REPORTS = 60  # reports of an engine after which a prompt that it did not compute is forgotten
+
+
+def first_parent(salt: str) -> bytes:
+    """Return what precedes the first block of a prompt with this `cache_salt`, for `block_id`."""
+    return hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=_HASH_BYTES).digest()
+
+
+def block_id(parent: bytes, tokens: bytes) -> bytes:
+    """Return the id of a block, 8 bytes.
+
+    Args:
+        parent: id of the block before it, or `first_parent`.
+        tokens: the block's token ids, uint32 bytes.
+    """
+    return hashlib.blake2b(parent + tokens, digest_size=_HASH_BYTES).digest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,32 +41,100 @@ class PromptBlocks:
     """The full blocks of a prompt that a cache can hold; the last token is always computed.
 
     Attributes:
-        hashes: uint64[n], in the prompt's order.
+        hashes: uint64[n], their ids in the prompt's order.
         block_tokens: tokens per block.
+        exact: the token ids are those that the engine computes. Otherwise (a chat without its template) the
+            ids can be compared with those of other prompts, but not with those that an engine reports.
     """
 
     hashes: NDArray[np.uint64]
     block_tokens: int
+    exact: bool = True
 
 
-def prompt_blocks(token_ids: NDArray[np.uint32], block_tokens: int, salt: str = "") -> PromptBlocks:
+def prompt_blocks(
+    token_ids: NDArray[np.uint32], block_tokens: int, salt: str = "", *, exact: bool = True
+) -> PromptBlocks:
     """Return the blocks of a prompt.
 
     Args:
         token_ids: uint32[T].
         block_tokens: block size of the engines' KV cache; 0 without prefix caching gives no blocks.
         salt: the request's `cache_salt`; prompts with different salts share no blocks.
+        exact: see PromptBlocks.
     """
     if not block_tokens:
         return PromptBlocks(np.zeros(0, np.uint64), 0)
     size = token_ids.itemsize * block_tokens
     content = token_ids.tobytes()
-    chain = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=_HASH_BYTES)
-    hashes = []
+    parent, found = first_parent(salt), []
     for end in range(size, len(content) - token_ids.itemsize + 1, size):
-        chain.update(content[end - size : end])
-        hashes.append(chain.copy().digest())
-    return PromptBlocks(np.frombuffer(b"".join(hashes), np.uint64), block_tokens)
+        parent = block_id(parent, content[end - size : end])
+        found.append(parent)
+    return PromptBlocks(np.frombuffer(b"".join(found), np.uint64), block_tokens, exact)
+
+
+@dataclass(frozen=True)
+class BlockChanges:
+    """Changes of the blocks in an engine's prefix cache; each id is 8 bytes.
+
+    Attributes:
+        added: ids of blocks that are cached now.
+        removed: ids of blocks that are not cached now, including some that were added and removed since.
+        whole: `added` has all cached blocks, and earlier reports do not count.
+    """
+
+    added: bytes = b""
+    removed: bytes = b""
+    whole: bool = False
+
+
+class TrackedBlocks:
+    """A set of block ids that remembers its changes until they are taken."""
+
+    def __init__(self) -> None:
+        self._blocks: set[bytes] = set()
+        self._added: set[bytes] = set()
+        self._removed: set[bytes] = set()
+
+    def add(self, block: bytes) -> None:
+        """Add a block that is cached now."""
+        self._blocks.add(block)
+        self._added.add(block)
+        self._removed.discard(block)
+
+    def remove(self, block: bytes) -> None:
+        """Remove a block that is not cached any more."""
+        self._blocks.discard(block)
+        self._added.discard(block)
+        self._removed.add(block)
+
+    def clear(self) -> None:
+        """Remove all blocks."""
+        for block in tuple(self._blocks):
+            self.remove(block)
+
+    def apply(self, changes: BlockChanges) -> None:
+        """Apply the changes, not all blocks, that were taken from another set."""
+        for block in _split(changes.removed):
+            self.remove(block)
+        for block in _split(changes.added):
+            self.add(block)
+
+    def take(self, *, whole: bool = False) -> BlockChanges | None:
+        """Return the changes since the last call; None without any.
+
+        Args:
+            whole: return all blocks instead, also without changes.
+        """
+        added, removed = self._blocks if whole else self._added, self._removed
+        found = BlockChanges(b"".join(added), b"".join(removed), whole) if whole or added or removed else None
+        self._added, self._removed = set(), set()
+        return found
+
+
+def _split(blocks: bytes) -> list[bytes]:
+    return [blocks[start : start + _HASH_BYTES] for start in range(0, len(blocks), _HASH_BYTES)]
 
 
 class PrefixCache:
@@ -91,24 +175,87 @@ class PrefixCache:
             self._used.popitem(last=False)
 
 
-class PrefixMap:
-    """One PrefixCache per worker, by any hashable name; an estimate of the worker's own cache.
+class ReportedCache:
+    """The blocks that a worker's engine has reported, and those of prompts that it has yet to compute.
 
-    Other evictions of the engine, and blocks that end within an answer, are unknown here.
+    A block of a prompt counts as cached from its placement on. It is forgotten if the engine does not report
+    it, because the request was cancelled or refused.
+
+    Args:
+        blocks: maximum number of blocks yet to be computed; the oldest are forgotten.
+    """
+
+    def __init__(self, blocks: int = _DEFAULT_BLOCKS) -> None:
+        self.capacity = blocks
+        self._cached: set[int] = set()
+        self._awaited: OrderedDict[int, int] = OrderedDict()  # number of the last report; oldest first
+        self._reports = 0
+
+    def __len__(self) -> int:
+        return len(self._cached) + len(self._awaited)
+
+    @property
+    def num_reported(self) -> int:
+        """Return the number of cached blocks by the engine's reports."""
+        return len(self._cached)
+
+    def hit(self, hashes: Sequence[int]) -> int:
+        """Return the number of a prompt's blocks in the cache.
+
+        The cached blocks of a prompt are its first ones, since engines evict the last ones first.
+        """
+        if not hashes or not self._has(hashes[0]):
+            return 0
+        return bisect_left(hashes, True, key=lambda block: not self._has(block))
+
+    def _has(self, block: int) -> bool:
+        return block in self._cached or block in self._awaited
+
+    def use(self, hashes: Sequence[int]) -> None:
+        """Note that the engine will compute the blocks of a prompt."""
+        for block in reversed(hashes):
+            if block not in self._cached:
+                self._awaited[block] = self._reports
+                self._awaited.move_to_end(block)
+        while len(self._awaited) > self.capacity:
+            self._awaited.popitem(last=False)
+
+    def apply(self, changes: BlockChanges) -> None:
+        """Apply a report of the engine."""
+        added, removed = (np.frombuffer(ids, np.uint64).tolist() for ids in (changes.added, changes.removed))
+        if changes.whole:
+            self._cached = set(added)
+        else:
+            self._cached.difference_update(removed)
+            self._cached.update(added)
+        for block in (*added, *removed):
+            self._awaited.pop(block, None)
+        self._reports += 1
+        while self._awaited and next(iter(self._awaited.values())) < self._reports - _UNCONFIRMED_REPORTS:
+            self._awaited.popitem(last=False)
+
+
+class PrefixMap:
+    """The prefix cache of each worker, by any hashable name.
+
+    A worker whose engine reports its blocks has a ReportedCache for the prompts whose ids are exact. For
+    other prompts and workers a PrefixCache estimates it: other evictions of the engine, and blocks that end
+    within an answer, are unknown there.
     """
 
     def __init__(self) -> None:
         self._caches: dict[Hashable, PrefixCache] = {}
+        self._reported: dict[Hashable, ReportedCache] = {}
         self._capacity: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
         """Return the number of blocks of all workers."""
-        return sum(map(len, self._caches.values()))
+        return sum(map(len, self._caches.values())) + sum(map(len, self._reported.values()))
 
     def keep(self, workers: Iterable[Hashable]) -> None:
         """Remove all other workers; a restarted worker has another name, or is absent in between."""
         kept = set(workers)
-        for by_worker in (self._caches, self._capacity):
+        for by_worker in (self._caches, self._reported, self._capacity):
             for worker in by_worker.keys() - kept:
                 del by_worker[worker]
 
@@ -119,18 +266,46 @@ class PrefixMap:
         if worker in self._caches:
             self._caches[worker].resize(capacity)
 
+    def report(self, worker: Hashable, changes: BlockChanges | None) -> bool:
+        """Apply a report of a worker's engine; return whether all of its blocks are known.
+
+        Changes of a worker whose blocks are unknown (this process is new, or has missed a report) are
+        ignored until a whole report.
+
+        Args:
+            changes: None: no changes, or the engine reports none.
+        """
+        cache = self._reported.get(worker)
+        if changes is None:
+            return cache is not None
+        if cache is None:
+            if not changes.whole:
+                return False
+            cache = self._reported[worker] = ReportedCache(self._capacity.get(worker, _DEFAULT_BLOCKS))
+        cache.apply(changes)
+        return True
+
+    def reported_blocks(self, worker: Hashable) -> int | None:
+        """Return how many blocks a worker has by its engine's reports; None if it reports none."""
+        cache = self._reported.get(worker)
+        return None if cache is None else cache.num_reported
+
     def record_prompt(self, worker: Hashable, blocks: PromptBlocks) -> None:
         """Record that a prompt of these blocks was sent to the worker."""
         if not len(blocks.hashes):
             return
-        cache = self._caches.get(worker)
+        cache = self._cache(worker, blocks)
         if cache is None:
             cache = self._caches[worker] = PrefixCache(self._capacity.get(worker, _DEFAULT_BLOCKS))
         cache.use(blocks.hashes.tolist())
 
+    def _cache(self, worker: Hashable, blocks: PromptBlocks) -> PrefixCache | ReportedCache | None:
+        reported = self._reported.get(worker) if blocks.exact else None
+        return self._caches.get(worker) if reported is None else reported
+
     def cached_tokens(self, workers: Sequence[Hashable], blocks: PromptBlocks) -> NDArray[np.int64]:
         """Return the number of prompt tokens that each worker has cached, int64[W]."""
         hashes = blocks.hashes.tolist()
-        caches = map(self._caches.get, workers)
+        caches = [self._cache(worker, blocks) for worker in workers]
         hits = [0 if cache is None else cache.hit(hashes) for cache in caches]
         return np.array(hits, np.int64) * blocks.block_tokens

@@ -63,6 +63,7 @@ class FakeRouterClient:
         self.leases: set[str] = set()
         self.tokens: list[int] = []
         self.events: list[str] = []
+        self.cached_tokens = 0  # of each lease
 
     async def place(self, request: PlacementRequest, counts: Any, *, token_ids: Any, wait_s: float) -> Lease:
         self.placed.append((request, counts))
@@ -70,7 +71,7 @@ class FakeRouterClient:
         self.waits.append(wait_s)
         self.leases.add(request.request_id)
         replica = next(r for r in self.workers if r not in request.exclude)
-        return Lease(request, State.LEASED, replica=replica)
+        return Lease(request, State.LEASED, replica=replica, position=0, cached_tokens=self.cached_tokens)
 
     def release(self, request_id: str) -> None:
         self.leases.discard(request_id)
@@ -83,8 +84,8 @@ class FakeRouterClient:
         assert request_id in self.leases
         self.counts.append((request_id, token_ids, counts, prompt_tokens))
 
-    def count(self, event: str) -> None:
-        self.events.append(event)
+    def count(self, event: str, increase: int = 1) -> None:
+        self.events += [event] * increase
 
 
 class Pipeline:

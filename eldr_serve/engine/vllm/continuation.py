@@ -76,6 +76,7 @@ class Continuation:
         failure: the engine's error, even if the serving object has handled it; None if there is none.
         metrics: vLLM's RequestStateStats; set at the end of the answer, if there are any.
         prompt_token_ids: set at the end of the answer.
+        cached_tokens: number of tokens in the engine's prefix cache; set at the end of the answer.
         counts: what our connector added to the answer, set at its end; clients do not receive it.
     """
 
@@ -103,6 +104,7 @@ class Continuation:
         self.failure: Exception | None = None
         self.metrics: Any = None
         self.prompt_token_ids: list[int] = []
+        self.cached_tokens = 0
         self.counts: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -173,6 +175,7 @@ class Continuation:
             transfer["do_remote_prefill"] = False
         self.metrics = getattr(output, "metrics", None)
         self.prompt_token_ids = getattr(output, "prompt_token_ids", None) or []
+        self.cached_tokens = getattr(output, "num_cached_tokens", None) or 0
         if whole is not None:
             yield whole
 

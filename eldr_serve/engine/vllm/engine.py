@@ -16,7 +16,14 @@ from numpy.typing import ArrayLike
 from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailedError
-from eldr_serve.engine.calls import CALIBRATE, CREATED, EXPERT_COUNTS, REQUEST
+from eldr_serve.engine.calls import (
+    CACHED_TOKENS,
+    CALIBRATE,
+    CREATED,
+    EXPERT_COUNTS,
+    REQUEST,
+    TRANSPORT_S,
+)
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
 from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.engine.vllm.answer_forms import to_events, to_json, to_whole_answer
@@ -51,6 +58,7 @@ from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import unpack_counts
 from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.prefixes import BlockChanges
 
 # kv_transfer_params that make NIXL's connector hold the prompt's blocks.
 _HAND_OVER = {
@@ -111,7 +119,7 @@ class VllmEngine:
             kv[CREATED] = min(created, len(ids))
         return Prefilled(np.asarray(ids, np.uint32), kv)
 
-    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""
         called_s = time.monotonic()
         if MEASUREMENTS.awaits_counts(request.id):
@@ -121,12 +129,14 @@ class VllmEngine:
             set_prompt(parsed, _ids(request.token_ids))
         if not _has_one_answer(parsed):
             await self._generate_several(request, parsed, send)
-            return None
+            return {}
         if request.sampled:
             parsed.kv_transfer_params = {**(parsed.kv_transfer_params or {}), CALIBRATE: True}
         continuation = await self._generate_one(request, parsed, send)
         self._keep_sample(request, continuation)
-        return _transport_s(continuation, called_s)
+        report = {CACHED_TOKENS: float(continuation.cached_tokens)}
+        transport_s = _transport_s(continuation, called_s)
+        return report if transport_s is None else report | {TRANSPORT_S: transport_s}
 
     async def _generate_several(self, request: EngineRequest, parsed: Any, send: Send) -> None:
         """Send an answer with several choices or prompts, which no other engine can continue."""
@@ -251,6 +261,10 @@ class VllmEngine:
     def prefix_cache(self) -> tuple[int, int]:
         """Return tokens per block, and tokens of a rank's KV cache."""
         return prefix_cache(engine_client(self.server.engine).vllm_config)
+
+    def take_prefix_changes(self, *, whole: bool) -> BlockChanges | None:
+        """Return the changes of the prefix cache; None with `disable_log_stats` or data-parallel ranks."""
+        return MEASUREMENTS.take_prefix_changes(whole=whole)
 
     def slots(self) -> int:
         """Return vLLM's `max_num_seqs`, which holds for each rank."""

@@ -1,4 +1,4 @@
-"""Keep what a replica's engine has measured: KV cache usage, steps, and the expert counts of prompts.
+"""Keep what a replica's engine has measured: KV cache, steps, and the expert counts of prompts.
 
 vLLM makes the object that receives the engine's statistics (`stats.EldrPromMetrics`) and has no argument by
 which it could know the replica's VllmEngine; so both use the one `MEASUREMENTS` of their process.
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.prefixes import BlockChanges, TrackedBlocks
 
 PromptCounts = tuple[int, str]  # number of prompt tokens, packed counts (see pack_counts)
 
@@ -36,6 +37,7 @@ class EngineMeasurements:
         self._sums: defaultdict[int, StepSums] = defaultdict(StepSums)  # by rank
         self._records: defaultdict[int, _Records] = defaultdict(list)  # by rank
         self._awaited: dict[str, asyncio.Future[PromptCounts]] = {}
+        self._prefixes: TrackedBlocks | None = None  # until the engine reports any
 
     def add_steps(self, steps: _Records, prompt_steps: _Records, rank: int = 0) -> None:
         """Add a rank's records of decode steps and of steps that computed prompts (see EldrStats).
@@ -69,6 +71,17 @@ class EngineMeasurements:
                 *([s[key] for s in prompts] for key in ("requests", "kv_tokens", "prompt_tokens", "seconds"))
             )
         )
+
+    def change_prefixes(self, changes: BlockChanges) -> None:
+        """Apply changes of the engine's prefix cache."""
+        with self._lock:
+            self._prefixes = self._prefixes or TrackedBlocks()
+            self._prefixes.apply(changes)
+
+    def take_prefix_changes(self, *, whole: bool) -> BlockChanges | None:
+        """Return the changes of the prefix cache since the last call, see Engine.take_prefix_changes."""
+        with self._lock:
+            return None if self._prefixes is None else self._prefixes.take(whole=whole)
 
     def awaits_counts(self, name: str) -> bool:
         """Return whether a call waits for the expert counts of this prompt."""

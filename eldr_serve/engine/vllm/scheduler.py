@@ -2,12 +2,13 @@
 
 The connector receives the workers' counts earlier: vLLM would pass them on after it has finished the step's
 requests, so a prefill that ends in that step would have no counts. The connector's stats, which reach the
-replica, also contain the share of KV blocks in use and the expert counts of prompts that decode in this
-engine.
+replica, also contain the share of KV blocks in use, the expert counts of prompts that decode in this engine,
+and changes of the prefix cache.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -15,6 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from eldr_serve.engine.vllm.connector import EldrConnector
 from eldr_serve.engine.vllm.connector_metadata import EldrConnectorWorkerMetadata
+from eldr_serve.engine.vllm.prefix_events import prefix_events
 from eldr_serve.engine.vllm.stats import EldrStats
 
 
@@ -23,6 +25,14 @@ class _CountingScheduler:
 
     connector: Any
     kv_cache_manager: Any
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, *others: Any, log_stats: bool = False, **named: Any
+    ) -> None:
+        self._prefix_events = prefix_events(vllm_config, kv_cache_config, log_stats=log_stats)
+        super().__init__(vllm_config, kv_cache_config, *others, log_stats=log_stats, **named)  # type: ignore[call-arg]
+        if self._prefix_events is not None:
+            self.kv_event_publisher = self._prefix_events
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Pass the workers' counts to the connector, then let vLLM's Scheduler use the step's output."""
@@ -40,6 +50,9 @@ class _CountingScheduler:
             kv_connector_stats = kv_connector_stats or EldrStats()
             kv_connector_stats.data["kv_usage"] = self.kv_cache_manager.usage
             kv_connector_stats.data["prompt_counts"] = self.connector.take_prompt_counts()
+            changes = None if self._prefix_events is None else self._prefix_events.take()
+            if changes is not None:
+                kv_connector_stats.data["prefix_changes"] = asdict(changes)
         return super().make_stats(spec_decoding_stats, kv_connector_stats, *others, **named)  # type: ignore[misc]
 
 

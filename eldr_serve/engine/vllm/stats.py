@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from eldr_serve.engine.vllm.compat.nixl import NixlKVConnectorStats, NixlPromMetrics
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.metrics import COUNTER, ENGINE
+from eldr_serve.scheduling.prefixes import BlockChanges
 
 _MAX_RECORDS = 4096  # between two readings of the metrics; the oldest are dropped
 
@@ -43,8 +44,8 @@ class EldrStats(KVConnectorStats):
     - prompt_steps: records of steps in which a whole engine computed prompts: requests, kv_tokens,
       prompt_tokens, seconds.
     - capture_s: duration of the counting in each step, s.
-    - kv_usage, prompt_counts: added by the scheduler: the share of KV blocks in use, and the result of
-      `EldrConnectorScheduler.take_prompt_counts`.
+    - kv_usage, prompt_counts, prefix_changes: added by the scheduler: the share of KV blocks in use, the
+      result of `EldrConnectorScheduler.take_prompt_counts`, and the fields of a BlockChanges, if any.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -125,6 +126,8 @@ class EldrPromMetrics(KVConnectorPromMetrics):
             MEASUREMENTS.kv_usage[engine_idx] = transfer_stats_data["kv_usage"]
         if transfer_stats_data.get("prompt_counts"):
             MEASUREMENTS.deliver_counts(transfer_stats_data["prompt_counts"])
+        if transfer_stats_data.get("prefix_changes"):
+            MEASUREMENTS.change_prefixes(BlockChanges(**transfer_stats_data["prefix_changes"]))
         MEASUREMENTS.add_steps(transfer_stats_data["steps"], transfer_stats_data["prompt_steps"], engine_idx)
         if transfer_stats_data["steps"]:
             self._observe_steps(transfer_stats_data["steps"], engine_idx)

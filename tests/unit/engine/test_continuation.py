@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
-from eldr_serve.engine.calls import CREATED, is_end
+from eldr_serve.engine.calls import CACHED_TOKENS, CREATED, TRANSPORT_S, is_end
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.continuation import Continuation
 from eldr_serve.engine.vllm.request_parsing import parse_request
@@ -32,6 +32,7 @@ class Frames:
 
     sent: list[tuple[list[int] | None, bytes]] = field(default_factory=list)
     transport_s: float | None = None
+    cached_tokens: float = 0.0
 
     def send(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
         self.sent.append((np.frombuffer(ids, np.uint32).tolist() if ids else None, payload))
@@ -46,11 +47,12 @@ def scripted(before: list[int]) -> int:
 
 
 class Stamped(Client):
-    """A client whose outputs have the time at which their request was first scheduled."""
+    """A client whose outputs have the time of their request's first step, and its cached tokens."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async for output in super().generate(*args, **kwargs):
             output.metrics = SimpleNamespace(scheduled_ts=time.monotonic() + 1000)
+            output.num_cached_tokens = 3
             yield output
 
 
@@ -70,7 +72,8 @@ async def answer(
     request = EngineRequest(method, body, "r", generated=ids, created=created)
     frames = Frames()
     with patch("time.time", lambda: float(now)):
-        frames.transport_s = await engine(client or Client(scripted), now).generate(request, frames.send)
+        report = await engine(client or Client(scripted), now).generate(request, frames.send)
+    frames.transport_s, frames.cached_tokens = report.get(TRANSPORT_S), report[CACHED_TOKENS]
     return frames
 
 
@@ -197,11 +200,14 @@ async def test_a_death_of_the_engine_core_during_an_answer_is_an_engine_error(
 
 @pytest.mark.parametrize("method", ["chat", "completions"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_reports_its_wait_for_the_first_step(method: str, stream: bool) -> None:
+async def test_an_answer_reports_its_wait_for_the_first_step_and_cached_tokens(
+    method: str, stream: bool
+) -> None:
     fields = {"stream": stream, "max_tokens": 4}
     frames = await answer(method, fields, client=Stamped(scripted))
     assert frames.transport_s is not None
     assert 0 < frames.transport_s - 1000 < 100  # the time before the last output counts
+    assert frames.cached_tokens == 3
     assert (await answer(method, fields)).transport_s is None  # as under disable_log_stats
 
 

@@ -74,12 +74,12 @@ class RaisesForUnknownPrompts(FakeEngine):
 
 
 class ContinuesCancelledCalls(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         return await asyncio.shield(asyncio.create_task(super().generate(request, send)))
 
 
 class OmitsTheLastEvent(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         def sent(payload: bytes, tokens: int, ids: bytes = b"") -> None:
             send(payload.replace(b"data: [DONE]\n\n", b""), tokens, ids)
 
@@ -87,7 +87,7 @@ class OmitsTheLastEvent(FakeEngine):
 
 
 class IgnoresGeneratedTokens(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         return await super().generate(replace(request, generated=b""), send)
 
 
@@ -97,7 +97,7 @@ class PrefillsRefusedRequests(FakeEngine):
 
 
 class SamplesEveryRequest(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         return await super().generate(replace(request, sampled=True), send)
 
 
@@ -107,7 +107,7 @@ class CountsOneStepTooMany(FakeEngine):
 
 
 class SamplesCancelledRequests(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         try:
             return await super().generate(request, send)
         except asyncio.CancelledError:

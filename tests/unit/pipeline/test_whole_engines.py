@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.channel import ChannelLostError
+from eldr_serve.engine.calls import CACHED_TOKENS
 from eldr_serve.errors import OverloadedError
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.pipeline.path import RequestPath
@@ -20,7 +21,7 @@ from eldr_serve.queues.throughput import DEFAULT_RATE
 from eldr_serve.replicas import measured_counts
 from eldr_serve.replicas.directory import BLOCK_TOKENS
 from eldr_serve.replicas.outliers import FAILURES
-from eldr_serve.request import RequestFields
+from eldr_serve.request import RequestFields, has_exact_ids
 from eldr_serve.scheduling import prompt_blocks
 from tests.support.fake_fleet import Sent, answer_with
 from tests.support.fake_router import wait_until
@@ -82,6 +83,36 @@ async def test_block_hashes_are_sent_to_the_router_if_decode_engines_prefill() -
     split.decode.directory.publish({"d0": {BLOCK_TOKENS: 2}})
     await split.run(prompt=ids)
     assert split.client.placed[-1][0].blocks is None  # another engine prefills
+
+
+async def test_predicted_and_measured_cached_tokens_are_counted_together() -> None:
+    async def reporting(sent: Sent) -> Any:
+        if sent.method != measured_counts.METHOD:
+            yield b"a"
+            yield {CACHED_TOKENS: 3.0}
+
+    pipeline = Pipeline(decode=reporting, whole=True)
+    pipeline.client.cached_tokens = 2
+
+    await pipeline.run(prompt=["a", "b"], n=2)  # nothing is predicted without token ids
+    assert not pipeline.client.events
+    await pipeline.run(prompt=[1, 2, 3, 4])
+    assert sorted(pipeline.client.events) == 3 * ["prefix_tokens_measured"] + 2 * ["prefix_tokens_predicted"]
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "exact"),
+    [
+        ("completions", {"prompt": [5, 6]}, True),
+        ("completions", {"prompt": [5, 6], "add_special_tokens": False}, False),
+        ("completions", {"prompt": [5, 6], "truncate_prompt_tokens": 1}, False),
+        ("chat", {"prompt": None, "messages": [{"role": "user", "content": "x"}]}, False),
+    ],
+)
+def test_ids_are_exact_if_the_engine_computes_the_same(
+    method: str, fields: dict[str, Any], exact: bool
+) -> None:
+    assert has_exact_ids(request_context(method, **fields).request) == exact
 
 
 async def test_a_prompt_without_token_ids_is_placed_by_load() -> None:

@@ -43,7 +43,7 @@ class Core(FakeEngine):
         if self.pings_fail:
             raise TimeoutError
 
-    async def generate(self, request: EngineRequest, send: Send) -> float | None:
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         await self._answers()
         return await super().generate(request, send)
 

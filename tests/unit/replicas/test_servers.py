@@ -19,15 +19,17 @@ from eldr_serve.queues.reports import QUEUE
 from eldr_serve.replicas import measured_counts, servers
 from eldr_serve.replicas.fleet import SLOT_METHODS
 from eldr_serve.replicas.kv_usage import KV_USAGE, REPORT_NUMBER
-from eldr_serve.scheduling import StepSums
+from eldr_serve.scheduling import BlockChanges, StepSums
 from tests.support.channel_calls import read_all
 from tests.support.engine_server import COUNTS, generate, serving
 from tests.support.fake_router import wait_until
 
+KNOWN, UNKNOWN = (0.0, True), (0.0, False)  # the router's answers to a report
 
-def router(*results: Exception | float) -> Any:
-    """Return the actor's handle; the first calls return or raise these results in turn."""
-    observe = AsyncMock(side_effect=itertools.chain(results, itertools.repeat(0.0)))
+
+def router(*answers: Exception | tuple[float, bool]) -> Any:
+    """Return the actor's handle; the first calls have these answers, or raise these errors, in turn."""
+    observe = AsyncMock(side_effect=itertools.chain(answers, itertools.repeat(KNOWN)))
     return Mock(observe_steps=Mock(remote=observe), reports=lambda: observe.await_count)
 
 
@@ -46,7 +48,10 @@ async def report(
     """Report steps to the router that `find` returns until the condition holds."""
     reporting.setattr(servers, "find_actor", find)
     engine = SimpleNamespace(
-        ranks=lambda: 1, take_steps=lambda rank: StepSums(steps=steps), prefix_cache=lambda: (32, 960)
+        ranks=lambda: 1,
+        take_steps=lambda rank: StepSums(steps=steps),
+        prefix_cache=lambda: (32, 960),
+        take_prefix_changes=lambda *, whole: BlockChanges(whole=whole),
     )
     channel = SimpleNamespace(in_flight=in_flight)
     server: Any = SimpleNamespace(_router_name="router", _engine=engine, _channel=channel)
@@ -76,7 +81,7 @@ async def test_an_engine_with_calls_reports_also_while_it_ends_no_step(
 
 
 async def test_the_router_is_looked_up_again_only_after_it_died(reporting: pytest.MonkeyPatch) -> None:
-    actor, look_ups = router(ActorUnavailableError("test", None), 0.0, ActorDiedError()), []
+    actor, look_ups = router(ActorUnavailableError("test", None), KNOWN, ActorDiedError()), []
 
     def find(name: str) -> Any:
         look_ups.append(actor.reports())
@@ -96,11 +101,20 @@ async def test_steps_of_a_failed_report_are_in_the_next_one(reporting: pytest.Mo
     assert actor.observe_steps.remote.await_args.args[2] == (32, 960)
 
 
+async def test_an_engine_reports_all_cached_blocks_until_the_router_knows_them(
+    reporting: pytest.MonkeyPatch,
+) -> None:
+    actor = router(ActorUnavailableError("test", None), KNOWN, KNOWN, UNKNOWN)
+    await report(reporting, lambda name: actor, lambda: actor.reports() >= 7)
+    whole = [call.args[3].whole for call in actor.observe_steps.remote.await_args_list]
+    assert whole[:7] == [True, True, False, False, True, False, False]
+
+
 @pytest.mark.parametrize("steps", [StepSums(steps=1.0), StepSums.from_prompts([2], [90], [500], [0.1])])
 async def test_requests_in_the_decode_queue_count_for_the_autoscaler(
     reporting: pytest.MonkeyPatch, steps: StepSums
 ) -> None:
-    actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=2.5)))
+    actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=(2.5, True))))
     reporting.setattr(servers, "find_actor", lambda name: actor)
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
         reporting.setattr(server._engine, "take_steps", lambda rank: steps)

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import (
+    BlockChanges,
     Decision,
     Lease,
     Loads,
@@ -19,6 +21,7 @@ from eldr_serve.scheduling import (
     PromptBlocks,
     State,
     StepSums,
+    prefixes,
     prompt_blocks,
 )
 from tests.support.fake_router import loads, place, release, router_state
@@ -121,6 +124,80 @@ def test_the_map_holds_the_prefixes_of_live_workers_only() -> None:
     assert known.cached_tokens("ab", prompt).tolist() == [0, 3 * SIZE]
     known.record_prompt("a", prompt)
     assert known.cached_tokens("a", prompt).tolist() == [5 * SIZE]  # its capacity is forgotten too
+
+
+def ids(prompt: PromptBlocks, *places: int) -> bytes:
+    """Return the ids of these blocks of a prompt."""
+    return prompt.hashes[list(places)].tobytes()
+
+
+def test_a_prompt_counts_as_cached_until_its_engine_has_not_reported_it_for_long() -> None:
+    known, prompt, other = PrefixMap(), blocks(*range(13)), blocks(*range(50, 63))
+
+    def cached(of: PromptBlocks = prompt) -> int:
+        return int(known.cached_tokens("a", of)[0])
+
+    assert not known.report("a", BlockChanges(ids(prompt, 0)))  # a report was missed
+    assert not known.report("a", None)
+    assert cached() == 0
+    assert known.reported_blocks("a") is None
+    assert known.report("a", BlockChanges(ids(prompt, 0), whole=True))
+    assert known.report("a", None)
+    assert cached() == SIZE
+    known.record_prompt("a", prompt)
+    assert cached() == 3 * SIZE
+    known.report("a", BlockChanges(ids(prompt, 1), ids(prompt, 2)))  # the last was computed and evicted
+    assert cached() == 2 * SIZE
+    assert known.reported_blocks("a") == 2
+    known.record_prompt("a", other)  # and is cancelled
+    for _ in range(prefixes._UNCONFIRMED_REPORTS):
+        known.report("a", BlockChanges())
+        assert cached(other) == 3 * SIZE
+    known.report("a", BlockChanges())
+    assert [cached(other), cached()] == [0, 2 * SIZE]
+    known.report("a", BlockChanges(ids(other, 0), whole=True))
+    assert [cached(other), cached()] == [SIZE, 0]
+    known.keep("b")
+    assert cached(other) == 0
+
+
+def test_prompts_to_be_computed_are_bounded() -> None:
+    known, prompt = PrefixMap(), blocks(*range(21))
+    known.set_capacity("a", kv_tokens=2 * SIZE, block_tokens=SIZE)
+    known.report("a", BlockChanges(whole=True))
+    known.record_prompt("a", blocks(*range(90, 99)))
+    known.record_prompt("a", prompt)
+    assert known.cached_tokens("a", prompt).tolist() == [2 * SIZE]
+    assert (len(known), known.reported_blocks("a")) == (2, 0)
+
+
+def test_prompts_whose_ids_are_not_the_engines_are_compared_with_each_other_only() -> None:
+    known, chat = PrefixMap(), prompt_blocks(np.arange(13, dtype=np.uint32), SIZE, exact=False)
+    exact = blocks(*range(13))
+    assert chat.hashes.tolist() == exact.hashes.tolist()
+    known.report("a", BlockChanges(ids(exact, 0), whole=True))
+    assert known.cached_tokens("a", chat).tolist() == [0]
+    known.record_prompt("a", chat)
+    assert known.cached_tokens("a", chat).tolist() == [3 * SIZE]
+    assert known.cached_tokens("a", exact).tolist() == [SIZE]
+
+
+def test_the_router_asks_for_all_blocks_of_a_worker_that_it_does_not_know() -> None:
+    state, prompt = router_state(workers=1, table=None, policy="round-robin"), blocks(*range(17))
+
+    def report(changes: BlockChanges | None, replica: str = "r0") -> bool:
+        return state.observe_steps(StepSums(), replica, (SIZE, 99 * SIZE), changes)
+
+    assert not report(None)
+    assert not report(BlockChanges(ids(prompt, 0)))
+    assert report(BlockChanges(ids(prompt, 0, 1), whole=True))
+    assert not report(BlockChanges(whole=True), "gone")
+    assert report(BlockChanges(removed=ids(prompt, 1)))
+    assert place(state, request("a", 17, blocks=prompt))[0].cached_tokens == SIZE
+    (worker,) = router_status(state)["workers"]
+    assert worker["cached_blocks"] == 1
+    state.update_workers("c", ["r0 restarted"])
+    assert not report(None, "r0 restarted")
 
 
 class Longest(Policy):
