@@ -19,7 +19,7 @@ from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.stage import DecodeStages, Stage
 from eldr_serve.request import max_new_tokens, prompt_key
-from eldr_serve.scheduling import Lease, PlacementRequest, PromptBlocks, prompt_blocks
+from eldr_serve.scheduling import Lease, PlacementRequest, PromptBlocks
 
 
 class Attempt:
@@ -51,6 +51,7 @@ class Attempt:
             async with services.retries.permit(context):
                 await self._wait_for_decode()
                 self._check_slots()
+                await services.objectives.admit(context)
                 self._prompt = await services.prefill.prepare(context)
                 with context.stage("place") as placing:
                     context.lease = lease = await self._place()
@@ -96,6 +97,7 @@ class Attempt:
         prompt_ids = context.prompt_ids
         usable = services.outliers.usable
         ejected = [name for name in services.engines.decode.live if name not in usable]
+        late = context.late_replicas if services.engines.whole else ()
         request = PlacementRequest(
             context.request_id,
             None,
@@ -103,11 +105,12 @@ class Attempt:
             max_new_tokens=max_new_tokens(context.request.fields),
             domain=context.request.domain,
             blocks=self._blocks(),
-            exclude=(*failed_replicas, *left_replicas, *ejected),
+            exclude=(*failed_replicas, *left_replicas, *ejected, *late),
             prompt_key=prompt_key(context.request.fields),
             tenant=context.request.tenant,
             priority=context.request.priority,
             worker_failed=bool(failed_replicas),
+            due_in_s=context.due_in_s,
         )
         moved_or_failed = failed_replicas or left_replicas
         wait_s = 0.0 if moved_or_failed else services.options.queue_ttl_s  # only first attempts are queued
@@ -116,12 +119,10 @@ class Attempt:
 
     def _blocks(self) -> PromptBlocks | None:
         """Return the prompt's blocks if the decode engine computes it."""
-        request = self._context.request
         prompt_ids = self._prompt.ids_to_compute
         if prompt_ids is None:
             return None
-        salt = request.cache_salt or request.fields.cache_salt or ""
-        return prompt_blocks(prompt_ids, self._services.engines.decode.directory.block_tokens, salt)
+        return self._context.blocks(prompt_ids, self._services.engines.decode.directory.block_tokens)
 
     # -- decode ----------------------------------------------------------------------------------
 
@@ -146,6 +147,8 @@ class Attempt:
     def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
         context = self._context
         stages.first_s = now = time.monotonic()
+        if context.first_token_s is None:
+            context.first_token_s = now
         if context.request.fields.stream:
             context.status = 200
         if self._prompt.prefilled_at_s is not None:

@@ -151,6 +151,10 @@ class PrefillQueues:
         (queue,) = self._refreshed([replica])
         return queue.tokens / queue.known_rate
 
+    def rate(self, replicas: Iterable[str]) -> float:
+        """Return the throughput of these replicas together, tokens/s."""
+        return sum(queue.known_rate for queue in self._refreshed(replicas)) or DEFAULT_RATE
+
     def remaining_s(self, ticket: Ticket | None) -> float:
         """Predict the time until a prompt has been computed, s; 0 without a ticket."""
         if ticket is None or ticket.queued_call is None:

@@ -61,10 +61,11 @@ class DecodeStartEstimator:
 
     def free_slots(self, replica: str) -> float:
         """Return how many further calls a live replica could start on now; inf if its slots are unknown."""
-        slots = self._slots(replica)
+        slots = self.slots(replica)
         return max(slots - self._calls(replica), 0) if slots else math.inf
 
-    def _slots(self, replica: str) -> int:
+    def slots(self, replica: str) -> int:
+        """Return the number of slots of a replica; 0 if unknown."""
         slots: int = self._fleet.directory.metadata.get(replica, {}).get(SLOTS, 0)
         return slots
 
@@ -73,7 +74,7 @@ class DecodeStartEstimator:
         return max(reported.calls, self._fleet.slot_calls_of(replica))
 
     def _is_full(self, replica: str) -> bool:
-        return 0 < self._slots(replica) < self._calls(replica)
+        return 0 < self.slots(replica) < self._calls(replica)
 
 
 def _now() -> float:

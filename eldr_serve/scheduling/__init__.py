@@ -1,6 +1,7 @@
 """Placement policies and the placer. Depends on NumPy, SciPy and pydantic, not on Ray or vLLM."""
 
 from eldr_serve.scheduling.cost import StepCost, StepSums
+from eldr_serve.scheduling.decode_loads import DecodeLoads, StepLoad, WorkerLoad
 from eldr_serve.scheduling.guard import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.placer import Placer
@@ -31,6 +32,7 @@ __all__ = [
     "BoostedTrees",
     "CentroidTable",
     "Decision",
+    "DecodeLoads",
     "GuardedPolicy",
     "Lease",
     "LoadLedger",
@@ -52,8 +54,10 @@ __all__ = [
     "Shadow",
     "State",
     "StepCost",
+    "StepLoad",
     "StepSums",
     "Survival",
+    "WorkerLoad",
     "check_policy",
     "make_policy",
     "policy_names",
