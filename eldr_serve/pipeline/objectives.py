@@ -85,10 +85,9 @@ class Objectives:
         # The caller's next steps do not wait while there is room, so requests that arrive together count
         # each other.
         num_tokens = self._admission.estimate_tokens(context)
-        held = 0.0 if self._retries.is_due(context.retry_key) else self._retries.due_tokens
         own_s = self._computing_s(loads, num_tokens)
-        ttfts = self._predict_ttfts(context, own_s, held * num_tokens)
-        batches = self._batches(loads, held)
+        ttfts = self._predict_ttfts(context, own_s)
+        batches = self._batches(loads)
         tpots = {name: self._step_s(loads, name, batch, num_tokens) for name, batch in batches.items()}
         context.prediction = Prediction(ttfts, min(tpots.values(), default=None))
         ttft_delays = self._ttft_delays(context, ttfts, own_s, num_tokens)
@@ -138,21 +137,17 @@ class Objectives:
                 tokens[name] = max(num_tokens - loads.workers[name].cached_tokens, 1.0) / mean
         return {name: count / queues.rate([name]) for name, count in tokens.items()}
 
-    def _predict_ttfts(
-        self, context: RequestContext, own_s: Mapping[str, float], held_tokens: float
-    ) -> dict[str, float]:
+    def _predict_ttfts(self, context: RequestContext, own_s: Mapping[str, float]) -> dict[str, float]:
         """Return the predicted TTFT at each replica that prefills, s.
 
         Args:
             own_s: time in which the replica computes the prompt, s.
-            held_tokens: tokens of refused requests for whose retries room is held.
         """
-        queues = self._admission.queues
         rest_s = time.monotonic() - context.start_s + self._client.queue_wait_s + self._decode_starts.wait_s()
-        rest_s += held_tokens / queues.rate(own_s)
-        return {name: rest_s + queues.wait_s(name) + seconds for name, seconds in own_s.items()}
+        wait_s = self._admission.queues.wait_s
+        return {name: rest_s + wait_s(name) + seconds for name, seconds in own_s.items()}
 
-    def _batches(self, loads: DecodeLoads | None, held: float) -> dict[str, float]:
+    def _batches(self, loads: DecodeLoads | None) -> dict[str, float]:
         """Return the requests that each decode worker would have with this one; empty if steps have no cost.
 
         Those that have no worker yet are shared evenly.
@@ -160,7 +155,7 @@ class Objectives:
         if loads is None or loads.step.cost is None or not loads.workers:
             return {}
         prefilling = 0 if self._engines.whole else sum(self._engines.prefill.in_flight.values())
-        more = (prefilling + loads.waiting + held) / len(loads.workers)
+        more = (prefilling + loads.waiting) / len(loads.workers)
         return {name: load.in_flight + 1 + more for name, load in loads.workers.items()}
 
     def _step_s(self, loads: DecodeLoads | None, replica: str, batch: float, num_tokens: float) -> float:
