@@ -144,8 +144,9 @@ class Objectives:
             own_s: time in which the replica computes the prompt, s.
         """
         rest_s = time.monotonic() - context.start_s + self._client.queue_wait_s + self._decode_starts.wait_s()
-        wait_s = self._admission.queues.wait_s
-        return {name: rest_s + wait_s(name) + seconds for name, seconds in own_s.items()}
+        queues = self._admission.queues
+        rest_s += queues.unplaced_s([*own_s])
+        return {name: rest_s + queues.wait_s(name) + seconds for name, seconds in own_s.items()}
 
     def _batches(self, loads: DecodeLoads | None) -> dict[str, float]:
         """Return the requests that each decode worker would have with this one; empty if steps have no cost.
@@ -154,8 +155,11 @@ class Objectives:
         """
         if loads is None or loads.step.cost is None or not loads.workers:
             return {}
-        prefilling = 0 if self._engines.whole else sum(self._engines.prefill.in_flight.values())
-        more = (prefilling + loads.waiting) / len(loads.workers)
+        if self._engines.whole:  # those that wait in the decode queue have no replica for their prompt either
+            coming = max(self._admission.queues.num_unplaced, loads.waiting)
+        else:
+            coming = sum(self._engines.prefill.in_flight.values()) + loads.waiting
+        more = coming / len(loads.workers)
         return {name: load.in_flight + 1 + more for name, load in loads.workers.items()}
 
     def _step_s(self, loads: DecodeLoads | None, replica: str, batch: float, num_tokens: float) -> float:

@@ -278,6 +278,29 @@ def test_one_whole_engine_must_meet_both_objectives() -> None:
     run(service, main)
 
 
+def test_requests_for_whole_engines_that_arrive_together_count_each_other() -> None:
+    service = Service(whole=True)
+    place = service.client.place
+
+    async def slow(*args: Any, **fields: Any) -> Any:
+        await asyncio.sleep(0.01)
+        return await place(*args, **fields)
+
+    async def main() -> None:
+        service.client.place = slow
+        service.measured()
+        service.client.loads = loads(0, 0)
+        by_prompts = await asyncio.gather(*(service.send(1000, seed=n, ttft_s=2.1) for n in range(8)))
+        assert (
+            sum(context is not None for context in by_prompts) == 3
+        )  # two engines, so 0.5 s for each before
+        await asyncio.sleep(10)
+        by_step = await asyncio.gather(*(service.send(10, seed=n, tpot_s=0.0351) for n in range(8)))
+        assert sum(context is not None for context in by_step) == 4  # one more at both: 30 ms, two: 40 ms
+
+    run(service, main)
+
+
 def test_cached_tokens_of_a_whole_engine_take_no_time() -> None:
     service = Service(whole=True)
     service.decode.directory.publish({name: {BLOCK_TOKENS: 16} for name in ("d0", "d1")})
