@@ -67,6 +67,7 @@ SERVING = {
     "live",
     "lost_nodes",
     "model_families",
+    "objectives",
     "peers",
     "prefix_cache",
     "prefix_hits",

@@ -330,6 +330,8 @@ def add(
     tokens_per_minute: Annotated[
         float | None, typer.Option(help="Prompt and generated tokens, limit for all the tenant's keys.")
     ] = None,
+    ttft_ms: Annotated[float | None, typer.Option(help="Default objective of the tenant's requests.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="The same for the time per token.")] = None,
 ) -> None:
     """Create a key and print it once; the file stores its SHA-256. Given limits replace the tenant's."""
     from eldr_serve.limits.keys import Keys, add_key, read_keys, write_keys
@@ -338,6 +340,8 @@ def add(
         "priority": priority,
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
+        "ttft_ms": ttft_ms,
+        "tpot_ms": tpot_ms,
     }
     key = f"eldr-{secrets.token_urlsafe(32)}"
     limits = {name: value for name, value in given.items() if value is not None}

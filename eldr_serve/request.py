@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from eldr_serve.engine.protocol import several_prompts
+from eldr_serve.objective import Objective
 
 
 class RequestFields(BaseModel):
@@ -49,6 +50,7 @@ class Request:
     tenant: str = ""
     priority: float = 1.0  # of the tenant
     cache_salt: str = ""  # see tenant_salt
+    objective: Objective = field(default_factory=Objective)
 
 
 def sequences(fields: RequestFields) -> int:

@@ -41,12 +41,17 @@ def session(timeout_s: float | None = None) -> aiohttp.ClientSession:
 
 
 async def complete(
-    http: aiohttp.ClientSession, url: str, body: dict[str, Any], start: float | None = None
+    http: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    start: float | None = None,
+    headers: dict[str, str] | None = None,
 ) -> Answer:
     """Send one streaming completion, timed from `start` or now; store any failure in `error`."""
     answer = Answer(time.perf_counter() if start is None else start)
+    body = body | {"stream": True}
     try:
-        async with http.post(f"{url}/v1/completions", json=body | {"stream": True}) as response:
+        async with http.post(f"{url}/v1/completions", json=body, headers=headers) as response:
             if response.status != 200:
                 answer.error = f"HTTP {response.status}: {(await response.text())[:200]}"
             else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eldr_serve.metrics import EXPERTS, INGRESS, OWN
-from eldr_serve.monitoring.ray_metrics import ray_metrics
+from eldr_serve.metrics import EXPERTS, GAUGE, INGRESS, OBJECTIVES, OWN, Metric
+from eldr_serve.monitoring.ray_metrics import SMALLEST, ray_metrics
 
 
 class IngressMetrics:
@@ -14,6 +14,7 @@ class IngressMetrics:
 
     def __init__(self) -> None:
         self._ray_metrics = ray_metrics(INGRESS)
+        self._seen: dict[tuple[str, str], float] = {}  # totals of counters, by latency and key
 
     def export(self, own: Mapping[str, Any]) -> None:
         """Export the `ingress` entry of the status."""
@@ -32,3 +33,16 @@ class IngressMetrics:
         for worker, experts in own["experts"].items():
             for key, metric in EXPERTS.items():
                 self._ray_metrics[metric.name].set(float(experts[key]), {"worker": worker})
+        for latency, totals in own["objectives"].items():
+            for key, metric in OBJECTIVES.items():
+                self._export_total(metric, latency, key, totals[key])
+
+    def _export_total(self, metric: Metric, latency: str, key: str, value: float) -> None:
+        labels = {"latency": latency}
+        if metric.kind == GAUGE:
+            self._ray_metrics[metric.name].set(float(value), labels)
+            return
+        increase = value - self._seen.setdefault((latency, key), -SMALLEST)  # so that the series begins
+        if increase > 0:
+            self._seen[latency, key] = value
+            self._ray_metrics[metric.name].inc(float(increase), labels)

@@ -18,6 +18,7 @@ from eldr_serve.errors import BadRequestError, RequestRefusedError, one_line_mes
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.limits.tenants import TokenReservation
+from eldr_serve.objective import objective_of
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.request import Request, RequestFields, max_new_tokens, sequences, tenant_salt
 from eldr_serve.router.client import RouterClient
@@ -176,6 +177,7 @@ def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFiel
         tenant.name,
         tenant.priority,
         tenant_salt(tenant.name, fields),
+        objective_of(request.headers, tenant.objective),
     )
 
 

@@ -63,6 +63,7 @@ class IngressStatus:
             "prefill_wait_s": self._path.admission.waits_s,
             "prefill_kv_usage": self._engines.prefill.directory.kv_usage.by_replica,
             "decode_kv_usage": self._engines.decode.directory.kv_usage.by_replica,
+            "objectives": self._path.objectives.status(),
             "experts": self._engines.decode.directory.experts,
         }
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eldr_serve.errors import UserInputError, one_line_message
 from eldr_serve.files import write_whole
+from eldr_serve.objective import MAX_MS, Objective
 
 TenantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -22,7 +23,7 @@ class KeysError(UserInputError):
 
 
 class Limits(BaseModel):
-    """Limits of one tenant, shared by all its keys."""
+    """Limits of one tenant, shared by all its keys, and the default objective of its requests."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,6 +34,20 @@ class Limits(BaseModel):
     tokens_per_minute: float | None = Field(
         default=None, gt=0, description="prompt and generated tokens; none: no limit"
     )
+    ttft_ms: float | None = Field(
+        default=None, gt=0, le=MAX_MS, description="objective of requests without the header x-eldr-ttft-ms"
+    )
+    tpot_ms: float | None = Field(
+        default=None, gt=0, le=MAX_MS, description="objective of requests without the header x-eldr-tpot-ms"
+    )
+
+    @property
+    def objective(self) -> Objective:
+        """Return the latencies that the tenant's requests should have by default."""
+        return Objective(
+            None if self.ttft_ms is None else self.ttft_ms / 1000,
+            None if self.tpot_ms is None else self.tpot_ms / 1000,
+        )
 
 
 class Key(BaseModel):

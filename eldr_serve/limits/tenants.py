@@ -80,12 +80,14 @@ class Tenant:
         self.name = name
         limits = limits or Limits()
         self.priority = limits.priority
+        self.objective = limits.objective
         self.requests = Bucket(limits.requests_per_minute, clock)
         self.tokens = Bucket(limits.tokens_per_minute, clock)
 
     def set_limits(self, limits: Limits) -> None:
         """Apply new limits immediately."""
         self.priority = limits.priority
+        self.objective = limits.objective
         self.requests.set_limit(limits.requests_per_minute)
         self.tokens.set_limit(limits.tokens_per_minute)
 

@@ -12,7 +12,7 @@ units are seconds, tokens, requests or ratios.
 from eldr_serve.metrics.definition import APPLICATION, COUNTER, GAUGE, HISTOGRAM, PREFIX, Metric
 from eldr_serve.metrics.engine import ENGINE, REPLICA
 from eldr_serve.metrics.event_loop import LOOP, PROCESS, STALL_S
-from eldr_serve.metrics.ingress import EXPERTS, INGRESS, OWN
+from eldr_serve.metrics.ingress import EXPERTS, INGRESS, OBJECTIVES, OWN
 from eldr_serve.metrics.router import COUNTED, NAMED, ROUTER
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "LOOP",
     "METRICS",
     "NAMED",
+    "OBJECTIVES",
     "OWN",
     "PREFIX",
     "PROCESS",

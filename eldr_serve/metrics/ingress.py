@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eldr_serve.metrics.definition import GAUGE, Metric, by_name
+from eldr_serve.metrics.definition import COUNTER, GAUGE, Metric, by_name
 
 _SPLIT = "with prefill engines"
 
@@ -94,4 +94,23 @@ EXPERTS = {
     ),
 }
 EXPERTS = {key: replace(metric, status=f"ingress.experts.REPLICA.{key}") for key, metric in EXPERTS.items()}
-INGRESS = by_name(*OWN.values(), *EXPERTS.values())
+
+# Metrics of predicted latencies, by their keys under `ingress.objectives.ttft` and `.tpot`.
+_PREDICTED = {
+    "requests": ("eldr_predicted_requests_total", COUNTER, "requests", "answers with an objective, measured"),
+    "met": ("eldr_objectives_met_total", COUNTER, "requests", "of these, those that met it"),
+    "predicted_s": ("eldr_predicted_seconds_total", COUNTER, "s", "sum of their predicted latencies"),
+    "measured_s": ("eldr_measured_seconds_total", COUNTER, "s", "sum of their measured latencies"),
+    "error_s": ("eldr_prediction_error_seconds_total", COUNTER, "s", "sum of the absolute differences"),
+    "margin_s": (
+        "eldr_prediction_margin_seconds",
+        GAUGE,
+        "s",
+        "what is added to a prediction so that 95 % of recent answers were within it",
+    ),
+}
+OBJECTIVES = {
+    key: Metric(*definition, ("latency",), status=f"ingress.objectives.LATENCY.{key}")
+    for key, definition in _PREDICTED.items()
+}
+INGRESS = by_name(*OWN.values(), *EXPERTS.values(), *OBJECTIVES.values())

@@ -41,6 +41,7 @@ _COUNTED = {
     "refused_prefill_full": ("requests", "refused (503) because all prefill engines were full"),
     "refused_prefill_backlog": ("requests", "refused (503) because the prefill queue was too long"),
     "refused_decode_backlog": ("requests", "refused (503) because too many waited for a slot of an engine"),
+    "refused_objective": ("requests", "refused (503) because they would miss their objective"),
     "refused_overload": ("requests", "refused (429) by the concurrency limit"),
     "refused_pending_bodies": ("requests", "refused (503) because all bodies were too large together"),
     "refused_limits": ("requests", "refused (429) because a tenant had used up a limit"),

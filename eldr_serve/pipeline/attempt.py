@@ -18,8 +18,8 @@ from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.stage import DecodeStages, Stage
-from eldr_serve.request import has_exact_ids, max_new_tokens, prompt_key
-from eldr_serve.scheduling import Lease, PlacementRequest, PromptBlocks, prompt_blocks
+from eldr_serve.request import max_new_tokens, prompt_key
+from eldr_serve.scheduling import Lease, PlacementRequest, PromptBlocks
 from eldr_serve.scheduling.worker_names import replica_of
 
 
@@ -52,6 +52,7 @@ class Attempt:
             async with services.retries.permit(context):
                 await self._wait_for_decode()
                 self._check_slots()
+                await services.objectives.admit(context)
                 self._prompt = await services.prefill.prepare(context)
                 with context.stage("place") as placing:
                     context.lease = lease = await self._place()
@@ -107,6 +108,7 @@ class Attempt:
             tenant=context.request.tenant,
             priority=context.request.priority,
             worker_failed=bool(failed_replicas),
+            due_in_s=context.due_in_s,
         )
         moved_or_failed = failed_replicas or left_replicas
         wait_s = 0.0 if moved_or_failed else services.options.queue_ttl_s  # only first attempts are queued
@@ -114,23 +116,25 @@ class Attempt:
         return await services.client.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
 
     def _workers_to_avoid(self) -> tuple[str, ...]:
-        """Return workers that have failed or left this answer, their replicas' others, and ejected ones."""
+        """Return workers to avoid.
+
+        They have failed or left this answer, are others of their replicas, are ejected, or would miss its
+        objective.
+        """
         context, services = self._context, self._services
         avoided = (*context.failures.decode_replicas, *context.left_replicas)
         replicas, usable = set(map(replica_of, avoided)), set(services.outliers.usable)
         live = services.engines.decode.live
         others = (name for name in live if name not in usable or replica_of(name) in replicas)
-        return tuple(dict.fromkeys((*avoided, *others)))
+        late = context.late_replicas if services.engines.whole else ()
+        return tuple(dict.fromkeys((*avoided, *others, *late)))
 
     def _blocks(self) -> PromptBlocks | None:
         """Return the prompt's blocks if the decode engine computes it."""
-        request = self._context.request
         prompt_ids = self._prompt.ids_to_compute
         if prompt_ids is None:
             return None
-        salt = request.cache_salt or request.fields.cache_salt or ""
-        block_tokens = self._services.engines.decode.directory.block_tokens
-        return prompt_blocks(prompt_ids, block_tokens, salt, exact=has_exact_ids(request))
+        return self._context.blocks(prompt_ids, self._services.engines.decode.directory.block_tokens)
 
     # -- decode ----------------------------------------------------------------------------------
 
@@ -155,6 +159,8 @@ class Attempt:
     def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
         context = self._context
         stages.first_s = now = time.monotonic()
+        if context.first_token_s is None:
+            context.first_token_s = now
         if context.request.fields.stream:
             context.status = 200
         if self._prompt.prefilled_at_s is not None:

@@ -19,6 +19,7 @@ from eldr_serve.pipeline.failures import DecodeFailedError, Failures, PrefillFai
 from eldr_serve.pipeline.forward import forward
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.move_limiter import MoveLimiter
+from eldr_serve.pipeline.objectives import Objectives
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
@@ -43,6 +44,7 @@ class RequestPath:
 
     Attributes:
         admission: admits prompts to the queues of the replicas that prefill.
+        objectives: admits requests by predicted latency.
         kv_release: releases KV blocks on the prefill engines.
     """
 
@@ -73,6 +75,13 @@ class RequestPath:
             )
         )
         decode_starts = DecodeStartEstimator(engines.decode)
+        self.objectives = Objectives(
+            engines=engines,
+            client=client,
+            admission=self.admission,
+            decode_starts=decode_starts,
+            tokenizer=tokenizer,
+        )
         self._services = Services(
             engines=engines,
             client=client,
@@ -81,6 +90,7 @@ class RequestPath:
             retries=RetryLimiter(options),
             outliers=outliers,
             decode_starts=decode_starts,
+            objectives=self.objectives,
             moves=MoveLimiter(engines.decode, decode_starts, options.moves_at_once),
             stage_latencies=self.stage_latencies,
         )
@@ -96,7 +106,7 @@ class RequestPath:
         failures = context.failures
         answer = context.answer
         moves = self._services.moves
-        with context, moves.track(context.request_id):
+        with context, moves.track(context.request_id), self.objectives.track(context):
             while True:
                 try:
                     async with aclosing(Attempt(self._services, context).run()) as payloads:

@@ -19,8 +19,9 @@ from eldr_serve.errors import one_line_message
 from eldr_serve.pipeline.failures import Failures
 from eldr_serve.pipeline.partial_answer import PartialAnswer
 from eldr_serve.pipeline.stage import DecodeStages, Stage
-from eldr_serve.request import Request
-from eldr_serve.scheduling import Lease
+from eldr_serve.queues.prediction import Prediction
+from eldr_serve.request import Request, has_exact_ids
+from eldr_serve.scheduling import Lease, PromptBlocks, prompt_blocks
 
 
 @dataclass(eq=False)
@@ -48,6 +49,10 @@ class RequestContext:
         prefilled_ids: uint32[n], the prompt's token ids, from the prefill engine's answer; None before it.
         tokenised_ids: uint32[n], the prompt's token ids as this ingress tokenised it; None if it did not.
         answer: the answer so far.
+
+        prediction: predicted latencies, if the request has an objective.
+        late_replicas: replicas at which it would miss its objective.
+        first_token_s: time of the first token, time.monotonic().
     """
 
     request: Request
@@ -72,6 +77,10 @@ class RequestContext:
     prefilled_ids: NDArray[np.uint32] | None = None
     tokenised_ids: NDArray[np.uint32] | None = None
     answer: PartialAnswer = field(init=False)
+    # See Objectives.
+    prediction: Prediction | None = None
+    late_replicas: tuple[str, ...] = ()
+    first_token_s: float | None = None
 
     def __post_init__(self) -> None:
         self.answer = PartialAnswer(stream=bool(self.request.fields.stream))
@@ -82,6 +91,19 @@ class RequestContext:
     def prompt_ids(self) -> NDArray[np.uint32] | None:
         """Return the prompt's token ids, uint32[n], preferably the prefill engine's; None if unknown."""
         return self.tokenised_ids if self.prefilled_ids is None else self.prefilled_ids
+
+    def blocks(self, token_ids: NDArray[np.uint32], block_tokens: int) -> PromptBlocks:
+        """Return the blocks of the prompt with these ids, uint32[n]; see prompt_blocks."""
+        salt = self.request.cache_salt or self.request.fields.cache_salt or ""
+        return prompt_blocks(token_ids, block_tokens, salt, exact=has_exact_ids(self.request))
+
+    @property
+    def due_in_s(self) -> float | None:
+        """Return the time until the first token is due by the objective, s; None without one, or if late."""
+        if self.request.objective.ttft_s is None:
+            return None
+        left_s = self.start_s + self.request.objective.ttft_s - time.monotonic()
+        return left_s if left_s > 0 else None
 
     @cached_property
     def retry_key(self) -> bytes:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.move_limiter import MoveLimiter
+from eldr_serve.pipeline.objectives import Objectives
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
@@ -32,6 +33,7 @@ class Services:
         retries: limits how many failed requests are tried again at once.
         outliers: ejects decode replicas that fail repeatedly.
         decode_starts: estimates when decode replicas start on waiting calls.
+        objectives: admits requests by predicted latency.
         moves: limits how many answers leave their decode replicas at once.
     """
 
@@ -42,5 +44,6 @@ class Services:
     retries: RetryLimiter
     outliers: OutlierDetector
     decode_starts: DecodeStartEstimator
+    objectives: Objectives
     moves: MoveLimiter
     stage_latencies: StageLatencies

@@ -114,6 +114,9 @@ class _Queue:
 class PrefillQueues:
     """The queues of all replicas that prefill, as far as one ingress knows them.
 
+    Attributes:
+        num_unplaced: number of prompts for which no replica has been chosen yet.
+
     Args:
         bound_s: maximum predicted wait, s; a prompt that would wait longer is refused.
         reports: returns the newest report of each replica, if there is one.
@@ -134,6 +137,7 @@ class PrefillQueues:
         self._retries = RetryTimes(clock=clock)
         self._due_times = DueEstimator(clock=clock)
         self._unplaced = 0.0  # tokens of prompts for which no replica has been chosen yet
+        self.num_unplaced = 0  # number of these prompts
 
     # -- predictions -------------------------------------------------------------------------------
 
@@ -150,6 +154,14 @@ class PrefillQueues:
         """Predict how long a prompt that arrives now would wait for its prefill, s."""
         (queue,) = self._refreshed([replica])
         return queue.tokens / queue.known_rate
+
+    def unplaced_s(self, replicas: Sequence[str]) -> float:
+        """Return how long these replicas together compute the prompts that have no replica yet, s."""
+        return self._unplaced / self.rate(replicas)
+
+    def rate(self, replicas: Iterable[str]) -> float:
+        """Return the throughput of these replicas together, tokens/s."""
+        return sum(queue.known_rate for queue in self._refreshed(replicas)) or DEFAULT_RATE
 
     def remaining_s(self, ticket: Ticket | None) -> float:
         """Predict the time until a prompt has been computed, s; 0 without a ticket."""
@@ -212,6 +224,7 @@ class PrefillQueues:
         ticket = Ticket(num_tokens)
         if replica is None:
             self._unplaced += num_tokens
+            self.num_unplaced += 1
         else:
             self._begin(ticket, replica)
         return ticket
@@ -219,6 +232,7 @@ class PrefillQueues:
     def assign(self, ticket: Ticket, replica: str) -> None:
         """Add a prompt that had no replica to the queue of this one."""
         self._unplaced -= ticket.num_tokens
+        self.num_unplaced -= 1
         self._begin(ticket, replica)
 
     def _begin(self, ticket: Ticket, replica: str) -> None:
@@ -238,6 +252,7 @@ class PrefillQueues:
         ticket.gone = True
         if ticket.queued_call is None:
             self._unplaced -= ticket.num_tokens
+            self.num_unplaced -= 1
             return
         self._due_times.leave(ticket.queued_call, answered=computed is not None)
         (queue,) = self._refreshed([ticket.queued_call.replica])

@@ -62,10 +62,11 @@ class DecodeStartEstimator:
 
     def free_slots(self, worker: str) -> float:
         """Return how many further calls a live worker could start on now; inf if its slots are unknown."""
-        slots = self._slots(worker)
+        slots = self.slots(worker)
         return max(slots - self._calls(worker), 0) if slots else math.inf
 
-    def _slots(self, worker: str) -> int:
+    def slots(self, worker: str) -> int:
+        """Return the number of slots of a worker; 0 if unknown."""
         slots: int = self._fleet.directory.metadata.get(replica_of(worker), {}).get(SLOTS, 0)
         return slots
 
@@ -74,7 +75,7 @@ class DecodeStartEstimator:
         return max(reported.calls, self._fleet.slot_calls_of(worker))
 
     def _is_full(self, worker: str) -> bool:
-        return 0 < self._slots(worker) < self._calls(worker)
+        return 0 < self.slots(worker) < self._calls(worker)
 
 
 def _now() -> float:

@@ -20,6 +20,7 @@ from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
+from eldr_serve.router.decode_loads import decode_loads
 from eldr_serve.router.messages import NamedPolicy, Settings, decoder, encode
 from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
@@ -27,7 +28,7 @@ from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status
-from eldr_serve.scheduling import BlockChanges, StepSums
+from eldr_serve.scheduling import BlockChanges, DecodeLoads, PromptBlocks, StepSums
 from eldr_serve.signatures.coordinator import RouterView
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,10 @@ class DecodeRouter:
         """Record the usage of tenants at an ingress; return their usage at each other one."""
         return self._limits.exchange(ingress, usage)
 
+    async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
+        """Return the loads of all workers, to predict the latency of a request with these blocks."""
+        return decode_loads(self._state, blocks)
+
     async def recent_counts(self) -> list[NDArray[Any]]:
         """Return the expert counts, unsigned[L,E], of recently placed prompts, the newest last."""
         return list(self._state.recent)
@@ -233,6 +238,7 @@ _ARGUMENTS = {
         "swap_table",
         "swap_predictor",
         "share_limits",
+        "decode_loads",
         "status",
         "live",
     )

@@ -17,9 +17,10 @@ from eldr_serve.channel import CallFailedError, Channel
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.router.messages import Settings, decoder, encode
 from eldr_serve.router.settings import RouterSettings
+from eldr_serve.scheduling import DecodeLoads
 
 _SETTINGS = ("settings", "set_policy", "set_shadow", "swap_table", "swap_predictor")
-_results = dict.fromkeys(_SETTINGS, decoder(Settings))
+_results = dict.fromkeys(_SETTINGS, decoder(Settings)) | {"decode_loads": decoder(DecodeLoads)}
 _plain_result = decoder(Any)
 
 

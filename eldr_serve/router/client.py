@@ -40,7 +40,7 @@ from eldr_serve.router.messages import (
 )
 from eldr_serve.router.scorer import Scorer
 from eldr_serve.router.waiting import WaitingRequests
-from eldr_serve.scheduling import Lease, PlacementRequest, State
+from eldr_serve.scheduling import DecodeLoads, Lease, PlacementRequest, PromptBlocks, State
 
 _MAX_ANSWERED = 1024  # newest ended streams that are kept until they are reported
 _REPORT_S = 0.25
@@ -155,6 +155,15 @@ class RouterClient:
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
         return cast(dict[str, Usage], await self._link.call("share_limits", ingress, usage))
+
+    async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
+        """Return the loads of all decode workers; see DecodeRouter.decode_loads."""
+        return cast(DecodeLoads, await self._link.call("decode_loads", blocks))
+
+    @property
+    def queue_wait_s(self) -> float:
+        """Return the predicted wait of a new request in the decode queue, s."""
+        return self._waiting.queue_wait_s
 
     # -- one request -----------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from eldr_serve.scheduling import StepCost, StepSums
+from eldr_serve.scheduling import StepCost, StepLoad, StepSums
 
 _HALF_LIFE_S = 600.0  # half-life of a decode step's weight in the fitted cost
 
@@ -38,6 +38,10 @@ class StepCosts:
         keep = 0.5 ** ((now - self._recent_at) / _HALF_LIFE_S)
         self._recent, self._recent_at = self._recent.faded(keep) + steps, now
         self._fitted = self._recent.fit() or self._fitted
+
+    def load(self, num_experts: int) -> StepLoad:
+        """Return what a step costs and what a request adds to it; see StepLoad.from_steps."""
+        return StepLoad.from_steps(self.cost, self._recent, num_experts)
 
     def status(self) -> dict[str, Any]:
         """Return the weighted number of steps, the cost, s, and its relative error once it is fitted."""

@@ -50,6 +50,11 @@ class WaitingRequests:
         """Iterate over the leases that wait."""
         return iter([waiting.lease for waiting in self._waiting.values() if not waiting.answer.done()])
 
+    @property
+    def queue_wait_s(self) -> float:
+        """Return the predicted wait of a new request in the decode queue, s; 0 if none waits there."""
+        return self._estimator.wait_s(self._in_queue + 1) if self._in_queue else 0.0
+
     async def wait(self, lease: Lease) -> None:
         """Return when `resume` is called for the request.
 

@@ -1,6 +1,7 @@
 """Placement policies and the placer. Depends on NumPy, SciPy and pydantic, not on Ray or vLLM."""
 
 from eldr_serve.scheduling.cost import StepCost, StepSums
+from eldr_serve.scheduling.decode_loads import DecodeLoads, StepLoad, WorkerLoad
 from eldr_serve.scheduling.guard import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.placer import Placer
@@ -39,6 +40,7 @@ __all__ = [
     "BoostedTrees",
     "CentroidTable",
     "Decision",
+    "DecodeLoads",
     "GuardedPolicy",
     "Lease",
     "LoadLedger",
@@ -60,9 +62,11 @@ __all__ = [
     "Shadow",
     "State",
     "StepCost",
+    "StepLoad",
     "StepSums",
     "Survival",
     "TrackedBlocks",
+    "WorkerLoad",
     "check_policy",
     "make_policy",
     "policy_names",

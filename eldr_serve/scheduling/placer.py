@@ -17,13 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.scheduling.cost import StepCost
+from eldr_serve.scheduling.decode_loads import WorkerLoad
 from eldr_serve.scheduling.fairness import fair_order
 from eldr_serve.scheduling.guard import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.policies.base import Policy, worker_similarity
-from eldr_serve.scheduling.prefixes import PrefixMap
+from eldr_serve.scheduling.prefixes import PrefixMap, PromptBlocks
 from eldr_serve.scheduling.shadow import Shadow
 from eldr_serve.scheduling.types import Decision, Lease, Loads, PlacementRequest, State
+
+# A request without an objective takes its turn in the decode queue as if its first token were due after this
+# time: half of the default of `path.queue_ttl_s`, after which it would be refused.
+PATIENCE_S = 5.0
 
 
 class Placer:
@@ -137,6 +142,23 @@ class Placer:
         available = self._open.copy()
         available[[self._position[worker] for worker in exclude if worker in self._position]] = False
         return self._ledger.loads(self._ledger_rows, available)
+
+    def worker_loads(self, blocks: PromptBlocks | None = None) -> dict[str, WorkerLoad]:
+        """Return the load of each worker that accepts requests, by name.
+
+        Args:
+            blocks: blocks of a prompt, of which each worker may have some in its prefix cache.
+        """
+        loads = self.loads()
+        cached = None if blocks is None else self.prefixes.cached_tokens(self._workers, blocks)
+        return {
+            str(self._workers[position]): WorkerLoad(
+                int(loads.in_flight[position]),
+                int(loads.kv_tokens[position]),
+                0 if cached is None else int(cached[position]),
+            )
+            for position in loads.workers.tolist()
+        }
 
     def _loads_for(self, lease: Lease) -> Loads:
         """Return the loads for a request.
@@ -255,13 +277,26 @@ class Placer:
     def _enqueue(self, lease: Lease) -> None:
         self._stop(lease.request_id)
         before = self.queue.get(lease.request_id)
-        lease.queued_at_s = self._clock() if before is None else before.queued_at_s
+        now = self._clock()
+        lease.queued_at_s = now if before is None else before.queued_at_s
+        if before is not None:
+            lease.due_s = before.due_s
+        elif lease.request.due_in_s is not None:
+            lease.due_s = now + lease.request.due_in_s
         lease.become(State.QUEUED)
         self.queue[lease.request_id] = lease
 
     def _in_fair_order(self) -> list[Lease]:
-        """Return the queue in the order of the tenants' fair shares."""
+        """Return the queue in the order of the tenants' fair shares, each tenant's requests by deadline.
+
+        Every request has a deadline: without an objective, or if its first token is late already, it is
+        PATIENCE_S after its arrival. So each has its turn, and without objectives the order is that of
+        arrival.
+        """
         waiting = list(self.queue.values())
+        if any(lease.due_s is not None for lease in waiting):
+            now = self._clock()
+            waiting.sort(key=lambda lease: _turn_s(lease, now))
         tenants = [(lease.request.tenant, lease.request.priority) for lease in waiting]
         if len(set(tenants)) < 2:
             return waiting
@@ -327,6 +362,12 @@ class Placer:
     def _notify_of_running(self, observer: GuardedPolicy | Shadow) -> None:
         for lease in self.running.values():
             self._notify_assigned(observer, lease)
+
+
+def _turn_s(lease: Lease, now: float) -> float:
+    """Return the deadline of a waiting request, by which it takes its turn."""
+    patient_s = lease.queued_at_s + PATIENCE_S
+    return patient_s if lease.due_s is None or lease.due_s < now else min(lease.due_s, patient_s)
 
 
 def _is_best_match(worker: int, request: PlacementRequest, loads: Loads) -> bool:

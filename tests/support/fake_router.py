@@ -17,6 +17,7 @@ from eldr_serve.replicas.directory import ReplicaDirectory
 from eldr_serve.router.actor import _ARGUMENTS, _describe
 from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.client import RouterClient
+from eldr_serve.router.decode_loads import decode_loads
 from eldr_serve.router.messages import Counted, Place, Restore, decoder, encode
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.state import RouterState
@@ -189,6 +190,8 @@ class FakeActor(RouterCalls):
     async def _answer(self, method: str, header: Any, body: bytes, answer: Answer) -> None:
         if method in _REPORTS:
             result = _REPORTS[method](self.state)
+        elif method == "decode_loads":
+            result = decode_loads(self.state, *_ARGUMENTS[method](body))
         else:
             member = getattr(self.state, method)
             result = member(*_ARGUMENTS[method](body)) if callable(member) else member

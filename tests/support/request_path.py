@@ -20,7 +20,7 @@ from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.request import Request, RequestFields
-from eldr_serve.scheduling import Lease, PlacementRequest, State
+from eldr_serve.scheduling import DecodeLoads, Lease, PlacementRequest, PromptBlocks, State
 from tests.faults.virtual_time import VirtualLoop
 from tests.support.fake_fleet import FakeFleet, answer_with, prefill_result
 
@@ -52,10 +52,19 @@ def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
 
 
 class FakeRouterClient:
-    """A RouterClient that leases the first worker that is not excluded."""
+    """A RouterClient that leases the first worker that is not excluded.
+
+    Attributes:
+        loads: loads of the decode workers as the router answers them; None: it does not answer.
+    """
+
+    router_unreachable = False
+    queue_wait_s = 0.0
 
     def __init__(self, workers: Sequence[str] = ("d0", "d1", "d2")) -> None:
         self.workers = workers
+        self.loads: DecodeLoads | None = None
+        self.blocks: list[PromptBlocks | None] = []
         self.placed: list[tuple[PlacementRequest, Any]] = []
         self.token_ids: list[Any] = []
         self.counts: list[tuple[str, Any, Any, int]] = []
@@ -72,6 +81,12 @@ class FakeRouterClient:
         self.leases.add(request.request_id)
         replica = next(r for r in self.workers if r not in request.exclude)
         return Lease(request, State.LEASED, replica=replica, position=0, cached_tokens=self.cached_tokens)
+
+    async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
+        self.blocks.append(blocks)
+        if self.loads is None:
+            raise ConnectionError
+        return self.loads
 
     def release(self, request_id: str) -> None:
         self.leases.discard(request_id)

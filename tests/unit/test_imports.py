@@ -30,6 +30,7 @@ def _within(name: str, *parts: str) -> bool:
 # eldr_serve itself has the names that it exports; eldr_serve.cli imports other commands when they run.
 PARTS = (
     "eldr_serve.errors",
+    "eldr_serve.objective",
     "eldr_serve.files",
     "eldr_serve.data_root",
     "eldr_serve.metrics",

@@ -143,6 +143,9 @@ BY_NONE = {
     "python -m benchmarks.serving.whole_replicas": "engines for hours; parts: test_whole_replicas.py",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/unit/test_deployments.py",
     "python -m benchmarks.serving.backlog": "real engines for minutes; virtual time: test_backlog.py",
+    "python -m benchmarks.serving.objectives": (
+        "real engines for minutes; virtual time: test_objectives.py, parts: test_objectives_benchmark.py"
+    ),
     "python -m benchmarks.serving.stream_faults": "2,000 streams and minutes; its results are committed",
     "python -m benchmarks.serving.scaling": "six engines and minutes; its results are committed",
     "python -m benchmarks.serving.lost_nodes": "three Ray nodes and Redis; its results are committed",

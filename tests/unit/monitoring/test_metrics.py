@@ -25,6 +25,7 @@ from eldr_serve.metrics import (
     LOOP,
     METRICS,
     NAMED,
+    OBJECTIVES,
     OWN,
     PREFIX,
     PROCESS,
@@ -114,7 +115,8 @@ async def test_each_status_key_of_the_ingress_has_a_metric() -> None:
     async with running_app() as app:
         await app.post(COMPLETIONS, HELLO)
         status = await app.status()
-    assert set(status["ingress"]) == set(OWN) | {"experts"}  # EXPERTS are its metrics
+    assert set(status["ingress"]) == set(OWN) | {"experts", "objectives"}
+    assert {key for entry in status["ingress"]["objectives"].values() for key in entry} == set(OBJECTIVES)
     assert set(status["loops"]["ingress"]) == set(LOOP)
 
 
@@ -202,6 +204,13 @@ async def test_an_ingress_exports_all_its_metrics(made: dict[str, FakeMetric]) -
     stages = made["eldr_stage_seconds"].samples
     median = stages[(("quantile", "0.5"), ("stage", "prefill"))]
     assert median == [own["stages"]["prefill"]["p50_ms"] / 1000]
+    for metric in OBJECTIVES.values():
+        assert set(made[metric.name].samples) == {(("latency", "ttft"),), (("latency", "tpot"),)}
+    totals = dict.fromkeys(OBJECTIVES, 0.0) | {"predicted_s": 2.5}
+    for _ in range(2):  # only the increase counts
+        metrics.export(own | {"objectives": {"ttft": totals}})
+    predicted = made["eldr_predicted_seconds_total"].samples[(("latency", "ttft"),)]
+    assert (len(predicted), sum(predicted)) == (2, 2.5)
 
 
 def test_an_event_loop_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None:

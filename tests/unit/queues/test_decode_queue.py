@@ -11,6 +11,7 @@ from eldr_serve.router.messages import Restore
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
 from eldr_serve.scheduling import Lease, State
+from eldr_serve.scheduling.placer import PATIENCE_S
 from tests.support.clock import Clock
 from tests.support.fake_router import SLOTS, SlotPolicy, client_lease, loads, place, release, router_state
 from tests.support.tables import counts_for, request, unit_table
@@ -302,3 +303,71 @@ class Conservation(RuleBasedStateMachine):
 
 TestConservation = Conservation.TestCase
 TestConservation.settings = hypothesis_settings(max_examples=60, stateful_step_count=40)
+
+
+def test_requests_take_their_turn_by_deadline() -> None:
+    clock = Clock()
+    state = router(workers=1, clock=clock)
+    place(state, "a", request("plain", may_wait=True))
+    clock.now = 1.0
+    place(state, request("late", may_wait=True, due_in_s=3.0), request("soon", may_wait=True, due_in_s=0.5))
+    place(state, request("lax", may_wait=True, due_in_s=60.0))  # waits no longer than without an objective
+    place(state, "plain2")
+    order = []
+    for ended in ("a", "soon", "late", "plain", "lax"):
+        new_leases(state)
+        release(state, ended)
+        order += new_leases(state)
+    assert order == ["soon", "late", "plain", "lax", "plain2"]
+
+
+def test_a_repeated_request_keeps_its_deadline() -> None:
+    clock = Clock()
+    state = router(workers=1, clock=clock)
+    place(state, "a")
+    place(state, request("x", may_wait=True, due_in_s=2.0))
+    clock.now = 1.0
+    place(state, request("y", may_wait=True, due_in_s=1.5), request("x", may_wait=True, due_in_s=2.0))
+    new_leases(state)
+    release(state, "a")
+    assert new_leases(state).keys() == {"x"}
+
+
+def test_requests_that_are_late_already_go_after_those_that_are_not() -> None:
+    clock = Clock()
+    state = router(workers=1, clock=clock)
+    place(state, "a")
+    place(state, request("late", may_wait=True, due_in_s=0.5))
+    clock.now = 1.0
+    place(state, request("soon", may_wait=True, due_in_s=1.0))
+    new_leases(state)
+    release(state, "a")
+    assert new_leases(state).keys() == {"soon"}
+
+
+def test_urgent_requests_starve_no_other() -> None:
+    """A request without an objective is served within PATIENCE_S and the turns that were due before."""
+    clock = Clock()
+    state = router(workers=1, clock=clock)
+    place(state, "first", "plain")
+    running, number = "first", 0
+    while running != "plain":
+        clock.now += 0.5  # more urgent requests arrive than are served
+        for _ in range(2):
+            number += 1
+            place(state, request(f"urgent{number}", may_wait=True, due_in_s=1.0))
+        new_leases(state)
+        release(state, running)
+        (running,) = new_leases(state)
+    assert clock.now <= PATIENCE_S + 1.0
+
+
+def test_deadlines_order_the_requests_within_a_tenant_alone() -> None:
+    state = router(workers=2)
+    place(state, request("a0", tenant="a", may_wait=True), request("c0", tenant="c", may_wait=True))
+    place(state, request("a1", tenant="a", may_wait=True, due_in_s=0.1))
+    place(state, request("b1", tenant="b", may_wait=True))
+    place(state, request("b2", tenant="b", may_wait=True, due_in_s=1.0))
+    new_leases(state)
+    release(state, "c0")  # tenant a still holds a worker
+    assert new_leases(state).keys() == {"b2"}

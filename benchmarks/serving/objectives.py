@@ -1,0 +1,207 @@
+"""Compare admission by predicted latency with admission by count, under more load than fits.
+
+    python -m benchmarks.serving.objectives
+
+The objective is a multiple of the latencies of an idle service. The load that fits is the highest number of
+requests in flight of which 95 % meet it. Then requests arrive at 1.5 times the rate of that load, in rounds
+of each kind of admission in turn: by `prediction`, requests name their objective in headers; by `count`,
+they name none, and at most as many as fit are in flight, further ones being refused before they are sent.
+So refusals by count take no time here. Goals for prediction: refusals within 0.2 s, 95 % of the admitted
+requests within their objective, and more goodput (requests/s within it) than by count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import numpy as np
+import typer
+
+from benchmarks.lib import options
+from benchmarks.lib.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
+from benchmarks.lib.cluster import unwind_on_sigterm
+from benchmarks.lib.engines import our_arguments
+from benchmarks.lib.live import served
+from benchmarks.lib.prompts import bodies
+from eldr_serve.command_errors import run
+from eldr_serve.objective import TPOT_HEADER, TTFT_HEADER
+from examples.demo_model import WEIGHTS
+from loadgen.arrivals import poisson
+from loadgen.results import publish
+from loadgen.statistics import Slo
+
+COUNT, PREDICTION = "count", "prediction"
+_GOAL = 0.95  # share of requests within their objective
+_TIMEOUT_S = 120.0
+_REFUSED = ("HTTP 429", "HTTP 503")
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A number of requests in flight, and how they fared."""
+
+    in_flight: int
+    per_s: float
+    share: float  # of requests within the objective
+
+
+def met(answer: Answer, slo: Slo) -> bool:
+    """Return whether an answer came within the objective."""
+    timing = answer.timing
+    failed = {} if answer.error is None else {"error": answer.error}
+    return slo.met({"ttft_s": timing.ttft_s, "tpot_s": timing.tpot_s} | failed)
+
+
+def refused(answer: Answer) -> bool:
+    """Return whether a request was refused."""
+    return answer.error is not None and answer.error.startswith(_REFUSED)
+
+
+def fitting(loads: Iterable[_Load]) -> _Load:
+    """Return the largest load of which enough requests meet the objective; the smallest if none does."""
+    ordered = sorted(loads, key=lambda load: load.in_flight)
+    return next((load for load in reversed(ordered) if load.share >= _GOAL), ordered[0])
+
+
+async def _closed(url: str, requests: list[dict[str, Any]], in_flight: int) -> list[Answer]:
+    async with session(_TIMEOUT_S) as http:
+        return await closed_loop(
+            lambda number: complete(http, url, requests[number % len(requests)]),
+            requests=6 * in_flight,
+            in_flight=in_flight,
+        )
+
+
+class Arrivals:
+    """Requests that arrive at random times, under one kind of admission.
+
+    Args:
+        slo: the objective.
+        limit: maximum number of requests in flight if they are admitted by count.
+    """
+
+    def __init__(self, url: str, requests: list[dict[str, Any]], slo: Slo, limit: int) -> None:
+        self._url = url
+        self._requests = itertools.cycle(requests)
+        self._limit = limit
+        self._headers = {TTFT_HEADER: f"{slo.ttft_ms:.3f}", TPOT_HEADER: f"{slo.tpot_ms:.3f}"}
+
+    async def send(self, admission: str, *, per_s: float, seconds: float, seed: int) -> list[Answer]:
+        """Send requests for so long; return all answers."""
+        tasks: set[asyncio.Task[Answer]] = set()
+        answers: list[Answer] = []
+        start_s = time.perf_counter()
+        async with session(_TIMEOUT_S) as http:
+            for due_s in itertools.takewhile(lambda due_s: due_s < seconds, poisson(per_s, seed)):
+                await asyncio.sleep(start_s + due_s - time.perf_counter())
+                running = sum(not task.done() for task in tasks)
+                body = next(self._requests)
+                if admission == COUNT and running >= self._limit:
+                    now = time.perf_counter()
+                    answers.append(Answer(now, now, error="HTTP 429: by count"))
+                else:
+                    tasks.add(asyncio.create_task(self._one(http, body, admission)))
+            return answers + list(await asyncio.gather(*tasks))
+
+    async def _one(self, http: aiohttp.ClientSession, body: dict[str, Any], admission: str) -> Answer:
+        headers = self._headers if admission == PREDICTION else None
+        return await complete(http, self._url, body, headers=headers)
+
+
+def row(admission: str, answers: list[Answer], slo: Slo, seconds: float) -> dict[str, Any]:
+    """Return the figures of one kind of admission.
+
+    Args:
+        seconds: duration of the arrivals, s.
+    """
+    waits_s = [answer.end - answer.start for answer in answers if refused(answer)]
+    admitted = [answer for answer in answers if not refused(answer)]
+    good = sum(met(answer, slo) for answer in admitted)
+    figures = {
+        "admission": admission,
+        "requests": len(answers),
+        "refused_pct": 100 * len(waits_s) / max(len(answers), 1),
+        "refusal_p50_s": float(np.median(waits_s)) if waits_s else 0.0,
+        "slowest_refusal_s": max(waits_s, default=0.0),
+        "within_pct": 100 * good / max(len(admitted), 1),
+        "goodput_per_s": good / seconds,
+        "answers_per_s": sum(answer.error is None for answer in admitted) / seconds,
+    }
+    for name in ("ttft", "tpot"):
+        values = [getattr(answer.timing, f"{name}_s") for answer in admitted if answer.error is None]
+        known = [1000 * value for value in values if value is not None]
+        figures[f"{name}_p95_ms"] = float(np.percentile(known, 95)) if known else float("nan")
+    return figures | {"failures": sum(answer.error is not None for answer in admitted)}
+
+
+def objectives(
+    ttft_slack: Annotated[
+        float, typer.Option(min=1, help="TTFT objective, times that of an idle service.")
+    ] = 5,
+    tpot_slack: Annotated[float, typer.Option(min=1, help="The same of the TPOT.")] = 3,
+    in_flight: Annotated[
+        str, typer.Option(help="Loads to try, requests in flight, with commas.")
+    ] = "2,4,8,16,32",
+    overload: Annotated[float, typer.Option(min=0.1, help="Arrivals, times the rate that fits.")] = 1.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each kind of admission.")] = 4,
+    seconds: Annotated[float, typer.Option(min=5, help="Arrivals in a round, s.")] = 60,
+    max_tokens: options.Output = 48,
+    deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
+    model: Annotated[Path, typer.Option(help="Folder of the model.")] = WEIGHTS,
+    prompts: options.Prompts = options.PROMPTS,
+    port: options.Ports = 8370,
+    seed: options.Seed = 0,
+    out: options.Out = None,
+) -> None:
+    """Compare admission by prediction and by count, under more load than fits."""
+    unwind_on_sigterm()
+    allow_open_files(8192)
+    sizes = options.numbers("--in-flight", in_flight)
+    requests = bodies(prompts, count=2000, max_tokens=max_tokens, seed=seed)
+    answers: dict[str, list[Answer]] = {COUNT: [], PREDICTION: []}
+    with served(our_arguments(deployment, model), port=port) as client:
+        asyncio.run(_closed(client.url, requests, sizes[-1]))  # warms up
+        idle = summary(asyncio.run(_closed(client.url, requests, 1)))
+        slo = Slo(ttft_slack * idle["ttft_p50_ms"], tpot_slack * idle["tpot_p50_ms"])
+        loads = []
+        for size in sizes:
+            found = asyncio.run(_closed(client.url, requests, size))
+            share = sum(met(answer, slo) for answer in found) / len(found)
+            loads.append(_Load(size, summary(found)["requests_per_s"], share))
+        fit = fitting(loads)
+        arrivals = Arrivals(client.url, requests, slo, fit.in_flight)
+        for number in range(rounds):
+            for admission in sorted(answers, reverse=bool(number % 2)):
+                load = {"per_s": overload * fit.per_s, "seconds": seconds, "seed": seed + number}
+                answers[admission] += asyncio.run(arrivals.send(admission, **load))
+        measured = client.status()["ingress"]["objectives"]
+    publish(
+        "objectives",
+        [row(admission, found, slo, rounds * seconds) for admission, found in answers.items()],
+        seed=seed,
+        out=out,
+        inputs={
+            "objective_ms": {"ttft": slo.ttft_ms, "tpot": slo.tpot_ms},
+            "fits": {"in_flight": fit.in_flight, "requests_per_s": fit.per_s},
+            "overload": overload,
+            "rounds": rounds,
+            "seconds": seconds,
+            "max_tokens": max_tokens,
+            "deployment": deployment.stem,
+            "predictions": measured,
+            "errors": {admission: errors(found) for admission, found in answers.items()},
+        },
+        notes="the same arrivals for both, in turn on one service; refused requests are not sent again; "
+        "by count the client itself refuses, at once; engines, ingress and client share the cores",
+    )
+
+
+if __name__ == "__main__":
+    run(objectives)

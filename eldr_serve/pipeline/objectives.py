@@ -1,0 +1,294 @@
+"""Admission by predicted latency: a request that cannot meet its objective is refused at once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
+from eldr_serve.errors import OverloadedError
+from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.queues.prediction import WINDOW_S, Prediction, PredictionError
+from eldr_serve.queues.retry_times import RetryTimes
+from eldr_serve.queues.wait_estimate import WaitEstimator
+from eldr_serve.replicas.decode_start import DecodeStartEstimator
+from eldr_serve.request import needs_whole_engine
+from eldr_serve.router.client import RouterClient
+from eldr_serve.scheduling import DecodeLoads
+
+_ROUTER_LIMIT_S = 0.1  # without the router's answer in this time, the TPOT is not predicted
+_MAX_CACHED_SHARE = 0.95
+
+
+class Objectives:
+    """Admits the requests of one ingress that have an objective, and measures its own predictions.
+
+    The TTFT is predicted for each replica that prefills: the wait for the prompts before this one, the
+    uncached tokens of its own prompt, and the predicted waits for a decode worker and for a slot of its
+    engine. The TPOT is predicted for each decode worker: the time of a step with this request and its share
+    of those that are on their way. A request is admitted if prediction and margin (see PredictionError) are
+    within its objective at some replica. What cannot be predicted does not count.
+
+    Args:
+        tokenizer: tokenises prompts that whole engines compute, to find their cached tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: Engines,
+        client: RouterClient,
+        admission: PrefillAdmission,
+        decode_starts: DecodeStartEstimator,
+        tokenizer: PromptTokens | None,
+    ) -> None:
+        self._engines = engines
+        self._prefill = engines.decode if engines.whole else engines.prefill
+        self._client = client
+        self._admission = admission
+        self._decode_starts = decode_starts
+        self._tokenizer = tokenizer
+        self._ttft, self._tpot = PredictionError(_now), PredictionError(_now)
+        self._retries = RetryTimes(clock=_now)  # one unit for each request
+        self._ends = WaitEstimator(clock=_now)  # of requests that held a decode worker
+        self._running = 0
+        self._measured_at_s: float | None = None  # or time of the last request that was admitted for it
+
+    def status(self) -> dict[str, dict[str, float]]:
+        """Return counts and errors of the predictions, by latency."""
+        return {"ttft": self._ttft.status(), "tpot": self._tpot.status()}
+
+    # -- admission ---------------------------------------------------------------------------------
+
+    async def admit(self, context: RequestContext) -> None:
+        """Predict the latencies of a request that has an objective.
+
+        Set `context.late_replicas` to those that would miss it. For a retry or without an objective, do
+        nothing else.
+
+        Raises:
+            OverloadedError: the request would miss its objective everywhere.
+        """
+        context.late_replicas = ()
+        if not context.request.objective or context.is_retry:
+            return
+        if self._engines.whole and self._tokenizer is not None:
+            await self._tokenizer.add_to(context)
+        loads = await self._decode_loads(context)
+        # The caller's next steps do not wait while there is room, so requests that arrive together count
+        # each other.
+        num_tokens = self._admission.estimate_tokens(context)
+        own_s = self._computing_s(loads, num_tokens)
+        ttfts = self._predict_ttfts(context, own_s)
+        batches = self._batches(loads)
+        tpots = {name: self._step_s(loads, name, batch, num_tokens) for name, batch in batches.items()}
+        context.prediction = Prediction(ttfts, min(tpots.values(), default=None))
+        ttft_delays = self._ttft_delays(context, ttfts, own_s, num_tokens)
+        tpot_delays = self._tpot_delays(context, loads, tpots, batches, num_tokens)
+        if self._engines.whole:  # one worker must meet both
+            joint = {
+                name: max(ttft_delays.get(name, 0.0), tpot_delays.get(name, 0.0))
+                for name in ttft_delays.keys() | tpot_delays.keys()
+            }
+            delay_s = min(joint.values(), default=0.0)
+            # A request that waits in the decode queue may find other loads when its turn comes.
+            late = joint if loads is not None and not loads.waiting else {}
+        else:
+            delay_s = max(min(d.values(), default=0.0) for d in (ttft_delays, tpot_delays))
+            late = ttft_delays
+        if delay_s:
+            self._refuse(context, context.prediction, delay_s)
+        self._retries.claim(context.retry_key)
+        context.late_replicas = tuple(name for name, delay_s in late.items() if delay_s)
+
+    async def _decode_loads(self, context: RequestContext) -> DecodeLoads | None:
+        """Return the loads of the decode workers from the router; None if it does not answer in time."""
+        if self._client.router_unreachable:
+            return None
+        blocks = None
+        if self._engines.whole and context.prompt_ids is not None:
+            blocks = context.blocks(context.prompt_ids, self._engines.decode.directory.block_tokens)
+        try:
+            async with asyncio.timeout(_ROUTER_LIMIT_S):
+                return await self._client.decode_loads(blocks)
+        except ACTOR_UNAVAILABLE:
+            return None
+
+    def _computing_s(self, loads: DecodeLoads | None, num_tokens: float) -> dict[str, float]:
+        """Return how long each replica computes the prompt, s; empty until a rate is measured.
+
+        Rates are those of all tokens, of which the mean prompt has a share in the prefix cache. If the router
+        knows how many tokens of this prompt a replica has cached, the others count relative to that mean.
+        """
+        queues, names = self._admission.queues, self._prefill.live
+        if not queues.is_measured(names):
+            return {}
+        tokens = dict.fromkeys(names, num_tokens)
+        if loads is not None and self._engines.whole:
+            mean = 1.0 - min(loads.cached_share, _MAX_CACHED_SHARE)
+            for name in names & loads.workers.keys():
+                tokens[name] = max(num_tokens - loads.workers[name].cached_tokens, 1.0) / mean
+        return {name: count / queues.rate([name]) for name, count in tokens.items()}
+
+    def _predict_ttfts(self, context: RequestContext, own_s: Mapping[str, float]) -> dict[str, float]:
+        """Return the predicted TTFT at each replica that prefills, s.
+
+        Args:
+            own_s: time in which the replica computes the prompt, s.
+        """
+        rest_s = time.monotonic() - context.start_s + self._client.queue_wait_s + self._decode_starts.wait_s()
+        queues = self._admission.queues
+        rest_s += queues.unplaced_s([*own_s])
+        return {name: rest_s + queues.wait_s(name) + seconds for name, seconds in own_s.items()}
+
+    def _batches(self, loads: DecodeLoads | None) -> dict[str, float]:
+        """Return the requests that each decode worker would have with this one; empty if steps have no cost.
+
+        Those that have no worker yet are shared evenly.
+        """
+        if loads is None or loads.step.cost is None or not loads.workers:
+            return {}
+        if self._engines.whole:  # those that wait in the decode queue have no replica for their prompt either
+            coming = max(self._admission.queues.num_unplaced, loads.waiting)
+        else:
+            coming = sum(self._engines.prefill.in_flight.values()) + loads.waiting
+        more = coming / len(loads.workers)
+        return {name: load.in_flight + 1 + more for name, load in loads.workers.items()}
+
+    def _step_s(self, loads: DecodeLoads | None, replica: str, batch: float, num_tokens: float) -> float:
+        """Return the time of a worker's step with so many requests, as long as its own and this one, s."""
+        assert loads is not None
+        load = loads.workers[replica]
+        batch = min(batch, self._decode_starts.slots(replica) or math.inf)
+        kv_tokens = (load.kv_tokens + num_tokens) / (load.in_flight + 1) * batch
+        return loads.step.seconds(batch, kv_tokens)
+
+    # -- delays until the objective could be met ---------------------------------------------------
+
+    def _ttft_delays(
+        self,
+        context: RequestContext,
+        ttfts: Mapping[str, float],
+        own_s: Mapping[str, float],
+        num_tokens: float,
+    ) -> dict[str, float]:
+        """Return after how long the objective could be met at each replica, s; inf: not even when idle.
+
+        Waits become shorter by one second a second. Earlier refused requests return before this one.
+        """
+        objective_s = context.request.objective.ttft_s
+        if objective_s is None or not ttfts:
+            return {}
+        bound_s = objective_s - self._ttft.margin_s
+        returning_s = self._retries.tokens * num_tokens / self._admission.queues.rate(ttfts)
+        delays = {}
+        for name, ttft_s in ttfts.items():
+            if ttft_s <= bound_s:
+                delays[name] = 0.0
+            else:
+                delays[name] = math.inf if own_s[name] > bound_s else ttft_s - bound_s + returning_s
+        return delays
+
+    def _tpot_delays(
+        self,
+        context: RequestContext,
+        loads: DecodeLoads | None,
+        tpots: Mapping[str, float],
+        batches: Mapping[str, float],
+        num_tokens: float,
+    ) -> dict[str, float]:
+        """Return the same for the TPOT at each decode worker: the time in which enough requests end, s."""
+        objective_s = context.request.objective.tpot_s
+        if objective_s is None or loads is None or not tpots:
+            return {}
+        bound_s = objective_s - self._tpot.margin_s
+        total = max(sum(load.in_flight for load in loads.workers.values()), 1)
+        # Of this ingress so many end while one of the worker ends.
+        own = min(self._running / total, 1.0) * len(tpots)
+        delays = {}
+        for name, tpot_s in tpots.items():
+            if tpot_s <= bound_s:
+                delays[name] = 0.0
+                continue
+            sizes = range(1, math.ceil(batches[name]))  # those that meet the objective are the first ones
+            fits = bisect_left(
+                sizes, True, key=lambda size: self._step_s(loads, name, size, num_tokens) > bound_s
+            )
+            ends = (batches[name] - fits) * own + self._retries.tokens
+            delays[name] = max(self._ends.wait_s(ends), 1.0) if fits else math.inf
+        return delays
+
+    def _refuse(self, context: RequestContext, prediction: Prediction, delay_s: float) -> None:
+        """Raise OverloadedError with the time after which the objective could be met.
+
+        An objective that even an idle engine would miss, by what was measured before, cannot change the
+        prediction while all such requests are refused. So one is admitted if none was measured for WINDOW_S.
+        """
+        now = _now()
+        if self._measured_at_s is None:
+            self._measured_at_s = now
+        if math.isinf(delay_s):
+            if now - self._measured_at_s >= WINDOW_S:
+                self._measured_at_s = now
+                return
+            retry_s = self._measured_at_s + WINDOW_S - now
+        else:
+            retry_s = self._retries.reserve(context.retry_key, 1.0, delay_s, WINDOW_S)
+        self._client.count("refused_objective")
+        raise OverloadedError(self._reason(context, prediction), retry_after_s=max(1, math.ceil(retry_s)))
+
+    def _reason(self, context: RequestContext, prediction: Prediction) -> str:
+        objective = context.request.objective
+        parts = []
+        if objective.ttft_s is not None and prediction.ttft_s:
+            ttft_s = min(prediction.ttft_s.values()) + self._ttft.margin_s
+            parts.append(f"the first token after {1000 * ttft_s:.0f} ms ({1000 * objective.ttft_s:g} asked)")
+        if objective.tpot_s is not None and prediction.tpot_s is not None:
+            tpot_s = prediction.tpot_s + self._tpot.margin_s
+            parts.append(f"a token every {1000 * tpot_s:.1f} ms ({1000 * objective.tpot_s:g} asked)")
+        return f"the request would miss its objective: {' and '.join(parts)} are predicted"
+
+    # -- measurement -------------------------------------------------------------------------------
+
+    @contextmanager
+    def track(self, context: RequestContext) -> Iterator[None]:
+        """Measure a request; record the latencies of an answer that was predicted."""
+        self._running += 1
+        try:
+            yield
+            self._record(context)
+        finally:
+            self._running -= 1
+            if context.lease is not None:
+                self._ends.record_departure(empty=not self._running)
+
+    def _record(self, context: RequestContext) -> None:
+        """Record the latencies of a complete answer of one sequence that stayed at its engine."""
+        request, prediction, first_s = context.request, context.prediction, context.first_token_s
+        if prediction is None or first_s is None or context.error:
+            return
+        if context.failures.attempts or context.left_replicas:
+            return
+        if needs_whole_engine(request.method, request.fields) is not None:
+            return
+        assert context.lease is not None
+        replica = context.lease.replica if self._engines.whole else context.failures.prefill_replica
+        ttft_s, objective = prediction.ttft_s.get(replica), request.objective
+        self._measured_at_s = _now()
+        if ttft_s is not None and objective.ttft_s is not None:
+            self._ttft.record(ttft_s, first_s - context.start_s, objective.ttft_s)
+        more_tokens = context.answer.num_tokens - 1
+        if prediction.tpot_s is not None and objective.tpot_s is not None and more_tokens > 0:
+            tpot_s = (time.monotonic() - first_s) / more_tokens
+            self._tpot.record(prediction.tpot_s, tpot_s, objective.tpot_s)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

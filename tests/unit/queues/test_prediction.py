@@ -1,0 +1,46 @@
+"""The error of predictions, and the margin that follows from it."""
+
+import random
+
+import pytest
+
+from eldr_serve.queues.prediction import WINDOW_S, PredictionError
+from tests.support.clock import Clock
+
+
+def test_sums_and_the_share_that_met_the_objective() -> None:
+    error = PredictionError(Clock())
+    error.record(1.0, 1.5, 1.2)
+    error.record(2.0, 1.8, 1.8)
+    status = error.status()
+    assert status == {
+        "requests": 2,
+        "met": 1,
+        "predicted_s": 3.0,
+        "measured_s": 3.3,
+        "error_s": 0.7,
+        "margin_s": 0.0,
+    }
+
+
+@pytest.mark.parametrize("bias", [-1.0, 0.0, 0.5])
+def test_prediction_and_margin_cover_95_percent(bias: float) -> None:
+    rng, error = random.Random(0), PredictionError(Clock())
+    covered = 0
+    for number in range(2000):
+        measured = 3.0 + bias + rng.gauss(0, 0.2)
+        covered += number >= 200 and measured <= 3.0 + error.margin_s
+        error.record(3.0, measured, 3.0)
+    assert 0.93 < covered / 1800 < 0.98
+
+
+def test_old_errors_and_few_errors_do_not_count() -> None:
+    error = PredictionError(clock := Clock())
+    for _ in range(7):
+        error.record(1.0, 9.0, 1.0)
+    assert error.margin_s == 0.0
+    error.record(1.0, 9.0, 1.0)
+    assert error.margin_s == 8.0
+    clock.now = WINDOW_S + 1
+    assert error.margin_s == 0.0
+    assert error.requests == 8

@@ -1,0 +1,77 @@
+"""The time of a step with another request, from the router's loads and the engines' step records."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from eldr_serve.router.decode_loads import decode_loads
+from eldr_serve.router.messages import decoder, encode
+from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, StepSums, WorkerLoad, prompt_blocks
+from tests.support.fake_router import place_one, router_and_client, router_state
+
+COST = StepCost(fixed_s=4e-3, per_request_s=1e-4, per_kv_token_s=1e-6, per_expert_s=5e-5)
+
+
+def test_active_experts_grow_like_those_of_independent_requests() -> None:
+    rng, experts, per_token = np.random.default_rng(0), 512, 32
+
+    def active(requests: int) -> float:
+        """Return the mean number of distinct experts of so many random requests."""
+        draws = [rng.choice(experts, per_token, replace=False) for _ in range(requests * 200)]
+        unions = np.zeros((200, experts), bool)
+        for number, draw in enumerate(draws):
+            unions[number % 200, draw] = True
+        return float(unions.sum(axis=1).mean())
+
+    measured = {n: active(n) for n in (4, 8, 16)}
+    steps = StepSums.from_steps([8] * 50, [800] * 50, [measured[8]] * 50, [0.01] * 50)
+    load = StepLoad.from_steps(COST, steps, experts)
+    for requests, found in measured.items():
+        assert load.seconds(requests, 100) == pytest.approx(COST.seconds(requests, 100, found), rel=0.02)
+
+
+def test_prompts_lengthen_the_steps_of_whole_engines() -> None:
+    cost = StepCost(per_prompt_token_s=1e-4)
+    decode = StepSums.from_steps([4] * 10, [40] * 10, [9] * 10, [0.01] * 10)
+    prompts = StepSums.from_prompts([4] * 10, [40] * 10, [800] * 10, [0.09] * 10)
+    steady, busy = (StepLoad.from_steps(cost, steps, 0) for steps in (decode, decode + prompts))
+    # 8000 tokens in 20 steps of 4 requests: 100 tokens for each request in a step.
+    assert busy.seconds(6, 0) - steady.seconds(6, 0) == pytest.approx(6 * 100 * 1e-4)
+
+
+def test_nothing_is_predicted_without_a_cost() -> None:
+    with pytest.raises(ValueError, match="unknown"):
+        StepLoad().seconds(1, 1)
+    assert StepLoad.from_steps(COST, StepSums(), 64).seconds(1, 0) == pytest.approx(4.1e-3)
+
+
+def test_loads_travel_as_messages() -> None:
+    cost = StepCost(batch_s={1: 0.0, 8: 1e-3})
+    assert cost.seconds(2, 0, 0) > 0  # and caches a table
+    loads = DecodeLoads({"r0": WorkerLoad(3, 70, 16)}, 2, StepLoad(cost, 64, 0.9, 5.0), 0.25)
+    assert decoder(DecodeLoads)(encode(loads)) == loads
+
+
+def _blocks(tokens: int) -> Iterator[object]:
+    return prompt_blocks(np.arange(tokens, dtype=np.uint32), 16)
+
+
+async def test_the_router_answers_with_loads_cost_and_cached_tokens() -> None:
+    async with router_and_client("r0", "r1", cost=COST) as (actor, client):
+        await client.status()
+        place_one(actor.state, "a", blocks=_blocks(33), prompt_tokens=33)
+        (busy,) = (lease.replica for lease in actor.running.values())
+        loads = await client.decode_loads(_blocks(65))
+        assert loads.workers[busy] == WorkerLoad(1, 33, 32)
+        assert {load.in_flight for name, load in loads.workers.items() if name != busy} == {0}
+        assert loads.step.cost == COST
+        assert (await client.decode_loads(None)).workers[busy].cached_tokens == 0
+        actor.state.finish("a")
+
+
+def test_the_share_of_cached_tokens_is_that_of_all_placed_prompts() -> None:
+    state = router_state(workers=1, table=None, policy="shortest-queue")
+    place_one(state, "a", blocks=_blocks(33), prompt_tokens=33)
+    place_one(state, "b", blocks=_blocks(33), prompt_tokens=33)
+    assert decode_loads(state, None).cached_share == pytest.approx(32 / 66)
