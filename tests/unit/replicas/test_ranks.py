@@ -172,15 +172,18 @@ async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(servers, "_REPORT_PERIOD_S", 0.001)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setattr(servers.serve, "get_replica_context", lambda: context)
-    observe = AsyncMock(return_value=1.5)
+    observe = AsyncMock(return_value=(1.5, True))
     monkeypatch.setattr(servers, "find_actor", lambda name: Mock(observe_steps=Mock(remote=observe)))
     engine = SimpleNamespace(
-        ranks=lambda: 2, take_steps=lambda rank: StepSums(steps=rank), prefix_cache=lambda: (32, 960)
+        ranks=lambda: 2,
+        take_steps=lambda rank: StepSums(steps=rank),
+        prefix_cache=lambda: (32, 960),
+        take_prefix_changes=lambda *, whole: None,
     )
     server: Any = SimpleNamespace(_router_name="r", _engine=engine, _channel=SimpleNamespace(in_flight=0))
     task = asyncio.create_task(servers.DecodeServer._report_steps(server))
     await wait_until(lambda: observe.await_count >= 3)
     task.cancel()
     reports = [(call.args[0].steps, *call.args[1:]) for call in observe.await_args_list]
-    assert reports[:2] == [(0, "a/0", (32, 960)), (1, "a/1", (32, 960))]
+    assert reports[:2] == [(0, "a/0", (32, 960), None), (1, "a/1", (32, 960), None)]
     assert server._queued == 3.0  # of both ranks, for the autoscaler
