@@ -179,8 +179,10 @@ def objectives(
         arrivals = Arrivals(client.url, requests, slo, fit.in_flight)
         for number in range(rounds):
             for admission in sorted(answers, reverse=bool(number % 2)):
-                load = {"per_s": overload * fit.per_s, "seconds": seconds, "seed": seed + number}
-                answers[admission] += asyncio.run(arrivals.send(admission, **load))
+                sent = arrivals.send(
+                    admission, per_s=overload * fit.per_s, seconds=seconds, seed=seed + number
+                )
+                answers[admission] += asyncio.run(sent)
         measured = client.status()["ingress"]["objectives"]
     publish(
         "objectives",
