@@ -79,6 +79,13 @@ async def _closed(url: str, requests: list[dict[str, Any]], in_flight: int) -> l
         )
 
 
+def _measured(url: str, requests: list[dict[str, Any]], in_flight: int, slo: Slo) -> _Load:
+    """Return how so many requests in flight fare."""
+    answers = asyncio.run(_closed(url, requests, in_flight))
+    share = sum(met(answer, slo) for answer in answers) / len(answers)
+    return _Load(in_flight, summary(answers)["requests_per_s"], share)
+
+
 class Arrivals:
     """Requests that arrive at random times, under one kind of admission.
 
@@ -170,19 +177,14 @@ def objectives(
         asyncio.run(_closed(client.url, requests, sizes[-1]))  # warms up
         idle = summary(asyncio.run(_closed(client.url, requests, 1)))
         slo = Slo(ttft_slack * idle["ttft_p50_ms"], tpot_slack * idle["tpot_p50_ms"])
-        loads = []
-        for size in sizes:
-            found = asyncio.run(_closed(client.url, requests, size))
-            share = sum(met(answer, slo) for answer in found) / len(found)
-            loads.append(_Load(size, summary(found)["requests_per_s"], share))
-        fit = fitting(loads)
+        fit = fitting(_measured(client.url, requests, size, slo) for size in sizes)
         arrivals = Arrivals(client.url, requests, slo, fit.in_flight)
         for number in range(rounds):
             for admission in sorted(answers, reverse=bool(number % 2)):
-                sending = arrivals.send(
+                sent = arrivals.send(
                     admission, per_s=overload * fit.per_s, seconds=seconds, seed=seed + number
                 )
-                answers[admission] += asyncio.run(sending)
+                answers[admission] += asyncio.run(sent)
         measured = client.status()["ingress"]["objectives"]
     publish(
         "objectives",
