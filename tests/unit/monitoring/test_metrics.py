@@ -97,7 +97,9 @@ def _counted() -> Iterator[str]:
     for path in sorted(path for name in packages for path in (ROOT / "eldr_serve" / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.Call(func=ast.Attribute(attr="count" | "_count"), args=[given, *_]):
+                case ast.Call(
+                    func=ast.Attribute(attr="count" | "_count"), args=[given] | [ast.Constant() as given, _]
+                ):
                     yield from _texts(given)
                 case ast.Subscript(value=ast.Attribute(attr="counters" | "_counters"), slice=key):
                     yield from _texts(key)
