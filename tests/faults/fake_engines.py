@@ -198,7 +198,7 @@ class DecodeEngine(BlockEngine):
         finally:
             del self._asked[request_id]
 
-    async def generate(self, request: EngineRequest, send: Send) -> None:
+    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         fields = json.loads(request.body)
         generated = _tokens(request.generated)
         prompt = (_tokens(request.token_ids) or prompt_of(fields)) + generated
@@ -216,6 +216,7 @@ class DecodeEngine(BlockEngine):
             if blocks:
                 self.running -= 1
                 self.blocks.give_back(blocks)
+        return {}
 
     async def _computed(self, prompt: list[int], request_id: str) -> list[tuple[int, ...]]:
         await asyncio.sleep(self.time_s(0.01))

@@ -45,10 +45,6 @@ _PROGRAMS = (
 
 # Beginning of a command line -> the test that runs the command.
 BY_A_TEST = {
-    "curl -H 'x-eldr-ttft-ms": (
-        "tests/unit/ingress/test_objective_headers.py"
-        "::test_a_request_that_would_miss_its_objective_is_refused_before_prefill"
-    ),
     "curl -N": "tests/e2e/test_serving.py::test_every_answer_names_its_worker_and_candidates",
     "eldr calibrate": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
     "eldr check": "tests/unit/test_package.py::test_the_wheel_runs_in_an_empty_folder",

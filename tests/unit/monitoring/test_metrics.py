@@ -98,8 +98,8 @@ def _counted() -> Iterator[str]:
     for path in sorted(path for name in packages for path in (ROOT / "eldr_serve" / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.Call(func=ast.Attribute(attr="count" | "_count"), args=[given, *_]) if (
-                    not isinstance(given, ast.Subscript)
+                case ast.Call(
+                    func=ast.Attribute(attr="count" | "_count"), args=[given] | [ast.Constant() as given, _]
                 ):
                     yield from _texts(given)
                 case ast.Subscript(value=ast.Attribute(attr="counters" | "_counters"), slice=key):
