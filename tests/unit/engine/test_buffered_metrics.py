@@ -220,7 +220,7 @@ async def test_awaited_metrics_are_sent_with_their_step(sent: Sent, rank: int) -
     buffered = BufferedStatLogger(_config(), [0, 1])
     waiting = asyncio.create_task(MEASUREMENTS.wait_for_counts("prompt"))
     await asyncio.sleep(0)
-    MEASUREMENTS.take_steps()
+    MEASUREMENTS.take_steps(rank)
     step = {"requests": 2, "kv_tokens": 9, "active_experts": 20.0}
     step |= {"active_by_layer": [20, 20], "seconds": 0.25}
     data = {"nixl": None, "steps": [step], "prompt_steps": [], "capture_s": []}
@@ -228,7 +228,7 @@ async def test_awaited_metrics_are_sent_with_their_step(sent: Sent, rank: int) -
     buffered.record(SchedulerStats(kv_connector_stats=data), None, engine_idx=rank)
     assert not sent
     assert MEASUREMENTS.kv_usage[rank] == 0.375
-    assert MEASUREMENTS.take_steps().seconds == 0.25
+    assert MEASUREMENTS.take_steps(rank).seconds == 0.25
     async with asyncio.timeout(20):
         assert await waiting == (3, "counts")
 

@@ -215,7 +215,7 @@ class OnRank(Generating):
     """A serving object that generates, and records the rank that its engine client is asked for."""
 
     def __init__(self) -> None:
-        super().__init__(CHUNKS)
+        super().__init__(CHUNKS, SimpleNamespace(usage=None, model_dump_json=lambda: "{}"))
         self.ranks: list[Any] = []
 
         async def generate(*args: Any, data_parallel_rank: int | None = None) -> AsyncIterator[Any]:
