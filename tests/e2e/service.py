@@ -222,9 +222,12 @@ def run(*arguments: object, **options: Any) -> str:
 
 def pid_of(replica: str) -> int:
     """Return the id of the replica's process, the parent of its engine's."""
+    import ray
     from ray.util.state import list_actors
 
-    return next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if replica in (a.name or "")).pid
+    address = ray.get_runtime_context().gcs_address  # there may be other clusters on this machine
+    alive = list_actors(address, filters=[("state", "=", "ALIVE")])
+    return next(actor for actor in alive if replica in (actor.name or "")).pid
 
 
 def core_of(replica: str) -> int:

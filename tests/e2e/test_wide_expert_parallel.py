@@ -92,13 +92,14 @@ def test_a_client_cannot_choose_the_rank(wide: Service, where: str) -> None:
 async def test_a_killed_rank_ends_its_engine_but_no_answer(
     wide: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    whole = [Stream({"prompt": prompt}) for prompt in prompts[:4]]
+    bodies = [{"prompt": prompt, "max_tokens": 300} for prompt in prompts[:4]]
+    whole = [Stream(body) for body in bodies]
     await asyncio.gather(*(stream.read(wide) for stream in whole))
     lost = replica(wide)
     ranks = cores(lost)
     assert len(ranks) == 2
 
-    streams = [Stream({"prompt": prompt}) for prompt in prompts[:4]]
+    streams = [Stream(body) for body in bodies]
     reading = [asyncio.create_task(stream.read(wide)) for stream in streams]
     while min(stream.events for stream in streams) < 20:
         await asyncio.sleep(0.02)
