@@ -17,7 +17,7 @@ PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long f
 # Files that need no application of other tests. Half of their time they wait, and engine tests compute then.
 ALONE = ["tests/e2e/test_benchmarks_of_serving.py", "tests/e2e/test_own_model.py"]
 # The longest files first, so that both cores end together, and only one of ALONE at a time.
-_LONG = "aborted_reads samples replay_engine ep families dp speculative exact contract".split()
+_LONG = ["aborted_reads", "samples", "replay_engine", "ep", "families", "dp", "speculative"]
 _ENGINE = [f"tests/engine/test_{name}.py" for name in _LONG]
 _OTHERS = {f"tests/engine/{file.name}" for file in (ROOT / "tests/engine").glob("test_*.py")} - {*_ENGINE}
 PARTS = {
