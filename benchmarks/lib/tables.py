@@ -30,7 +30,7 @@ from loadgen.results import RESULTS, read_rows
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "docs/tables"
 PAGES = (
-    *(ROOT / "docs" / name for name in ("gpu.md", "papers.md", "placement.md", "results.md")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("gpu", "papers", "placement", "results", "simulation")),
     ROOT / "README.md",
     *sorted(TABLES.glob("*.md")),
 )
