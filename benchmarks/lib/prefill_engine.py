@@ -64,9 +64,9 @@ def main(job: dict[str, Any], answer: Any) -> None:
         start = time.perf_counter()
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        signature = "eldr_expert_counts" in (output.kv_transfer_params or {})
-        if signature != capture:
-            raise RuntimeError(f"capture is {capture}, but the engine returned signature {signature}")
+        has_counts = "eldr_expert_counts" in (output.kv_transfer_params or {})
+        if has_counts != capture:
+            raise RuntimeError(f"capture is {capture}, but the engine returned expert counts: {has_counts}")
         before, counted = counted, total(generate_latest().decode(), "eldr_capture_seconds_sum")
         print(json.dumps([seconds, counted - before]), file=answer, flush=True)
 

@@ -183,7 +183,7 @@ def placed(
             request = PlacementRequest(f"{part}-{number}", counts, tokens, 64, similarity=similarity)
             (lease,) = placer.submit([Lease(request, State.SENT, "benchmark")])
             running.append(lease.request_id)
-            numbers[part][names.index(lease.replica)].append(number)
+            numbers[part][names.index(lease.worker)].append(number)
     first, second = ([np.array(mine, np.int64) for mine in part] for part in numbers)
     return first, second
 

@@ -15,14 +15,14 @@ class _Limited(Policy):
 
     class Parameters(Policy.Parameters):
         max_load_ratio: float = Field(
-            default=1.25, ge=1, description="of the mean load, which a worker may have"
+            default=1.25, ge=1, description="highest load of a worker, in mean loads"
         )
 
     parameters: Parameters
 
 
 class SessionHash(_Limited):
-    """Choose a session's worker by rendezvous hash of its key; if overloaded or without key, the idlest."""
+    """Choose a session's worker by rendezvous hash of its key, or the least loaded without key or room."""
 
     name = "session-hash"
 

@@ -54,7 +54,7 @@ class Point:
 
     Attributes:
         labels: its columns in the table.
-        cost: of a step.
+        cost: cost of a step.
         balancers: policies that look at load, and on whole replicas at prefixes, by name.
         prepared: from a seed to the simulation of a policy.
     """

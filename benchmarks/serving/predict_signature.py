@@ -87,10 +87,10 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         ids = prompts[number % _PROMPTS]
         counts = online.predict(ids)
         held = PlacementRequest(f"held{number}", counts, tokens, 64, predicted=True)
-        lease = Lease(held, State.LEASED, replica=f"w{number % workers}")
+        lease = Lease(held, State.LEASED, worker=f"w{number % workers}")
         placer.hold(lease)
         if number < _PROMPTS:
-            placer.prefixes.record_prompt(lease.replica, prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS))
+            placer.prefixes.record_prompt(lease.worker, prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS))
     warm_up, marks = 50, []
     for call in range(warm_up + calls):
         ids = prompts[call % _PROMPTS]

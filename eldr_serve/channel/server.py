@@ -62,8 +62,9 @@ class Answer:
         self._connection.send(HEAD.pack(len(ids) + len(payload), kind, self.call, tokens), ids, payload)
 
 
-# Answers a call, given its method, header and body; `describe` converts exceptions to responses.
+# Answers a call, given its method, header and body.
 Handler = Callable[[str, dict[str, Any], bytes, Answer], Awaitable[None]]
+# Returns the HTTP status and the body of the response to a call that failed with this exception.
 Describe = Callable[[Exception], tuple[int, bytes]]
 
 

@@ -83,8 +83,8 @@ class Prefilled:
 
     Attributes:
         token_ids: uint32[T], without tokens that a lost engine had generated.
-        kv: location of the blocks, for `generate` of the other engine; opaque to callers. Under
-            `calls.EXPERT_COUNTS` it has the prompt's expert counts uint32[L,E], see `signature.pack_counts`.
+        kv: location of the blocks, for `generate` of the other engine. Callers read only the entry
+            `calls.EXPERT_COUNTS`: the prompt's expert counts uint32[L,E], see `signature.pack_counts`.
     """
 
     token_ids: NDArray[np.uint32]
@@ -116,7 +116,8 @@ class Engine(Protocol):
     async def expert_counts(self, request_id: str) -> tuple[int, str]:
         """Wait until `generate` has computed a prompt, and return its expert counts.
 
-        Call it before `generate`. It never returns if the engine does not count experts.
+        Call it before `generate`. An engine that counts no experts never returns, so wait for it beside
+        `generate` and cancel it at the end.
 
         Args:
             request_id: EngineRequest.id of the `generate` call.

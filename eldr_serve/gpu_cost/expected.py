@@ -1,4 +1,4 @@
-"""The decode step that a cost predicts by batch, and the most that placement can save of it."""
+"""The decode step that a cost predicts by batch, and an upper bound on what placement can save of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from eldr_serve.gpu_cost.readings import Shape
 from eldr_serve.gpu_cost.routing import independent_experts, shared_experts
 from eldr_serve.scheduling.cost import StepCost
 
-CONTEXT = 1024  # KV tokens of each request
-BATCHES = (1, 8, 32)
+CONTEXT_TOKENS = 1024  # KV tokens of each request
+BATCH_SIZES = (1, 8, 32)
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class ExpectedStep:
 
 
 def expected_steps(cost: StepCost, shape: Shape) -> list[ExpectedStep]:
-    """Return the steps of BATCHES requests with CONTEXT KV tokens each."""
+    """Return the steps of BATCH_SIZES requests with CONTEXT_TOKENS KV tokens each."""
     found = []
-    for requests in BATCHES:
-        apart = shape.layers * independent_experts(requests, shape)
-        together = shape.layers * min(shared_experts(shape), apart / shape.layers)
-        seconds = float(cost.seconds(requests, requests * CONTEXT, apart))
+    for requests in BATCH_SIZES:
+        independent = shape.layers * independent_experts(requests, shape)
+        shared = shape.layers * min(shared_experts(shape), independent / shape.layers)
+        seconds = float(cost.seconds(requests, requests * CONTEXT_TOKENS, independent))
         found.append(
             ExpectedStep(
                 requests,
                 seconds,
-                cost.per_expert_s * apart / seconds,
-                cost.per_expert_s * (apart - together) / seconds,
+                cost.per_expert_s * independent / seconds,
+                cost.per_expert_s * (independent - shared) / seconds,
             )
         )
     return found

@@ -1,6 +1,6 @@
-"""Active experts of a layer in a step: in the package's measurements, and in real steps at worst.
+"""Active experts of a layer in a step: in NVIDIA's measurements, and in real steps at worst.
 
-The package measured each MoE kernel with two kinds of routing. Both are reproduced here from its collector
+NVIDIA measured each MoE kernel with two kinds of routing. Both are reproduced here from the collector
 (github.com/ai-dynamo/aiconfigurator, collector/helper.py: balanced_logits and power_law_logits_v3). Under
 expert parallelism the figures are of one rank: the first with even routing, else the one with most tokens.
 """
@@ -32,7 +32,7 @@ def active_experts(requests: int, routing: Routing, shape: Shape) -> float:
 def independent_experts(requests: int, shape: Shape) -> float:
     """Return the mean active experts of a layer if each request draws its experts on its own, uniformly.
 
-    Under expert parallelism those of the rank that has most. Skewed routers activate fewer.
+    Under expert parallelism, return those of the rank with the most. Skewed routers activate fewer.
     """
     if shape.ranks == 1:
         return shape.experts * (1 - (1 - shape.top_k / shape.experts) ** requests)

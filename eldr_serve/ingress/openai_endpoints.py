@@ -184,7 +184,7 @@ def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFiel
 def _placement_headers(lease: Lease) -> dict[str, str]:
     """Return response headers that name the decode worker, and how it was chosen."""
     return {
-        "x-eldr-decode-worker": lease.replica,
+        "x-eldr-decode-worker": lease.worker,
         "x-eldr-candidates": str(lease.num_candidates),
         "x-eldr-policy": lease.policy,
     }

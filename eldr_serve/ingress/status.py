@@ -89,6 +89,6 @@ class IngressStatus:
         try:
             status = await answer
         except ACTOR_UNAVAILABLE as error:
-            status = {"router": f"away ({type(error).__name__})"}
+            status = {"router": f"unreachable ({type(error).__name__})"}
         loops = status.get("loops", {}) | {self.watch.role: self.watch.status()}
         return status | {"answered_by": self._client.name, "ingress": self.own(), "loops": loops}

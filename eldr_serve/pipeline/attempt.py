@@ -116,10 +116,10 @@ class Attempt:
         return await services.client.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
 
     def _workers_to_avoid(self) -> tuple[str, ...]:
-        """Return workers to avoid.
+        """Return the workers to avoid.
 
-        They have failed or left this answer, are others of their replicas, are ejected, or would miss its
-        objective.
+        These are workers that failed this request or left while they answered it, other ranks of their
+        replicas, ejected workers, and those that would miss the request's objective.
         """
         context, services = self._context, self._services
         avoided = (*context.failures.decode_replicas, *context.left_replicas)
@@ -145,7 +145,7 @@ class Attempt:
         resumed = context.answer.num_tokens > 0
         if resumed:
             client.progress(context.request_id, context.answer.num_tokens)
-        stages = context.decode_stages(lease.replica)
+        stages = context.decode_stages(lease.worker)
         with stages:
             async with aclosing(self._decode(lease, stages)) as payloads:
                 async for payload in payloads:
@@ -188,7 +188,7 @@ class Attempt:
                     context.answer.append(chunk)
                     services.client.progress(lease.request_id, context.answer.num_tokens)
                     yield chunk.payload
-                    if self._call.leaving and services.moves.begin(context, lease.replica):
+                    if self._call.leaving and services.moves.begin(context, lease.worker):
                         return
             except ChannelLostError as error:
                 if decode.call is not None:
@@ -196,22 +196,22 @@ class Attempt:
                     self._prompt.on_engine_lost()
                 self._raise_unless_complete(error, decode, alive=False)
             except CallTimeoutError as error:
-                services.outliers.record_failure(lease.replica, error)
+                services.outliers.record_failure(lease.worker, error)
                 # Before the first token the blocks may be at fault.
                 self._raise_unless_complete(error, decode, alive=not decode.begun)
             except CallFailedError as error:
                 if error.status < 500 and not context.answer.sent and not decode.begun:
                     raise
                 if error.status >= 500:  # else the resumed request is at fault, for example too long
-                    services.outliers.record_failure(lease.replica, error)
+                    services.outliers.record_failure(lease.worker, error)
                 self._raise_unless_complete(error, decode, alive=True)
             else:
                 stages.transport_s = self._call.engine_report.get(TRANSPORT_S)
                 if not resumed:
                     self._count_cached_tokens(lease)
                 if not decode.begun:
-                    raise DecodeFailedError("the answer was empty", lease.replica, alive=True, begun=False)
-                services.outliers.record_success(lease.replica)
+                    raise DecodeFailedError("the answer was empty", lease.worker, alive=True, begun=False)
+                services.outliers.record_success(lease.worker)
 
     def _count_cached_tokens(self, lease: Lease) -> None:
         """Count predicted and measured tokens in the prefix cache, if the router has predicted them."""

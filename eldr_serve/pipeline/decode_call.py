@@ -30,7 +30,7 @@ class DecodeCall:
     def __init__(
         self, services: Services, context: RequestContext, prompt: PreparedPrompt, lease: Lease
     ) -> None:
-        self.replica = lease.replica
+        self.replica = lease.worker
         self.call: Call | None = None
         self.begun = False
         self.ended = False

@@ -279,7 +279,7 @@ class Objectives:
         if needs_whole_engine(request.method, request.fields) is not None:
             return
         assert context.lease is not None
-        replica = context.lease.replica if self._engines.whole else context.failures.prefill_replica
+        replica = context.lease.worker if self._engines.whole else context.failures.prefill_replica
         ttft_s, objective = prediction.ttft_s.get(replica), request.objective
         self._measured_at_s = _now()
         if ttft_s is not None and objective.ttft_s is not None:

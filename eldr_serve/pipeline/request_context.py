@@ -184,7 +184,7 @@ class RequestContext:
             "policy": lease.policy if lease else None,
             "reason": lease.reason if lease else None,
             "prefill": next((s.worker for s in reversed(self.stages) if s.name == "prefill"), None),
-            "decode": lease.replica if lease else None,
+            "decode": lease.worker if lease else None,
             "prompt_tokens": lease.request.prompt_tokens if lease else None,
             "tokens": lease.generated_tokens if lease else 0,
             "seconds": {name: round(value, 6) for name, value in seconds.items()},

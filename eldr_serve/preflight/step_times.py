@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from eldr_serve.errors import UserInputError
 from eldr_serve.gpu_cost import package
-from eldr_serve.gpu_cost.expected import CONTEXT, ExpectedStep, expected_steps
+from eldr_serve.gpu_cost.expected import CONTEXT_TOKENS, ExpectedStep, expected_steps
 from eldr_serve.gpu_cost.fitting import fit
 from eldr_serve.gpu_cost.readings import Readings, Setting
 from eldr_serve.preflight.deployment import EngineDeployment
@@ -49,7 +49,7 @@ class StepTimes:
             f"{each([f'{1e3 * s.seconds:.1f}' for s in self.steps])} ms, of which active experts take "
             f"{each([f'{s.experts_share:.0%}' for s in self.steps])}; placement saves at most "
             f"{each([f'{s.most_saved:.0%}' for s in self.steps])}, if all requests of a batch used the same "
-            f"experts instead of drawing their own ({CONTEXT:,} KV tokens each; {self.source})"
+            f"experts instead of drawing their own ({CONTEXT_TOKENS:,} KV tokens each; {self.source})"
         )
 
 

@@ -1,4 +1,4 @@
-"""A rate limit."""
+"""A limit on the rate of calls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 
 
-class Rate:
-    """A token bucket with the capacity of one second, and at least one token.
+class CallRateLimiter:
+    """A token bucket with the capacity of one second, and at least one token, which permits a call.
 
     Args:
-        per_s: tokens/s; 0: nothing is allowed.
+        per_s: calls per second; 0: none.
         clock: returns the time, s.
     """
 

@@ -67,7 +67,7 @@ class PoolClient:
                 self._handles.pop(index, None)
             if index not in self._away:
                 self._away.add(index)
-                logger.warning("%s is away, its samples are dropped: %r", self._names[index], error)
+                logger.warning("%s cannot be reached, its samples are dropped: %r", self._names[index], error)
             return
         self.sent += len(samples)
         if index in self._away:

@@ -161,7 +161,7 @@ class DecodeRequestRouter(ReplicaPublisher):
             max_new_tokens=max_new_tokens(pending.args[0]),
         )
         lease = await self._client.place(request, expert_counts_of(params))
-        return _named_replica(candidates, {REPLICA: lease.replica})
+        return _named_replica(candidates, {REPLICA: lease.worker})
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         with self._lock:

@@ -62,7 +62,7 @@ class RouterCalls:
         return _results.get(method, _plain_result)(b"".join(parts))
 
     async def configure(self, settings: RouterSettings) -> None:
-        """Tell the actor the deployed settings, see DecodeRouter.configure; raise RayError if it is away."""
+        """Send the deployed settings to the actor, see DecodeRouter.configure; raise RayError on failure."""
         await self.get_channel()
         await self._actor.configure.remote(settings)
 

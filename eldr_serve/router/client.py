@@ -24,7 +24,7 @@ from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.link import RouterLink
-from eldr_serve.router.local_fallback import LocalFallback, Replicas
+from eldr_serve.router.local_fallback import LocalFallback, LiveWorkers
 from eldr_serve.router.messages import (
     Counted,
     IngressReport,
@@ -53,7 +53,7 @@ class RouterClient:
 
     Args:
         router_calls: calls to the actor.
-        replicas, timeout_s: see RouterLink; if the actor takes longer, local fallback decides.
+        workers, timeout_s: see RouterLink; if the actor takes longer, local fallback decides.
         on_predictor: called when a predictor is loaded, which needs prompts' token ids.
 
     Attributes:
@@ -65,7 +65,7 @@ class RouterClient:
     def __init__(
         self,
         router_calls: RouterCalls,
-        replicas: Replicas,
+        workers: LiveWorkers,
         *,
         timeout_s: float = 1.0,
         on_predictor: Callable[[], None] = lambda: None,
@@ -73,8 +73,8 @@ class RouterClient:
         self.name = uuid.uuid4().hex
         self.scorer = Scorer(on_predictor)
         self.leases: dict[str, Lease] = {}
-        self._link = RouterLink(self.name, router_calls, replicas, self, timeout_s=timeout_s)
-        self._fallback = LocalFallback(replicas)
+        self._link = RouterLink(self.name, router_calls, workers, self, timeout_s=timeout_s)
+        self._fallback = LocalFallback(workers)
         self._waiting = WaitingRequests(timeout_s, self._link.give_up, lambda: self.count("queue_expired"))
         self._calls: dict[str, OpenCall] = {}  # open calls of requests
         self._reporting: asyncio.Task[None] | None = None
@@ -339,7 +339,7 @@ class RouterClient:
                 self._report()
 
     def _report(self) -> None:
-        self._link.report_replicas()
+        self._link.report_workers()
         for request_id in self._progress & self._calls.keys():
             self._calls[request_id].note(tokens=self.leases[request_id].generated_tokens)
         self._progress.clear()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from eldr_serve.channel import Channel, OpenCall
 from eldr_serve.router.calls import RouterCalls
-from eldr_serve.router.local_fallback import Replicas
+from eldr_serve.router.local_fallback import LiveWorkers
 from eldr_serve.router.messages import IngressReport, Place, Restore, Settings, Workers, decoder, encode
 from eldr_serve.router.scorer import Scorer
 from eldr_serve.scheduling import Lease
@@ -54,7 +54,7 @@ class RouterLink:
     Args:
         name: id of the ingress at the actor.
         calls: calls to the actor.
-        replicas: live decode workers, as this process knows them.
+        workers: live decode workers, as this process knows them.
         owner: holds the requests of the ingress, which the link restores.
         timeout_s: maximum time for an answer of the actor, s.
 
@@ -64,17 +64,17 @@ class RouterLink:
     """
 
     def __init__(
-        self, name: str, calls: RouterCalls, replicas: Replicas, owner: LinkOwner, *, timeout_s: float
+        self, name: str, calls: RouterCalls, workers: LiveWorkers, owner: LinkOwner, *, timeout_s: float
     ) -> None:
         self._name = name
         self._calls = calls
-        self._replicas = replicas
+        self._workers = workers
         self._owner = owner
         self._timeout_s = timeout_s
         self._channel: Channel | None = None
         self._subscription: OpenCall | None = None
         self._answered: asyncio.Future[None] | None = None
-        self._reported_replicas: tuple[str, ...] = ()
+        self._reported_workers: tuple[str, ...] = ()
         self._task: asyncio.Task[None] | None = None
         self.connected = self.unreachable = False
 
@@ -104,14 +104,14 @@ class RouterLink:
         """Open the call of a request; return None if there is no channel."""
         if self._channel is None:
             return None
-        self.report_replicas()
+        self.report_workers()
         return self._channel.open_call("place", encode(message), on_message, on_failed)
 
-    def report_replicas(self) -> None:
-        """Report the live decode replicas if they have changed."""
-        if self._subscription is not None and self._reported_replicas != self._replicas.live:
-            self._reported_replicas = self._replicas.live
-            self._subscription.note(encode(Workers(self._reported_replicas)))
+    def report_workers(self) -> None:
+        """Report the live decode workers if they have changed."""
+        if self._subscription is not None and self._reported_workers != self._workers.live:
+            self._reported_workers = self._workers.live
+            self._subscription.note(encode(Workers(self._reported_workers)))
 
     def report(self, report: IngressReport) -> None:
         """Send what the ingress has counted."""
@@ -151,11 +151,11 @@ class RouterLink:
             self._drop()
 
     def _subscribe(self, channel: Channel) -> None:
-        self._reported_replicas = self._replicas.live
+        self._reported_workers = self._workers.live
         leases = self._owner.held_leases()
         message = Restore(
             self._name,
-            self._reported_replicas,
+            self._reported_workers,
             tuple(lease.request_id for lease in leases),
             self._owner.scorer.settings,
             self._owner.scorer.shape,

@@ -68,9 +68,9 @@ class LiveView:
         if steps.steps:
             self._steps.setdefault(replica, deque(maxlen=_STEPS)).append((self._clock(), steps))
 
-    def keep_workers(self, replicas: Collection[str]) -> None:
-        """Discard the steps of other replicas."""
-        self._steps = {name: reports for name, reports in self._steps.items() if name in replicas}
+    def keep_workers(self, workers: Collection[str]) -> None:
+        """Discard the steps of other workers."""
+        self._steps = {name: reports for name, reports in self._steps.items() if name in workers}
 
     def changed(self, policy: str, table: CentroidTable | None, table_version: int) -> None:
         """Record new settings."""

@@ -12,7 +12,7 @@ from eldr_serve.router.messages import LOCAL_FALLBACK
 from eldr_serve.scheduling import Lease, LoadLedger, State
 
 
-class Replicas(Protocol):
+class LiveWorkers(Protocol):
     """Source of the workers of a deployment that requests can be placed on."""
 
     @property
@@ -23,13 +23,13 @@ class Replicas(Protocol):
 class LocalFallback:
     """Places requests of one process on the worker on which it holds the fewest leases."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+    def __init__(self, workers: LiveWorkers) -> None:
+        self._workers = workers
         self._ledger = LoadLedger()
 
     def add(self, lease: Lease) -> None:
         """Count a lease on its worker, and no longer on an earlier one."""
-        self._ledger.add(lease.request_id, lease.replica, lease.request.prompt_tokens)
+        self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
 
     def progress(self, request_id: str, generated_tokens: int) -> None:
@@ -46,13 +46,13 @@ class LocalFallback:
         Raises:
             OverloadedError: no decode replica is known.
         """
-        live = self._replicas.live
+        live = self._workers.live
         candidates = [r for r in live if r not in lease.request.exclude] or list(live)
         if not candidates:
             raise OverloadedError("no decode replica is running yet", retry_after_s=5)
         in_flight = self._ledger.loads(self._ledger.rows(candidates)).in_flight
         lease.become(State.LEASED)
         least = np.flatnonzero(in_flight == in_flight.min())
-        lease.replica, lease.position = candidates[int(random.choice(least))], -1
+        lease.worker, lease.position = candidates[int(random.choice(least))], -1
         lease.num_candidates, lease.reason, lease.policy = len(candidates), reason, LOCAL_FALLBACK
         self.add(lease)

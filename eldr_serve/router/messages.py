@@ -63,7 +63,7 @@ class Restore(msgspec.Struct, tag=True, frozen=True, rename={"ingress": "client"
     """
 
     ingress: str
-    replicas: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
     leases: tuple[str, ...] = ()
     settings: Settings | None = None
     counts_shape: tuple[int, int] | None = None
@@ -72,7 +72,7 @@ class Restore(msgspec.Struct, tag=True, frozen=True, rename={"ingress": "client"
 class Workers(msgspec.Struct, tag=True, frozen=True):
     """The live decode workers, as the ingress knows them."""
 
-    replicas: tuple[str, ...]
+    workers: tuple[str, ...]
 
 
 class StreamLatencies(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class IngressReport(msgspec.Struct, tag="Report", frozen=True):
 class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """The content of a granted lease, see Lease."""
 
-    replica: str
+    worker: str
     position: int = -1
     num_candidates: int = 0
     similarity: float | None = None

@@ -13,11 +13,11 @@ class Positions:
     keep their centroids.
 
     Attributes:
-        replicas: the worker in each position; None: the position is vacant.
+        workers: the worker in each position; None: the position is vacant.
     """
 
     def __init__(self) -> None:
-        self.replicas: list[str | None] = []
+        self.workers: list[str | None] = []
         self._reachable: dict[str, frozenset[str]] = {}  # by ingress; without those that have reported none
 
     @property
@@ -28,7 +28,7 @@ class Positions:
     @property
     def num_live(self) -> int:
         """Return the number of positions that are not vacant."""
-        return sum(replica is not None for replica in self.replicas)
+        return sum(worker is not None for worker in self.workers)
 
     @property
     def unreachable(self) -> dict[str, frozenset[str]]:
@@ -36,9 +36,9 @@ class Positions:
         live = self.live
         return {ingress: live - own for ingress, own in self._reachable.items() if own != live}
 
-    def set_reachable(self, ingress: str, replicas: Iterable[str]) -> None:
+    def set_reachable(self, ingress: str, workers: Iterable[str]) -> None:
         """Set the workers that an ingress can reach."""
-        self._reachable[ingress] = frozenset(replicas)
+        self._reachable[ingress] = frozenset(workers)
         self._update()
 
     def forget(self, ingress: str) -> bool:
@@ -53,11 +53,11 @@ class Positions:
 
     def _update(self) -> None:
         live = self.live
-        self.replicas = [replica if replica in live else None for replica in self.replicas]
-        for replica in sorted(live.difference(filter(None, self.replicas))):
-            if None in self.replicas:
-                self.replicas[self.replicas.index(None)] = replica
+        self.workers = [worker if worker in live else None for worker in self.workers]
+        for worker in sorted(live.difference(filter(None, self.workers))):
+            if None in self.workers:
+                self.workers[self.workers.index(None)] = worker
             else:
-                self.replicas.append(replica)
-        while self.replicas and self.replicas[-1] is None:
-            self.replicas.pop()
+                self.workers.append(worker)
+        while self.workers and self.workers[-1] is None:
+            self.workers.pop()

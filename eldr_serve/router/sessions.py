@@ -140,7 +140,7 @@ class _Subscription:
     def on_note(self, payload: bytes, tokens: int) -> None:
         message = _subscription_note(payload)
         if isinstance(message, Workers):
-            self._sessions.state.update_workers(self.ingress, message.replicas)
+            self._sessions.state.update_workers(self.ingress, message.workers)
         else:
             self._sessions.metrics.answered(self._sessions.state, message.answered)
             self._sessions.state.report(self.ingress, message)

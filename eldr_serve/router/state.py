@@ -230,7 +230,7 @@ class RouterState:
         """
         block_tokens, kv_tokens = prefix_cache
         known = False
-        if worker in self.positions.replicas:  # the last report of a lost worker may be late
+        if worker in self.positions.workers:  # the last report of a lost worker may be late
             self.view.observe_steps(worker, steps)
             if block_tokens:
                 self.placer.prefixes.set_capacity(worker, kv_tokens, block_tokens)
@@ -264,7 +264,7 @@ class RouterState:
 
     def _set_workers(self) -> None:
         positions = self.positions
-        self.placer.set_workers(positions.replicas, unreachable=positions.unreachable)
+        self.placer.set_workers(positions.workers, unreachable=positions.unreachable)
         self.view.keep_workers(positions.live)
 
     def restore(self, message: Restore) -> None:
@@ -274,8 +274,8 @@ class RouterState:
         not restored, since the ingress sends them again. A table or predictor that does not fit is discarded.
         """
         self.ingresses.add(message.ingress)
-        if message.replicas:
-            self.positions.set_reachable(message.ingress, message.replicas)
+        if message.workers:
+            self.positions.set_reachable(message.ingress, message.workers)
             self._set_workers()
         settings = message.settings
         if settings is not None and settings.version > self.settings.version:
@@ -335,7 +335,7 @@ class RouterState:
         lease.request = self.check.without_unusable_prediction(lease.request)
         current = self.placer.running.get(lease.request_id)
         new_counts = lease.request.expert_counts is not None and not lease.request.predicted
-        if current is not None and (current.replica, current.policy) == (lease.replica, lease.policy):
+        if current is not None and (current.replica, current.policy) == (lease.worker, lease.policy):
             current.ingress = lease.ingress
             self.placer.progress({lease.request_id: lease.generated_tokens})
             if current.request.predicted and new_counts:

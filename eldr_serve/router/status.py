@@ -86,7 +86,7 @@ def _workers(state: RouterState) -> list[dict[str, Any]]:
             "cached_blocks": state.placer.prefixes.reported_blocks(replica),
             "cluster_domain": (domains[position % len(domains)] or None) if domains else None,
         }
-        for position, replica in enumerate(state.positions.replicas)
+        for position, replica in enumerate(state.positions.workers)
         if replica is not None
     ]
 

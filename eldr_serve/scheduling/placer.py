@@ -310,7 +310,7 @@ class Placer:
             lease.waited_s = self._clock() - lease.queued_at_s
         self._stop(lease.request_id)  # a request that is placed again leaves its first worker
         lease.become(State.LEASED)
-        lease.replica, lease.position = worker, decision.worker
+        lease.worker, lease.position = worker, decision.worker
         lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
         lease.is_best_match = _is_best_match(decision.worker, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
@@ -324,13 +324,13 @@ class Placer:
     def _record_prefix(self, lease: Lease) -> None:
         """Set the cached tokens of the prompt, then add its blocks to the worker's prefix cache."""
         blocks = lease.request.blocks
-        if blocks is not None and lease.replica in self._position:
-            lease.cached_tokens = int(self.prefixes.cached_tokens([lease.replica], blocks)[0])
-            self.prefixes.record_prompt(lease.replica, blocks)
+        if blocks is not None and lease.worker in self._position:
+            lease.cached_tokens = int(self.prefixes.cached_tokens([lease.worker], blocks)[0])
+            self.prefixes.record_prompt(lease.worker, blocks)
 
     def _start(self, lease: Lease, decision: Decision | None = None) -> None:
         self.running[lease.request_id] = lease
-        self._ledger.add(lease.request_id, lease.replica, lease.request.prompt_tokens)
+        self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
         for observer in self._observers():
             self._notify_assigned(observer, lease, decision)
@@ -346,7 +346,7 @@ class Placer:
     def _notify_assigned(
         self, observer: GuardedPolicy | Shadow, lease: Lease, decision: Decision | None = None
     ) -> None:
-        position = self._position.get(lease.replica)
+        position = self._position.get(lease.worker)
         if position is None:
             observer.on_finished(lease.request_id)
             return

@@ -27,7 +27,7 @@ class PlacementRequest:
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
             caller has scored the counts, which it may then omit.
         prompt_key: equal for equal prompts.
-        counts_missing: there is neither usable counts nor a prediction.
+        counts_missing: there are neither usable counts nor a prediction.
         predicted: the counts are a prediction from the prompt's tokens.
         blocks: blocks of the prompt if the worker prefills it too; else None.
         exclude: workers to avoid: they have failed this request, or its ingress has ejected them.
@@ -90,7 +90,7 @@ class Lease:
 
     Attributes:
         ingress: id of the ingress that sent the request.
-        replica: name of the leased worker.
+        worker: name of the leased worker.
         position: the worker's position in the router; -1 if the router did not place the request.
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
@@ -105,7 +105,7 @@ class Lease:
     request: PlacementRequest
     state: State = State.UNSENT
     ingress: str = ""
-    replica: str = ""
+    worker: str = ""
     position: int = -1
     num_candidates: int = 0
     similarity: float | None = None

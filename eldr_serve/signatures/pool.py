@@ -107,7 +107,7 @@ class SignaturePool:
             try:
                 await self._poll()
             except (RayError, ValueError) as error:
-                logger.info("the router or an actor is away: %s", one_line_message(error))
+                logger.info("the router or an actor cannot be reached: %s", one_line_message(error))
             await asyncio.sleep(POLL_S)
 
     async def _poll(self) -> None:
@@ -153,7 +153,7 @@ class SignaturePool:
             return await asyncio.wait_for(getattr(self._others[index], method).remote(*args), 30)
         except (RayError, ValueError, TimeoutError) as error:  # new requests replace its samples
             self._others.pop(index, None)
-            logger.info("actor %d of the signature pool is away: %s", index, one_line_message(error))
+            logger.info("signature pool: actor %d cannot be reached: %s", index, one_line_message(error))
             return None
 
     async def _exit_without_router(self) -> None:

@@ -132,7 +132,8 @@ def rotary(length: int, dim: int, theta: float = 10000.0) -> tuple[Tensor, Tenso
     return torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embeddings to queries or keys, [..., length, dim]."""
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat([-b, a], -1) * sin
 
@@ -145,8 +146,8 @@ def block(
     batch, length, _ = x.shape
     h = norm(x, before).to(dtype)
     q, k, v = F.linear(h, torch.cat([q_proj, k_proj, v_proj]).to(dtype)).split([192, 64, 64], -1)
-    q = turn(norm(q.float().view(batch, length, 3, 64), q_norm), cos[:, None], sin[:, None])
-    k = turn(norm(k.float(), k_norm), cos, sin)
+    q = rotate(norm(q.float().view(batch, length, 3, 64), q_norm), cos[:, None], sin[:, None])
+    k = rotate(norm(k.float(), k_norm), cos, sin)
     x = x + F.linear(attend(q.to(dtype), k.to(dtype), v), o_proj.to(dtype))
     out, terms = experts_forward(norm(x, after), gate, gate_up, down, dtype)
     return x + out, terms

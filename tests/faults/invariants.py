@@ -20,13 +20,13 @@ def router_state(world: World) -> Any:
 
 def leases_of_router(world: World) -> dict[str, str]:
     """Return the worker of each request by the router."""
-    return {name: lease.replica for name, lease in router_state(world).placer.running.items()}
+    return {name: lease.worker for name, lease in router_state(world).placer.running.items()}
 
 
 def leases_of_clients(world: World) -> dict[str, str]:
     """Return the worker of each request by the ingresses."""
     return {
-        name: lease.replica
+        name: lease.worker
         for process in world.live["ingress"]
         for name, lease in client_of(process).leases.items()
         if lease.state is State.LEASED
@@ -88,7 +88,7 @@ def left_behind(world: World) -> list[str]:
         "router clients too many": len(sessions.by_ingress) - world.wanted["ingress"],
         "router ledger": len(state.placer._ledger),
         "router prompt tokens to compute": int(abs(state.placer._ledger._prefill_tokens).sum()),
-        "prefixes of workers that have gone": cached - set(state.positions.replicas),
+        "prefixes of workers that have gone": cached - set(state.positions.workers),
     }
     for name, engine in world.engines.items():
         if engine.process.alive:

@@ -283,7 +283,7 @@ class _Simulation:
         leases = client_of(process).leases
 
         def on() -> list[str]:
-            return [lease.replica for lease in leases.values() if lease.generated_tokens]
+            return [lease.worker for lease in leases.values() if lease.generated_tokens]
 
         await self._until(lambda: [] if on() or asked.done() else ["no token"], CALL_S, what)
         for engine in sick:

@@ -56,6 +56,12 @@ def test_every_deployment_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
+def test_serves_proxy_which_has_no_limits_is_open_to_this_machine_only(name: str) -> None:
+    document = yaml.safe_load((ROOT / "deployments" / f"{name}.yaml").read_text())
+    assert document["http_options"]["host"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
 def test_the_graph_matches_the_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     prefill, decode = engines(build_app(arguments(name)))

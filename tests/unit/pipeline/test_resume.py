@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eldr_serve.channel import ChannelLostError
 from eldr_serve.errors import OverloadedError
-from eldr_serve.queues.rate import Rate
+from eldr_serve.queues.rate import CallRateLimiter
 from eldr_serve.replicas.kv_usage import KV_USAGE, REPORT_NUMBER, KvUsage
 from tests.support.clock import Clock
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
@@ -215,22 +215,22 @@ def take(rate: Rate) -> bool:
 
 def test_a_rate_limits_the_permits_of_any_second() -> None:
     clock = Clock()
-    rate = Rate(2.0, clock=clock)
+    rate = CallRateLimiter(2.0, clock=clock)
     assert [take(rate) for _ in range(3)] == [True, True, False]
     clock.now += 0.5
     assert [take(rate) for _ in range(2)] == [True, False]
     clock.now += 60.0
     assert [take(rate) for _ in range(3)] == [True, True, False]
-    assert not take(Rate(0.0, clock=clock))
+    assert not take(CallRateLimiter(0.0, clock=clock))
 
 
 def test_reserved_permits_follow_at_the_rate() -> None:
-    rate = Rate(2.0, clock=lambda: 0.0)
+    rate = CallRateLimiter(2.0, clock=lambda: 0.0)
     assert [rate.reserve(1.0) for _ in range(5)] == [0.0, 0.0, 0.5, 1.0, None]
     rate.give_back()
     assert [rate.reserve(1.0), rate.reserve(1.0)] == [1.0, None]
     assert not take(rate)
-    assert Rate(0.0, clock=lambda: 0.0).reserve(1e9) is None
+    assert CallRateLimiter(0.0, clock=lambda: 0.0).reserve(1e9) is None
 
 
 async def test_the_prefill_of_a_resumed_answer_counts_the_generated_tokens(

@@ -53,9 +53,9 @@ def test_a_restarted_router_restores_the_fields_that_policies_read() -> None:
 
 def test_requests_do_not_wait_while_slots_are_free() -> None:
     state = router()
-    assert [lease.replica for lease in place(state, "a", "b")] == ["r0", "r1"]
+    assert [lease.worker for lease in place(state, "a", "b")] == ["r0", "r1"]
     release(state, "a")
-    assert place(state, "c")[0].replica == "r0"
+    assert place(state, "c")[0].worker == "r0"
     assert new_leases(state).keys() == {"a", "b", "c"}
     assert state.counters["queued"] == 0
 
@@ -73,8 +73,8 @@ def test_requests_of_all_clients_wait_in_order_of_arrival() -> None:
     release(state, "a", "b")
     leases = new_leases(state)
     assert leases.keys() == {"x", "y"}
-    assert (leases["x"].replica, leases["x"].waited_s, leases["x"].reason) == ("r0", 3.0, "slot")
-    assert (leases["y"].replica, leases["y"].ingress) == ("r1", "d")
+    assert (leases["x"].worker, leases["x"].waited_s, leases["x"].reason) == ("r0", 3.0, "slot")
+    assert (leases["y"].worker, leases["y"].ingress) == ("r1", "d")
     assert state.counters["queued"] == 3
     assert state.counters["placed"] == 4
 
@@ -94,9 +94,9 @@ def test_a_request_waits_for_a_worker_that_its_ingress_has_not_ejected() -> None
     assert queued(place(state, *waits)) == {"c", "d"}
     new_leases(state)
     release(state, "a")  # r0, which only the second one may use
-    assert {name: lease.replica for name, lease in new_leases(state).items()} == {"d": "r0"}
+    assert {name: lease.worker for name, lease in new_leases(state).items()} == {"d": "r0"}
     release(state, "b")
-    assert {name: lease.replica for name, lease in new_leases(state).items()} == {"c": "r1"}
+    assert {name: lease.worker for name, lease in new_leases(state).items()} == {"c": "r1"}
 
 
 def test_a_repeated_request_keeps_its_turn() -> None:
@@ -162,7 +162,7 @@ def test_a_queued_request_gets_a_worker_that_its_client_can_reach() -> None:
     new_leases(state)
     state.update_workers("c", ["r1"])
     release(state, "a", "b")
-    assert {name: lease.replica for name, lease in new_leases(state).items()} == {"c": "r1", "d": "r0"}
+    assert {name: lease.worker for name, lease in new_leases(state).items()} == {"c": "r1", "d": "r0"}
 
 
 _CLIENTS = st.sampled_from("cd")
@@ -186,13 +186,13 @@ class Conservation(RuleBasedStateMachine):
     def granted(self, leases: list[Lease]) -> None:
         for lease in leases:
             assert self.waits.pop(lease.request_id, lease.ingress) == lease.ingress
-            assert lease.replica in self.reachable(lease.ingress)
+            assert lease.worker in self.reachable(lease.ingress)
             assert lease.request_id not in self.leases  # granted once
-            self.leases[lease.request_id] = (lease.ingress, lease.replica)
+            self.leases[lease.request_id] = (lease.ingress, lease.worker)
 
     @property
     def workers(self) -> set[str]:
-        return set(filter(None, self.state.positions.replicas))
+        return set(filter(None, self.state.positions.workers))
 
     def reachable(self, client: str) -> set[str]:
         """Return the workers that a client's requests may get: all, if it has reported none."""
@@ -205,7 +205,7 @@ class Conservation(RuleBasedStateMachine):
         for name, lease in zip(names, place(self.state, *names, client=client), strict=True):
             waited = self.waits.pop(name, None)
             if lease.state is State.LEASED:
-                self.leases[name] = (client, lease.replica)
+                self.leases[name] = (client, lease.worker)
             elif lease.state is State.QUEUED or waited is not None:  # it keeps its turn
                 self.waits[name] = client
             if lease.state is State.SENT:
@@ -225,7 +225,7 @@ class Conservation(RuleBasedStateMachine):
         name = f"{client}{number}"
         lease, known = client_lease(name, replica, client), self.state.placer.running.get(name)
         self.waits.pop(name, None)
-        if known is None or (known.replica, known.policy) != (lease.replica, lease.policy):
+        if known is None or (known.worker, known.policy) != (lease.worker, lease.policy):
             self.tokens.pop(name, None)  # otherwise the lease is restored with its known tokens
         self.leases[name] = (client, replica)
         self.state.hold(lease)
@@ -273,11 +273,11 @@ class Conservation(RuleBasedStateMachine):
     def loads_equal_a_recount(self) -> None:
         running = self.state.placer.running
         for replica, load in loads(self.state).items():
-            tokens = [10 + lease.generated_tokens for lease in running.values() if lease.replica == replica]
+            tokens = [10 + lease.generated_tokens for lease in running.values() if lease.worker == replica]
             assert load == (len(tokens), sum(tokens))
         for name, (_, replica) in self.leases.items():
             lease = running[name]
-            assert (lease.replica, lease.generated_tokens) == (replica, self.tokens.get(name, 0))
+            assert (lease.worker, lease.generated_tokens) == (replica, self.tokens.get(name, 0))
 
     @invariant()
     def no_slot_is_free_while_a_request_waits(self) -> None:

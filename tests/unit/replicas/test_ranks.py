@@ -162,10 +162,10 @@ def test_the_router_leases_and_loses_ranks() -> None:
     state = router_state(workers=0, table=None, policy="round-robin")
     state.update_workers("c", WORKERS)
     leases = [place_one(state, f"{number}") for number in range(8)]
-    assert [lease.replica for lease in leases] == [*WORKERS, *WORKERS]
+    assert [lease.worker for lease in leases] == [*WORKERS, *WORKERS]
     state.update_workers("c", WORKERS[2:])
-    assert state.positions.replicas == [None, None, *WORKERS[2:]]
-    assert {place_one(state, f"later {number}").replica for number in range(4)} == set(WORKERS[2:])
+    assert state.positions.workers == [None, None, *WORKERS[2:]]
+    assert {place_one(state, f"later {number}").worker for number in range(4)} == set(WORKERS[2:])
 
 
 async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:

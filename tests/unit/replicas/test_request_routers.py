@@ -79,7 +79,7 @@ async def test_a_call_with_an_address_goes_to_that_replica() -> None:
 
 async def test_a_retried_call_reads_no_blocks() -> None:
     """The first replica may have read them before it was lost, and read blocks are freed."""
-    routing = leasing(lambda request, counts: SimpleNamespace(replica="b"))
+    routing = leasing(lambda request, counts: SimpleNamespace(worker="b"))
     request = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True})
     assert await chosen(routing, request, 1) == "b"
     with patch.object(RequestRouter, "on_replica_actor_unavailable"):

@@ -130,7 +130,7 @@ async def test_samples_for_a_lost_actor_are_dropped_with_one_line(caplog: pytest
     assert [await client.add(samples("d")) for _ in range(3)] == [0.5] * 3
     assert (client.sent, client.dropped, pool.ids) == (2, 8, ["c", "d"])
     lines = [re.search(r":eldr:0 ([\w ]+)", line)[1] for line in caplog.messages]
-    assert lines == ["is away", "takes samples again"] * 2
+    assert lines == ["cannot be reached", "takes samples again"] * 2
 
 
 async def test_an_actor_is_looked_up_again_only_after_it_died() -> None:

@@ -159,7 +159,7 @@ async def test_each_path_ends_in_its_state(path: str) -> None:
     await router.do(*steps)
     assert router.state is end
     if end is State.LEASED:
-        assert (await router.task).replica in ("r0", "r1")
+        assert (await router.task).worker in ("r0", "r1")
     call = router.calls.get("place")
     if end in (State.UNSENT, State.DONE):
         assert call is None or call.ended
@@ -181,7 +181,7 @@ def test_any_order_of_events_ends_the_request_and_leaves_nothing_behind(steps: l
         if router.state is State.LEASED:  # the router knows its worker
             _, restored, lease = router.calls["place"].sent[0]
             assert restored["request_id"] == "a"
-            assert lease[1] == router.client.leases["a"].replica
+            assert lease[1] == router.client.leases["a"].worker
         router.client.release("a")
         assert router.client.lease_count == 0
         assert not router.client._calls

@@ -95,6 +95,6 @@ async def test_a_change_of_replicas_is_sent_before_the_next_request_and_without_
         directory: Any = client._link._replicas
         await client.place(request("a"), None)
         directory.publish({"r1": {}})
-        assert (await client.place(request("b"), None)).replica == "r1"
+        assert (await client.place(request("b"), None)).worker == "r1"
         directory.publish({"r2": {}})
-        await wait_until(lambda: actor.state.positions.replicas == ["r2"])
+        await wait_until(lambda: actor.state.positions.workers == ["r2"])

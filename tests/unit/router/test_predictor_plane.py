@@ -120,7 +120,7 @@ def test_measured_counts_replace_predicted_ones_in_loads_and_policy() -> None:
     state.progress({"a": 4})
     for counted in (request("a", 30, expert_counts=counts(5, 30)), request("gone", 7)):
         state.set_measured_counts(counted)
-    assert loads(state)[lease.replica] == (1, 34)
+    assert loads(state)[lease.worker] == (1, 34)
     position, measured = held(state)["a"]
     assert position == lease.position
     np.testing.assert_array_equal(measured, levels(counts(5), 3))
@@ -303,18 +303,18 @@ async def test_the_router_and_its_restart_know_which_prefixes_workers_have() -> 
     prompt = prompt_blocks(np.arange(40, dtype=np.uint32), 4)
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
         first = await client.place(request("a", 40, blocks=prompt), None, token_ids=IDS)
-        assert first.replica in ("r0", "r1")
+        assert first.worker in ("r0", "r1")
         client.set_measured_counts("a", IDS, counts(5, 41), 41)
         await wait_until(lambda: actor.state.counters["counts_measured"] == 1)
         assert actor.messages[-1].request.blocks is None  # the blocks are sent once
-        assert actor.state.placer.prefixes.cached_tokens([first.replica], prompt).tolist() == [36]
+        assert actor.state.placer.prefixes.cached_tokens([first.worker], prompt).tolist() == [36]
         actor.alive = False
         client.release("gone")
         client.count("anything")
         await wait_until(lambda: client.router_unreachable)
         actor.restart()
         await wait_until(lambda: not client.router_unreachable and "a" in actor.running)
-        assert actor.state.placer.prefixes.cached_tokens([first.replica], prompt).tolist() == [36]
+        assert actor.state.placer.prefixes.cached_tokens([first.worker], prompt).tolist() == [36]
 
 
 async def test_measured_counts_go_to_the_waiting_call() -> None:
@@ -374,5 +374,5 @@ async def test_a_predictor_needs_the_admin_key_and_a_tokenizer(monkeypatch: pyte
 
 def test_a_request_with_predicted_counts_is_placed_by_the_table() -> None:
     state = router_state(predictor=FILE)
-    assert place_one(state, "a", 1, predicted=True).replica == "r1"
+    assert place_one(state, "a", 1, predicted=True).worker == "r1"
     assert state.counters["counts_predicted"] == 1

@@ -106,7 +106,7 @@ async def test_a_router_client_continues_after_a_restart() -> None:
         await client.swap_table(unit_table(2).to_bytes())
         for name in "ab":
             lease = await client.place(request(name), counts_for(1))
-        assert (lease.replica, lease.reason) == ("r1", "locality-band")
+        assert (lease.worker, lease.reason) == ("r1", "locality-band")
         await cluster.restart()
         lease = await client.place(request("c"), counts_for(0))
         await wait_until(lambda: set(cluster.router._state.placer.running) == set("abc"))

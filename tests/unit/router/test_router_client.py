@@ -26,12 +26,12 @@ async def test_a_client_scores_counts_and_the_router_places_it() -> None:
     async with router_and_client("r0", "r1") as (actor, client):
         for name in "ab":  # the first one receives the table
             lease = await client.place(request(name), counts_for(1))
-            assert (lease.replica, lease.reason, lease.is_best_match) == ("r1", "locality-band", True)
+            assert (lease.worker, lease.reason, lease.is_best_match) == ("r1", "locality-band", True)
         assert actor.requests[-1].similarity.shape == (2,)
         # A swap between scoring and placing: it is scored again.
         actor.state.swap_table(unit_table(2, band=0.0).to_bytes())
         lease = await client.place(request("c"), counts_for(1))
-        assert (lease.replica, lease.reason) == ("r1", "locality-band")
+        assert (lease.worker, lease.reason) == ("r1", "locality-band")
         assert not actor.state.counters["counts_missing"]
         lease = await client.place(request("d"), counts_for(1, num_layers=5))
         assert lease.reason == "no-counts"
@@ -88,7 +88,7 @@ async def test_local_fallback_decides_without_the_actor_which_later_restores_all
         leases = [await client.place(request(f"away{n}"), counts_for(1)) for n in range(4)]
         assert client.router_unreachable
         assert {lease.reason for lease in leases} == {"router-unreachable"}
-        assert sorted(lease.replica for lease in leases).count(kept.replica) in (1, 2)  # by local fallback
+        assert sorted(lease.worker for lease in leases).count(kept.worker) in (1, 2)  # by local fallback
         client.release("away0")
         actor.delay_s = 0.0
         actor.restart()
@@ -149,7 +149,7 @@ async def test_clients_without_a_router_choose_different_workers() -> None:
     actor.alive = False
     for _ in range(40):
         async with connected(actor, "r0", "r1", timeout_s=0.05) as client:
-            chosen.add((await client.place(request("a"), None)).replica)
+            chosen.add((await client.place(request("a"), None)).worker)
     assert chosen == {"r0", "r1"}
 
 
@@ -180,7 +180,7 @@ async def test_a_queued_request_gets_its_lease_when_a_slot_is_free() -> None:
             client.progress("a", tokens)
         client.release("a")
         lease = await task
-        assert (lease.request_id, lease.replica, lease.reason) == ("b", "r0", "slot")
+        assert (lease.request_id, lease.worker, lease.reason) == ("b", "r0", "slot")
         assert lease.waited_s > 0
         client.release("b")
         await wait_until_idle(client, actor)
@@ -248,7 +248,7 @@ async def test_local_fallback_decides_if_the_router_cannot_place(
         else:
             actor.state.update_workers(client.name, [])
         lease = await client.place(request("b"), None)
-        assert (lease.replica, lease.reason) == ("r0", "no-worker")
+        assert (lease.worker, lease.reason) == ("r0", "no-worker")
         assert ("cannot place 1 requests" in caplog.text) == fails
         monkeypatch.undo()
         await wait_until(lambda: actor.running.keys() == {"a", "b"})

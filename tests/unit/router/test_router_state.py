@@ -25,7 +25,7 @@ from tests.support.tables import request, unit_table
 def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> None:
     state = router_state()
     lease = place_one(state, "a", 1)
-    assert (lease.replica, lease.position, lease.num_candidates, lease.is_best_match) == ("r1", 1, 1, True)
+    assert (lease.worker, lease.position, lease.num_candidates, lease.is_best_match) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
     state.progress({"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)
@@ -38,51 +38,51 @@ def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> 
 def test_a_new_replica_takes_a_vacant_position_and_others_keep_theirs() -> None:
     state = router_state()
     state.update_workers("c", ["r0", "r2"])
-    assert place_one(state, "a", 2).replica == "r2"
+    assert place_one(state, "a", 2).worker == "r2"
     # Its worker is lost: the others are equally similar, so load decides.
-    assert place_one(state, "b", 1).replica == "r0"
+    assert place_one(state, "b", 1).worker == "r0"
     state.update_workers("c", ["r0", "r2", "new"])
     lease = place_one(state, "c", 1)
-    assert (lease.replica, lease.position) == ("new", 1)
+    assert (lease.worker, lease.position) == ("new", 1)
 
 
 def test_a_client_that_loses_one_channel_removes_the_worker_only_for_itself() -> None:
     state = router_state(clients="cd")
     state.update_workers("c", ["r0", "r2"])
-    assert state.positions.replicas == ["r0", "r1", "r2"]
-    assert place_one(state, "a", 1).replica != "r1"
+    assert state.positions.workers == ["r0", "r1", "r2"]
+    assert place_one(state, "a", 1).worker != "r1"
     similarity, version = np.eye(3)[1], state.settings.table_version
     (lease,) = place(state, request("b", similarity=similarity, table_version=version), client="d")
-    assert (lease.replica, lease.position) == ("r1", 1)
+    assert (lease.worker, lease.position) == ("r1", 1)
     state.update_workers("d", ["r0", "r2"])
-    assert state.positions.replicas == ["r0", None, "r2"]
+    assert state.positions.workers == ["r0", None, "r2"]
 
 
 def test_a_client_that_connects_with_some_channels_removes_no_worker() -> None:
     state = router_state()
     state.restore(Restore("new", ("r2",)))
-    assert state.positions.replicas == ["r0", "r1", "r2"]
+    assert state.positions.workers == ["r0", "r1", "r2"]
     leases = place(state, "a", "b", client="new") + place(state, "c", "d", "e")
-    assert {lease.replica for lease in leases[:2]} == {"r2"}
-    assert {lease.replica for lease in leases[2:]} == {"r0", "r1"}
+    assert {lease.worker for lease in leases[:2]} == {"r2"}
+    assert {lease.worker for lease in leases[2:]} == {"r0", "r1"}
 
 
 def test_a_client_without_workers_of_its_own_gets_those_of_others() -> None:
     state = router_state(clients="cd")
     state.update_workers("c", ["r1"])
-    assert place_one(state, "a", exclude=("r1",)).replica == "r1"  # the others cannot be reached
+    assert place_one(state, "a", exclude=("r1",)).worker == "r1"  # the others cannot be reached
     state.update_workers("c", [])
-    assert place_one(state, "b", 0).replica == "r0"
+    assert place_one(state, "b", 0).worker == "r0"
 
 
 def test_a_lost_clients_workers_stay_until_it_is_dropped() -> None:
     state = router_state(clients="c")
     state.restore(Restore("d", ("r0", "own")))
-    assert state.positions.replicas == ["r0", "r1", "r2", "own"]
+    assert state.positions.workers == ["r0", "r1", "r2", "own"]
     state.drop("d")
-    assert state.positions.replicas == ["r0", "r1", "r2"]
+    assert state.positions.workers == ["r0", "r1", "r2"]
     state.drop("c")
-    assert state.positions.replicas == ["r0", "r1", "r2"]  # a router without clients keeps its workers
+    assert state.positions.workers == ["r0", "r1", "r2"]  # a router without clients keeps its workers
 
 
 def test_the_steps_of_lost_replicas_are_not_kept() -> None:
@@ -107,11 +107,11 @@ def test_a_table_for_fewer_or_more_workers_can_be_used() -> None:
 def test_an_excluded_replica_is_used_only_if_there_is_no_other() -> None:
     state = router_state()
     place_one(state, "a", 1)
-    assert place_one(state, "a", 1, exclude=("r1",), worker_failed=True).replica != "r1"
+    assert place_one(state, "a", 1, exclude=("r1",), worker_failed=True).worker != "r1"
     assert sum(n for n, _ in loads(state).values()) == 1  # it left its first worker
-    assert place_one(state, "b", 1, exclude=("r1",)).replica != "r1"  # an ejected one
+    assert place_one(state, "b", 1, exclude=("r1",)).worker != "r1"  # an ejected one
     assert state.counters["rerouted"] == 1
-    assert place_one(router_state(workers=1, table=None), "a", exclude=("r0",)).replica == "r0"
+    assert place_one(router_state(workers=1, table=None), "a", exclude=("r0",)).worker == "r0"
 
 
 def test_a_request_is_not_placed_without_workers_or_with_old_scores() -> None:
@@ -302,5 +302,5 @@ def test_a_new_worker_gets_requests_at_once(policy: str, fitted: int) -> None:
     for number in range(12):
         place_one(state, f"before{number}", number % fitted)
     state.update_workers("c", ["r0", "r1", "r2", "new"])
-    placed = {place_one(state, f"after{number}", number % fitted).replica for number in range(4)}
+    placed = {place_one(state, f"after{number}", number % fitted).worker for number in range(4)}
     assert "new" in placed

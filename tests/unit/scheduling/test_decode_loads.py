@@ -61,7 +61,7 @@ async def test_the_router_answers_with_loads_cost_and_cached_tokens() -> None:
     async with router_and_client("r0", "r1", cost=COST) as (actor, client):
         await client.status()
         place_one(actor.state, "a", blocks=_blocks(33), prompt_tokens=33)
-        (busy,) = (lease.replica for lease in actor.running.values())
+        (busy,) = (lease.worker for lease in actor.running.values())
         loads = await client.decode_loads(_blocks(65))
         assert loads.workers[busy] == WorkerLoad(1, 33, 32)
         assert {load.in_flight for name, load in loads.workers.items() if name != busy} == {0}

@@ -133,7 +133,7 @@ class Traffic:
         self.held[client][lease.request_id] = lease
         reason = RECORDED_REASONS.get(lease.reason, lease.reason)
         self.placed.append(
-            [lease.request_id, lease.replica, lease.num_candidates, reason, bool(lease.is_best_match)]
+            [lease.request_id, lease.worker, lease.num_candidates, reason, bool(lease.is_best_match)]
         )
 
     def run(self, steps: int) -> list[list[Any]]:
@@ -154,7 +154,7 @@ class Traffic:
             held = ()
             if leases and self.rng.random() < 0.05:
                 name = sorted(leases)[0]
-                leases[name] = replace(leases[name], replica=self.replicas[-1])
+                leases[name] = replace(leases[name], worker=self.replicas[-1])
                 held = (name,)
             self.exchange(client, requests, released=tuple(gone), progress=progress, held=held)
             if step % 40 == 17:

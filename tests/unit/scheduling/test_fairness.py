@@ -71,11 +71,11 @@ def test_requests_whose_client_lacks_a_worker_do_not_take_the_turns_of_others() 
         submit(name, "partial", "a")
     for name in ("b0", "b1"):
         submit(name, "complete", "b")
-    for name in [name for name, lease in placer.running.items() if lease.replica == "w0"]:
+    for name in [name for name, lease in placer.running.items() if lease.worker == "w0"]:
         placer.finish(name)
     assert [lease.request_id for lease in placer.dispatch()] == ["a0", "b0"]
     for name in ("full0", "full1", "full2", "full3"):
         placer.finish(name)
-    assert {lease.request_id: lease.replica for lease in placer.dispatch()} == {"b1": "w1"}
+    assert {lease.request_id: lease.worker for lease in placer.dispatch()} == {"b1": "w1"}
     placer.finish("a0")
     assert [lease.request_id for lease in placer.dispatch()] == ["a1"]

@@ -85,7 +85,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
     assert (policy.name, reads_counts(name), check_policy(type(policy), start=1)) == (name, True, [])
     state = router_state(policy=name, parameters={"start": 1})
     lease = place_one(state, "x")
-    assert (lease.replica, lease.reason, lease.policy) == ("r1", name, name)
+    assert (lease.worker, lease.reason, lease.policy) == ("r1", name, name)
     assert RouterSettings(policy=name, parameters={"start": 3}).policy == name
     predicts: Any = make_policy("balance-route-horizon", predictor=f"{outside_module}:Late")
     assert isinstance(predicts.predictor, Survival)

@@ -210,9 +210,9 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
     placer = Placer(Longest(), on_policy_error=fail)
     placer.set_workers(["w0", "w1"])
     system, other = list(range(8)), list(range(100, 109))
-    held = Lease(request("first", blocks=blocks(*system, 1)), State.LEASED, replica="w1")
+    held = Lease(request("first", blocks=blocks(*system, 1)), State.LEASED, worker="w1")
     placer.hold(held)  # a client's own choice counts too
-    lost = Lease(request("lost", blocks=blocks(*other)), State.LEASED, replica="gone")
+    lost = Lease(request("lost", blocks=blocks(*other)), State.LEASED, worker="gone")
     placer.hold(lost)
     assert len(placer.prefixes) == 2
 
@@ -220,7 +220,7 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
         (lease,) = placer.submit([Lease(request(name, blocks=blocks(*ids)), State.SENT)])
         return lease
 
-    assert [(p.replica, p.cached_tokens) for p in (place("a", *system, 2), place("b", *other))] == [
+    assert [(p.worker, p.cached_tokens) for p in (place("a", *system, 2), place("b", *other))] == [
         ("w1", 8),
         ("w0", 0),
     ]

@@ -144,7 +144,7 @@ class OneProcessLLMConfig(LLMConfig):
 
     Ray gives every CPU engine vLLM's multiprocess executor, whatever its arguments say. There scheduler
     and worker wait for each other by spinning, which takes a core for each engine under load, and the
-    process more takes 0.8 GB. Every GPU engine gets Ray's executor, whose worker is an actor of its own.
+    additional process takes 0.8 GB. Every GPU engine gets Ray's executor, whose worker is a separate actor.
     """
 
     def get_engine_config(self) -> VLLMEngineConfig:
