@@ -21,7 +21,7 @@ from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.prefill_queue import Ticket
-from eldr_serve.queues.rate import CallRateLimiter
+from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.replicas.outliers import OutlierDetector
 from eldr_serve.request import needs_whole_engine, prompt_head
 from eldr_serve.router.client import RouterClient
@@ -63,7 +63,9 @@ class SplitPrefill:
         self._stage_latencies = stage_latencies
         self._tokenizer = tokenizer
         self._outliers = OutlierDetector(engines.prefill, client.count)
-        self._without_prefill = CallRateLimiter(options.whole_per_s, clock=lambda: asyncio.get_running_loop().time())
+        self._without_prefill = CallRateLimiter(
+            options.whole_per_s, clock=lambda: asyncio.get_running_loop().time()
+        )
 
     async def prepare(self, context: RequestContext) -> PreparedPrompt:
         """Return the prompt, prefilled if the request can be split between two engines.
