@@ -77,12 +77,12 @@ def build(args: dict[str, Any]) -> Built:
     specs = engine_specs(parsed)
     *prefill_roles, decode_role = specs
     decode_spec = specs[decode_role]
-    stall_limit_s = parsed.path.stall_limit_s
+    stall_timeout_s = parsed.path.stall_timeout_s
     prefill = None
     for role in prefill_roles:
         with _naming_part(f"{_CONFIG[role]}.deployment_config"):
             prefill = specs[role].deployment(
-                LLMPrefillServer, name_prefix=_PREFIX[role], stall_limit_s=stall_limit_s
+                LLMPrefillServer, name_prefix=_PREFIX[role], stall_timeout_s=stall_timeout_s
             )
     with _naming_part("decode_config.deployment_config"):
         decode = decode_spec.deployment(
@@ -91,7 +91,7 @@ def build(args: dict[str, Any]) -> Built:
             router_name=actor_name(parsed.name),
             application=parsed.name,
             num_pool_actors=parsed.signatures.actors,
-            stall_limit_s=stall_limit_s,
+            stall_timeout_s=stall_timeout_s,
         )
     options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
     with _naming_part("ingress_deployment_config"):

@@ -97,7 +97,7 @@ REPLICA = by_name(
         "eldr_engine_lost_total",
         COUNTER,
         "times",
-        "the engine core died, was stopped, or did not answer for `path.stall_limit_s`",
+        "the engine core died, was stopped, or did not answer for `path.stall_timeout_s`",
         ("role",),
     )
 )

@@ -111,7 +111,8 @@ class Attempt:
             due_in_s=context.due_in_s,
         )
         moved_or_failed = failed_replicas or left_replicas
-        wait_s = 0.0 if moved_or_failed else services.options.queue_ttl_s  # only first attempts are queued
+        # Only first attempts are queued.
+        wait_s = 0.0 if moved_or_failed else services.options.queue_timeout_s
         counts = self._prompt.expert_counts
         return await services.client.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
 

@@ -23,7 +23,7 @@ async def forward(services: Services, method: str, header: Mapping[str, Any], bo
     if not in_flight:
         raise OverloadedError("no decode replica can be reached")
     replica = min(services.outliers.usable, key=lambda name: (in_flight[name], random.random()))
-    limit_s = services.options.first_token_limit_s
+    limit_s = services.options.first_token_timeout_s
     call = fleet.call(replica, method, header, body)
     call.expect(limit_s, limit_s)  # from now: the call needs no slot, so it waits for no other request
     try:

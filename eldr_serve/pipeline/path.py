@@ -140,7 +140,7 @@ class RequestPath:
         lost_too_many = failures.lost_engines >= options.max_lost_engines
         if isinstance(failure, PrefillFailedError):
             failures.add_prefill(failure)
-            more = options.prefill_tries - failures.prefills
+            more = options.prefill_attempts - failures.prefills
             if lost_too_many or more < 0 or (more == 0 and self._services.engines.prefill.live):
                 return False  # without a live replica one more attempt may run on a decode engine alone
             self._services.client.count("prefill_retries")
@@ -150,7 +150,7 @@ class RequestPath:
             return False
         if not answer.can_continue:
             answer.discard()
-        return len(failures.decode_replicas) < options.decode_tries
+        return len(failures.decode_replicas) < options.decode_attempts
 
     def _refusal(self, failures: Failures) -> RequestRefusedError:
         """Return the error of a request that no engine has answered."""

@@ -43,10 +43,10 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         description="maximum predicted wait for a slot in a decode engine, which has `max_num_seqs`, s; a "
         "request for which no engine has one in time gets 503 at once, before its prefill, with Retry-After",
     )
-    prefill_tries: int = Field(
+    prefill_attempts: int = Field(
         default=3, ge=1, description="failed prefill calls of one request after which it gets 503"
     )
-    decode_tries: int = Field(
+    decode_attempts: int = Field(
         default=3,
         ge=1,
         description="maximum decode calls of one request before its first token; each has its own prefill",
@@ -73,13 +73,13 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         "drained, updated or scaled down; others go on where they are until they can move or end; 0: none "
         "moves",
     )
-    prefill_limit_s: float = Field(
+    prefill_timeout_s: float = Field(
         default=60.0,
         gt=0,
         description="time limit of a prefill call, s, from the time at which its prompt should have been "
         "computed, but not before the replica's last answer to an earlier call",
     )
-    first_token_limit_s: float = Field(
+    first_token_timeout_s: float = Field(
         default=60.0,
         gt=0,
         description="time limit for the first token of a decode call, s, from the time at which its prompt "
@@ -87,10 +87,10 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         "which calls with tokens fill the replica's slots does not count. Also the limit "
         "for an answer without generated tokens, such as embeddings",
     )
-    gap_limit_s: float = Field(
+    next_token_timeout_s: float = Field(
         default=15.0, gt=0, description="time limit for each further token of a decode call, s"
     )
-    stall_limit_s: float = Field(
+    stall_timeout_s: float = Field(
         default=10.0,
         gt=0,
         description="an engine with calls that finishes no step for longer than this counts as lost until it "
@@ -109,7 +109,7 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     kv_lease_s: float = Field(
         default=30.0, gt=0, description="how long a prefill engine keeps a finished prompt's blocks, s"
     )
-    queue_ttl_s: float = Field(
+    queue_timeout_s: float = Field(
         default=10.0,
         gt=0,
         description="maximum wait of a prefilled request for a worker in the decode queue before it gets "
@@ -118,9 +118,9 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _queue_within_lease(self) -> PathOptions:
-        if self.queue_ttl_s >= _LEASE_SHARE * self.kv_lease_s:
+        if self.queue_timeout_s >= _LEASE_SHARE * self.kv_lease_s:
             raise ValueError(
-                f"queue_ttl_s is {self.queue_ttl_s:g} s, it must be less than {_LEASE_SHARE:g} of kv_lease_s "
-                f"({self.kv_lease_s:g} s): a prompt's blocks must outlive its wait"
+                f"queue_timeout_s is {self.queue_timeout_s:g} s, it must be less than {_LEASE_SHARE:g} of "
+                f"kv_lease_s ({self.kv_lease_s:g} s): a prompt's blocks must outlive its wait"
             )
         return self

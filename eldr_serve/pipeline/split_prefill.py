@@ -139,7 +139,7 @@ class SplitPrefill:
             header["prompt_tokens"] = ticket.num_tokens
             with context.stage("prefill", replica) as stage:
                 call = self._fleet.call(replica, "prefill", header, request.body)
-                limit_s = self._options.prefill_limit_s
+                limit_s = self._options.prefill_timeout_s
                 call.expect(limit_s, limit_s, since=lambda: queued_call.due_s)
                 result = await prefill_answer(call)
         except CallFailedError as error:

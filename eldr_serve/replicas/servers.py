@@ -49,7 +49,7 @@ class EngineServer:
     Args:
         llm_config: the engine's settings; Ray Serve LLM uses this name.
         engine: starts an engine.
-        stall_limit_s: an engine whose core answers nothing for this time hangs, s.
+        stall_timeout_s: an engine whose core answers nothing for this time hangs, s.
     """
 
     _engine: Engine
@@ -60,7 +60,7 @@ class EngineServer:
         llm_config: EngineConfig,
         *,
         engine: Callable[[Any], Awaitable[Engine]],
-        stall_limit_s: float,
+        stall_timeout_s: float,
     ) -> None:
         # Serve awaits it before it stops the replica. If it were a method of the class, Python would call it
         # again when it frees the object, and that coroutine would never be awaited.
@@ -78,7 +78,7 @@ class EngineServer:
             limited_methods=SLOT_METHODS,
             report=self.report,
         )
-        self._engine_watch = EngineWatch(self._engine, self._channel, self._role, stall_limit_s)
+        self._engine_watch = EngineWatch(self._engine, self._channel, self._role, stall_timeout_s)
         self._tasks.append(start_supervised("the watch of the engine", self._engine_watch.run))
 
     async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:

@@ -27,7 +27,7 @@ from eldr_serve.scheduling.shadow import Shadow
 from eldr_serve.scheduling.types import Decision, Lease, Loads, PlacementRequest, State
 
 # A request without an objective takes its turn in the decode queue as if its first token were due after this
-# time: half of the default of `path.queue_ttl_s`, after which it would be refused.
+# time: half of the default of `path.queue_timeout_s`, after which it would be refused.
 PATIENCE_S = 5.0
 
 

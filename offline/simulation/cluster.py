@@ -72,7 +72,7 @@ class Cluster(_Part):
     )
     handover_fixed_s: Seconds = Field(default=0.0, description="from the placement to the decode queue, s")
     handover_per_token_s: Seconds = Field(default=0.0, description="additionally for each KV token, s")
-    queue_ttl_s: float | None = Field(
+    queue_timeout_s: float | None = Field(
         default=None, gt=0, description="maximum wait in the decode queue, s; None: unlimited"
     )
     progress_s: float = Field(

@@ -218,7 +218,7 @@ class _Simulation:
     def _submit(self, now: float, leases: Sequence[Lease] = ()) -> None:
         """Place these requests and the decode queue, as far as the policy has workers for them."""
         self._now = now
-        if self._cluster.queue_ttl_s is not None:
+        if self._cluster.queue_timeout_s is not None:
             self._expire(now)
         if leases or self._placer.queue:
             self._report_progress(now)
@@ -229,7 +229,7 @@ class _Simulation:
 
     def _expire(self, now: float) -> None:
         """Remove requests from the decode queue that have waited too long."""
-        ttl = self._cluster.queue_ttl_s or 0.0
+        ttl = self._cluster.queue_timeout_s or 0.0
         while (first := next(iter(self._placer.queue.values()), None)) and now - first.queued_at_s > ttl:
             self._placer.finish(first.request_id)
             self._count_end()

@@ -74,7 +74,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     out = tmp_path_factory.mktemp("demo")
     document = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())
     arguments = document["applications"][0]["args"]
-    arguments["path"] = {"queue_ttl_s": POOL_TTL_S, "prefill_queue_s": 8.0}
+    arguments["path"] = {"queue_timeout_s": POOL_TTL_S, "prefill_queue_s": 8.0}
     arguments["signatures"] = {"min_gain": 2}  # never refit: keep the tables that tests swap in
     for role in ("prefill_config", "decode_config"):
         arguments[role]["deployment_config"] |= {

@@ -146,11 +146,11 @@ class World:
         server: servers.EngineServer
         if role == "prefill":
             server = servers.PrefillServer.__new__(servers.PrefillServer)
-            await server.__init__(config, engine=prefill, stall_limit_s=CALL_S)  # type: ignore[misc]
+            await server.__init__(config, engine=prefill, stall_timeout_s=CALL_S)  # type: ignore[misc]
         else:
             server = servers.DecodeServer.__new__(servers.DecodeServer)
             await server.__init__(  # type: ignore[misc]
-                config, engine=decode, router_name="router", stall_limit_s=CALL_S
+                config, engine=decode, router_name="router", stall_timeout_s=CALL_S
             )
         process.servable_object = server
         self.engines[process.name] = server._engine  # type: ignore[assignment]
@@ -178,10 +178,10 @@ class World:
             ),
             path_options=PathOptions(
                 kv_lease_s=LEASE_S,
-                queue_ttl_s=QUEUE_S,
-                prefill_limit_s=CALL_S,
-                first_token_limit_s=CALL_S,
-                gap_limit_s=CALL_S,
+                queue_timeout_s=QUEUE_S,
+                prefill_timeout_s=CALL_S,
+                first_token_timeout_s=CALL_S,
+                next_token_timeout_s=CALL_S,
                 retries_at_once=self.retries_at_once,
             ),
             prefill_options=PrefillRouterOptions(),

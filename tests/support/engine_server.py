@@ -30,7 +30,7 @@ async def serving(
     kind: Any,
     *,
     engine: Any = FakeEngine.start,
-    stall_limit_s: float = 60.0,
+    stall_timeout_s: float = 60.0,
     deployment_config: dict[str, Any] | None = None,
     ranks: int = 1,
     **arguments: Any,
@@ -41,7 +41,7 @@ async def serving(
         await server.__init__(
             FakeConfig(COUNTS, step_s=0.001, ranks=ranks, deployment_config=deployment_config or {}),
             engine=engine,
-            stall_limit_s=stall_limit_s,
+            stall_timeout_s=stall_timeout_s,
             **arguments,
         )
     address = Address(**(await server.record_replica_metadata())[METADATA])

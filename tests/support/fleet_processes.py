@@ -150,7 +150,7 @@ async def _engine(role: str, config: dict[str, float]) -> None:
     named = {"router_name": "router"} if role == "decode" else {}
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
         quick = FakeConfig(COUNTS, **config)  # type: ignore[arg-type]
-        await server.__init__(quick, engine=FakeEngine.start, stall_limit_s=60.0, **named)
+        await server.__init__(quick, engine=FakeEngine.start, stall_timeout_s=60.0, **named)
     _print(await server.record_replica_metadata())
     await asyncio.Event().wait()
 

@@ -105,7 +105,7 @@ async def test_an_overloaded_service_answers_503_with_retry_after() -> None:
 
 
 async def test_a_lost_engine_is_a_503_for_every_endpoint() -> None:
-    options = PathOptions(retry_backoff_s=0.0, decode_tries=2)
+    options = PathOptions(retry_backoff_s=0.0, decode_attempts=2)
     async with running_app(decode=answer_with(ChannelLostError("gone")), path_options=options) as app:
         for path in (COMPLETIONS, "/tokenize"):
             assert (await app.post(path, HELLO)).status_code == 503
@@ -229,7 +229,7 @@ async def test_embeddings_count_towards_the_tokens_of_a_tenant_and_tokenizing_do
 @pytest.mark.parametrize("chunks", [[], [b""], [asyncio.Event()]])
 async def test_an_empty_or_late_answer_without_tokens_is_a_503(chunks: list[Any]) -> None:
     async with running_app(
-        decode=answer_with(*chunks), path_options=PathOptions(first_token_limit_s=0.1)
+        decode=answer_with(*chunks), path_options=PathOptions(first_token_timeout_s=0.1)
     ) as app:
         answer = await app.post("/tokenize", HELLO)
         assert answer.status_code == 503

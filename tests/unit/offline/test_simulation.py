@@ -137,7 +137,7 @@ def test_every_request_ends_once_and_all_kv_is_freed(
     requests, experts, _ = random_requests(n, seed, gap_s=0.4)
     if decode.whole is not None:
         prefill = None
-    cluster = Cluster(decode=decode, prefill=prefill, handover_fixed_s=handover_s, queue_ttl_s=ttl)
+    cluster = Cluster(decode=decode, prefill=prefill, handover_fixed_s=handover_s, queue_timeout_s=ttl)
     made = Hoarding() if policy == "hoarding" else make_policy(policy)
     released: list[str] = []
     tell = made.on_finished

@@ -173,7 +173,7 @@ def test_waits_for_room_and_for_a_decode_replica_end_at_their_limit() -> None:
 
 
 def test_a_full_replica_does_not_extend_the_limit_of_a_call_that_needs_no_slot() -> None:
-    backlog, limit_s = Backlog(decode=answer_with(asyncio.Event())), PathOptions().first_token_limit_s
+    backlog, limit_s = Backlog(decode=answer_with(asyncio.Event())), PathOptions().first_token_timeout_s
     backlog.decode.directory.publish({"d0": {SLOTS: 2}})
     backlog.decode.directory.sample({"d0": {QUEUE: {"number": 0, "calls": 3}}})
 

@@ -89,7 +89,7 @@ async def test_a_failed_prefill_is_retried_on_the_next_replica() -> None:
 
 
 async def test_a_request_is_refused_with_a_retry_time_if_all_prefills_fail() -> None:
-    pipeline = Pipeline(prefill=answer_with(refusal(503)), prefill_tries=2)
+    pipeline = Pipeline(prefill=answer_with(refusal(503)), prefill_attempts=2)
     with pytest.raises(OverloadedError) as refused:
         await pipeline.run()
     assert refused.value.retry_after_s >= 1
@@ -123,7 +123,7 @@ async def test_an_invalid_request_is_not_retried(leg: str) -> None:
 async def test_decode_failures_before_a_token_cause_a_second_prefill_elsewhere(
     failure: Any, alive: bool, released: int
 ) -> None:
-    pipeline = Pipeline(decode=on("d0", answer_with(failure)), queue_ttl_s=7.0)
+    pipeline = Pipeline(decode=on("d0", answer_with(failure)), queue_timeout_s=7.0)
     assert await pipeline.run() == b"abc"
     assert pipeline.client.placed[1][0].exclude == ("d0",)
     assert pipeline.client.waits == [7.0, 0.0]  # a retry does not wait
@@ -144,7 +144,7 @@ async def test_blocks_are_released_at_once_if_the_decode_replica_has_no_channel(
 
 
 async def test_the_blocks_of_each_prefill_are_released_if_all_decodes_fail() -> None:
-    pipeline = Pipeline(decode=answer_with(refusal(500)), decode_tries=2)
+    pipeline = Pipeline(decode=answer_with(refusal(500)), decode_attempts=2)
     with pytest.raises(OverloadedError):
         await pipeline.run()
     await wait_until(lambda: len(pipeline.prefill.released) == 2)
@@ -154,7 +154,7 @@ async def test_the_blocks_of_each_prefill_are_released_if_all_decodes_fail() -> 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_there_is_no_backoff_after_the_last_attempt(leg: str) -> None:
-    pipeline = Pipeline(**{leg: DEAD}, prefill_tries=1, decode_tries=1, retry_backoff_s=60.0)
+    pipeline = Pipeline(**{leg: DEAD}, prefill_attempts=1, decode_attempts=1, retry_backoff_s=60.0)
     async with asyncio.timeout(10):
         with pytest.raises(OverloadedError):
             await pipeline.run()
@@ -162,7 +162,8 @@ async def test_there_is_no_backoff_after_the_last_attempt(leg: str) -> None:
 
 async def test_prefill_attempts_are_counted_over_the_whole_request() -> None:
     prefill = in_turn(*[DEAD, answer_with(prefill_result())] * 9)
-    pipeline = Pipeline(prefill=prefill, decode=DEAD, prefill_tries=3, decode_tries=9, max_lost_engines=9)
+    attempts: dict[str, Any] = {"prefill_attempts": 3, "decode_attempts": 9}
+    pipeline = Pipeline(prefill=prefill, decode=DEAD, **attempts, max_lost_engines=9)
     with pytest.raises(OverloadedError, match="3 prefill and 2 decode attempts of this request failed"):
         await pipeline.run()
     assert len(pipeline.prefill.requests) == 5
@@ -174,7 +175,7 @@ async def test_prefill_attempts_are_counted_over_the_whole_request() -> None:
     ids=["prefill", "decode", "both"],
 )
 async def test_a_request_that_has_lost_three_engines_is_refused(prefill: Any, calls: tuple[int, int]) -> None:
-    pipeline = Pipeline(prefill=prefill, decode=DEAD, prefill_tries=9, decode_tries=9)
+    pipeline = Pipeline(prefill=prefill, decode=DEAD, prefill_attempts=9, decode_attempts=9)
     with pytest.raises(EnginesLostError, match="3 engines were lost while they worked on this request"):
         await pipeline.run()
     assert (len(pipeline.prefill.requests), len(pipeline.decode.requests)) == calls
@@ -313,9 +314,9 @@ async def test_a_request_that_waits_too_long_releases_its_blocks() -> None:
 
 
 def test_the_wait_for_a_worker_is_shorter_than_the_kv_lease() -> None:
-    assert PathOptions(kv_lease_s=30.0, queue_ttl_s=23.9)
-    with pytest.raises(ValidationError, match="queue_ttl_s is 24 s, it must be less than"):
-        PathOptions(kv_lease_s=30.0, queue_ttl_s=24.0)
+    assert PathOptions(kv_lease_s=30.0, queue_timeout_s=23.9)
+    with pytest.raises(ValidationError, match="queue_timeout_s is 24 s, it must be less than"):
+        PathOptions(kv_lease_s=30.0, queue_timeout_s=24.0)
 
 
 async def test_progress_counts_tokens_not_chunks() -> None:

@@ -75,7 +75,7 @@ async def test_an_answer_resumes_wherever_its_engine_is_lost(
 
 
 async def test_a_stream_resumes_once() -> None:
-    pipeline = Pipeline(decode=Engines((3, LOST), (2, LOST)), decode_tries=9)
+    pipeline = Pipeline(decode=Engines((3, LOST), (2, LOST)), decode_attempts=9)
     answer = await pipeline.run(stream=True)
     assert answer.startswith(b"".join(EVENTS[:5]) + b'data: {"error"')
     assert b'"engine_lost"' in answer

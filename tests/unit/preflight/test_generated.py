@@ -164,7 +164,7 @@ WRONG = [
     Wrong("ingress.port", 70000, "at most 65535"),
     Wrong("ingress.log_requests", "al", "did you mean 'all'?"),
     Wrong("ingress.tracing", {"endpoint": "collector"}, "URL", place="ingress.tracing.endpoint", hidden=True),
-    Wrong("path.queue_ttl_s", 24, "kv_lease_s", place="path", hidden=True),
+    Wrong("path.queue_timeout_s", 24, "kv_lease_s", place="path", hidden=True),
     Wrong("admin_key", 12345, "must be text", hidden=True),
     Wrong("admin_key", ["12345"], "must be text", hidden=True),
 ]

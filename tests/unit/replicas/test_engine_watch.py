@@ -61,7 +61,7 @@ class Core(FakeEngine):
 async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Any, Channel]]:
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.01)
     async with serving(
-        servers.DecodeServer, engine=Core.start, stall_limit_s=LIMIT_S, router_name="router"
+        servers.DecodeServer, engine=Core.start, stall_timeout_s=LIMIT_S, router_name="router"
     ) as found:
         yield found
 

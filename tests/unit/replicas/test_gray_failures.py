@@ -27,7 +27,7 @@ def resumable(*chunks: Any) -> Any:
 
 async def test_a_decode_engine_without_a_first_token_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_release, "_NOTICE_S", 0.1)
-    pipeline = Pipeline(decode=on("d0", answer_with(asyncio.Event())), first_token_limit_s=0.05)
+    pipeline = Pipeline(decode=on("d0", answer_with(asyncio.Event())), first_token_timeout_s=0.05)
     assert await pipeline.run() == b"abc"
     first, second = pipeline.decode.requests
     assert first.cancelled
@@ -40,7 +40,8 @@ async def test_a_decode_engine_without_a_first_token_is_replaced(monkeypatch: py
 
 
 async def test_a_stalled_stream_resumes_on_another_engine() -> None:
-    pipeline = Pipeline(decode=resumable((WHOLE[:10], 1, packed(0)), asyncio.Event()), gap_limit_s=0.05)
+    decode = resumable((WHOLE[:10], 1, packed(0)), asyncio.Event())
+    pipeline = Pipeline(decode=decode, next_token_timeout_s=0.05)
     assert await pipeline.run(stream=True) == WHOLE + END
     first, second = pipeline.decode.requests
     assert first.cancelled
@@ -49,7 +50,7 @@ async def test_a_stalled_stream_resumes_on_another_engine() -> None:
 
 async def test_a_slow_prefill_is_retried_elsewhere_and_its_blocks_are_released() -> None:
     prefill = in_turn(answer_with(asyncio.Event()), good_prefill)
-    pipeline = Pipeline(prefill=prefill, prefill_limit_s=0.05)
+    pipeline = Pipeline(prefill=prefill, prefill_timeout_s=0.05)
     assert await pipeline.run() == b"abc"
     first, second = pipeline.prefill.requests
     assert first.cancelled
@@ -62,7 +63,7 @@ async def test_whole_requests_without_streaming_have_no_token_limits() -> None:
         await asyncio.sleep(0.1)
         yield b"whole"
 
-    pipeline = Pipeline(decode=slow, first_token_limit_s=0.01, gap_limit_s=0.01)
+    pipeline = Pipeline(decode=slow, first_token_timeout_s=0.01, next_token_timeout_s=0.01)
     assert await pipeline.run(n=2) == b"whole"
 
 
@@ -75,7 +76,7 @@ async def test_a_slow_client_is_no_slow_engine() -> None:
             await asyncio.sleep(0.005)
         more.set()
 
-    pipeline = Pipeline(decode=steady, gap_limit_s=0.08)
+    pipeline = Pipeline(decode=steady, next_token_timeout_s=0.08)
     stream = pipeline.path.generate(request_context(stream=True))
     assert await anext(stream) == b"x"
     await more.wait()

@@ -203,7 +203,7 @@ def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, A
     cluster = Cluster(
         prefill=Prefill(workers=2, fixed_s=0.01, per_token_s=2e-4),
         decode=Decode(workers=4, cost=cost),
-        queue_ttl_s=8.0,
+        queue_timeout_s=8.0,
     )
     outcome = simulate(
         requests,
