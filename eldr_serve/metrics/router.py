@@ -13,7 +13,7 @@ _COUNTED = {
     "rerouted": ("requests", "placed again after a failure"),
     "queued": ("requests", "waited in the decode queue"),
     "queue_expired": ("requests", "refused (503) because no decode worker became free in time"),
-    "placed_by_client": ("requests", "placed by their ingress and reported to the router later"),
+    "placed_by_ingress": ("requests", "placed by their ingress and reported to the router later"),
     "placed_by_local_fallback": ("requests", "placed by their ingress because the router did not answer"),
     "prefills": ("calls", "prefill calls that succeeded"),
     "prefill_tokens": ("tokens", "prompt tokens of requests on whole engines"),
@@ -64,8 +64,8 @@ _COUNTED = {
     "router_lost": ("times", "an ingress lost the router"),
     "settings_restored": ("times", "the router restored newer settings from an ingress"),
     "leases_restored": ("requests", "leases that the router restored from an ingress"),
-    "leases_of_lost_clients": ("requests", "leases that ended because their ingress was lost"),
-    "queued_of_lost_clients": ("requests", "removed from the decode queue because their ingress was lost"),
+    "leases_of_lost_ingresses": ("requests", "leases that ended because their ingress was lost"),
+    "queued_of_lost_ingresses": ("requests", "removed from the decode queue because their ingress was lost"),
 }
 _OTHERWISE_NAMED = {"rerouted": "eldr_reroute_total"}
 
@@ -177,7 +177,7 @@ ROUTER = by_name(
         status="workers.kv_tokens",
     ),
     Metric("eldr_leases", GAUGE, "requests", "leases of all workers", ("policy",), status="leases"),
-    Metric("eldr_clients", GAUGE, "processes", "clients of the router", ("policy",), status="clients"),
+    Metric("eldr_ingresses", GAUGE, "processes", "ingresses of the router", ("policy",), status="ingresses"),
     Metric(
         "eldr_decode_queue_size",
         GAUGE,

@@ -45,7 +45,7 @@ class DecodeRouter:
         self._metrics = RouterMetrics()
         self._state = _state_of(settings)
         self._pool.use(settings.pool)
-        self._sessions = Sessions(self._state, self._metrics, settings.client_timeout_s)
+        self._sessions = Sessions(self._state, self._metrics, settings.ingress_timeout_s)
         self._connected_at = time.monotonic()
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
@@ -89,7 +89,7 @@ class DecodeRouter:
         self._pool.use(settings.pool)
         if changed:
             self._state = state
-            self._sessions.grace_s = settings.client_timeout_s
+            self._sessions.grace_s = settings.ingress_timeout_s
             self._sessions.use(self._state)
             logger.warning(
                 "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
@@ -215,7 +215,7 @@ def _state_of(settings: RouterSettings, previous: Settings | None = None) -> Rou
     Args:
         previous: live settings that these override.
     """
-    arguments = {name: value for name, value in settings if name not in ("pool", "client_timeout_s")}
+    arguments = {name: value for name, value in settings if name not in ("pool", "ingress_timeout_s")}
     state = RouterState(**arguments)
     state.set_deployed(settings.fingerprint, previous)
     return state

@@ -52,11 +52,11 @@ class Settings:
         return self.shadow is not None or reads_counts(self.policy)
 
 
-class Restore(msgspec.Struct, tag=True, frozen=True, rename={"ingress": "client"}):
+class Restore(msgspec.Struct, tag=True, frozen=True):
     """The state that an ingress sends after it has connected; a `place` call for each lease follows.
 
     Attributes:
-        ingress: id of the ingress, `client` in the message, as older releases know it.
+        ingress: id of the ingress.
         leases: ids of the requests whose leases the ingress holds; its other leases have ended.
         settings: newest settings that the ingress knows, which a restarted router adopts.
         counts_shape: (MoE layers, experts) as engines report it, if known.

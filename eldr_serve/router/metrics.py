@@ -55,7 +55,7 @@ class RouterMetrics:
         self._count(status["counters"], policy)
         tags = {"policy": policy}
         self._set("eldr_leases", status["leases"], tags)
-        self._set("eldr_clients", status["clients"], tags)
+        self._set("eldr_ingresses", status["ingresses"], tags)
         self._set("eldr_decode_queue_size", status["decode_queue"]["size"], tags)
         self._set("eldr_decode_queue_oldest_wait_seconds", status["decode_queue"]["oldest_wait_s"], tags)
         self._set("eldr_table_version", state.settings.table_version, tags)

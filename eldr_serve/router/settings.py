@@ -76,7 +76,7 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
         description="step cost until the engines' own steps are measured: a file of `eldr cost`, read where "
         "the app is built, or its terms; none: that of a small model on a CPU",
     )
-    client_timeout_s: float = Field(
+    ingress_timeout_s: float = Field(
         default=6.0,
         gt=0,
         description="time for an ingress to connect again after its channel is lost, until its leases are "

@@ -299,8 +299,8 @@ class RouterState:
         self.predictions.pop(ingress, None)
         if self.positions.forget(ingress):
             self._set_workers()
-        self.counters["leases_of_lost_clients"] += len(lost)
-        self.counters["queued_of_lost_clients"] += len(queued)
+        self.counters["leases_of_lost_ingresses"] += len(lost)
+        self.counters["queued_of_lost_ingresses"] += len(queued)
         if lost:
             self.dispatch()
         return len(lost)
@@ -345,7 +345,7 @@ class RouterState:
         if current is not None and not new_counts:
             lease.request = current.request
         self.placer.hold(lease)
-        self.counters["placed_by_client" if lease.policy == LOCAL_FALLBACK else "leases_restored"] += 1
+        self.counters["placed_by_ingress" if lease.policy == LOCAL_FALLBACK else "leases_restored"] += 1
 
     def is_stale(self, request: PlacementRequest) -> bool:
         """Return whether a request was scored with another table; its ingress will score it again."""

@@ -28,7 +28,7 @@ def router_status(state: RouterState) -> dict[str, Any]:
         "workers": workers,
         "leases": len(state.placer.running),
         "decode_queue": {"size": state.queue_size, "oldest_wait_s": round(_oldest_wait_s(state), 3)},
-        "clients": len(state.ingresses),
+        "ingresses": len(state.ingresses),
         "epoch": state.epoch,
         "counters": dict(
             sorted({**state.counters, "predictor_failures": _predictor_failures(state)}.items())
@@ -57,7 +57,7 @@ def _prediction(state: RouterState) -> dict[str, Any] | None:
         return None
     reports = list(state.predictions.values())
     prompts = sum(report["prompts"] for report in reports)
-    quality = {"version": state.settings.predictor_version, "clients": len(reports), "prompts": prompts}
+    quality = {"version": state.settings.predictor_version, "ingresses": len(reports), "prompts": prompts}
     quality["on"] = sum(report["on"] for report in reports)
     for name in ("cosine", "gain"):
         quality[name] = sum(report[name] * report["prompts"] for report in reports) / max(prompts, 1)

@@ -28,7 +28,7 @@ from tests.faults.invariants import (
 from tests.faults.schedule import DRAIN, DURATION_S, Fault, arm, faults, plans
 from tests.faults.virtual_network import Network
 from tests.faults.virtual_time import LivelockError, Process, VirtualLoop
-from tests.faults.world import CALL_S, CLIENT_TIMEOUT_S, LEASE_S, QUEUE_S, WAIT_S, World, virtual
+from tests.faults.world import CALL_S, INGRESS_TIMEOUT_S, LEASE_S, QUEUE_S, WAIT_S, World, virtual
 
 ALLOWED = ("ok", "left", "http 503", "http 429")  # outcomes that a client may always see
 REFUSED_AFTER = PathOptions().max_lost_engines  # faults; with fewer no request is blamed for lost engines
@@ -41,9 +41,9 @@ _ANSWER_S = 1.1  # maximum time for which a request waits for an answer of the r
 _RESTORE_S = 0.5  # time for which clients have sent their leases but get no reply
 _SICK_REQUESTS = 12  # requests while an engine is sick
 _LOW_LIMIT = 6  # in-flight limit of an ingress, so low that the crowd reaches it
-_AGREE_S = CLIENT_TIMEOUT_S + 8.0  # until router and clients agree on all leases
+_AGREE_S = INGRESS_TIMEOUT_S + 8.0  # until router and clients agree on all leases
 _EXCHANGE_S = 3.0  # until ingresses have exchanged the tenants' use
-_SETTLE_S = LEASE_S + CLIENT_TIMEOUT_S + 12.0
+_SETTLE_S = LEASE_S + INGRESS_TIMEOUT_S + 12.0
 
 
 @dataclass

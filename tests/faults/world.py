@@ -47,7 +47,7 @@ from tests.faults.virtual_time import Process, VirtualLoop, current
 
 ADMIN_KEY = "key"
 LEASE_S = 12.0  # lease of a prompt's KV blocks
-CLIENT_TIMEOUT_S = 6.0  # until the leases of an ingress without a channel are released
+INGRESS_TIMEOUT_S = 6.0  # until the leases of an ingress without a channel are released
 CALL_S = 10.0
 QUEUE_S = 5.0
 WAIT_S = 2.0  # maximum wait of a tenant's request for admission
@@ -98,7 +98,7 @@ class World:
             parameters=self.parameters(policy),
             table=table(3).to_bytes(),
             predictor=predictor().to_bytes() if predicts else None,
-            client_timeout_s=CLIENT_TIMEOUT_S,
+            ingress_timeout_s=INGRESS_TIMEOUT_S,
         )
 
     def parameters(self, policy: str) -> dict[str, Any]:

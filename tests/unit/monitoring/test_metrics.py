@@ -169,7 +169,7 @@ def test_the_router_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None
     state.report("c", IngressReport({"failed_work:the export": 1}))
     status = router_status(state) | {
         "step_cost": {"steps": 1.0, "relative_error": 0.1},
-        "predictor": {"version": 1, "clients": 1, "prompts": 9, "on": 1, "cosine": 0.5, "gain": 0.4},
+        "predictor": {"version": 1, "ingresses": 1, "prompts": 9, "on": 1, "cosine": 0.5, "gain": 0.4},
     }
     status["comparison"]["now"] |= {
         "change_pct": -10.0,

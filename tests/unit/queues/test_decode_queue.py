@@ -125,7 +125,7 @@ def test_requests_of_a_lost_client_are_dropped_and_counted() -> None:
     state = router(workers=1, clients="cd")
     place(state, "a", "b")
     place(state, "x", client="d")
-    assert state.drop("c") == state.counters["queued_of_lost_clients"] == 1
+    assert state.drop("c") == state.counters["queued_of_lost_ingresses"] == 1
     assert state.ingresses == {"d"}
     assert state.placer.running.keys() == {"x"}
     assert not state.queue_size

@@ -20,7 +20,7 @@ async def test_leases_end_with_the_channel_unless_the_client_reconnects() -> Non
         returning._link._channel.close("cut")
         await wait_until(lambda: actor.running.keys() == {"returning", "alive"})
         assert actor.state.ingresses == actor.sessions.by_ingress.keys() == {returning.name, alive.name}
-        assert actor.state.counters["leases_of_lost_clients"] == 1
+        assert actor.state.counters["leases_of_lost_ingresses"] == 1
         assert not actor.state.counters["leases_restored"]
         returning.release("returning")
         await wait_until(lambda: actor.running.keys() == {"alive"})

@@ -136,14 +136,14 @@ def test_the_status_has_the_prediction_quality_of_connected_clients() -> None:
     for client, prompts, gain, on in (("a", 30, 0.5, True), ("b", 10, -0.5, False)):
         prediction = {"on": on, "prompts": prompts, "cosine": gain, "gain": gain}
         state.report(client, IngressReport(prediction=prediction))
-    expected = {"version": 1, "clients": 2, "prompts": 40, "on": 1, "cosine": 0.25, "gain": 0.25}
+    expected = {"version": 1, "ingresses": 2, "prompts": 40, "on": 1, "cosine": 0.25, "gain": 0.25}
     assert router_status(state)["predictor"] == expected
     state.drop("b")
-    assert router_status(state)["predictor"]["clients"] == 1
+    assert router_status(state)["predictor"]["ingresses"] == 1
     state.swap_predictor(FILE, "t")
     assert router_status(state)["predictor"] == {
         "version": 2,
-        "clients": 0,
+        "ingresses": 0,
         "prompts": 0,
         "on": 0,
         "cosine": 0.0,

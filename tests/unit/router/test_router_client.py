@@ -252,7 +252,7 @@ async def test_local_fallback_decides_if_the_router_cannot_place(
         assert ("cannot place 1 requests" in caplog.text) == fails
         monkeypatch.undo()
         await wait_until(lambda: actor.running.keys() == {"a", "b"})
-        assert actor.state.counters["placed_by_client"] == 1
+        assert actor.state.counters["placed_by_ingress"] == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
