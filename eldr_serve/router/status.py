@@ -51,7 +51,7 @@ def _prediction(state: RouterState) -> dict[str, Any] | None:
     """Return the quality of the ingresses' predictions against measured counts; None without a predictor.
 
     `cosine` and `gain` (see OnlinePredictor) are means over the prompts that ingresses have observed.
-    `on` is the number of `clients` whose predictor is better than the mean prompt.
+    `on` is the number of `ingresses` whose predictor is better than the mean prompt.
     """
     if state.settings.predictor is None:
         return None
