@@ -71,10 +71,10 @@ def routes(
         bar = progress.add_task("reading samples", total=None)
         known, found = read_samples(file, known, lambda: progress.advance(bar))
     cut = _cut(known.cut, prompt_share, prompt_tokens, output_tokens, min_output_tokens)
-    kept, apart = _drawn(file, long_enough(found, cut), len(found), domain, samples, held_out, seed)
-    traces = {out: trace_of(known, kept, cut)}
-    if apart:
-        traces[out.with_stem(f"{out.stem}.held_out")] = trace_of(known, apart, cut)
+    chosen, held = _split_samples(file, long_enough(found, cut), len(found), domain, samples, held_out, seed)
+    traces = {out: trace_of(known, chosen, cut)}
+    if held:
+        traces[out.with_stem(f"{out.stem}.held_out")] = trace_of(known, held, cut)
     write_all({path: trace.to_bytes() for path, trace in traces.items()})
     print_table(known.name, [row for path, trace in traces.items() for row in _rows(path, trace)])
     typer.echo(f"wrote {', '.join(map(str, traces))}")
@@ -113,7 +113,7 @@ def _cut(
     return cut
 
 
-def _drawn(
+def _split_samples(
     file: Path,
     usable: list[Sample],
     total: int,
@@ -131,8 +131,8 @@ def _drawn(
     for index, sample in enumerate(usable):
         by_domain.setdefault(str(sample.record["domain"]), []).append(index)
     needed = max(number or 1, 2 if held_out else 1)
-    kept: list[int] = []
-    apart: list[int] = []
+    chosen: list[int] = []
+    held: list[int] = []
     for name in dict.fromkeys(domains or sorted(by_domain)):
         members = by_domain.get(name, [])
         if len(members) < needed:
@@ -142,9 +142,9 @@ def _drawn(
             )
         order = np.random.default_rng([seed, *name.encode()]).permutation(members)[:number].tolist()
         aside = min(len(order) - 1, max(1, round(held_out * len(order)))) if held_out else 0
-        apart += order[:aside]
-        kept += order[aside:]
-    return [usable[i] for i in sorted(kept)], [usable[i] for i in sorted(apart)]
+        held += order[:aside]
+        chosen += order[aside:]
+    return [usable[i] for i in sorted(chosen)], [usable[i] for i in sorted(held)]
 
 
 def _rows(path: Path, trace: CalibrationTrace) -> list[dict[str, Any]]:

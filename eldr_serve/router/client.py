@@ -225,7 +225,7 @@ class RouterClient:
         if lease is not None and lease.state is State.LEASED:
             lease.request = replace(
                 lease.request,
-                expert_counts=self.scorer.counts_to_report(counts),
+                expert_counts=self.scorer.take_counts_to_report(counts),
                 prompt_tokens=prompt_tokens,
                 predicted=False,
             )
@@ -318,7 +318,7 @@ class RouterClient:
             self._send(lease)
 
     def settings_changed(self, settings: Settings) -> None:
-        self.scorer.use(settings)
+        self.scorer.apply_settings(settings)
         if self._link.connected:
             self.send_waiting()
 

@@ -44,7 +44,7 @@ class Scorer:
         self.tokenizer: str | None = None
         self.shape: tuple[int, int] | None = None
 
-    def use(self, settings: Settings) -> None:
+    def apply_settings(self, settings: Settings) -> None:
         """Score by other settings."""
         before, self.settings = self.settings, settings
         if settings.table != (before and before.table):
@@ -93,8 +93,8 @@ class Scorer:
             return None
         return _pack(counts)
 
-    def counts_to_report(self, counts: NDArray[Any]) -> NDArray[Any] | None:
-        """Return the measured counts to report: those that the policy reads, or else a sample."""
+    def take_counts_to_report(self, counts: NDArray[Any]) -> NDArray[Any] | None:
+        """Return the measured counts to report next: those that the policy reads, or else a sample."""
         sampled = next(self._numbers) % _SAMPLE_EVERY == 0
         return _pack(counts) if sampled else self.counts_for_policy(counts)
 
@@ -103,8 +103,8 @@ class Scorer:
         counts, settings = request.expert_counts, self.settings
         if counts is None:
             return replace(request, counts_missing=True)
-        reduce = self.counts_for_policy if request.predicted else self.counts_to_report
-        fields: dict[str, Any] = {"expert_counts": reduce(counts)}
+        choose_counts = self.counts_for_policy if request.predicted else self.take_counts_to_report
+        fields: dict[str, Any] = {"expert_counts": choose_counts(counts)}
         if self._table is not None and settings is not None:
             try:
                 fields["similarity"] = self._table.similarity(counts)

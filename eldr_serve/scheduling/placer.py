@@ -72,7 +72,7 @@ class Placer:
         # Position of each worker; for each position its row in the ledger and whether it accepts requests.
         self._position: dict[str, int] = {}
         self._ledger_rows = np.zeros(0, np.int64)
-        self._open = np.zeros(0, bool)
+        self._accepting = np.zeros(0, bool)
         self._unreachable: dict[str, frozenset[str]] = {}  # workers that an ingress cannot reach
 
     # -- workers and policy ----------------------------------------------------------------------
@@ -80,13 +80,13 @@ class Placer:
     def set_workers(
         self,
         workers: Sequence[str | None],
-        closed: Collection[str] = (),
+        draining: Collection[str] = (),
         unreachable: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> None:
         """Set the worker of each position, None for a vacant one.
 
         Args:
-            closed: workers that accept no more requests.
+            draining: workers that accept no more requests.
             unreachable: workers that an ingress cannot reach, by ingress; all others reach all workers.
         """
         self._unreachable = {ingress: frozenset(names) for ingress, names in unreachable.items()}
@@ -98,9 +98,10 @@ class Placer:
             }
             self._ledger_rows = self._ledger.rows(workers)
             self.prefixes.keep(self._position)
-        self._open = np.array([worker is not None and worker not in closed for worker in workers], bool)
+        accepting = [worker is not None and worker not in draining for worker in workers]
+        self._accepting = np.array(accepting, bool)
         if self._shadow is not None:
-            self._shadow.set_workers(self._workers, self._open)
+            self._shadow.set_workers(self._workers, self._accepting)
         if changed:
             for observer in self._observers():
                 self._notify_of_running(observer)
@@ -124,7 +125,7 @@ class Placer:
         """
         self._shadow = shadow
         if shadow is not None:
-            shadow.set_workers(self._workers, self._open)
+            shadow.set_workers(self._workers, self._accepting)
             self._notify_of_running(shadow)
 
     def discard_scores(self) -> None:
@@ -139,7 +140,7 @@ class Placer:
 
     def loads(self, exclude: Iterable[str] = ()) -> Loads:
         """Return the loads of all positions; the excluded workers are not available."""
-        available = self._open.copy()
+        available = self._accepting.copy()
         available[[self._position[worker] for worker in exclude if worker in self._position]] = False
         return self._ledger.loads(self._ledger_rows, available)
 
@@ -204,7 +205,7 @@ class Placer:
         """Let the policy assign workers to queued requests; return the new leases."""
         if not self.queue:
             return []
-        if not self._open.any():
+        if not self._accepting.any():
             return []
         waiting = self._in_fair_order()
         leased: list[Lease] = []

@@ -255,7 +255,7 @@ class _Simulation:
             self._placer.policy.with_table(change.table)
             self._placements.table_changed()
         if change.workers is not None:
-            self._placer.set_workers(self._names, closed=self._names[change.workers :])
+            self._placer.set_workers(self._names, draining=self._names[change.workers :])
             self._submit(now)
 
     # -- decode ----------------------------------------------------------------------------------
