@@ -1,4 +1,4 @@
-"""Estimate when a decode worker, which works on one call per slot, starts to work on a call."""
+"""Estimate, in an ingress, when a decode worker starts on a call; it works on one call per slot."""
 
 from __future__ import annotations
 

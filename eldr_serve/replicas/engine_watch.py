@@ -1,4 +1,4 @@
-"""Health check of an engine's core: while it is dead or hangs, its replica's channel is suspended."""
+"""Health check of an engine's core, in its replica: while the core is dead or hangs, it takes no calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Select prefill replicas with free KV cache, by the reports that they send every second."""
+"""Select, in an ingress, prefill replicas with free KV cache, by the reports that they send every second."""
 
 from __future__ import annotations
 

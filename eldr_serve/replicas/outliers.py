@@ -1,4 +1,4 @@
-"""Outlier ejection for replicas that fail calls although their channel is open."""
+"""Outlier ejection, in an ingress, for replicas that fail calls although their channel is open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client of the signature pool's actors, for decode replicas."""
+"""Client of the signature pool's actors, in a decode replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load of one data-parallel rank of a replica's engine, for the replica's report."""
+"""Load of one data-parallel rank of an engine, in its replica, for the replica's report."""
 
 from __future__ import annotations
 

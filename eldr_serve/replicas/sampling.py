@@ -1,4 +1,4 @@
-"""Sampling of a decode replica's requests for the signature pool."""
+"""Sampling of requests for the signature pool, in a decode replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two engine deployments, for any engine: its channel, and the hooks that Serve calls."""
+"""The two engine deployments, for any engine: a replica's channel, and the hooks that Serve calls."""
 
 from __future__ import annotations
 

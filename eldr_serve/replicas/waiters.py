@@ -1,4 +1,4 @@
-"""Requests that wait for a change of a fleet's replicas."""
+"""Requests of an ingress that wait for a change of a fleet's replicas."""
 
 from __future__ import annotations
 

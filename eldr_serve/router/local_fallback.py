@@ -1,4 +1,4 @@
-"""Placement by the load of one process's own requests, used when the router cannot place."""
+"""Placement in an ingress by the load of its own requests, used when the router cannot place."""
 
 from __future__ import annotations
 

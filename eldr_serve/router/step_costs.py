@@ -1,4 +1,4 @@
-"""Cost of decode steps, fitted to the engines' measurements."""
+"""Cost of decode steps, in the router, fitted to the engines' measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of one process that wait for the router: for its answer, and then in its decode queue."""
+"""The requests of an ingress that wait for the router: for its answer, and then in its decode queue."""
 
 from __future__ import annotations
 
