@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.lib import options
 from eldr_serve.command_errors import UserInputError, run
 from eldr_serve.gpu_cost import package
-from eldr_serve.gpu_cost.expected import CONTEXT, expected_steps
+from eldr_serve.gpu_cost.expected import CONTEXT_TOKENS, expected_steps
 from eldr_serve.gpu_cost.fitting import fit
 from eldr_serve.gpu_cost.readings import Readings, Setting
 from loadgen.results import publish
@@ -46,7 +46,7 @@ def row_of(readings: Readings) -> dict[str, Any]:
     own = [
         (step, 100 * float(error))
         for step, error in zip(readings.steps, fitted.errors, strict=True)
-        if step.routing == "skewed" and step.context == CONTEXT
+        if step.routing == "skewed" and step.context == CONTEXT_TOKENS
     ]
     row |= {f"step_ms_{step.requests}": 1e3 * step.seconds for step, _ in own}
     row |= {f"error_pct_{step.requests}": error for step, error in own}

@@ -20,8 +20,8 @@ from eldr_serve.pipeline.prepared_prompt import HeldPrompt, PreparedPrompt
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.stage_latencies import StageLatencies
-from eldr_serve.queues.prefill_queue import Ticket
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
+from eldr_serve.queues.prefill_queue import Ticket
 from eldr_serve.replicas.outliers import OutlierDetector
 from eldr_serve.request import needs_whole_engine, prompt_head
 from eldr_serve.router.client import RouterClient

@@ -24,7 +24,7 @@ from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router.calls import RouterCalls
 from eldr_serve.router.link import RouterLink
-from eldr_serve.router.local_fallback import LocalFallback, LiveWorkers
+from eldr_serve.router.local_fallback import LiveWorkers, LocalFallback
 from eldr_serve.router.messages import (
     Counted,
     IngressReport,

@@ -335,7 +335,7 @@ class RouterState:
         lease.request = self.check.without_unusable_prediction(lease.request)
         current = self.placer.running.get(lease.request_id)
         new_counts = lease.request.expert_counts is not None and not lease.request.predicted
-        if current is not None and (current.replica, current.policy) == (lease.worker, lease.policy):
+        if current is not None and (current.worker, current.policy) == (lease.worker, lease.policy):
             current.ingress = lease.ingress
             self.placer.progress({lease.request_id: lease.generated_tokens})
             if current.request.predicted and new_counts:

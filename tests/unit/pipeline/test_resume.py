@@ -208,7 +208,7 @@ async def test_a_whole_answer_that_cannot_resume_in_time_is_refused(failure: Exc
         await pipeline.run(stream=False)
 
 
-def take(rate: Rate) -> bool:
+def take(rate: CallRateLimiter) -> bool:
     """Take a permit if one is free now; return whether it was."""
     return rate.reserve(0.0) is not None
 
