@@ -92,7 +92,7 @@ async def test_a_release_while_the_channel_is_lost_is_sent_over_the_next() -> No
 
 async def test_a_change_of_replicas_is_sent_before_the_next_request_and_without_one() -> None:
     async with router_and_client("r0") as (actor, client):
-        directory: Any = client._link._replicas
+        directory: Any = client._link._workers
         await client.place(request("a"), None)
         directory.publish({"r1": {}})
         assert (await client.place(request("b"), None)).worker == "r1"
