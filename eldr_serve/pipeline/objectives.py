@@ -210,7 +210,7 @@ class Objectives:
             return {}
         bound_s = objective_s - self._tpot.margin_s
         total = max(sum(load.in_flight for load in loads.workers.values()), 1)
-        # Of this ingress so many end while one of the worker ends.
+        # Number of this ingress's requests that end while one request of the worker ends.
         own = min(self._running / total, 1.0) * len(tpots)
         delays = {}
         for name, tpot_s in tpots.items():

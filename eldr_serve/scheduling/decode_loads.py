@@ -9,7 +9,7 @@ from eldr_serve.scheduling.cost import StepCost, StepSums
 
 @dataclass(frozen=True)
 class StepLoad:
-    """What a step of the engines costs, and what a request adds to it.
+    """The cost of the engines' steps, and the experts that a request adds to a step.
 
     Attributes:
         cost: cost of a step; None until steps are measured, if the deployment has no prior.

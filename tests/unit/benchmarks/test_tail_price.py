@@ -48,7 +48,7 @@ def test_changes_are_against_the_best_balancer_of_each_seed(
         assert (row["workload"], row["workers"], row["batch"]) == ("routes", 2, 6)
         assert 4 < row["batch_size"] < 9
     assert rows["marginal-cost"]["active_experts"] < rows["shortest-queue"]["active_experts"]
-    # What the journal has is not simulated again.
+    # Runs in the journal are not simulated again.
     monkeypatch.setattr(module, "simulate", None)
     tail_price(**options, seeds=2, record=record, out=out)
 

@@ -101,7 +101,7 @@ Step = st.one_of(
     st.tuples(st.just("end"), st.integers(0, 3)),
     st.tuples(st.just("clear")),
 )
-# What happens to the report after a step.
+# The fate of the report after a step.
 Fate = st.sampled_from(["sent", "sent", "later", "lost", "router restarts", "replica restarts"])
 
 

@@ -1,4 +1,4 @@
-"""What is read from the package of kernel times, and sentences for what it does not know."""
+"""Readings of the package of kernel times, and sentences for unknown models and GPUs."""
 
 from __future__ import annotations
 
