@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 
 _GROUPS = {  # modules of several commands
     "ep_engine": ("ep_choice", "ep_shift"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eldr_serve.app import build_app
-    from eldr_serve.client import Client, ServiceError
+    from eldr_serve.commands.client import Client, ServiceError
     from eldr_serve.errors import ConfigurationError
     from eldr_serve.experts.parallel.placement import ExpertPlacement
     from eldr_serve.experts.routing_table import RoutingTable
@@ -50,8 +50,8 @@ __all__ = [
 
 _MODULES = {
     "RoutingTable": "experts.routing_table",
-    "Client": "client",
-    "ServiceError": "client",
+    "Client": "commands.client",
+    "ServiceError": "commands.client",
     "ExpertPlacement": "experts.parallel.placement",
     "ArtifactError": "records",
     "build_app": "app",

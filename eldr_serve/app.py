@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.deployment import Application
 from starlette.applications import Starlette
 
-from eldr_serve.config import DRAIN_S, SCALING, EldrArgs, parse
+from eldr_serve.config.application import DRAIN_S, SCALING, EldrArgs, parse
 from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.engine.protocol import EngineRole
 from eldr_serve.errors import ConfigurationError
@@ -32,7 +32,7 @@ from eldr_serve.validation import first_problem
 if TYPE_CHECKING:
     from eldr_serve.engine.active_backend import EngineSpec
 
-_REPLICA_PUBLISHER = "eldr_serve.replicas.request_router.ReplicaPublisher"
+_REPLICA_PUBLISHER = "eldr_serve.fleet.request_router.ReplicaPublisher"
 _PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
 _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from eldr_serve.command_errors import USER_ERRORS, UserInputError
+from eldr_serve.commands.errors import USER_ERRORS, UserInputError
+from eldr_serve.commands.lazy import LazyCommand
 from eldr_serve.data_root import ROOT
-from eldr_serve.lazy_command import LazyCommand
 
 _JOBS = "Jobs"
 _REPOSITORY = "In a checkout of the repository"
@@ -169,7 +169,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON.")] = False,
 ) -> None:
     """Show workers and their loads, policy, table and counters; details need the admin key."""
-    from eldr_serve.status_text import show_status
+    from eldr_serve.commands.status_text import show_status
 
     answer = _client(url, admin_key).status()
     if as_json:
@@ -189,7 +189,7 @@ def policy(
     admin_key: AdminKey = None,
 ) -> None:
     """Show the live policy, or set another one for all ingresses at once."""
-    from eldr_serve.client import parse_parameters
+    from eldr_serve.commands.client import parse_parameters
 
     if name is None and parameters:
         raise UserInputError("--set needs the name of a policy")
@@ -381,7 +381,7 @@ def main() -> None:
 
 
 def _client(url: str, admin_key: str | None = None) -> Any:
-    from eldr_serve.client import Client  # `eldr --help` needs no HTTP client
+    from eldr_serve.commands.client import Client  # `eldr --help` needs no HTTP client
 
     return Client(url, admin_key)
 

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from typing import Any
 
-from eldr_serve.client import Client, ServiceError
-from eldr_serve.command_errors import UserInputError
-from eldr_serve.ray_settings import QUIET
+from eldr_serve.commands.client import Client, ServiceError
+from eldr_serve.commands.errors import UserInputError
+from eldr_serve.config.ray_settings import QUIET
 
 NAME = "eldr"
 _POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that the engines start on

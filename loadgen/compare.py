@@ -29,8 +29,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eldr_serve.client import Client
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.client import Client
+from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.data_root import ROOT
 from eldr_serve.files import write_whole
 from loadgen.figures import method, policy_rows, tpot_by_domain

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import httpx
 
-from eldr_serve.client import Client
-from eldr_serve.command_errors import UserInputError
+from eldr_serve.commands.client import Client
+from eldr_serve.commands.errors import UserInputError
 from loadgen.trial import parse_policy
 from loadgen.workload import Prompt
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from eldr_serve.client import Client
+from eldr_serve.commands.client import Client
 
 SETTLE_S = 40.0  # KV blocks of a disconnected request are held for a lease of up to 30 s
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eldr_serve.command_errors import UserInputError
+from eldr_serve.commands.errors import UserInputError
 from eldr_serve.files import write_whole
 
 _SETTINGS = "settings"  # key of the first line

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eldr_serve.client import Client, ServiceError, parse_parameters
-from eldr_serve.command_errors import UserInputError
+from eldr_serve.commands.client import Client, ServiceError, parse_parameters
+from eldr_serve.commands.errors import UserInputError
 from eldr_serve.scheduling import policy_names
 from loadgen.journal import Journal
 

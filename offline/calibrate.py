@@ -24,7 +24,7 @@ import yaml
 from ray.exceptions import RayTaskError
 from ray.util.actor_pool import ActorPool
 
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.data_root import model_folder
 from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.engine.protocol import CalibrationEngine, Sampling

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.gpu_cost import package
 from eldr_serve.gpu_cost.fitting import Fit, fit
 from eldr_serve.gpu_cost.readings import Setting

@@ -27,8 +27,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from eldr_serve.client import Client
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.client import Client
+from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.data_root import ROOT
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from eldr_serve.channel.actors import find_actor
-from eldr_serve.client import Client, ServiceError
-from eldr_serve.command_errors import run
+from eldr_serve.commands.client import Client, ServiceError
+from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError, one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import Topology

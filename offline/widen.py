@@ -21,7 +21,7 @@ import typer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.data_root import ROOT
 
 _WEIGHTS = ROOT / "examples/demo_model/weights"

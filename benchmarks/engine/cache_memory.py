@@ -21,8 +21,8 @@ import typer
 import yaml
 
 from benchmarks.lib import options
-from eldr_serve.command_errors import UserInputError, run
-from eldr_serve.engine.vllm.block_counts import BlockExpertCounts, cell_dtype
+from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.engine.vllm.capture.block_counts import BlockExpertCounts, cell_dtype
 from eldr_serve.engine.vllm.config import engine_kwargs
 from loadgen.results import publish
 

@@ -7,9 +7,9 @@ The parts run our own code on tensors of Qwen3-30B-A3B's shape, as in the paper'
 prefilled in one step. The paper's total is 0.86 ms per request, 1.2 % of TTFT. On a GPU (--device cuda) the
 device counts; on a CPU one core counts, so `count scatter` is far larger there. The engine rows use one
 engine with the demo model. A switch selects our connector and scheduler or vLLM's own
-(benchmarks/lib/switched.py), for each pair of prompts in random order; the two prompts differ in their first
-token, so neither is found in the prefix cache. The wide engine's rows use layers of Qwen3-30B-A3B at full
-width (two of 48 unless --wide-layers says more) with random weights. Goal: below 0.5 % of TTFT.
+(benchmarks/lib/replay/switched.py), for each pair of prompts in random order; the two prompts differ in their
+first token, so neither is found in the prefix cache. The wide engine's rows use layers of Qwen3-30B-A3B at
+full width (two of 48 unless --wide-layers says more) with random weights. Goal: below 0.5 % of TTFT.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from benchmarks.lib.synthetic import (
     table_near,
     write_config,
 )
-from eldr_serve.command_errors import UserInputError, run
-from eldr_serve.engine.vllm.device_capture import DeviceCapture
+from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
 from eldr_serve.experts.signature import pack_counts, unpack_counts
 from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
 from loadgen.results import publish, time_calls

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import GROUPS, Captured, captured
-from benchmarks.lib.ep_engine import EpEngine
-from benchmarks.lib.ep_rows import BASE, EVEN, choice_rows, shift_rows
-from benchmarks.lib.ep_turns import (
+from benchmarks.lib.ep.engine import EpEngine
+from benchmarks.lib.ep.rows import BASE, EVEN, choice_rows, shift_rows
+from benchmarks.lib.ep.turns import (
     HEADS,
     PROMPT,
     Minutes,
@@ -39,8 +39,8 @@ from benchmarks.lib.ep_turns import (
     in_turns,
     summary,
 )
-from benchmarks.lib.replay import widened
-from eldr_serve.command_errors import UserInputError, run
+from benchmarks.lib.replay.schedule import widened
+from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.experts.parallel.placement import Topology
 from loadgen.journal import Journal
 from loadgen.results import RESULTS, publish

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import Captured, captured
-from benchmarks.lib.ep_ranks import device, on_ranks
-from benchmarks.lib.ep_timing import STAGES, Arm, Plan, layers_together, messages, rank_alone, shares_alone
-from benchmarks.lib.replay import widened
-from eldr_serve.command_errors import UserInputError, run
+from benchmarks.lib.ep.ranks import device, on_ranks
+from benchmarks.lib.ep.timing import STAGES, Arm, Plan, layers_together, messages, rank_alone, shares_alone
+from benchmarks.lib.replay.schedule import widened
+from eldr_serve.commands.errors import UserInputError, run
 from loadgen.plots import lines
 from loadgen.results import publish
 from loadgen.statistics import paired_change_percent

@@ -25,7 +25,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.cluster import ROOT, python_path
 from benchmarks.lib.exact import Cells, against_reference, against_report, reference
-from eldr_serve.command_errors import run
+from eldr_serve.commands.errors import run
 from loadgen.results import publish
 
 _SCRIPT = ROOT / "tests/engine/engine_script.py"

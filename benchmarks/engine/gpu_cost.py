@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import options
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.gpu_cost import package
 from eldr_serve.gpu_cost.expected import CONTEXT_TOKENS, expected_steps
 from eldr_serve.gpu_cost.fitting import fit

@@ -21,7 +21,7 @@ import torch
 import typer
 
 from benchmarks.lib import options
-from eldr_serve.command_errors import run
+from eldr_serve.commands.errors import run
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
 from eldr_serve.experts.parallel.placement import hosts_of

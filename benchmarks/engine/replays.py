@@ -2,17 +2,17 @@
 
     python -m benchmarks.engine.replays NAME --prompts DIR
 
-benchmarks/lib/replay.py describes what is measured and what is simulated. There is no prefill, so
+benchmarks/lib/replay/schedule.py describes what is measured and what is simulated. There is no prefill, so
 `first_token` is the time from the hand-over to the end of the first decode step. `marginal-cost, true decode`
 gets the decode activations that the request will really have: the gain of a perfect prediction.
 """
 
 from __future__ import annotations
 
-from benchmarks.lib.replay import Arm
-from benchmarks.lib.replay_command import Replayed, Rows, against, replay_command
-from benchmarks.lib.replay_rows import experts_by_batch
-from eldr_serve.command_errors import run
+from benchmarks.lib.replay.command import Replayed, Rows, against, replay_command
+from benchmarks.lib.replay.rows import experts_by_batch
+from benchmarks.lib.replay.schedule import Arm
+from eldr_serve.commands.errors import run
 from eldr_serve.experts.signature import DEFAULT_TRANSFORM, TRANSFORMS
 from loadgen.figures import BASELINES
 from loadgen.plots import lines

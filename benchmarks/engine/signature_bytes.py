@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.synthetic import TOP_K, E, L
-from eldr_serve.command_errors import run
+from eldr_serve.commands.errors import run
 from eldr_serve.experts.signature import pack_counts
 from loadgen.results import publish
 from offline.route_files import read_trace_of_routes

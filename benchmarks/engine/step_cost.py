@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from benchmarks.engine.moe_layer_latency import routes
 from benchmarks.lib import options
 from benchmarks.lib.engines import check_device
-from benchmarks.lib.replay_engine import BLOCK, STEP_TOKENS, ReplayEngine, pad_to_blocks
+from benchmarks.lib.replay.engine import BLOCK, STEP_TOKENS, ReplayEngine, pad_to_blocks
 from benchmarks.lib.synthetic import (
     DUMMY,
     HIDDEN,
@@ -39,7 +39,7 @@ from benchmarks.lib.synthetic import (
     L,
     write_config,
 )
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.scheduling import StepSums
 from loadgen.plots import lines
 from loadgen.results import publish
@@ -74,9 +74,9 @@ class ComposedEngine(ReplayEngine):
     def __init__(self, model: str, *, device: str, step_tokens: int, **arguments: Any) -> None:
         import torch
 
-        from eldr_serve.engine.vllm.capture import ExpertCapture
-        from eldr_serve.engine.vllm.device_capture import DeviceCapture
-        from eldr_serve.engine.vllm.host_capture import HostCapture
+        from eldr_serve.engine.vllm.capture.expert_capture import ExpertCapture
+        from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
+        from eldr_serve.engine.vllm.capture.on_host import HostCapture
 
         spread = torch.arange(step_tokens * TOP_K, dtype=torch.int32) % E
         self._table = table = spread.reshape(-1, TOP_K).to("cpu" if device == "cpu" else "cuda")

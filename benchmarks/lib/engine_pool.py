@@ -14,8 +14,8 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from benchmarks.lib.replay_engine import Arrival, ReplayEngine, Steps
-from eldr_serve.command_errors import UserInputError
+from benchmarks.lib.replay.engine import Arrival, ReplayEngine, Steps
+from eldr_serve.commands.errors import UserInputError
 
 Served = tuple[dict[str, np.ndarray], Steps]
 

@@ -21,7 +21,7 @@ import yaml
 
 from benchmarks.lib.cluster import ROOT
 from benchmarks.lib.prompts import MODEL
-from eldr_serve.command_errors import UserInputError
+from eldr_serve.commands.errors import UserInputError
 from eldr_serve.engine.vllm.config import engine_kwargs
 from examples.demo_model import WEIGHTS
 

@@ -21,10 +21,10 @@ from benchmarks.lib.cpu_speed import probed
 from benchmarks.lib.engines import engine_roles, our_arguments
 from benchmarks.lib.normalised_time import NormalisedTime, felt_by_engines, normalised
 from benchmarks.lib.prompts import no_longer_than
-from eldr_serve.client import Client
-from eldr_serve.command_errors import UserInputError
+from eldr_serve.commands.client import Client
+from eldr_serve.commands.errors import UserInputError
+from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.ray_settings import QUIET
 from loadgen.figures import BASELINES, policy_rows
 from loadgen.journal import Journal
 from loadgen.statistics import Slo

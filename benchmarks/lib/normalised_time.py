@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.command_errors import UserInputError
+from eldr_serve.commands.errors import UserInputError
 from loadgen.trial import Trial
 
 _WINDOW_S = 5.0  # window in which speed is assumed constant

@@ -27,7 +27,7 @@ def main(job: dict[str, Any], answer: Any) -> None:
     from vllm import LLM, SamplingParams
 
     from benchmarks.lib.engines import device_kwargs
-    from benchmarks.lib.switched import Switch
+    from benchmarks.lib.replay.switched import Switch
     from eldr_serve.engine.vllm.config import engine_kwargs
 
     kwargs = engine_kwargs(
@@ -36,10 +36,10 @@ def main(job: dict[str, Any], answer: Any) -> None:
         block_size=job["block_size"],
         async_scheduling=False,
         kv_lease_s=_LEASE_S[job["device"]],
-        scheduler_cls="benchmarks.lib.switched.SwitchedScheduler",
+        scheduler_cls="benchmarks.lib.replay.switched.SwitchedScheduler",
         kv_transfer_config={
             "kv_connector": "SwitchedConnector",
-            "kv_connector_module_path": "benchmarks.lib.switched",
+            "kv_connector_module_path": "benchmarks.lib.replay.switched",
         },
     )
     llm = LLM(

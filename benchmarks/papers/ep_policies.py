@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import Captured, captured
-from benchmarks.lib.ep_engine import EpEngine
-from benchmarks.lib.ep_turns import HEADS, PROMPT, Minutes, Ranks, Rounds, Tokens, disjoint, in_turns, summary
-from benchmarks.lib.replay import widened
-from eldr_serve.command_errors import UserInputError, run
+from benchmarks.lib.ep.engine import EpEngine
+from benchmarks.lib.ep.turns import HEADS, PROMPT, Minutes, Ranks, Rounds, Tokens, disjoint, in_turns, summary
+from benchmarks.lib.replay.schedule import widened
+from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, StepCost, make_policy

@@ -23,7 +23,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.capture import captured
 from benchmarks.papers.figures.common import mean
-from eldr_serve.command_errors import run
+from eldr_serve.commands.errors import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.scheduling import StepCost, make_policy
 from loadgen.results import publish

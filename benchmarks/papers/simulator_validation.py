@@ -4,10 +4,10 @@
 
 Requests arrive at K workers by a Poisson process, and a policy places them. The simulator runs all; the
 engine then serves each worker's requests at the same times, one worker after the other, and generates the
-captured text again, so that both have the same routes (see benchmarks/lib/replay.py). A policy's step cost is
-fitted to the engine's steps under the other policies; replays of all policies alternate, so that they see the
-same machine state. `regret` is the cost of a decision against the best worker in hindsight: added decode time
-per step, with the true activations of the requests.
+captured text again, so that both have the same routes (see benchmarks/lib/replay/schedule.py). A policy's
+step cost is fitted to the engine's steps under the other policies; replays of all policies alternate, so that
+they see the same machine state. `regret` is the cost of a decision against the best worker in hindsight:
+added decode time per step, with the true activations of the requests.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from benchmarks.engine.replays import POLICIES
-from benchmarks.lib.replay import Bench, Case
-from benchmarks.lib.replay_command import Replayed, replay_command
-from benchmarks.lib.replay_rows import LAYERS
-from eldr_serve.command_errors import UserInputError, run
+from benchmarks.lib.replay.command import Replayed, replay_command
+from benchmarks.lib.replay.rows import LAYERS
+from benchmarks.lib.replay.schedule import Bench, Case
+from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.scheduling import StepSums
 from loadgen.plots import save
 from loadgen.results import publish

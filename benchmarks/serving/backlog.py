@@ -27,7 +27,7 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.live import served
 from benchmarks.lib.prompts import MODEL
-from eldr_serve.command_errors import run
+from eldr_serve.commands.errors import run
 from loadgen.results import publish
 from loadgen.workload import read_prompts
 

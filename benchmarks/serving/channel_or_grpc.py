@@ -52,7 +52,7 @@ from benchmarks.lib.channel_ways import (
     serve,
 )
 from benchmarks.lib.rounds import medians
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 from loadgen.results import publish
 
 _STARTS_S = 30.0

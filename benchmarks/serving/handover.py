@@ -37,10 +37,10 @@ from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.prompts import MODEL, bodies
 from benchmarks.lib.rounds import medians
-from eldr_serve.client import Client
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.client import Client
+from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.pipeline.stage_latencies import WINDOW
-from eldr_serve.ray_settings import QUIET
 from loadgen.journal import Journal
 from loadgen.results import publish
 
@@ -78,7 +78,7 @@ def _round(
     with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
 
-        from benchmarks.lib.timed_decode import TimedDecodeServer
+        from benchmarks.lib.replay.timed_decode import TimedDecodeServer
         from eldr_serve.app import build_app
 
         with patch("eldr_serve.app.LLMDecodeServer", TimedDecodeServer):

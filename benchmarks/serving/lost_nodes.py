@@ -30,7 +30,7 @@ from benchmarks.lib.client import Answer, allow_open_files, complete, errors, se
 from benchmarks.lib.cluster import RAY_ENV, python_path, wait_ready
 from benchmarks.lib.fake_names import APPLICATION
 from benchmarks.lib.fake_service import check_text, request_body
-from eldr_serve.command_errors import run
+from eldr_serve.commands.errors import run
 from loadgen.results import publish
 
 _NODES = 2  # engine nodes

@@ -30,7 +30,7 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.live import served
 from benchmarks.lib.prompts import bodies
-from eldr_serve.command_errors import run
+from eldr_serve.commands.errors import run
 from eldr_serve.objective import TPOT_HEADER, TTFT_HEADER
 from examples.demo_model import WEIGHTS
 from loadgen.arrivals import poisson

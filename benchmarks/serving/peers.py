@@ -54,9 +54,9 @@ from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.engines import ray_pd_arguments, vllm_router, vllm_servers
 from benchmarks.lib.live import wide_arguments
 from benchmarks.lib.prompts import bodies
-from benchmarks.lib.replay import widened
-from eldr_serve.command_errors import UserInputError, run
-from eldr_serve.ray_settings import QUIET
+from benchmarks.lib.replay.schedule import widened
+from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.config.ray_settings import QUIET
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import median_ci

@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.synthetic import TOP_K, E, L
-from eldr_serve.command_errors import run
+from eldr_serve.commands.errors import run
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, make_policy, prompt_blocks

@@ -18,8 +18,8 @@ from benchmarks.lib import options
 from benchmarks.lib.capture import captured
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.live import Comparison, fitting, lengths, serving, wide_arguments, workers_of
-from benchmarks.lib.replay import widened
-from eldr_serve.command_errors import run
+from benchmarks.lib.replay.schedule import widened
+from eldr_serve.commands.errors import run
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.plots import bars
 from loadgen.results import publish

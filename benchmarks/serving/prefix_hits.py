@@ -29,8 +29,8 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.live import serving
 from benchmarks.lib.prompts import MODEL
-from benchmarks.lib.whole_workloads import SHRINK, SHRINK_ANSWERS, conversations
-from eldr_serve.command_errors import UserInputError, run
+from benchmarks.lib.whole.workloads import SHRINK, SHRINK_ANSWERS, conversations
+from eldr_serve.commands.errors import UserInputError, run
 from loadgen.results import publish
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace
 

@@ -4,10 +4,10 @@
     python -m benchmarks.serving.ray_idle --rounds 0 --record idle.jsonl
 
 An application over engines that compute nothing (one prefill and two decode replicas) starts with one
-setting, with those of eldr_serve/ray_settings.py (`shipped`), with all, and with none, in turn, and then
-stays idle. Read idle_pct: CPU time of all its processes and of its parts, % of a core; saved_pct is idle_pct
-of `none` minus this one, paired over rounds, with its 95 % interval (a negative value costs more). `--record
-FILE` keeps each start, so that rounds can be spread over several runs.
+setting, with those of eldr_serve/config/ray_settings.py (`shipped`), with all, and with none, in turn, and
+then stays idle. Read idle_pct: CPU time of all its processes and of its parts, % of a core; saved_pct is
+idle_pct of `none` minus this one, paired over rounds, with its 95 % interval (a negative value costs more).
+`--record FILE` keeps each start, so that rounds can be spread over several runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_time import PARTS, cpu_s
 from benchmarks.lib.fake_service import fake_service, in_new_process
 from benchmarks.lib.rounds import medians
-from eldr_serve.command_errors import UserInputError, run
-from eldr_serve.ray_settings import QUIET
+from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.config.ray_settings import QUIET
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import median_ci

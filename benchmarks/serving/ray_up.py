@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import ROOT, unwind_on_sigterm, wait_ready
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 from loadgen.results import publish
 
 _CLUSTER = "ray_cluster_local.yaml"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.cluster import local_ray
 from benchmarks.lib.synthetic import E, L, prompt_counts, random_spec, table_near
-from eldr_serve.command_errors import run
+from eldr_serve.commands.errors import run
 from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.results import publish, time_calls
 from loadgen.statistics import median_ci
@@ -40,11 +40,11 @@ class Caller:
     """Timed client of the router, like an ingress."""
 
     def __init__(self, name: str, table: bytes, workers: int, prompts: NDArray[np.uint32]) -> None:
-        from eldr_serve.replicas.directory import ReplicaDirectory
+        from eldr_serve.fleet.directory import ReplicaDirectory
         from eldr_serve.router.actor import connect
-        from eldr_serve.router.calls import RouterCalls
-        from eldr_serve.router.client import RouterClient
         from eldr_serve.router.settings import RouterSettings
+        from eldr_serve.router_client.calls import RouterCalls
+        from eldr_serve.router_client.client import RouterClient
 
         replicas = ReplicaDirectory()
         replicas.publish({f"replica-{number:04d}": {} for number in range(workers)})

@@ -26,8 +26,8 @@ from benchmarks.lib.client import Answer, allow_open_files, complete, errors, se
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.prompts import bodies
-from eldr_serve.client import Client, ServiceError
-from eldr_serve.command_errors import run
+from eldr_serve.commands.client import Client, ServiceError
+from eldr_serve.commands.errors import run
 from examples.demo_model import WEIGHTS
 from loadgen import application
 from loadgen.results import publish

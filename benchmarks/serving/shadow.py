@@ -33,9 +33,9 @@ from benchmarks.lib import options
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.live import lengths, serving, wide_arguments
 from benchmarks.lib.prompts import MODEL, no_longer_than
-from benchmarks.lib.replay import widened
-from eldr_serve.client import Client
-from eldr_serve.command_errors import UserInputError, run
+from benchmarks.lib.replay.schedule import widened
+from eldr_serve.commands.client import Client
+from eldr_serve.commands.errors import UserInputError, run
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import interval, resampled_counts

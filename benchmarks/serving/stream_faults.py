@@ -34,7 +34,7 @@ from benchmarks.lib.fake_service import (
     in_new_process,
     request_body,
 )
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 from loadgen import processes
 from loadgen.results import publish
 

@@ -10,7 +10,7 @@ fixed cost of a request (HTTP, prefill call, placement), so longer answers have 
 
 Ways: `proxy` is Ray Serve's default, `haproxy` its HAProxy in front of a port in the ingress, `own` the
 ingress's own HTTP server (`ingress.port`); with `-quiet`, Ray's idle cost is lowered
-(eldr_serve/ray_settings.py).
+(eldr_serve/config/ray_settings.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from benchmarks.lib.client import Answer, allow_open_files, complete, errors, mo
 from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.fake_service import HAPROXY, NO_DRAINING, fake_service, in_new_process, request_body
 from benchmarks.lib.rounds import medians
-from eldr_serve.command_errors import UserInputError, run
-from eldr_serve.ray_settings import QUIET
+from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.config.ray_settings import QUIET
 from loadgen.results import publish
 
 _WAYS: dict[str, dict[str, str]] = {"proxy": {}, "haproxy": HAPROXY, "own": {}}

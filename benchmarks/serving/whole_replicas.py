@@ -8,7 +8,7 @@
 Two sets of four engines run: the deployment's behind our ingress, whose policy changes with each trial
 (`eldr/POLICY`), and plain vLLM servers of the same model and settings, without a KV connector, behind one
 vllm-router per policy in its regular mode (`vllm-router/POLICY`). Only one set has requests at a time. The
-workloads are in `benchmarks/lib/whole_workloads.py`. `prefix-affinity` is
+workloads are in `benchmarks/lib/whole/workloads.py`. `prefix-affinity` is
 benchmarks.papers.prefix_policies:LongestPrefix, a usual rule of cache-aware balancers.
 
 The loop is closed. A trial begins with empty prefix caches, since its prompts begin with a text of their own,
@@ -50,11 +50,11 @@ from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.live import wide_arguments
 from benchmarks.lib.normalised_time import NormalisedTime
 from benchmarks.lib.prompts import no_longer_than
-from benchmarks.lib.replay import widened
-from benchmarks.lib.whole_report import at_mean_speed, means, rows
-from benchmarks.lib.whole_systems import POLICIES, Engines
-from benchmarks.lib.whole_workloads import Chains, many_domains, sessions, system_prompts
-from eldr_serve.command_errors import UserInputError, run
+from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.whole.report import at_mean_speed, means, rows
+from benchmarks.lib.whole.systems import POLICIES, Engines
+from benchmarks.lib.whole.workloads import Chains, many_domains, sessions, system_prompts
+from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar

@@ -16,13 +16,13 @@ from typer.cli import get_docs_for_click
 from typer.main import get_command
 
 from eldr_serve.cli import app
-from eldr_serve.command_errors import app_of
-from eldr_serve.config import EldrArgs
+from eldr_serve.commands.errors import app_of
+from eldr_serve.commands.lazy import imported
+from eldr_serve.config.application import EldrArgs
 from eldr_serve.data_root import ROOT
 from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.ingress.http_application import application
 from eldr_serve.ingress.openapi import openapi_document
-from eldr_serve.lazy_command import imported
 from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, REPLICA, ROUTER, Metric
 
 # Modules that are commands beside `eldr`, and their functions

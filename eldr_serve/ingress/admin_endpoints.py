@@ -13,15 +13,15 @@ from starlette.responses import JSONResponse, Response
 
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.errors import BadRequestError, OverloadedError, SwapRefusedError, one_line_message
+from eldr_serve.fleet.drain import drain
+from eldr_serve.fleet.expert_swap import place_everywhere
+from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.status import IngressStatus
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
-from eldr_serve.replicas.drain import drain
-from eldr_serve.replicas.expert_swap import place_everywhere
-from eldr_serve.replicas.fleet import Fleet
-from eldr_serve.router.client import RouterClient
 from eldr_serve.router.messages import NamedPolicy, Settings
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.signatures.control import PoolControl
 
 _METRICS_ABOUT = (

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
+from eldr_serve.fleet.directory import directory
+from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.ingress.http_application import application as http_application
@@ -35,12 +37,10 @@ from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas.autoscaling import IN_FLIGHT
-from eldr_serve.replicas.directory import directory
-from eldr_serve.replicas.fleet import Fleet
 from eldr_serve.router.actor import actor_name, connect
-from eldr_serve.router.calls import RouterCalls
-from eldr_serve.router.client import RouterClient
 from eldr_serve.router.settings import RouterSettings
+from eldr_serve.router_client.calls import RouterCalls
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.signatures.control import PoolControl
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from eldr_serve.limits.tenants import TokenReservation
 from eldr_serve.objective import objective_of
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.request import Request, RequestFields, max_new_tokens, sequences, tenant_salt
-from eldr_serve.router.client import RouterClient
 from eldr_serve.router.messages import StreamLatencies
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Lease
 
 DOMAIN_HEADER = "x-eldr-domain"

@@ -11,7 +11,7 @@ from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.warmup import Warmup
-from eldr_serve.router.client import RouterClient
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling.worker_names import replica_of
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError, Chunk
 from eldr_serve.engine.calls import decode_header
+from eldr_serve.fleet.measured_counts import METHOD, MeasuredCounts
 from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
-from eldr_serve.replicas.measured_counts import METHOD, MeasuredCounts
 from eldr_serve.scheduling import Lease
 
 

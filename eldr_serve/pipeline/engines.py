@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.pipeline.path_options import PrefillRouterOptions
-from eldr_serve.replicas.fleet import Fleet
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from eldr_serve.channel import Call, ChannelLostError
-from eldr_serve.replicas.fleet import Fleet
+from eldr_serve.fleet.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from eldr_serve.fleet.decode_start import DecodeStartEstimator
+from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.replicas.decode_start import DecodeStartEstimator
-from eldr_serve.replicas.fleet import Fleet
 
 MAX_MOVES = 3  # of one answer; then it stays until it ends
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.errors import OverloadedError
+from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
@@ -18,9 +19,8 @@ from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.prediction import WINDOW_S, Prediction, PredictionError
 from eldr_serve.queues.retry_times import RetryTimes
 from eldr_serve.queues.wait_estimate import WaitEstimator
-from eldr_serve.replicas.decode_start import DecodeStartEstimator
 from eldr_serve.request import needs_whole_engine
-from eldr_serve.router.client import RouterClient
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import DecodeLoads
 
 _ROUTER_LIMIT_S = 0.1  # without the router's answer in this time, the TPOT is not predicted

@@ -13,6 +13,8 @@ from typing import Any
 from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.calls import error_event
 from eldr_serve.errors import EnginesLostError, OverloadedError, RequestRefusedError
+from eldr_serve.fleet.decode_start import DecodeStartEstimator
+from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.pipeline.attempt import Attempt
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.failures import DecodeFailedError, Failures, PrefillFailedError
@@ -29,9 +31,7 @@ from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.split_prefill import SplitPrefill
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.pipeline.whole_prefill import WholePrefill
-from eldr_serve.replicas.decode_start import DecodeStartEstimator
-from eldr_serve.replicas.outliers import OutlierDetector
-from eldr_serve.router.client import RouterClient
+from eldr_serve.router_client.client import RouterClient
 
 _LOST_BECAUSE = "the decode engine was lost while it generated; send the request again"
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from eldr_serve.errors import OverloadedError
+from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 from eldr_serve.queues.prompt_sizes import PromptSizes
-from eldr_serve.replicas.fleet import Fleet
 from eldr_serve.request import conversation
 
 _MEASURE_S = 1.0  # maximum wait for the first measurement before a request is refused

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from eldr_serve.fleet.decode_start import DecodeStartEstimator
+from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.move_limiter import MoveLimiter
 from eldr_serve.pipeline.objectives import Objectives
@@ -13,9 +15,7 @@ from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.retry_limiter import RetryLimiter
 from eldr_serve.pipeline.stage_latencies import StageLatencies
-from eldr_serve.replicas.decode_start import DecodeStartEstimator
-from eldr_serve.replicas.outliers import OutlierDetector
-from eldr_serve.router.client import RouterClient
+from eldr_serve.router_client.client import RouterClient
 
 
 class Prefill(Protocol):

@@ -11,6 +11,7 @@ import numpy as np
 from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
 from eldr_serve.engine.calls import prefill_header
 from eldr_serve.errors import OverloadedError
+from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.failures import PrefillFailedError
 from eldr_serve.pipeline.kv_release import KvRelease
@@ -22,9 +23,8 @@ from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.queues.prefill_queue import Ticket
-from eldr_serve.replicas.outliers import OutlierDetector
 from eldr_serve.request import needs_whole_engine, prompt_head
-from eldr_serve.router.client import RouterClient
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling.prefill import choose_prefill
 
 

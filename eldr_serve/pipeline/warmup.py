@@ -18,11 +18,11 @@ from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.engine.calls import WARM, decode_header, expert_counts_of, prefill_header, warm_up_body
+from eldr_serve.fleet.measured_counts import METHOD, MeasuredCounts
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.split_prefill import prefill_answer
-from eldr_serve.replicas.measured_counts import METHOD, MeasuredCounts
-from eldr_serve.router.client import RouterClient
+from eldr_serve.router_client.client import RouterClient
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.config import AutoscalingConfig
 
-from eldr_serve.config import EldrArgs
+from eldr_serve.config.application import EldrArgs
 from eldr_serve.engine.protocol import EngineRole
 from eldr_serve.errors import UserInputError
 from eldr_serve.preflight.document import Document, check_overrides

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.config import ProxyLocation
 from ray.serve.schema import HTTPOptionsSchema, LoggingConfig, ServeApplicationSchema, ServeDeploySchema
 
-from eldr_serve.config import EldrArgs, parse
+from eldr_serve.config.application import EldrArgs, parse
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.validation import did_you_mean, first_problem, format_value, unknown_name
 

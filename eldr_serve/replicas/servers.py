@@ -21,16 +21,17 @@ from eldr_serve.channel.address import MAX_CALLS, open_channel
 from eldr_serve.engine.calls import WARM
 from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled, Send
 from eldr_serve.errors import RequestRefusedError, error_body, one_line_message
+from eldr_serve.fleet import drain, expert_swap, measured_counts
+from eldr_serve.fleet.decode_start import SLOTS
+from eldr_serve.fleet.directory import BLOCK_TOKENS, EXPERTS, RANKS
+from eldr_serve.fleet.fleet import METADATA, SLOT_METHODS
+from eldr_serve.fleet.kv_usage import KV_USAGE, REPORT_NUMBER
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.queues.reports import QUEUE, Meter
-from eldr_serve.replicas import drain, expert_swap, measured_counts
 from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE
-from eldr_serve.replicas.decode_start import SLOTS
-from eldr_serve.replicas.directory import BLOCK_TOKENS, EXPERTS, RANKS
 from eldr_serve.replicas.engine_watch import EngineWatch
-from eldr_serve.replicas.fleet import METADATA, SLOT_METHODS
-from eldr_serve.replicas.kv_usage import KV_USAGE, REPORT_NUMBER
+from eldr_serve.replicas.expert_placement import place_experts
 from eldr_serve.replicas.log_handlers import restore_log_handlers
 from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.rank_loads import RankLoad
@@ -245,7 +246,7 @@ class DecodeServer(EngineServer):
         if method == measured_counts.METHOD:
             answer.send(msgspec.msgpack.encode(await self._engine.expert_counts(header["id"])))
         elif method == expert_swap.METHOD:
-            answer.send(await expert_swap.place(self._engine, body), 0)
+            answer.send(await place_experts(self._engine, body), 0)
         elif method == drain.METHOD:
             self._channel.leave()
             answer.send(msgspec.msgpack.encode(self._channel.in_flight_of(SLOT_METHODS)))

@@ -1,6 +1,4 @@
-"""The DecodeRouter actor, its state, and RouterClient for ingresses.
+"""The process of the DecodeRouter actor: live load, leases, policy, tables and status of one deployment.
 
-In the actor: actor, state, sessions, positions, settings_check, comparison, step_costs, decode_loads,
-live_view, signature_plane, status, metrics, pool_link. In an ingress: client, link, calls, scorer, waiting,
-local_fallback. Of both: messages, settings.
+`messages` and `settings` are also imported by its clients, in `eldr_serve.router_client`.
 """

@@ -20,7 +20,7 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 from examples.demo_model import dialogues, medicine_and_law, sources
 
 END, USER, ASSISTANT, SYSTEM = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"

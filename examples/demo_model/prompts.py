@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 from loadgen.workload import Prompt, write_prompts
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "zh", "ru", "fr", "es", "de")

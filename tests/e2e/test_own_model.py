@@ -23,7 +23,9 @@ URL = f"http://127.0.0.1:{PORT}"
 # Settings that no user changes: small sizes, and ports that differ from the suite's service.
 SHORTER = {
     "check": [],
-    "compare": ["--host", URL, "--rounds", "1", "--trial-seconds", "4", "--warm-up-seconds", "1"],
+    # Few short answers at a time: some end in a trial although the engine tests have most of the machine.
+    "compare": ["--host", URL, "--rounds", "1", "--trial-seconds", "10", "--warm-up-seconds", "2"]
+    + ["--in-flight", "4", "--max-tokens", "8"],
     "status": ["--url", URL],
 }
 

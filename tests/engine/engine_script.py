@@ -40,10 +40,10 @@ def prompts(seed: int) -> list[list[int]]:
 
 def recorded(on_host: bool) -> Operators:
     """Record the operators that our part of the worker calls in a step, except for the copies to the host."""
-    from eldr_serve.engine.vllm import connector_worker
-    from eldr_serve.engine.vllm.capture import ExpertCapture
-    from eldr_serve.engine.vllm.device_capture import DeviceCapture
-    from eldr_serve.engine.vllm.host_copy import HostCopies
+    from eldr_serve.engine.vllm.capture.expert_capture import ExpertCapture
+    from eldr_serve.engine.vllm.capture.host_copy import HostCopies
+    from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
+    from eldr_serve.engine.vllm.kv import worker_side as connector_worker
     from eldr_serve.engine.vllm.step_timer import StepTimer
 
     operators = Operators()

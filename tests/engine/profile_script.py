@@ -14,8 +14,8 @@ TOKENS = 3  # few steps: with interpreted Triton kernels, each has very many cal
 def main(model: str, folder: str) -> None:
     from vllm import LLM, SamplingParams
 
-    from eldr_serve.engine.vllm import connector_worker
     from eldr_serve.engine.vllm.config import engine_kwargs
+    from eldr_serve.engine.vllm.kv import worker_side as connector_worker
 
     connector_worker.counts_on_host = lambda *_: False
     llm = LLM(

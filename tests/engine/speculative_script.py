@@ -17,7 +17,7 @@ def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) 
     from vllm import LLM, SamplingParams
 
     from eldr_serve.engine.vllm.config import engine_kwargs
-    from eldr_serve.engine.vllm.connector_scheduler import EldrConnectorScheduler
+    from eldr_serve.engine.vllm.kv.scheduler_side import EldrConnectorScheduler
 
     drafting: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
     # A draft model and the MTP layer have their own experts, which must not be counted.

@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import (
 )
 from vllm.model_executor.layers.fused_moe.router import fused_topk_bias_router
 
-from eldr_serve.engine.vllm import capture as module
-from eldr_serve.engine.vllm.block_counts import active_experts
-from eldr_serve.engine.vllm.capture import ExpertCapture
-from eldr_serve.engine.vllm.connector_metadata import StepPlan
-from eldr_serve.engine.vllm.device_capture import DeviceCapture
-from eldr_serve.engine.vllm.host_capture import HostCapture
-from eldr_serve.engine.vllm.host_copy import HostCopies, HostCopy
+from eldr_serve.engine.vllm.capture import expert_capture as module
+from eldr_serve.engine.vllm.capture.block_counts import active_experts
+from eldr_serve.engine.vllm.capture.expert_capture import ExpertCapture
+from eldr_serve.engine.vllm.capture.host_copy import HostCopies, HostCopy
+from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
+from eldr_serve.engine.vllm.capture.on_host import HostCapture
+from eldr_serve.engine.vllm.kv.metadata import StepPlan
 
 LAYERS, EXPERTS, K, SIZE = 2, 8, 2, 4
 PLAN = StepPlan(

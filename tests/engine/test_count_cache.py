@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.engine.routes import pack_routes, unpack_routes
-from eldr_serve.engine.vllm.block_counts import BlockExpertCounts, active_experts
+from eldr_serve.engine.vllm.capture.block_counts import BlockExpertCounts, active_experts
 
 BLOCKS, SIZE, LAYERS, EXPERTS, K = 6, 4, 2, 5, 2
 Writes = st.lists(  # steps of (block, first offset, tokens): runs of consecutive slots

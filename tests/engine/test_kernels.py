@@ -30,10 +30,10 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
+from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.moe import avoid_kernels_that_hide_choices, moe_routers
-from eldr_serve.engine.vllm.connector_metadata import StepPlan
-from eldr_serve.engine.vllm.device_capture import DeviceCapture
+from eldr_serve.engine.vllm.kv.metadata import StepPlan
 
 LAYERS, EXPERTS, K, HIDDEN = 2, 8, 2, 16
 

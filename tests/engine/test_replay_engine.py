@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from scripts import ROOT
 
-from benchmarks.lib import replay_command
 from benchmarks.lib.engine_pool import EnginePool
-from benchmarks.lib.replay import widened
-from benchmarks.lib.replay_engine import ENGINE_ENV, Arrival
+from benchmarks.lib.replay import command as replay_command
+from benchmarks.lib.replay.engine import ENGINE_ENV, Arrival
+from benchmarks.lib.replay.schedule import widened
 from benchmarks.papers.simulator_validation import simulator_validation
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.errors import UserInputError, run
 from offline.simulation.calibration import fit_steps
 from tests.support.processes import output
 

@@ -15,12 +15,12 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-from eldr_serve.engine.vllm import connector_worker
+from eldr_serve.engine.vllm.capture.host_copy import HostCopy
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup
-from eldr_serve.engine.vllm.connector import EldrConnector
-from eldr_serve.engine.vllm.connector_metadata import EldrConnectorMetadata, StepCounts, StepPlan
-from eldr_serve.engine.vllm.host_copy import HostCopy
+from eldr_serve.engine.vllm.kv import worker_side as connector_worker
+from eldr_serve.engine.vllm.kv.connector import EldrConnector
+from eldr_serve.engine.vllm.kv.metadata import EldrConnectorMetadata, StepCounts, StepPlan
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.stats import EldrStats
 from eldr_serve.engine.vllm.step_timer import StepTimer

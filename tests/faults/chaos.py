@@ -20,7 +20,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from eldr_serve.client import Client, ServiceError
+from eldr_serve.commands.client import Client, ServiceError
 from loadgen import application, processes, workload
 from loadgen.held_resources import held_in_status
 from tests.faults import steadiness

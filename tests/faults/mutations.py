@@ -113,45 +113,51 @@ MUTATIONS = (
     ),
     Mutation(
         "a signature that nobody waits for is still awaited",
-        "eldr_serve.replicas.measured_counts",
+        "eldr_serve.fleet.measured_counts",
         "asyncio.get_running_loop().call_later(_LATER_S, self._call.cancel)",
     ),
     Mutation(
         "a replica that fails again and again is not ejected",
-        "eldr_serve.replicas.outliers",
+        "eldr_serve.fleet.outliers",
         "if record.failures < FAILURES:",
         "if True:",
     ),
     # -- the router's client
-    Mutation("a release is not told", "eldr_serve.router.client", "call.close(lease.generated_tokens)"),
+    Mutation(
+        "a release is not told", "eldr_serve.router_client.client", "call.close(lease.generated_tokens)"
+    ),
     Mutation(
         "a request that is given up before its lease comes is not released",
-        "eldr_serve.router.client",
+        "eldr_serve.router_client.client",
         "self.release(request.request_id)  # it may be queued or hold a lease by now",
         "self.leases.pop(request.request_id, None)",
     ),
     Mutation(
         "a request whose router is away waits for it",
-        "eldr_serve.router.link",
+        "eldr_serve.router_client.link",
         "self._owner.router_is_unreachable()",
     ),
     Mutation(
         "a router that does not answer is not given up",
-        "eldr_serve.router.waiting",
+        "eldr_serve.router_client.waiting",
         'self._on_late(TimeoutError(f"no answer for {self._timeout_s:g} s"))',
     ),
-    Mutation("own load is never released", "eldr_serve.router.client", "self._fallback.release(request_id)"),
     Mutation(
-        "leases are not told over the next channel", "eldr_serve.router.link", "self._owner.hold(leases)"
+        "own load is never released", "eldr_serve.router_client.client", "self._fallback.release(request_id)"
+    ),
+    Mutation(
+        "leases are not told over the next channel",
+        "eldr_serve.router_client.link",
+        "self._owner.hold(leases)",
     ),
     Mutation(
         "leases by own load are told only over the next channel",
-        "eldr_serve.router.client",
+        "eldr_serve.router_client.client",
         "self.hold([lease])",
     ),
     Mutation(
         "an event loop waits for GCS while it looks up the router",
-        "eldr_serve.router.calls",
+        "eldr_serve.router_client.calls",
         "await asyncio.to_thread(self._find)",
         "self._find()",
     ),

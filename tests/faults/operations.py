@@ -17,7 +17,7 @@ import numpy as np
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from eldr_serve.client import Client, ServiceError
+from eldr_serve.commands.client import Client, ServiceError
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
 from loadgen import application, processes

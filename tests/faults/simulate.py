@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from eldr_serve.fleet.outliers import FAILURES
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.replicas.outliers import FAILURES
 from eldr_serve.scheduling import State
 from tests.faults.clients import Outcome, Plan, ask
 from tests.faults.fake_ray import LIMIT, LIMITED, TENANTS

@@ -16,6 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 from eldr_serve.channel import calls as channel_calls
+from eldr_serve.fleet.directory import ReplicaDirectory
+from eldr_serve.fleet.kv_usage import KvUsage
+from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.ingress import deployment as ingress
 from eldr_serve.ingress import http_application
 from eldr_serve.ingress.options import IngressOptions
@@ -24,9 +27,6 @@ from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.monitoring import loop_watch
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.replicas import engine_watch, servers
-from eldr_serve.replicas.directory import ReplicaDirectory
-from eldr_serve.replicas.kv_usage import KvUsage
-from eldr_serve.replicas.outliers import OutlierDetector
 from eldr_serve.router import actor as decode_router
 from eldr_serve.router.actor import DecodeRouter
 from eldr_serve.router.settings import RouterSettings

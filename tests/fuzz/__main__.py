@@ -25,8 +25,8 @@ import httpx
 import typer
 from rich.console import Console
 
-from eldr_serve.client import Client, ServiceError
-from eldr_serve.command_errors import UserInputError, run
+from eldr_serve.commands.client import Client, ServiceError
+from eldr_serve.commands.errors import UserInputError, run
 from loadgen.held_resources import settle
 from loadgen.progress import progress_bar
 from tests.fuzz.cases import Case, by_hand, known

@@ -13,10 +13,10 @@ import msgspec
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.errors import RequestRefusedError
-from eldr_serve.replicas.directory import ReplicaDirectory
-from eldr_serve.replicas.fleet import SLOT_METHODS
+from eldr_serve.fleet.directory import ReplicaDirectory
+from eldr_serve.fleet.fleet import SLOT_METHODS
+from eldr_serve.fleet.waiters import Waiters
 from eldr_serve.replicas.servers import describe
-from eldr_serve.replicas.waiters import Waiters
 
 TOKEN_IDS = bytes(7 * 4)  # of each prompt
 _CANCEL_DELAY_S = 0.004  # until an engine learns that a call was cancelled

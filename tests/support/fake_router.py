@@ -13,15 +13,15 @@ import numpy as np
 from eldr_serve.channel import Answer, Channel, ChannelLostError, ChannelServer
 from eldr_serve.channel.server import _Connection
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.replicas.directory import ReplicaDirectory
+from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router.actor import _ARGUMENTS, _describe
-from eldr_serve.router.calls import RouterCalls
-from eldr_serve.router.client import RouterClient
 from eldr_serve.router.decode_loads import decode_loads
 from eldr_serve.router.messages import Counted, Place, Restore, decoder, encode
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status
+from eldr_serve.router_client.calls import RouterCalls
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Decision, Lease, Loads, PlacementRequest, QueuedPolicy, State
 from tests.support.tables import counts_for, request, unit_table
 

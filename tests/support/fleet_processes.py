@@ -16,14 +16,14 @@ from ray import serve
 
 from eldr_serve.channel.address import Address
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
+from eldr_serve.fleet.directory import directory
+from eldr_serve.fleet.fleet import METADATA
 from eldr_serve.ingress import deployment as ingress
 from eldr_serve.ingress.http_application import application
 from eldr_serve.ingress.http_server import HttpServer
 from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.replicas import servers
-from eldr_serve.replicas.directory import directory
-from eldr_serve.replicas.fleet import METADATA
 from eldr_serve.router.settings import RouterSettings
 from tests.support.engine_server import COUNTS
 from tests.support.fake_router import FakeActor, wait_until

@@ -14,7 +14,7 @@ import httpx
 from ray import serve
 
 from eldr_serve.engine.protocol import EngineRequest
-from eldr_serve.engine.vllm.request_parsing import REQUESTS, parse_request
+from eldr_serve.engine.vllm.requests.request_parsing import REQUESTS, parse_request
 from eldr_serve.ingress import deployment as ingress
 from eldr_serve.ingress.http_application import application
 from eldr_serve.ingress.openapi import openapi_document

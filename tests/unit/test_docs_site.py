@@ -18,7 +18,7 @@ from benchmarks.__main__ import NAMES
 from benchmarks.papers.reproduce import PAPERS
 from docs.generate.reference import MODULES, locust_help, module_app
 from eldr_serve.cli import app
-from eldr_serve.lazy_command import imported
+from eldr_serve.commands.lazy import imported
 from eldr_serve.metrics import METRICS, PREFIX
 from eldr_serve.scheduling import make_policy
 from tests.support.pages import PAGES, code_lines

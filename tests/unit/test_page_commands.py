@@ -55,9 +55,7 @@ BY_A_TEST = {
     "eldr cost": "tests/unit/gpu_cost/test_cost_command.py"
     "::test_the_simulator_and_a_deployment_read_what_the_command_writes",
     "eldr demo": "tests/e2e/test_demo.py::test_the_demo_writes_its_figures",
-    "eldr drain": (
-        "tests/unit/replicas/test_drain.py::test_the_command_waits_until_the_replica_has_no_calls"
-    ),
+    "eldr drain": ("tests/unit/fleet/test_drain.py::test_the_command_waits_until_the_replica_has_no_calls"),
     "eldr experts": (
         "tests/e2e/test_expert_parallel.py::test_moving_experts_during_answers_does_not_change_them"
     ),

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from eldr_serve.ray_settings import QUIET
+from eldr_serve.config.ray_settings import QUIET
 from tests.support.shipped import ROOT
 
 

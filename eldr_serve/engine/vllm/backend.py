@@ -50,7 +50,7 @@ class VllmBackend:
 
     def requests(self) -> Mapping[str, Any]:
         """Return the types of clients' requests by method (see EngineRequest)."""
-        from eldr_serve.engine.vllm.request_parsing import REQUESTS
+        from eldr_serve.engine.vllm.requests.request_parsing import REQUESTS
 
         return REQUESTS
 

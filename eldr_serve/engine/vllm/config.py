@@ -87,7 +87,7 @@ def _transfer(role: Role, device: str, kv_lease_s: float, overrides: dict[str, A
     """Return vLLM's `kv_transfer_config`; raise ConfigurationError if the overrides set the lease."""
     transfer: dict[str, Any] = {
         "kv_connector": "EldrConnector",
-        "kv_connector_module_path": "eldr_serve.engine.vllm.connector",
+        "kv_connector_module_path": "eldr_serve.engine.vllm.kv.connector",
         "kv_role": _KV_ROLE[role],
         "kv_buffer_device": "cpu" if device == "cpu" else "cuda",
         **overrides,

@@ -26,7 +26,6 @@ from eldr_serve.engine.calls import (
 )
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
 from eldr_serve.engine.samples import SampleBuffer
-from eldr_serve.engine.vllm.answer_forms import to_events, to_json, to_whole_answer
 from eldr_serve.engine.vllm.compat import buffered_metrics
 from eldr_serve.engine.vllm.compat.checked import start_errors
 from eldr_serve.engine.vllm.compat.kv_cache import prefix_cache
@@ -45,14 +44,15 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     with_client,
     wrap_stream,
 )
-from eldr_serve.engine.vllm.continuation import Continuation
 from eldr_serve.engine.vllm.ep.plugin import switched_on
 from eldr_serve.engine.vllm.ep.swap import EngineExperts
-from eldr_serve.engine.vllm.first_token import first_token
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
-from eldr_serve.engine.vllm.plain_stream import PLAIN_STREAMS, PlainStream, is_plain
 from eldr_serve.engine.vllm.rank_client import RankClient
-from eldr_serve.engine.vllm.request_parsing import parse_generation, parse_request, set_prompt
+from eldr_serve.engine.vllm.requests.answer_forms import to_events, to_json, to_whole_answer
+from eldr_serve.engine.vllm.requests.continuation import Continuation
+from eldr_serve.engine.vllm.requests.first_token import first_token
+from eldr_serve.engine.vllm.requests.plain_stream import PLAIN_STREAMS, PlainStream, is_plain
+from eldr_serve.engine.vllm.requests.request_parsing import parse_generation, parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_message
 from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample

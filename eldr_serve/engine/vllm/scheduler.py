@@ -14,8 +14,8 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from eldr_serve.engine.vllm.connector import EldrConnector
-from eldr_serve.engine.vllm.connector_metadata import EldrConnectorWorkerMetadata
+from eldr_serve.engine.vllm.kv.connector import EldrConnector
+from eldr_serve.engine.vllm.kv.metadata import EldrConnectorWorkerMetadata
 from eldr_serve.engine.vllm.prefix_events import prefix_events
 from eldr_serve.engine.vllm.stats import EldrStats
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eldr_serve.engine.vllm.host_copy import HostCopy
+from eldr_serve.engine.vllm.capture.host_copy import HostCopy
 
 
 class StepTimer:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from benchmarks.engine.ep_engine import spread
-from benchmarks.lib.ep_engine import Decoded
-from benchmarks.lib.ep_rows import PHASES, choice_rows, shift_rows
-from benchmarks.lib.ep_turns import SKIPPED, disjoint, in_turns, summary
-from eldr_serve.command_errors import UserInputError
+from benchmarks.lib.ep.engine import Decoded
+from benchmarks.lib.ep.rows import PHASES, choice_rows, shift_rows
+from benchmarks.lib.ep.turns import SKIPPED, disjoint, in_turns, summary
+from eldr_serve.commands.errors import UserInputError
 from eldr_serve.experts.parallel.placement import placement_id
 from loadgen.journal import Journal
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.lib import live
-from eldr_serve.client import Client
-from eldr_serve.command_errors import UserInputError
+from eldr_serve.commands.client import Client
+from eldr_serve.commands.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.figures import policy_rows

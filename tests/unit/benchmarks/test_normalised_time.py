@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.lib.cpu_speed import probed
 from benchmarks.lib.normalised_time import NormalisedTime, felt_by_engines, normalised
-from eldr_serve.command_errors import UserInputError
+from eldr_serve.commands.errors import UserInputError
 from loadgen.trial import Trial
 
 HALF_AT = 50.0  # from here on the cores of `samples` do half as much

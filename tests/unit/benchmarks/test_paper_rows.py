@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from benchmarks.lib.tables import PAPERS, filled, has_result
-from eldr_serve.config import EldrArgs
+from eldr_serve.config.application import EldrArgs
 from eldr_serve.experts.parallel.replica_choice import RULES
 from eldr_serve.experts.signature import TRANSFORMS
 from eldr_serve.scheduling.policies.predictors import PREDICTORS

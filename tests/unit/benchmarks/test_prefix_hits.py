@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from benchmarks.lib.whole_workloads import SHRINK, conversations
+from benchmarks.lib.whole.workloads import SHRINK, conversations
 from benchmarks.serving.prefix_hits import first_prompt, next_prompt, row
 from loadgen.traces import BLOCK_TOKENS, TraceRequest
 from tests.support.in_process import command, sentence

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.engine.moe_layer_latency import routes
-from benchmarks.lib import replay
 from benchmarks.lib.capture import Captured
 from benchmarks.lib.engine_pool import EnginePool, Served
 from benchmarks.lib.engines import device_kwargs
-from benchmarks.lib.replay import FIT_REQUESTS, Arm, Bench, Case, Load, fit_batches, loads_of
-from benchmarks.lib.replay_command import chosen_arms
-from benchmarks.lib.replay_engine import BLOCK, Arrival, Steps, pad_to_blocks
-from benchmarks.lib.replay_rows import LAYERS
-from eldr_serve.command_errors import UserInputError
+from benchmarks.lib.replay import schedule as replay
+from benchmarks.lib.replay.command import chosen_arms
+from benchmarks.lib.replay.engine import BLOCK, Arrival, Steps, pad_to_blocks
+from benchmarks.lib.replay.rows import LAYERS
+from benchmarks.lib.replay.schedule import FIT_REQUESTS, Arm, Bench, Case, Load, fit_batches, loads_of
+from eldr_serve.commands.errors import UserInputError
 from eldr_serve.engine.vllm.config import engine_kwargs
 from loadgen.journal import Journal
 from tests.support.traces import synthetic_trace

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lib import whole_report
 from benchmarks.lib.client import Answer
 from benchmarks.lib.engines import plain_engine_kwargs
 from benchmarks.lib.normalised_time import NormalisedTime
-from benchmarks.lib.whole_workloads import (
+from benchmarks.lib.whole import report as whole_report
+from benchmarks.lib.whole.workloads import (
     APPLICATIONS,
     SHRINK,
     SYSTEM_CHARS,
@@ -22,7 +22,7 @@ from benchmarks.lib.whole_workloads import (
     system_prompts,
 )
 from benchmarks.serving import whole_replicas
-from eldr_serve.command_errors import UserInputError
+from eldr_serve.commands.errors import UserInputError
 from loadgen.sse import StreamTiming
 from loadgen.traces import BLOCK_TOKENS, TraceRequest
 from loadgen.workload import Prompt

@@ -14,7 +14,7 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from eldr_serve.engine.calls import error_event, is_end
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.compat.messages import SERVING_NAMES, to_message_events
-from eldr_serve.engine.vllm.request_parsing import parse_generation
+from eldr_serve.engine.vllm.requests.request_parsing import parse_generation
 from eldr_serve.errors import RequestRefusedError
 
 TOOL = {"name": "look_up", "description": "Look up.", "input_schema": {"type": "object", "properties": {}}}

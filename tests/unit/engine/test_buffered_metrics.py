@@ -68,7 +68,7 @@ def _config() -> Any:
     config.cache_config.metrics_info.side_effect = lambda: {"block_size": "16"}
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="EldrConnector",
-        kv_connector_module_path="eldr_serve.engine.vllm.connector",
+        kv_connector_module_path="eldr_serve.engine.vllm.kv.connector",
         kv_role="kv_both",
     )
     return config

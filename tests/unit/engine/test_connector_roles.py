@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup
 from eldr_serve.engine.vllm.compat.nixl import NixlConnectorMetadata, WithoutTransfers, transfer_errors
-from eldr_serve.engine.vllm.connector_scheduler import EldrConnectorScheduler
+from eldr_serve.engine.vllm.kv.scheduler_side import EldrConnectorScheduler
 
 
 def scheduler_side(*, drafts: bool, kv_role: str) -> EldrConnectorScheduler:

@@ -18,8 +18,8 @@ from vllm.sampling_params import SamplingParams
 
 from eldr_serve.engine.calls import CACHED_TOKENS, CREATED, TRANSPORT_S, is_end
 from eldr_serve.engine.protocol import EngineRequest
-from eldr_serve.engine.vllm.continuation import Continuation
-from eldr_serve.engine.vllm.request_parsing import parse_request
+from eldr_serve.engine.vllm.requests.continuation import Continuation
+from eldr_serve.engine.vllm.requests.request_parsing import parse_request
 from tests.support.fake_vllm import EOS, PROMPT, TOKENIZER, Chat, Client, engine
 
 TEXT = "Die Straße: 春眠不覚暁 - naïve 🦊🦊 ends. END of it"  # some characters consist of several tokens

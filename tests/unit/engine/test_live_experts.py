@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from benchmarks.lib.ep_ranks import on_ranks
+from benchmarks.lib.ep.ranks import on_ranks
 from eldr_serve.engine.vllm.ep import live as live_module
 from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts

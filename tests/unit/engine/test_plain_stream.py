@@ -14,7 +14,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from eldr_serve.engine.vllm.compat.serve_llm import ChatCompletionRequest, CompletionRequest
-from eldr_serve.engine.vllm.plain_stream import PlainStream, is_plain
+from eldr_serve.engine.vllm.requests.plain_stream import PlainStream, is_plain
 
 FINISHES = [("length", None), ("stop", None), ("stop", "ende"), ("stop", 7), ("abort", None), ("error", None)]
 outputs = st.lists(

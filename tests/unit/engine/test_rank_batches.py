@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks.lib.ep_ranks import on_ranks
+from benchmarks.lib.ep.ranks import on_ranks
 from eldr_serve.engine.vllm.ep.exchange import RankBatches
 
 HIDDEN, TOP_K = 8, 3

@@ -13,9 +13,9 @@ from vllm.sampling_params import SamplingParams
 
 from eldr_serve.engine.calls import is_end
 from eldr_serve.engine.protocol import EngineRequest
-from eldr_serve.engine.vllm.answer_forms import to_events, to_json
-from eldr_serve.engine.vllm.first_token import first_token
-from eldr_serve.engine.vllm.request_parsing import parse_request
+from eldr_serve.engine.vllm.requests.answer_forms import to_events, to_json
+from eldr_serve.engine.vllm.requests.first_token import first_token
+from eldr_serve.engine.vllm.requests.request_parsing import parse_request
 from eldr_serve.errors import RequestRefusedError
 
 

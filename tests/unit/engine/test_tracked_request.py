@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.engine.routes import unpack_routes
-from eldr_serve.engine.vllm.tracked_request import RouteCounts, TrackedRequest
+from eldr_serve.engine.vllm.kv.tracked_request import RouteCounts, TrackedRequest
 from eldr_serve.experts.signature import unpack_counts
 
 PROMPT, STEPS, LAYERS, EXPERTS, K = 5, 100, 3, 8, 2

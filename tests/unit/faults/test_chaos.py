@@ -14,7 +14,7 @@ import psutil
 import pytest
 from ray.serve.exceptions import RayServeException
 
-from eldr_serve.client import ServiceError
+from eldr_serve.commands.client import ServiceError
 from loadgen import application, processes
 from loadgen.workload import Prompt
 from tests.faults import chaos, operations

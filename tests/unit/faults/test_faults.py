@@ -13,8 +13,8 @@ import pytest
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Tenants
 from eldr_serve.pipeline.split_prefill import SplitPrefill
-from eldr_serve.router.client import RouterClient
 from eldr_serve.router.state import RouterState
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Placer
 from tests.faults import virtual_time
 from tests.faults.__main__ import mutate, simulate

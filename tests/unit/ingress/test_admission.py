@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from eldr_serve.engine.protocol import EngineRequest
-from eldr_serve.engine.vllm.request_parsing import parse_request
+from eldr_serve.engine.vllm.requests.request_parsing import parse_request
 from eldr_serve.errors import OverloadedError
 from eldr_serve.ingress import body as request_body
 from eldr_serve.ingress.admission import Admission, Gate

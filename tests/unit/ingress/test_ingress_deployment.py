@@ -13,7 +13,7 @@ from ray import cloudpickle, serve
 from ray.serve._private.build_app import build_app as finalized
 
 from eldr_serve.app import build_app, engine_spec
-from eldr_serve.config import EldrArgs
+from eldr_serve.config.application import EldrArgs
 from eldr_serve.engine.vllm.backend import VllmBackend
 from eldr_serve.ingress.deployment import EldrIngress
 from eldr_serve.ingress.http_application import application
@@ -27,7 +27,7 @@ from ray import cloudpickle
 
 async def main():
     kind, arguments = map(cloudpickle.loads, cloudpickle.load(sys.stdin.buffer))
-    import eldr_serve.replicas.request_router  # its handles choose replicas there
+    import eldr_serve.fleet.request_router  # its handles choose replicas there
     replica = kind.__new__(kind)
     await kind.__init__(replica, **arguments)
     cors, *_ = replica.app.user_middleware

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import typer
 
-from eldr_serve import client
-from eldr_serve.command_errors import UserInputError
+from eldr_serve.commands import client
+from eldr_serve.commands.errors import UserInputError
 from loadgen.compare import compare
 from loadgen.figures import policy_rows, tpot_by_domain
 from loadgen.journal import Journal

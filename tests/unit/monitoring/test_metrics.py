@@ -94,7 +94,7 @@ def _texts(node: ast.AST) -> Iterator[str]:
 
 def _counted() -> Iterator[str]:
     """Yield the keys that serving code counts by `count("x")`, `counters["x"]` or `counters.update(x=1)`."""
-    packages = ("ingress", "limits", "pipeline", "queues", "replicas", "router", "signatures")
+    packages = "fleet ingress limits pipeline queues replicas router router_client signatures".split()
     for path in sorted(path for name in packages for path in (ROOT / "eldr_serve" / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:

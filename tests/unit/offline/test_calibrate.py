@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eldr_serve.command_errors import UserInputError
+from eldr_serve.commands.errors import UserInputError
 from eldr_serve.engine.fake import FakeCalibrationEngine, FakeConfig
 from eldr_serve.engine.protocol import Sampling
 from eldr_serve.engine.routes import pack_routes, unpack_routes

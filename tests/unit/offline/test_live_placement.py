@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from eldr_serve.client import ServiceError
+from eldr_serve.commands.client import ServiceError
 from eldr_serve.experts.parallel.placement import hosts_of
 from eldr_serve.experts.routing_table import ExpertPlacement
 from offline.live_placement import Planner, learnt_correction, update_placement

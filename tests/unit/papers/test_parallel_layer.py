@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.lib.ep_ranks import on_ranks, read_experts, read_gate
+from benchmarks.lib.ep.ranks import on_ranks, read_experts, read_gate
 from benchmarks.papers.parallel_layer import (
     ParallelLayer,
     Products,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from eldr_serve.channel import ChannelLostError, Chunk
+from eldr_serve.fleet.decode_start import SLOTS, DecodeStartEstimator
 from eldr_serve.pipeline.move_limiter import MAX_MOVES, MoveLimiter
-from eldr_serve.replicas.decode_start import SLOTS, DecodeStartEstimator
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with
 from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, packed, request_context
 

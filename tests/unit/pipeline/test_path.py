@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from eldr_serve.channel import CallFailedError, ChannelLostError, SlowReaderError
 from eldr_serve.engine.calls import EXPERT_COUNTS, prefill_header
 from eldr_serve.errors import EnginesLostError, OverloadedError
+from eldr_serve.fleet.directory import ReplicaDirectory
+from eldr_serve.fleet.fleet import Fleet
+from eldr_serve.fleet.kv_usage import KV_USAGE, REPORT_NUMBER, KvUsage
 from eldr_serve.pipeline import kv_release
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.stage_latencies import WINDOW, StageLatencies
-from eldr_serve.replicas.directory import ReplicaDirectory
-from eldr_serve.replicas.fleet import Fleet
-from eldr_serve.replicas.kv_usage import KV_USAGE, REPORT_NUMBER, KvUsage
 from eldr_serve.request import RequestFields, needs_whole_engine, prompt_head, prompt_key, sequences
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from tests.support.fake_router import wait_until

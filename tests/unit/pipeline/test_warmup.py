@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from eldr_serve.experts.signature import pack_counts
+from eldr_serve.fleet import measured_counts
 from eldr_serve.pipeline import kv_release, warmup
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path_options import PrefillRouterOptions
 from eldr_serve.pipeline.warmup import Warmup
-from eldr_serve.replicas import measured_counts
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with, prefill_result
 from tests.support.fake_router import wait_until
 from tests.support.ingress_app import whole_answer

@@ -15,12 +15,12 @@ from eldr_serve.channel import ChannelLostError
 from eldr_serve.engine.calls import CACHED_TOKENS
 from eldr_serve.errors import OverloadedError
 from eldr_serve.experts.signature import pack_counts
+from eldr_serve.fleet import measured_counts
+from eldr_serve.fleet.directory import BLOCK_TOKENS
+from eldr_serve.fleet.outliers import FAILURES
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.queues.throughput import DEFAULT_RATE
-from eldr_serve.replicas import measured_counts
-from eldr_serve.replicas.directory import BLOCK_TOKENS
-from eldr_serve.replicas.outliers import FAILURES
 from eldr_serve.request import RequestFields, has_exact_ids
 from eldr_serve.scheduling import prompt_blocks
 from tests.support.fake_fleet import Sent, answer_with

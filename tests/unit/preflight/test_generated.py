@@ -15,7 +15,7 @@ from document_edits import MISSING, edit
 from pydantic import BaseModel
 
 from eldr_serve.app import build_app
-from eldr_serve.config import EldrArgs
+from eldr_serve.config.application import EldrArgs
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.preflight import check as checking
 from eldr_serve.preflight.engines import ProbeResult

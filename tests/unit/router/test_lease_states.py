@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
-from eldr_serve.replicas.directory import ReplicaDirectory
-from eldr_serve.router.client import RouterClient
+from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router.messages import Leased, Queued, Settings, Unplaced, decoder, encode
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Lease, State
 from tests.support.fake_router import FakeActor
 from tests.support.tables import request, unit_table

@@ -1,0 +1,192 @@
+"""One real engine with several expert-parallel ranks, in its own process, driven step by step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.lib.engine_pool import EngineProcesses
+from benchmarks.lib.replay.engine import ENGINE_ENV
+from eldr_serve.commands.errors import UserInputError
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The pure decode steps of a batch.
+
+    The migration has `slices`, of which `slices_left` were left when the batch ended.
+    """
+
+    answers: Ints  # [requests, tokens]
+    seconds: NDArray[np.float64]  # [N], wall-clock time of each step, without moves
+    move_s: float  # total time of the migration slices between steps
+    experts_moved: int  # by these slices, in all layers
+    slices: int
+    slices_left: int
+    log: Ints  # [G, N, L, 5], work of each rank (`eldr_serve.engine.vllm.ep.layer.LOG_COLUMNS`)
+    routed: Ints  # [L, E], tokens of each expert, including prefill
+    placement: Ints  # [L, P] at the end; a migration may be incomplete. -1: an empty slot
+
+
+class EpEngine(EngineProcesses):
+    """Context with one engine.
+
+    Args:
+        model: directory; the ranks must divide the number of heads.
+        ranks: number of ranks of tensor and expert parallelism, G.
+        redundant: slots of a layer beyond one per expert.
+        moves_per_slice: maximum number of experts that move between two steps.
+    """
+
+    def __init__(
+        self, model: Path, *, ranks: int, redundant: int, moves_per_slice: int, max_batch: int
+    ) -> None:
+        super().__init__(1, _start, str(model), ranks, redundant, moves_per_slice, max_batch)
+
+    def place(self, placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
+        """Apply the placement int[L, P] (-1: an empty slot) and the rule; `load` [L, E]: expected tokens."""
+        self._pool.submit(_place, placement, rule, load).result()
+
+    def decode(
+        self,
+        prompts: Sequence[list[int]],
+        tokens: int,
+        *,
+        name: str,
+        migrate_to: Ints | None = None,
+        load: NDArray[np.float64] | None = None,
+    ) -> Decoded:
+        """Decode `tokens` tokens of each prompt greedily, all prompts at once.
+
+        Args:
+            name: name of these prompts, whose KV blocks are in the prefix cache when they are measured.
+            migrate_to: int[L, P], reached from the first decode step on, one slice between two steps.
+            load: float[L, E] expected with it; None: as before.
+        """
+        return self._pool.submit(_decode, prompts, tokens, name, migrate_to, load).result()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:  # stop the ranks before their parent process
+            self._pool.submit(_stop).result()
+        super().__exit__(kind, error, trace)
+
+
+_engine: Any
+_ranks: int
+_sent = 0
+_known: set[str] = set()  # names of prompts in the prefix cache
+
+
+def _start(model: str, ranks: int, redundant: int, moves_per_slice: int, max_batch: int) -> None:
+    global _engine, _ranks
+    from eldr_serve.engine.vllm.ep.plugin import SWITCH, register
+
+    os.environ |= ENGINE_ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", SWITCH: "1"}
+    register()  # the plug-in does this in every process if the package is installed
+    from vllm import EngineArgs, LLMEngine
+
+    _ranks = ranks
+    _engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=model,
+            max_model_len=1024,
+            max_num_seqs=max_batch,
+            max_num_batched_tokens=4096,
+            seed=0,
+            dtype="float32",
+            block_size=32,
+            enable_prefix_caching=True,
+            enforce_eager=True,
+            async_scheduling=False,
+            skip_tokenizer_init=True,
+            tensor_parallel_size=ranks,
+            enable_expert_parallel=True,
+            worker_extension_cls="eldr_serve.engine.vllm.worker.EldrWorkerExtension",
+            additional_config={
+                "eldr_experts": {"redundant_experts": redundant, "moves_per_slice": moves_per_slice}
+            },
+        )
+    )
+
+
+def _stop() -> None:
+    _engine.engine_core.shutdown()
+
+
+def _ask(method: str, *arguments: Any) -> list[Any]:
+    answers: list[Any] = _engine.collective_rpc("eldr_experts", args=(method, *arguments))
+    for answer in answers:
+        if isinstance(answer, str):
+            raise UserInputError(answer)
+    return answers
+
+
+def _place(placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
+    _ask("choose", rule)
+    left = _ask("begin", placement.tolist(), _ranks, load.tolist())[0]
+    while left:
+        left = _ask("move")[0]
+
+
+def _decode(
+    prompts: Sequence[list[int]],
+    tokens: int,
+    name: str,
+    migrate_to: Ints | None,
+    load: NDArray[np.float64] | None,
+) -> Decoded:
+    global _sent
+    from vllm import SamplingParams
+
+    if name not in _known:
+        _known.add(name)
+        _decode(prompts, 2, name, None, None)
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    first = _sent + 1
+    for prompt in prompts:
+        _sent += 1
+        _engine.add_request(str(_sent), {"prompt_token_ids": prompt, "cache_salt": name}, params)
+    begun = _ask("batches", 2**40)[0][0]
+    before, moved = np.array(_ask("routed")[0]), _ask("status")[0]["experts_moved"]
+    seconds, decoding = [], 0
+    move_s = 0.0
+    slices = left = 0
+    if migrate_to is not None:
+        slices = left = _ask("begin", migrate_to.tolist(), _ranks, None if load is None else load.tolist())[0]
+    answers: dict[int, Sequence[int]] = {}
+    while _engine.has_unfinished_requests():
+        start = perf_counter()
+        outputs = _engine.step()
+        seconds.append(perf_counter() - start)
+        decoding += len(outputs) == len(prompts)
+        answers |= {int(o.request_id) - first: o.outputs[0].token_ids for o in outputs if o.finished}
+        if left and decoding:
+            start = perf_counter()
+            left = _ask("move")[0]
+            move_s += perf_counter() - start
+    if left:
+        _ask("stop")
+    log = np.array([rows for _, rows in _ask("batches", begun)])
+    pure = log[0, :, 0, 0] == len(prompts)  # number of tokens of the step
+    after = _ask("status")[0]
+    routed = np.array(_ask("routed")[0]) - before
+    return Decoded(
+        np.array([answers[number] for number in range(len(prompts))]),
+        np.array(seconds)[pure],
+        move_s,
+        after["experts_moved"] - moved,
+        slices,
+        left,
+        log[:, pure],
+        routed,
+        np.array(after["placement"]),
+    )

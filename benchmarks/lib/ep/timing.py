@@ -1,0 +1,233 @@
+"""Timed work of EP ranks: whole layers together, each rank's share alone, and messages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.lib.ep.ranks import device, read_experts, read_gate
+from benchmarks.papers.parallel_layer import (
+    ParallelLayer,
+    Products,
+    Routing,
+    all_replicas,
+    one_replica,
+    top_k_gate,
+    vllm_products,
+)
+from eldr_serve.experts.parallel.metro import MetroPlan
+from eldr_serve.experts.parallel.placement import hosts_of
+
+STAGES = ("dispatch", "gate", "route", "experts", "combine")
+ACTIVATED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+TOKENS_PER_EXPERT = (1, 2, 4, 8)
+MESSAGE_BYTES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
+Arm = tuple[float, str, str]  # replication (slots / experts), routing, dispatch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Common input of all ranks: the model, placements by replication, and batches of routes."""
+
+    model: Path
+    ranks: int
+    placements: dict[float, NDArray[np.int64]]  # int[L, P]
+    routes: NDArray[np.int64]  # int[B, L, T, k], B batches
+    arms: tuple[Arm, ...]
+    rounds: int  # calls of each batch, layer and arm
+    seed: int
+
+    def routing(self, arm: Arm, layer: int) -> Routing:
+        """Return the arm's choice of replicas in a layer."""
+        hosts = hosts_of(self.placements[arm[0]][layer : layer + 1], self.num_experts, self.ranks)[0]
+        if arm[1] == "metro":
+            return one_replica(MetroPlan.from_hosts(hosts).route, len(hosts))
+        return all_replicas(hosts)
+
+    @property
+    def num_experts(self) -> int:
+        """Return E."""
+        return int(self.placements[1.0].max()) + 1
+
+    def served(self, arm: Arm) -> NDArray[np.int64]:
+        """Return int[B, L, E, G]: tokens of each expert on each rank."""
+        batches, layers = self.routes.shape[:2]
+        served = np.zeros((batches, layers, self.num_experts, self.ranks), np.int64)
+        for layer in range(layers):
+            route = self.routing(arm, layer)
+            for b in range(batches):
+                experts = self.routes[b, layer]
+                # All-to-all: each rank chooses for its own tokens.
+                parts = self.ranks if arm[2] == "all-to-all" else 1
+                for own in np.split(experts, parts):
+                    np.add.at(served[b, layer], (own, route(own, np.zeros(len(own), np.int64))), 1)
+        return served
+
+
+class _Experts:
+    """All layers' experts in this process's memory; the slots of a placement point to them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        layers = range(plan.routes.shape[1])
+        weights = (read_experts(plan.model, layer, range(plan.num_experts)) for layer in layers)
+        self._products = [vllm_products(w13.to(device()), w2.to(device())) for w13, w2 in weights]
+        self._gates = [read_gate(plan.model, layer).to(device()) for layer in layers]
+        self.hidden = self._gates[0].shape[1]
+        self.top_k = plan.routes.shape[3]
+
+    def products(self, layer: int, experts: NDArray[np.int64]) -> Products:
+        """Return the products of slots that hold these experts."""
+        held = torch.as_tensor(experts, device=device())
+        return lambda rows, slot: self._products[layer](rows, held[slot])
+
+    def gate(self, layer: int, recorded: NDArray[np.int64]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Return the model's gate, forced to the recorded choices int[T, k]."""
+        gate, experts = top_k_gate(self._gates[layer], self.top_k), torch.as_tensor(recorded, device=device())
+        return lambda tokens: (gate(tokens)[0], experts)
+
+    def seconds(self, layer: int, rows: Tensor, slot: Tensor) -> float:
+        """Return the time of these rows' experts, all of which are local, s."""
+        products = self.products(layer, np.arange(self._plan.num_experts))
+        start = _now()
+        products(rows, slot)
+        return _now() - start
+
+    def tokens(self, number: int) -> Tensor:
+        """Return hidden states; their values do not affect a layer's time."""
+        return torch.randn(number, self.hidden, device=device()).bfloat16()
+
+
+def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
+    """Time each stage while the ranks start every layer together: [B, L, rounds, stage] s, by arm."""
+    mine = _Experts(plan)
+    batches, layers, tokens, _ = plan.routes.shape
+    own = tokens // plan.ranks
+    start = rank * own
+    times = {arm: np.zeros((batches, layers, plan.rounds, len(STAGES))) for arm in plan.arms}
+    for b, layer, turn, arm in _schedule(plan):
+        placed = plan.placements[arm[0]][layer]
+        everyone = arm[2] == "all-gather"
+        recorded = plan.routes[b, layer] if everyone else plan.routes[b, layer, start : start + own]
+        part = ParallelLayer(
+            mine.gate(layer, recorded),
+            mine.products(layer, placed.reshape(plan.ranks, -1)[rank]),
+            placed,
+            num_experts=plan.num_experts,
+            route=plan.routing(arm, layer),
+        )
+        x = mine.tokens(own)
+        clock = _Clock()
+        dist.barrier()
+        clock.start()
+        if everyone:
+            part.gathered(x, [own] * plan.ranks, clock)
+        else:
+            part.exchanged(x, clock)
+        times[arm][b, layer, turn] = [clock.seconds[stage] for stage in STAGES]
+    return times
+
+
+def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
+    """Time each rank's experts with nothing else running: [B, L, rounds, G] s, by arm."""
+    mine = _Experts(plan)
+    batches, layers, tokens, _ = plan.routes.shape
+    times = {arm: np.zeros((batches, layers, plan.rounds, plan.ranks)) for arm in plan.arms}
+    x = mine.tokens(tokens)
+    for b, layer, turn, arm in _schedule(plan):
+        experts = plan.routes[b, layer]
+        ranks = plan.routing(arm, layer)(experts, np.zeros(tokens, np.int64))
+        for g in range(plan.ranks):
+            token, choice = np.nonzero(ranks == g)
+            rows = x[torch.as_tensor(token, device=device())]
+            slot = torch.as_tensor(experts[token, choice], device=device())
+            times[arm][b, layer, turn, g] = mine.seconds(layer, rows, slot)
+    return times
+
+
+def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
+    """Return a rank's median time by activated experts and pairs; each call uses other experts."""
+    mine = _Experts(plan)
+    rng = np.random.default_rng(plan.seed)
+    points = [(a, a * n) for a in ACTIVATED for n in TOKENS_PER_EXPERT if a <= plan.num_experts]
+    seconds: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    for _ in range(3 * plan.rounds + 1):  # the first one warms up
+        for n in rng.permutation(len(points)):
+            activated, pairs = points[n]
+            layer = int(rng.integers(plan.routes.shape[1]))
+            experts = rng.permutation(plan.num_experts)[:activated]
+            slot = torch.as_tensor(np.resize(experts, pairs), device=device())
+            rows = mine.tokens(pairs)
+            seconds[activated, pairs].append(mine.seconds(layer, rows, slot))
+    return [{"activated": a, "pairs": p, "s": float(np.median(s[1:]))} for (a, p), s in seconds.items()]
+
+
+def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
+    """Return medians of both ways to move tokens there and back, by bytes that reach a rank one way."""
+    rows = []
+    for size in MESSAGE_BYTES:
+        mine = torch.zeros(size, dtype=torch.uint8, device=device())
+        everyone = torch.zeros(2 * size, dtype=torch.uint8, device=device())
+        splits = [0, size] if rank == 0 else [size, 0]
+        seconds: dict[str, list[float]] = {"all_gather_reduce_scatter": [], "all_to_all_twice": []}
+        for _ in range(10 * rounds + 1):
+            clock = _Clock()
+            dist.barrier()
+            clock.start()
+            dist.all_gather_single(everyone, mine)
+            dist.reduce_scatter_single(mine, everyone)
+            clock("all_gather_reduce_scatter")
+            dist.barrier()
+            clock.start()
+            dist.all_to_all_single(torch.empty_like(mine), mine, splits, splits)
+            dist.all_to_all_single(torch.empty_like(mine), mine, splits, splits)
+            clock("all_to_all_twice")
+            for name, times in seconds.items():
+                times.append(clock.seconds[name])
+        medians = {f"{name}_p50_ms": 1e3 * float(np.median(times[1:])) for name, times in seconds.items()}
+        rows.append({"message_bytes": size} | medians)
+    return rows
+
+
+class _Clock:
+    """Records the seconds of each stage since the previous one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Start the first stage."""
+        self._since = _now()
+
+    def __call__(self, stage: str) -> None:
+        now = _now()
+        self.seconds[stage] = now - self._since
+        self._since = now
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _schedule(plan: Plan) -> list[tuple[int, int, int, Arm]]:
+    """Return (batch, layer, round, arm) in a random order that is the same on every rank."""
+    batches, layers = plan.routes.shape[:2]
+    cases = [
+        (b, layer, turn, arm)
+        for turn in range(plan.rounds)
+        for b in range(batches)
+        for layer in range(layers)
+        for arm in plan.arms
+    ]
+    return [cases[n] for n in np.random.default_rng(plan.seed).permutation(len(cases))]

@@ -1,0 +1,88 @@
+"""Shared parts of the benchmarks of EP engines: arms take turns on one engine; a journal keeps results.
+
+The model is the demo model with wide experts and an extra head, in 32 bits, so that all arms give equal
+answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable
+from time import monotonic
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.lib.ep.engine import Decoded, EpEngine
+from eldr_serve.commands.errors import UserInputError
+from loadgen.journal import Journal
+
+Ints = NDArray[np.int64]
+Key = TypeVar("Key", bound=tuple[Hashable, ...])
+HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them
+PROMPT = 65  # maximum tokens of a prompt, since only decode is measured
+SKIPPED = 2  # decode steps after the prefill that no figure includes
+Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
+Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated per request.")]
+Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with other prompts.")]
+Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the same command resumes.")]
+
+
+def in_turns(
+    journal: Journal,
+    keys: Iterable[Key],
+    engine: Callable[[], EpEngine],
+    measure: Callable[[EpEngine, Key], Any],
+    minutes: float | None,
+) -> dict[Key, Any]:
+    """Return the measurement of each key, in this order; measure only those that the journal lacks.
+
+    Args:
+        engine: called if anything is left to measure.
+        measure: function that returns a JSON-serialisable result.
+        minutes: time limit, after which UserInputError is raised; None: no limit.
+    """
+    began, keys = monotonic(), list(keys)
+    left = [key for key in keys if journal.get(_name(key)) is None]
+    if left:
+        with engine() as running:
+            for key in left:
+                if minutes is not None and monotonic() - began > 60 * minutes:
+                    raise UserInputError(
+                        "the time is up; results are kept; run the command again to continue"
+                    )
+                journal.put(_name(key), measure(running, key))
+    return {key: journal.get(_name(key)) for key in keys}
+
+
+def _name(key: tuple[Hashable, ...]) -> str:
+    return "/".join(map(str, key))
+
+
+def disjoint(among: Ints, size: int, number: int, rng: np.random.Generator) -> list[Ints]:
+    """Return `number` batches of `size`, which share no request while enough requests are left."""
+    drawn: list[Ints] = []
+    left = among[:0]
+    for _ in range(number):
+        if len(left) < size:
+            left = rng.permutation(among)
+        drawn.append(left[:size])
+        left = left[size:]
+    return drawn
+
+
+def summary(decoded: Decoded) -> dict[str, Any]:
+    """Return a batch's figures: medians over steps for times, otherwise means over steps and layers."""
+    tokens, activated, pairs, home, guests = np.moveaxis(decoded.log[:, SKIPPED:], -1, 0)
+    return {
+        "step_ms": 1e3 * float(np.median(decoded.seconds[SKIPPED:])),
+        "steps": len(decoded.seconds),
+        "worst_rank_experts": float(activated.max(axis=0).mean()),
+        "experts_all_ranks": float(activated.sum(axis=0).mean()),
+        "worst_rank_pairs": float(pairs.max(axis=0).mean()),
+        "away_pct": 100 * (1 - float(home.sum() / pairs.sum())),
+        "moved_a_token": float(guests.sum() / tokens[0].sum()),
+        "answers": [hashlib.sha256(answer.tobytes()).hexdigest()[:16] for answer in decoded.answers],
+    }

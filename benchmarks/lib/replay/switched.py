@@ -1,0 +1,58 @@
+"""Switch one engine between our connector and scheduler and vLLM's own, to measure what capture adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import isfunction
+from typing import Any, ClassVar
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from eldr_serve.engine.vllm.compat.moe import moe_routers
+from eldr_serve.engine.vllm.compat.nixl import NixlPullConnector
+from eldr_serve.engine.vllm.kv.connector import EldrConnector
+from eldr_serve.engine.vllm.scheduler import EldrScheduler
+
+# Stats are ours in both (some microseconds per step): an engine has one kind of metrics.
+_BOTH = ("__init__", "get_kv_connector_stats")
+
+
+class Switch:
+    """A switch for capture in the engine of this process; change it only between requests."""
+
+    on = True
+    _hooks: ClassVar[dict[int, Callable[..., None]]] = {}
+
+    @classmethod
+    def turn(cls, on: bool, vllm_config: Any) -> None:
+        """Turn capture on or off; when off, no router has a hook."""
+        for index, router in moe_routers(vllm_config):
+            cls._hooks.setdefault(index, router.capture_fn)
+            router.set_capture_fn(cls._hooks[index] if on else None)
+        cls.on = on
+
+
+def _switched(ours: type, theirs: type) -> Callable[[type], type]:
+    """Decorate a subclass of `ours`: while the switch is off, overridden methods call `theirs`."""
+
+    def either(mine: Any, plain: Any) -> Any:
+        return lambda *args, **kwargs: (mine if Switch.on else plain)(*args, **kwargs)
+
+    def give(to: type) -> type:
+        for owner in ours.__mro__[: ours.__mro__.index(theirs)]:
+            for name, mine in vars(owner).items():
+                if isfunction(mine) and name not in _BOTH and hasattr(theirs, name):
+                    setattr(to, name, either(mine, getattr(theirs, name)))
+        return to
+
+    return give
+
+
+@_switched(EldrConnector, NixlPullConnector)
+class SwitchedConnector(EldrConnector):
+    """EldrConnector, or NixlPullConnector."""
+
+
+@_switched(EldrScheduler, Scheduler)
+class SwitchedScheduler(EldrScheduler):
+    """EldrScheduler, or Scheduler."""

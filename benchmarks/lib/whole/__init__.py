@@ -1,0 +1,1 @@
+"""Whole replicas behind several balancers: systems, workloads and reports of the comparison."""

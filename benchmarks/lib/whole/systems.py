@@ -1,0 +1,97 @@
+"""The systems in the comparison of whole replicas: our application, and vllm-router over plain servers."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import typer
+
+from benchmarks.lib.client import Send, sender
+from benchmarks.lib.engines import vllm_router, vllm_servers
+from benchmarks.lib.live import serving
+from benchmarks.lib.prometheus import total
+from benchmarks.lib.whole.report import SERVER_TIMES, STEPS
+from eldr_serve.commands.client import Client
+from loadgen.figures import BASELINES
+
+AFFINITY = "benchmarks.papers.prefix_policies:LongestPrefix"
+POLICIES = {name: name for name in (*BASELINES, "marginal-cost")} | {"prefix-affinity": AFFINITY}
+_SETTLE_S = 1.0  # time for plain servers to drop cancelled requests
+Opened = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]
+
+
+@contextmanager
+def _ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Opened]:
+    """Run our application; choosing a policy resets what it has learnt."""
+    with serving(arguments, port=port) as client:
+        client.swap_predictor(predictor)
+
+        def chosen(name: str) -> Send:
+            client.wait_idle()
+            client.set_policy("random")  # setting the same policy again would keep its state
+            client.set_policy(POLICIES[name])
+            return sender(client.url)
+
+        yield chosen, partial(_step_totals, client)
+        typer.echo(f"predictor: {client.status()['predictor']}")
+
+
+@contextmanager
+def _theirs(arguments: dict[str, Any], venv: Path, names: Iterable[str], port: int) -> Iterator[Opened]:
+    """Run plain servers behind a vllm-router for each of the policies."""
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        urls = stack.enter_context(vllm_servers(arguments, port=port, logs=logs))["decode"]
+        servers = ["--worker-urls", *urls]
+        fronts = {
+            policy: stack.enter_context(vllm_router(venv, policy, number, servers, port=port, logs=logs))
+            for number, policy in enumerate(names)
+        }
+
+        def chosen(name: str) -> Send:
+            time.sleep(_SETTLE_S)
+            return sender(fronts[name])
+
+        yield chosen, partial(_server_times, urls)
+
+
+def _server_times(urls: Sequence[str]) -> dict[str, float]:
+    """Return the plain servers' sums so far by vLLM's own clock, s, and their requests."""
+    pages = "\n".join(httpx.get(f"{url}/metrics", timeout=30).text for url in urls)
+    return {
+        f"{ours}_{part}": total(pages, f"vllm:{theirs}_seconds_{part}")
+        for ours, theirs in SERVER_TIMES.items()
+        for part in ("sum", "count")
+    }
+
+
+def _step_totals(service: Client) -> dict[str, float]:
+    """Return our engines' sums over decode steps so far, and the number of steps."""
+    service.wait_idle()
+    totals = service.settled_totals(at_rest=True) or {}
+    return {key: float(totals[key]) for key in ("steps", *STEPS.values()) if key in totals}
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Settings to start both sets of engines."""
+
+    arguments: dict[str, Any]
+    predictor: bytes
+    venv: Path | None
+    port: int
+
+    def start(self, side: str, names: Iterable[str]) -> AbstractContextManager[Opened]:
+        """Start the engines and the routers of one side, for these policies."""
+        if side == "eldr":
+            return _ours(self.arguments, self.predictor, self.port)
+        assert self.venv is not None
+        return _theirs(self.arguments, self.venv, names, self.port + 20)

@@ -1,0 +1,96 @@
+"""Schema of a deployment YAML: Ray Serve LLM configurations and how requests move between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+
+from eldr_serve.config.deployment_options import check_options
+from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.errors import ConfigurationError
+from eldr_serve.ingress.options import IngressOptions
+from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
+from eldr_serve.router.settings import RouterSettings
+from eldr_serve.signatures.settings import SignatureOptions
+from eldr_serve.validation import first_problem
+
+DRAIN_S = 600.0  # time for open streams to end when a replica is scaled down or updated
+SCALING = "eldr_serve.replicas.autoscaling:by_requests_in_flight"
+_MIN_CORES_FOR_TWO = 4  # on the building machine, so that two ingresses leave some to other processes
+
+
+def default_ingresses() -> int:
+    """Return 2 if there are enough cores, so that one serves while the other is lost or replaced, else 1."""
+    return 2 if len(os.sched_getaffinity(0)) >= _MIN_CORES_FOR_TWO else 1
+
+
+class EldrArgs(BaseModel):
+    """The `args` of an application in a deployment YAML.
+
+    `prefill_config` and `decode_config` are Ray Serve LLM's `LLMConfig`; the KV connector, the
+    scheduler and the request routers are filled in by `build_app`. Without `prefill_config` the engines of
+    `decode_config` are whole: they prefill too.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(default="eldr", description="name of the DecodeRouter actor; unique per application")
+    prefill_config: dict[str, Any] | None = Field(
+        default=None, description="LLMConfig of the prefill deployment; none: decode engines prefill too"
+    )
+    decode_config: dict[str, Any] = Field(description="LLMConfig of the decode deployment")
+    router: RouterSettings = Field(default_factory=RouterSettings)
+    signatures: SignatureOptions = Field(
+        default_factory=SignatureOptions, description="sampling of live traffic and routing tables"
+    )
+    prefill_router: PrefillRouterOptions = Field(default_factory=PrefillRouterOptions)
+    path: PathOptions = Field(default_factory=PathOptions, description="retries and leases of one request")
+    ingress: IngressOptions = Field(default_factory=IngressOptions)
+    ingress_deployment_config: dict[str, Any] = Field(
+        default_factory=dict,
+        validate_default=True,
+        description="Ray Serve deployment options of the ingress (num_replicas, ...); 2 replicas where the "
+        "machine that builds the application has 4 cores, else 1",
+    )
+    admin_key: SecretStr | None = Field(
+        default=None, description="key for PUT /eldr/*; default: the environment's ELDR_ADMIN_KEY"
+    )
+
+    @field_validator("ingress_deployment_config")
+    @classmethod
+    def _with_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Fill in drain time, autoscaling policy and replicas, where Serve's defaults do not fit."""
+        configured = {name: value for name, value in given.items() if value is not None}
+        options = {"graceful_shutdown_timeout_s": DRAIN_S} | configured
+        if scaling := options.get("autoscaling_config"):
+            if isinstance(scaling, dict):
+                options["autoscaling_config"] = {"policy": {"policy_function": SCALING}} | scaling
+        else:
+            options.setdefault("num_replicas", default_ingresses())
+        return options
+
+
+def parse(args: Any) -> EldrArgs:
+    """Validate the `args` of an application as far as possible without importing engine code.
+
+    Raises:
+        ConfigurationError: a name or value is invalid; the first one is named.
+    """
+    try:
+        parsed = EldrArgs.model_validate(args)
+    except ValidationError as error:
+        raise ConfigurationError(first_problem(error, args, model=EldrArgs)) from error
+    check_options("ingress_deployment_config", parsed.ingress_deployment_config, engines=False)
+    for where, config in _engine_configs(parsed):
+        ENGINES.check_config(where, config)
+        check_options(f"{where}.deployment_config", config.get("deployment_config") or {}, engines=True)
+    return parsed
+
+
+def _engine_configs(parsed: EldrArgs) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if parsed.prefill_config is not None:
+        yield "prefill_config", parsed.prefill_config
+    yield "decode_config", parsed.decode_config

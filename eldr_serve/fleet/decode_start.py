@@ -1,0 +1,82 @@
+"""Estimate, in an ingress, when a decode worker starts on a call; it works on one call per slot."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from eldr_serve.fleet.fleet import Fleet
+from eldr_serve.queues.due_estimate import DueEstimator, QueuedCall
+from eldr_serve.queues.reports import QueueReport
+from eldr_serve.queues.wait_estimate import WaitEstimator
+from eldr_serve.scheduling.worker_names import replica_of
+
+SLOTS = "eldr_slots"  # field of a replica's metadata, see protocol.Engine.slots
+
+
+class DecodeStartEstimator:
+    """Estimates when workers start on the calls of one ingress that have not received a token yet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._due_times = DueEstimator(clock=_now)
+        self._waits: dict[str, WaitEstimator] = {}  # of workers with more calls than slots
+
+    def enter(self, worker: str, expected_s: float = 0.0) -> QueuedCall:
+        """Add a call whose prompt is expected to be computed after `expected_s` seconds."""
+        return self._due_times.enter(worker, expected_s)
+
+    def leave(self, call: QueuedCall, *, answered: bool) -> None:
+        """Remove a call that has its first token or has ended; `answered`: its worker worked on it."""
+        before = self._due_times.waiting(call.replica)
+        self._due_times.leave(call, answered=answered)
+        waiting = self._due_times.waiting(call.replica)
+        if waiting == before:
+            return
+        if waiting and self._is_full(call.replica):
+            self._waits.setdefault(call.replica, WaitEstimator(clock=_now)).record_departure(empty=False)
+        else:  # start over; a worker that has gone is not full either
+            self._waits.pop(call.replica, None)
+
+    def wait_s(self) -> float:
+        """Return the predicted wait of a new request for the first free slot of any worker, s."""
+        live = self._fleet.live
+        if not all(map(self._is_full, live)):  # most often the first worker has a slot
+            return 0.0
+        if any(name not in self._waits for name in live):
+            return 0.0
+        return min(
+            (self._waits[name].wait_s(self._due_times.waiting(name) + 1) for name in live), default=0.0
+        )
+
+    def postpone_if_full(self, call: QueuedCall) -> float:
+        """Postpone the assumed start of a worker's work on a call without a token yet, and return it.
+
+        The call waits for a slot while the worker is full and other calls may be generating, whose tokens
+        have a time limit. If no call has a token yet, only first tokens and ends of calls postpone the start.
+        """
+        worker = call.replica
+        if self._is_full(worker) and self._calls(worker) > self._due_times.waiting(worker):
+            call.due_s = _now()
+        return call.due_s
+
+    def free_slots(self, worker: str) -> float:
+        """Return how many further calls a live worker could start on now; inf if its slots are unknown."""
+        slots = self.slots(worker)
+        return max(slots - self._calls(worker), 0) if slots else math.inf
+
+    def slots(self, worker: str) -> int:
+        """Return the number of slots of a worker; 0 if unknown."""
+        slots: int = self._fleet.directory.metadata.get(replica_of(worker), {}).get(SLOTS, 0)
+        return slots
+
+    def _calls(self, worker: str) -> int:
+        reported = self._fleet.directory.reports.get(worker, QueueReport())
+        return max(reported.calls, self._fleet.slot_calls_of(worker))
+
+    def _is_full(self, worker: str) -> bool:
+        return 0 < self.slots(worker) < self._calls(worker)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,100 @@
+"""Replicas known to the request routers of one process, for the ingress in the same process.
+
+Ray Serve runs request routers in their own thread inside the process that holds the handle. They learn first
+which replicas are live; the ingress reads it here without a network call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from eldr_serve.fleet.kv_usage import KvUsage
+from eldr_serve.queues.reports import QUEUE, QueueReport
+from eldr_serve.scheduling.worker_names import worker_names
+
+BLOCK_TOKENS = "eldr_block_tokens"  # in a replica's metadata: tokens of a block of its prefix cache
+EXPERTS = "eldr_experts"  # field of a replica's report, see protocol.Engine.experts
+RANKS = "eldr_ranks"  # in the metadata: number of data-parallel ranks; in a report: a report of each rank
+
+
+class ReplicaDirectory:
+    """Replicas of one deployment as reported by Serve, with their metadata and newest status reports.
+
+    If engines have data-parallel ranks (RANKS in their metadata), each rank is a worker (see worker_names);
+    else each replica is one.
+
+    Attributes:
+        kv_usage: KV cache usage of the workers; the prefill fleet sets its bound.
+        reports: newest report of each worker's queue.
+        experts: experts of each replica whose experts can be moved.
+    """
+
+    def __init__(self) -> None:
+        self._metadata: Mapping[str, Mapping[str, Any]] = {}
+        self._live: tuple[str, ...] = ()
+        self._changed: Callable[[], None] = lambda: None
+        self.kv_usage = KvUsage()
+        self.reports: Mapping[str, QueueReport] = {}
+        self.experts: Mapping[str, Mapping[str, Any]] = {}
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Return the names of the workers of all replicas that Serve would send a request to now, sorted."""
+        return self._live
+
+    @property
+    def metadata(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the result of each live replica's `record_replica_metadata`."""
+        return self._metadata
+
+    @property
+    def block_tokens(self) -> int:
+        """Return the tokens in a block of the replicas' prefix caches; 0 without one or if unknown yet."""
+        return max((metadata.get(BLOCK_TOKENS, 0) for metadata in self._metadata.values()), default=0)
+
+    def sample(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
+        """Process the newest reports of all live replicas, by name."""
+        by_worker = dict(_by_worker(stats))
+        self.kv_usage.take(by_worker)
+        self.reports = {
+            name: QueueReport.parse(report[QUEUE]) for name, report in by_worker.items() if QUEUE in report
+        }
+        self.experts = {name: report[EXPERTS] for name, report in stats.items() if EXPERTS in report}
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Register a callback for changes of the set; it is called from any thread."""
+        self._changed = changed
+        changed()
+
+    def publish(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the set of replicas; the request router calls this."""
+        self._metadata, self._live = dict(replicas), tuple(sorted(workers_of(replicas)))
+        self._changed()
+
+    def drop(self, replica: str) -> None:
+        """Remove a replica that has died; the request router calls this before Serve publishes a new set."""
+        self.publish({name: metadata for name, metadata in self._metadata.items() if name != replica})
+
+
+def workers_of(replicas: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the workers of replicas with this metadata."""
+    return [worker for name in replicas for worker in worker_names(name, replicas[name].get(RANKS, 1))]
+
+
+def _by_worker(stats: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the reports of workers, from those of their replicas."""
+    for name, report in stats.items():
+        by_rank = report.get(RANKS, [report])
+        yield from zip(worker_names(name, len(by_rank)), by_rank, strict=True)
+
+
+_directories: dict[str, ReplicaDirectory] = {}
+_directories_lock = threading.Lock()
+
+
+def directory(name: str) -> ReplicaDirectory:
+    """Return this process's directory with the name that the request router was given; create it if new."""
+    with _directories_lock:
+        return _directories.setdefault(name, ReplicaDirectory())

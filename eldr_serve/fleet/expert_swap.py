@@ -1,0 +1,92 @@
+"""Change the expert placement of decode engines while they serve."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eldr_serve.channel import CallFailedError, ChannelLostError
+from eldr_serve.errors import BadRequestError, OverloadedError, RequestRefusedError, one_line_message
+from eldr_serve.experts.routing_table import ArtifactError, ExpertPlacement
+from eldr_serve.fleet.fleet import Fleet
+from eldr_serve.scheduling.worker_names import replica_of
+
+METHOD = "place_experts"  # name of the channel's method
+
+
+class ExpertsChange(BaseModel):
+    """Body of PUT /eldr/experts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    map: dict[str, Any] = Field(description="content of the placement's .json")
+    meta: dict[str, Any] = Field(description="content of its .meta.json")
+    load: list[list[float]] | None = Field(
+        default=None,
+        description="expected tokens per expert, [layers][experts], for replica choices that need them; "
+        "null: those of the placement",
+    )
+    replicas: list[str] | None = Field(default=None, description="decode replicas; null: all")
+
+    @classmethod
+    def parse(cls, body: bytes) -> tuple[ExpertsChange, ExpertPlacement]:
+        """Return the body and its placement; raise BadRequestError if they are invalid."""
+        try:
+            change = cls.model_validate_json(body)
+            placed = ExpertPlacement.parse(
+                json.dumps(change.map).encode() + b"\n", json.dumps(change.meta), ("map", "meta")
+            )
+        except (ValidationError, ArtifactError) as error:
+            raise BadRequestError(one_line_message(error)) from error
+        return change, placed
+
+
+async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
+    """Apply a placement to the decode engines one after the other, so that only one at a time slows down.
+
+    Returns:
+        The cost of each replica's swap, as its Engine.place_experts returns it.
+
+    Raises:
+        RequestRefusedError: the body is invalid, or an engine refuses it; engines before it keep the new
+            placement.
+    """
+    change, _ = ExpertsChange.parse(body)
+    live = dict.fromkeys(map(replica_of, decode.live))
+    names = list(live if change.replicas is None else dict.fromkeys(change.replicas))
+    if unknown := set(names).difference(live):
+        raise BadRequestError(f"there is no decode replica {min(unknown)!r}")
+    if not names:
+        raise OverloadedError("no decode replica can be reached")
+    swaps: dict[str, Any] = {}
+    for name in names:
+        try:
+            swaps[name] = await _place_on(decode, name, body)
+        except (CallFailedError, ChannelLostError) as error:
+            changed = f"; already changed: {', '.join(swaps)}" if swaps else ""
+            raise RequestRefusedError(
+                f"decode replica {name}: {_reason(error)}{changed}",
+                status=error.status if isinstance(error, CallFailedError) else 503,
+            ) from error
+    return swaps
+
+
+async def _place_on(decode: Fleet, name: str, body: bytes) -> Any:
+    call = decode.call(name, METHOD, {}, body)
+    try:
+        chunk = await call.read()
+    finally:
+        call.cancel()
+    return msgspec.msgpack.decode(chunk.payload if chunk else b"\xc0")
+
+
+def _reason(error: CallFailedError | ChannelLostError) -> str:
+    if isinstance(error, ChannelLostError):
+        return f"it was lost: {one_line_message(error)}"
+    try:
+        return str(json.loads(error.body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"it answered {error.status}"

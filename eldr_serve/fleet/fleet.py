@@ -1,0 +1,166 @@
+"""Channels of an ingress replica to all engine replicas of one deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from eldr_serve.channel import Call, Channel, ChannelLostError
+from eldr_serve.channel.address import Address
+from eldr_serve.fleet.directory import ReplicaDirectory, workers_of
+from eldr_serve.fleet.waiters import Waiters
+from eldr_serve.scheduling.worker_names import rank_of, replica_of
+
+logger = logging.getLogger(__name__)
+
+RANK = "rank"  # field of a call's header, see EngineRequest
+METADATA = "eldr_channel"  # key of a replica's metadata: the address of its channel
+# Methods whose calls need one of an engine's slots; other calls, such as those for expert counts, need none.
+SLOT_METHODS = frozenset({"generate", "prefill"})
+_RETRY_S, _MAX_RETRY_S = 0.5, 5.0  # time to the next try to connect; it doubles with each failure
+_GATHER_S = 0.05  # reports that arrive within this time are processed together
+
+
+class Fleet:
+    """Channels to all replicas that Serve knows, for use in one event loop.
+
+    Calls name a worker; those to the data-parallel ranks of a replica share its channel.
+
+    Args:
+        directory: directory of the deployment's replicas.
+
+    Attributes:
+        waiters: requests that wait for other live replicas or for a report.
+    """
+
+    def __init__(self, directory: ReplicaDirectory) -> None:
+        self.directory = directory
+        self.waiters = Waiters()
+        self._channels: dict[str, Channel] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # also keepers of replicas that have gone
+        self._live: tuple[str, ...] = ()
+        self._reports: dict[str, Mapping[str, Any]] = {}
+        self._sample_timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Start to follow the directory."""
+        loop = asyncio.get_running_loop()
+
+        def changed() -> None:  # called in any thread
+            loop.call_soon_threadsafe(self._follow)
+
+        self.directory.watch(changed)
+
+    async def stop(self) -> None:
+        """Close all channels."""
+        self.directory.watch(lambda: None)
+        if self._sample_timer is not None:
+            self._sample_timer.cancel()
+        for keeper in self._tasks:
+            keeper.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Return the names of the workers that take calls, sorted."""
+        return self._live
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Return the number of this process's open calls to the replica of each live worker."""
+        return {name: self._channels[replica_of(name)].in_flight for name in self._live}
+
+    def slot_calls_of(self, name: str) -> int:
+        """Return the number of this process's calls to a worker that need a slot; 0 if it is not live."""
+        channel = self._channels.get(replica_of(name))
+        if channel is None or not channel.open:
+            return 0
+        return channel.in_flight_of(SLOT_METHODS, rank_of(name))
+
+    @property
+    def oldest_s(self) -> dict[str, float]:
+        """Return the age of this process's oldest open call to the replica of each live worker, s."""
+        return {name: round(self._channels[replica_of(name)].oldest_s, 1) for name in self._live}
+
+    def is_connected(self, name: str) -> bool:
+        """Return whether there is a channel to a replica, which may take no further calls."""
+        return name in self._channels
+
+    def call(self, worker: str, method: str, header: Mapping[str, Any], body: bytes = b"") -> Call:
+        """Start a call; raise ChannelLostError if there is no channel to the worker's replica.
+
+        The header of a call to a data-parallel rank names the rank (see EngineRequest.rank).
+        """
+        replica, rank = replica_of(worker), rank_of(worker)
+        channel = self._channels.get(replica)
+        if channel is None:
+            raise ChannelLostError(f"there is no channel to {replica}")
+        named = dict(header) if rank is None else {**header, RANK: rank}
+        return channel.call(method, named, body, rank)
+
+    def _follow(self) -> None:
+        known = self.directory.metadata
+        for name in [name for name in self._keepers if name not in known]:
+            self._keepers.pop(name)  # its channel stays open for its streams, until the replica closes it
+            self._update()
+        for name in known:
+            if name not in self._keepers:
+                keeper = asyncio.get_running_loop().create_task(self._keep(name))
+                self._keepers[name] = keeper
+                self._tasks.add(keeper)
+                keeper.add_done_callback(self._tasks.discard)
+
+    async def _keep(self, name: str) -> None:
+        """Connect, and reconnect after a loss, while Serve knows the replica."""
+        this_task, retry_s = asyncio.current_task(), _RETRY_S
+        while self._keepers.get(name) is this_task:
+            try:
+                address = Address(**self.directory.metadata[name][METADATA])
+                channel = await address.connect(self._update)
+            except (ChannelLostError, KeyError, TypeError) as error:
+                if retry_s == _RETRY_S:
+                    logger.warning("cannot connect to replica %s yet: %r", name, error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _MAX_RETRY_S)
+                continue
+            if retry_s > _RETRY_S:
+                logger.warning("connected to replica %s", name)
+                retry_s = _RETRY_S
+            self._channels[name] = channel
+            channel.on_report = partial(self._reported, name)
+            self._update()
+            try:
+                reason = await asyncio.shield(channel.closed)
+            finally:
+                channel.close("the ingress stops")
+                if self._channels.get(name) is channel:
+                    del self._channels[name]
+                self._update()
+            logger.warning("the channel to replica %s is closed: %s", name, reason)
+
+    def _reported(self, name: str, report: Mapping[str, Any]) -> None:
+        self._reports[name] = report
+        if self._sample_timer is None:
+            self._sample_timer = asyncio.get_running_loop().call_later(_GATHER_S, self._sample_reports)
+
+    def _sample_reports(self) -> None:
+        self._sample_timer = None
+        known = self.directory.metadata
+        self._reports = {name: report for name, report in self._reports.items() if name in known}
+        self.directory.sample({name: self._reports.get(name, {}) for name in known})
+        self.waiters.wake()
+
+    def _update(self) -> None:
+        """Update the live workers: their replica is known to Serve, connected and not draining."""
+        metadata = self.directory.metadata
+        live = {
+            name: metadata[name]
+            for name in self._keepers.keys() & metadata.keys()
+            if name in self._channels and self._channels[name].open
+        }
+        self._live = tuple(sorted(workers_of(live)))
+        self.waiters.wake()

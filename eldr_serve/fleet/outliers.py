@@ -1,0 +1,77 @@
+"""Outlier ejection, in an ingress, for replicas that fail calls although their channel is open."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from eldr_serve.channel import CallFailedError
+from eldr_serve.fleet.fleet import Fleet
+from eldr_serve.scheduling.worker_names import replica_of
+
+logger = logging.getLogger(__name__)
+
+FAILURES = 3  # in a row
+_FIRST_EJECTION_S = 10.0  # doubled for each further ejection
+_MAX_EJECTION_S = 120.0
+_FORGET_S = 600.0  # since the last failure
+
+
+@dataclass
+class _Record:
+    failures: int = 0  # since the last success or ejection
+    ejections: int = 0  # since the last success
+    failed_at_s: float = 0.0
+    until_s: float = 0.0
+
+
+class OutlierDetector:
+    """Ejects replicas of one fleet that fail repeatedly, by the calls of one ingress.
+
+    A replica that is not live keeps its record, because a failing one may lose its channel and reconnect.
+    A failure of one data-parallel rank counts for its replica, whose ranks share an engine.
+
+    Args:
+        count: callback that counts an event of this name.
+    """
+
+    def __init__(
+        self, fleet: Fleet, count: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fleet, self._count, self._clock = fleet, count, clock
+        self._records: dict[str, _Record] = {}
+
+    def record_success(self, worker: str) -> None:
+        """Reset the record of the replica of a worker that has answered."""
+        self._records.pop(replica_of(worker), None)
+
+    def record_failure(self, worker: str, error: Exception) -> None:
+        """Count a failed call, unless the replica was merely full; eject a replica that fails repeatedly."""
+        if isinstance(error, CallFailedError) and error.status == 503:
+            return
+        replica, now = replica_of(worker), self._clock()
+        self._records = {
+            name: record for name, record in self._records.items() if now - record.failed_at_s < _FORGET_S
+        }
+        record = self._records.setdefault(replica, _Record())
+        record.failed_at_s = now
+        if now < record.until_s:
+            return  # the call began before the ejection
+        record.failures += 1
+        if record.failures < FAILURES:
+            return
+        record.failures = 0
+        record.until_s = now + min(_FIRST_EJECTION_S * 2**record.ejections, _MAX_EJECTION_S)
+        record.ejections += 1
+        logger.warning("replica %s fails repeatedly and is ejected for a while", replica)
+        self._count("ejected")
+
+    @property
+    def usable(self) -> list[str]:
+        """Return the live workers whose replicas are not ejected, or all of them if more than half are."""
+        names, now = list(self._fleet.live), self._clock()
+        ejected = {name for name, record in self._records.items() if now < record.until_s}
+        usable = [name for name in names if replica_of(name) not in ejected]
+        return usable if 2 * len(usable) >= len(names) else names

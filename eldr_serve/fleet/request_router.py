@@ -1,0 +1,178 @@
+"""Ray Serve request routers, which choose the replica for a call of a deployment.
+
+`ReplicaPublisher` publishes the live replicas to the ingress of its process, which calls them through
+channels. `DecodeRequestRouter` is for other Ray Serve LLM applications: it leases a replica for each decode
+call. Both are set by `deployment_config.request_router_config`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections import Counter
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from eldr_serve.engine.calls import REPLICA, expert_counts_of, transfer_params
+from eldr_serve.fleet.directory import ReplicaDirectory, directory
+from eldr_serve.request import max_new_tokens
+from eldr_serve.router.actor import connect
+from eldr_serve.router.settings import RouterSettings
+from eldr_serve.router_client.calls import RouterCalls
+from eldr_serve.router_client.client import RouterClient
+from eldr_serve.scheduling import PlacementRequest
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaPublisher(RequestRouter):
+    """Publishes the live replicas; a call goes to any of them.
+
+    Keyword arguments (request_router_kwargs):
+        directory_name: name of the ReplicaDirectory that the ingress of this process reads.
+    """
+
+    directory: ReplicaDirectory
+
+    def initialize_state(self, *, directory_name: str, **kwargs: Any) -> None:
+        self.directory = directory(directory_name)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self.directory.publish({r.replica_id.unique_id: r.replica_metadata or {} for r in replicas})
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self.directory.drop(replica_id.unique_id)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return all replicas; called by Serve."""
+        return [candidate_replicas]
+
+
+class DecodeRequestRouter(ReplicaPublisher):
+    """Leases a replica for each call by the expert counts in its `kv_transfer_params`, until the call ends.
+
+    A call that names a live replica (calls.REPLICA) goes there. A call without parameters, or whose leased
+    replica is gone, goes to the least loaded replica. No call waits in the decode queue, since it would
+    block later ones.
+
+    Serve retries a call if the replica is lost before it accepts the call. That replica may already have read
+    the prompt's KV blocks, which frees them for other prompts. So a retry is sent without them, and its
+    engine computes the prompt itself.
+
+    Keyword arguments (request_router_kwargs):
+        directory_name: as for ReplicaPublisher.
+        router_name: name of the DecodeRouter actor to place with.
+        router_spec: the actor's settings (RouterSettings fields) if it must be started.
+    """
+
+    def initialize_state(
+        self,
+        *,
+        directory_name: str = "decode",
+        router_name: str = "",
+        router_spec: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().initialize_state(directory_name=directory_name, **kwargs)
+        if not router_name:
+            raise ValueError("request_router_kwargs must name the DecodeRouter actor: router_name")
+        spec = RouterSettings.model_validate(router_spec or {})
+        self._client = RouterClient(RouterCalls(lambda: connect(router_name, spec)), self.directory)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sent: dict[str, str] = {}  # internal request id -> replica
+        self._in_flight: Counter[str] = Counter()
+        self._lock = threading.Lock()  # calls end in a thread of Ray's own
+        self._lost: set[str] = set()  # internal ids of requests whose replica was lost
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._record_lost_calls(replica_id)
+
+    def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_unavailable(replica_id)
+        self._record_lost_calls(replica_id)
+
+    def _record_lost_calls(self, replica_id: ReplicaID) -> None:
+        with self._lock:
+            self._lost |= {call for call, name in self._sent.items() if name == replica_id.unique_id}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the named or leased replica, or the least loaded one if there is none or placement fails."""
+        if not candidate_replicas:
+            return []
+        replica = None
+        if pending_request is not None and pending_request.args:
+            try:
+                replica = await self._choose(candidate_replicas, pending_request)
+            except Exception as error:  # otherwise the call would wait in Serve forever
+                logger.warning("placement of a call failed, using the least loaded replica: %r", error)
+        return self._send(pending_request, replica or self._least_loaded(candidate_replicas))
+
+    def _send(self, pending: PendingRequest | None, replica: RunningReplica) -> list[list[RunningReplica]]:
+        if pending is not None:
+            name, call = replica.replica_id.unique_id, pending.metadata.internal_request_id
+            with self._lock:
+                before = self._sent.get(call)
+                if before is not None:
+                    self._in_flight[before] -= 1
+                self._in_flight[name] += 1
+                self._sent[call] = name
+        return [[replica]]
+
+    def _least_loaded(self, candidates: list[RunningReplica]) -> RunningReplica:
+        """Return the least loaded replica; break ties randomly, since processes do not know of each other."""
+        least = min(self._in_flight[r.replica_id.unique_id] for r in candidates)
+        return random.choice([r for r in candidates if self._in_flight[r.replica_id.unique_id] == least])
+
+    async def _choose(
+        self, candidates: list[RunningReplica], pending: PendingRequest
+    ) -> RunningReplica | None:
+        request: Any = pending.args[0]
+        if pending.metadata.internal_request_id in self._lost:
+            logger.warning("a call is retried; the decode engine computes its prompt")
+            request.kv_transfer_params = None
+        params = transfer_params(request)
+        replica = _named_replica(candidates, params)
+        if replica is None and params:
+            replica = await self._lease(candidates, pending, params)
+        return replica
+
+    async def _lease(
+        self,
+        candidates: list[RunningReplica],
+        pending: PendingRequest,
+        params: dict[str, Any],
+    ) -> RunningReplica | None:
+        self._loop = asyncio.get_running_loop()
+        self._client.start()
+        request = PlacementRequest(
+            pending.metadata.internal_request_id,
+            None,
+            prompt_tokens=int(params.get("remote_num_tokens") or 0),
+            max_new_tokens=max_new_tokens(pending.args[0]),
+        )
+        lease = await self._client.place(request, expert_counts_of(params))
+        return _named_replica(candidates, {REPLICA: lease.worker})
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        with self._lock:
+            sent = self._sent.pop(internal_request_id, None)
+            self._lost.discard(internal_request_id)
+            if sent is not None:
+                self._in_flight[sent] -= 1
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._client.release, internal_request_id)
+
+
+def _named_replica(candidates: list[RunningReplica], params: dict[str, Any]) -> RunningReplica | None:
+    wanted = params.get(REPLICA)
+    return next((r for r in candidates if r.replica_id.unique_id == wanted), None)

@@ -1,0 +1,15 @@
+"""Apply an expert placement to the engine of a replica, for the calls of `fleet.expert_swap`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from eldr_serve.engine.protocol import Engine
+from eldr_serve.fleet.expert_swap import ExpertsChange
+
+
+async def place_experts(engine: Engine, body: bytes) -> bytes:
+    """Apply the placement of the body to the engine; return the cost of the swap, as msgpack."""
+    change, placement = ExpertsChange.parse(body)
+    load = placement.expected_tokens if change.load is None else change.load
+    return msgspec.msgpack.encode(await engine.place_experts(placement, load))

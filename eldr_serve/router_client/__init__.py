@@ -1,0 +1,1 @@
+"""The ingress's side of the DecodeRouter actor: score requests, ask for leases, place locally without it."""

@@ -1,0 +1,353 @@
+"""Get a lease of a decode replica from the DecodeRouter actor for each request of one ingress.
+
+docs/request_path.md describes a request's open `place` call and the states of its lease. If the router does
+not answer in time, the ingress closes the channel, and local fallback decides until there is another one.
+Frames arrive in order, so no late message contradicts a newer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_serve.channel import CallFailedError, OpenCall
+from eldr_serve.limits.tenants import Usage
+from eldr_serve.monitoring.supervision import start_supervised
+from eldr_serve.router.messages import (
+    Counted,
+    IngressReport,
+    Leased,
+    NamedPolicy,
+    Place,
+    Queued,
+    Settings,
+    StreamLatencies,
+    Unplaced,
+    decoder,
+    encode,
+)
+from eldr_serve.router_client.calls import RouterCalls
+from eldr_serve.router_client.link import RouterLink
+from eldr_serve.router_client.local_fallback import LiveWorkers, LocalFallback
+from eldr_serve.router_client.scorer import Scorer
+from eldr_serve.router_client.waiting import WaitingRequests
+from eldr_serve.scheduling import DecodeLoads, Lease, PlacementRequest, PromptBlocks, State
+
+_MAX_ANSWERED = 1024  # newest ended streams that are kept until they are reported
+_REPORT_S = 0.25
+
+_answer = decoder(Leased | Queued | Unplaced)
+
+
+class RouterClient:
+    """Places, tracks and releases the requests of one ingress. Lives in one event loop.
+
+    Args:
+        router_calls: calls to the actor.
+        workers, timeout_s: see RouterLink; if the actor takes longer, local fallback decides.
+        on_predictor: called when a predictor is loaded, which needs prompts' token ids.
+
+    Attributes:
+        name: id of this ingress at the actor.
+        leases: leases that are not DONE, by request id.
+        scorer: settings and predictor.
+    """
+
+    def __init__(
+        self,
+        router_calls: RouterCalls,
+        workers: LiveWorkers,
+        *,
+        timeout_s: float = 1.0,
+        on_predictor: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name = uuid.uuid4().hex
+        self.scorer = Scorer(on_predictor)
+        self.leases: dict[str, Lease] = {}
+        self._link = RouterLink(self.name, router_calls, workers, self, timeout_s=timeout_s)
+        self._fallback = LocalFallback(workers)
+        self._waiting = WaitingRequests(timeout_s, self._link.give_up, lambda: self.count("queue_expired"))
+        self._calls: dict[str, OpenCall] = {}  # open calls of requests
+        self._reporting: asyncio.Task[None] | None = None
+        # `_report` sends these to the router.
+        self._progress: set[str] = set()
+        self._events: Counter[str] = Counter()
+        self._finished: deque[StreamLatencies] = deque(maxlen=_MAX_ANSWERED)
+        self._reported_prediction: dict[str, Any] | None = None
+
+    def start(self) -> None:
+        """Connect to the actor; further calls have no effect."""
+        if self._reporting is None:
+            self._link.start()
+            self._reporting = start_supervised("the reports to the router", self._report_repeatedly)
+
+    async def stop(self) -> None:
+        """Close the connection."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reporting
+        await self._link.stop()
+        self._waiting.stop()
+
+    @property
+    def settings(self) -> Settings | None:
+        """Return the live settings; None until known."""
+        return self.scorer.settings
+
+    @property
+    def router_unreachable(self) -> bool:
+        """Return whether the actor did not answer in time; placements are then made by local fallback."""
+        return self._link.unreachable
+
+    def held_leases(self) -> list[Lease]:
+        """Return the leases that hold a worker."""
+        return [lease for lease in self.leases.values() if lease.state is State.LEASED]
+
+    @property
+    def lease_count(self) -> int:
+        """Return the number of leases of this process."""
+        return len(self.held_leases())
+
+    # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------
+
+    async def status(self) -> dict[str, Any]:
+        return cast(dict[str, Any], await self._link.call("status"))
+
+    async def live(self) -> dict[str, Any]:
+        return cast(dict[str, Any], await self._link.call("live"))
+
+    async def router_settings(self) -> Settings:
+        """Return the live settings at the actor, which may be newer than `settings`."""
+        return cast(Settings, await self._link.call("settings"))
+
+    async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
+        return cast(Settings, await self._link.call("set_policy", policy, parameters))
+
+    async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
+        return cast(Settings, await self._link.call("set_shadow", shadow))
+
+    async def swap_table(self, table: bytes) -> Settings:
+        await self._send_shape()
+        return cast(Settings, await self._link.call("swap_table", table))
+
+    async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
+        await self._send_shape()
+        return cast(Settings, await self._link.call("swap_predictor", predictor, tokenizer))
+
+    async def expect_counts(self, num_layers: int, num_experts: int) -> None:
+        self.scorer.shape = (num_layers, num_experts)
+        await self._send_shape()
+
+    async def _send_shape(self) -> None:
+        """Send the shape of expert counts; a restarted actor does not know it."""
+        if self.scorer.shape is not None:
+            await self._link.call("expect_counts", *self.scorer.shape)
+
+    async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
+        return cast(dict[str, Usage], await self._link.call("share_limits", ingress, usage))
+
+    async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
+        """Return the loads of all decode workers; see DecodeRouter.decode_loads."""
+        return cast(DecodeLoads, await self._link.call("decode_loads", blocks))
+
+    @property
+    def queue_wait_s(self) -> float:
+        """Return the predicted wait of a new request in the decode queue, s."""
+        return self._waiting.queue_wait_s
+
+    # -- one request -----------------------------------------------------------------------------
+
+    async def place(
+        self,
+        request: PlacementRequest,
+        counts: NDArray[Any] | None,
+        *,
+        token_ids: NDArray[np.uint32] | None = None,
+        wait_s: float = 0.0,
+    ) -> Lease:
+        """Lease a decode worker. If the router cannot decide, local fallback does.
+
+        Args:
+            request: the request without expert counts, similarity and may_wait, which are set here.
+            counts: unsigned[L,E], the prompt's expert counts; None if prefill returned none. They are then
+                predicted if there is a predictor.
+            token_ids: uint32[n], the prompt's token ids, if known.
+            wait_s: maximum wait in the decode queue, s; 0: place at once.
+
+        Raises:
+            OverloadedError: no decode replica is known, or none was free in time.
+        """
+        self.release(request.request_id)  # from an earlier attempt
+        measured = counts
+        counts = self.scorer.predict(token_ids) if measured is None else measured
+        predicted = measured is None and counts is not None
+        lease = Lease(
+            replace(request, expert_counts=counts, predicted=predicted, may_wait=wait_s > 0),
+            deadline_s=asyncio.get_running_loop().time() + wait_s,
+        )
+        self.leases[request.request_id] = lease
+        try:
+            if not self.router_unreachable:
+                if self._link.connected:
+                    self._send(lease)
+                await self._waiting.wait(lease)
+            if lease.state is not State.LEASED:
+                self._lease_by_local_fallback(lease)
+        except BaseException:
+            self.release(request.request_id)  # it may be queued or hold a lease by now
+            raise
+        if measured is not None and token_ids is not None:
+            self.scorer.train(token_ids, measured, len(token_ids))
+        return lease
+
+    def set_measured_counts(
+        self, request_id: str, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int
+    ) -> None:
+        """Set the expert counts of a placed request's prompt that its engine has measured.
+
+        Args:
+            token_ids: uint32[n] from which the counts were predicted.
+            counts: unsigned[L,E].
+            prompt_tokens: number of counted tokens, including a chat template's, which `token_ids` lack.
+        """
+        self.scorer.train(token_ids, counts, prompt_tokens)
+        lease = self.leases.get(request_id)
+        if lease is not None and lease.state is State.LEASED:
+            lease.request = replace(
+                lease.request,
+                expert_counts=self.scorer.take_counts_to_report(counts),
+                prompt_tokens=prompt_tokens,
+                predicted=False,
+            )
+            self._fallback.add(lease)
+            if request_id in self._calls:  # the blocks were sent with the placement
+                self._calls[request_id].note(encode(Counted(replace(lease.request, blocks=None))))
+
+    def progress(self, request_id: str, generated_tokens: int) -> None:
+        """Update the number of tokens generated so far; it is reported periodically."""
+        lease = self.leases.get(request_id)
+        if lease is not None:
+            lease.generated_tokens = generated_tokens
+            self._progress.add(request_id)
+            self._fallback.progress(request_id, generated_tokens)
+
+    def release(self, request_id: str) -> None:
+        """End a request's lease or its wait for one. Further calls have no effect.
+
+        Its final number of tokens is reported with the release, since policies learn lengths from it.
+        """
+        lease = self.leases.pop(request_id, None)
+        if lease is None:
+            return
+        lease.become(State.DONE)
+        self._fallback.release(request_id)
+        self._progress.discard(request_id)
+        self._waiting.cancel(request_id)
+        call = self._calls.pop(request_id, None)
+        if call is not None:
+            call.close(lease.generated_tokens)
+
+    def count(self, event: str, increase: int = 1) -> None:
+        """Increment a counter of `/eldr/status`."""
+        self._events[event] += increase
+
+    def record_stream(self, answered: StreamLatencies) -> None:
+        """Record the latencies of an ended stream, for the live page."""
+        self._finished.append(answered)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _send(self, lease: Lease, leased: Leased | None = None) -> None:
+        """Send a request scored by the live settings, or with the lease that it holds already."""
+        request = lease.request if leased is not None else self.scorer.score(lease.request)
+        message, call = Place(request, leased), self._calls.get(lease.request_id)
+        if call is not None:
+            call.note(encode(message))
+            return
+        call = self._link.place(message, partial(self._received, lease), partial(self._on_failed, lease))
+        if call is not None:
+            self._calls[lease.request_id] = call
+            if lease.state is State.UNSENT:
+                lease.become(State.SENT)
+
+    def _received(self, lease: Lease, payload: bytes) -> None:
+        answer = _answer(payload)
+        if isinstance(answer, Leased):
+            answer.copy_to(lease)
+            self._discard_unread_counts(lease)
+            self._fallback.add(lease)
+        elif isinstance(answer, Queued) and lease.state is State.SENT:
+            lease.become(State.QUEUED)
+            self._waiting.queue(lease.request_id)
+            return
+        self._waiting.resume(lease.request_id)
+
+    def _on_failed(self, lease: Lease, error: Exception) -> None:
+        if isinstance(error, CallFailedError) and self._calls.pop(lease.request_id, None) is not None:
+            self._waiting.resume(lease.request_id)
+
+    def _lease_by_local_fallback(self, lease: Lease) -> None:
+        self._fallback.lease(lease, "router-unreachable" if self.router_unreachable else "no-worker")
+        self.count("placed_by_local_fallback")
+        self._discard_unread_counts(lease)
+        self.hold([lease])
+
+    def _discard_unread_counts(self, lease: Lease) -> None:
+        """Discard counts that the live policy does not read; a lease keeps those that it reads."""
+        # Change the request in place: it is a copy already.
+        lease.request.expert_counts = self.scorer.counts_for_policy(lease.request.expert_counts)
+
+    # -- called by the link, see LinkOwner ----------------------------------------------------------
+
+    def hold(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            self._send(lease, Leased.from_lease(lease))
+
+    def send_waiting(self) -> None:
+        for lease in self._waiting:
+            self._send(lease)
+
+    def settings_changed(self, settings: Settings) -> None:
+        self.scorer.apply_settings(settings)
+        if self._link.connected:
+            self.send_waiting()
+
+    def channel_lost(self) -> None:
+        self._calls.clear()
+        self._waiting.router_lost()
+
+    def router_is_unreachable(self) -> None:
+        for lease in self._waiting:
+            self._waiting.resume(lease.request_id)
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    async def _report_repeatedly(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            if self._link.connected:
+                self._report()
+
+    def _report(self) -> None:
+        self._link.report_workers()
+        for request_id in self._progress & self._calls.keys():
+            self._calls[request_id].note(tokens=self.leases[request_id].generated_tokens)
+        self._progress.clear()
+        prediction = None if self.scorer.predictor is None else self.scorer.predictor.status
+        if prediction == self._reported_prediction:
+            prediction = None
+        if self._events or self._finished or prediction is not None:
+            self._link.report(IngressReport(dict(self._events), tuple(self._finished), prediction))
+            self._events.clear()
+            self._finished.clear()
+            self._reported_prediction = prediction or self._reported_prediction

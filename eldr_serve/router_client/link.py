@@ -1,0 +1,192 @@
+"""An ingress's connection to the DecodeRouter actor: one subscription, renewed when its channel is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from eldr_serve.channel import Channel, OpenCall
+from eldr_serve.router.messages import IngressReport, Place, Restore, Settings, Workers, decoder, encode
+from eldr_serve.router_client.calls import RouterCalls
+from eldr_serve.router_client.local_fallback import LiveWorkers
+from eldr_serve.router_client.scorer import Scorer
+from eldr_serve.scheduling import Lease
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_S = 0.1
+_settings = decoder(Settings)
+
+
+class LinkOwner(Protocol):
+    """The owner of a link, which holds the requests of one ingress."""
+
+    scorer: Scorer
+
+    def held_leases(self) -> list[Lease]:
+        """Return the leases that hold a worker."""
+
+    def hold(self, leases: Iterable[Lease]) -> None:
+        """Send leases that the router does not know."""
+
+    def send_waiting(self) -> None:
+        """Send all waiting requests."""
+
+    def settings_changed(self, settings: Settings) -> None:
+        """Apply new settings."""
+
+    def channel_lost(self) -> None:
+        """Let requests wait for the next channel."""
+
+    def router_is_unreachable(self) -> None:
+        """End every request's wait for the router."""
+
+    def count(self, event: str) -> None:
+        """Increment a counter of the status."""
+
+
+class RouterLink:
+    """Keeps one ingress subscribed to the actor, for one event loop.
+
+    Args:
+        name: id of the ingress at the actor.
+        calls: calls to the actor.
+        workers: live decode workers, as this process knows them.
+        owner: holds the requests of the ingress, which the link restores.
+        timeout_s: maximum time for an answer of the actor, s.
+
+    Attributes:
+        connected: whether the actor has answered the subscription; until then the ingress sends no requests.
+        unreachable: whether the actor did not answer in time; the ingress then places by local fallback.
+    """
+
+    def __init__(
+        self, name: str, calls: RouterCalls, workers: LiveWorkers, owner: LinkOwner, *, timeout_s: float
+    ) -> None:
+        self._name = name
+        self._calls = calls
+        self._workers = workers
+        self._owner = owner
+        self._timeout_s = timeout_s
+        self._channel: Channel | None = None
+        self._subscription: OpenCall | None = None
+        self._answered: asyncio.Future[None] | None = None
+        self._reported_workers: tuple[str, ...] = ()
+        self._task: asyncio.Task[None] | None = None
+        self.connected = self.unreachable = False
+
+    def start(self) -> None:
+        """Connect, and connect again after each loss; further calls have no effect."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Close the connection."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._calls.close()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call any other method of the actor (status, set_policy, swap_table)."""
+        # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer.
+        async with asyncio.timeout(10 * self._timeout_s):
+            return await self._calls.call(method, *args)
+
+    def place(
+        self, message: Place, on_message: Callable[[bytes], None], on_failed: Callable[[Exception], None]
+    ) -> OpenCall | None:
+        """Open the call of a request; return None if there is no channel."""
+        if self._channel is None:
+            return None
+        self.report_workers()
+        return self._channel.open_call("place", encode(message), on_message, on_failed)
+
+    def report_workers(self) -> None:
+        """Report the live decode workers if they have changed."""
+        if self._subscription is not None and self._reported_workers != self._workers.live:
+            self._reported_workers = self._workers.live
+            self._subscription.note(encode(Workers(self._reported_workers)))
+
+    def report(self, report: IngressReport) -> None:
+        """Send what the ingress has counted."""
+        assert self._subscription is not None
+        self._subscription.note(encode(report))
+
+    def give_up(self, error: Exception) -> None:
+        """Close a channel whose router does not answer in time; place by local fallback until it does."""
+        if not self.unreachable:
+            logger.warning("DecodeRouter does not answer (%s); placing locally", type(error).__name__)
+            self._owner.count("router_lost")
+        self.unreachable = True
+        self._drop()
+        self._owner.router_is_unreachable()
+
+    # -- internals -------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._serve()
+            except Exception as error:  # any error: no request may wait for a broken router
+                self.give_up(error)
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _serve(self) -> None:
+        """Connect and subscribe, then wait until the channel is lost."""
+        answered = self._answered = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                channel = await self._calls.get_channel()
+            self._subscribe(channel)
+            async with asyncio.timeout(self._timeout_s):
+                await answered
+            await asyncio.shield(channel.closed)
+        finally:
+            self._drop()
+
+    def _subscribe(self, channel: Channel) -> None:
+        self._reported_workers = self._workers.live
+        leases = self._owner.held_leases()
+        message = Restore(
+            self._name,
+            self._reported_workers,
+            tuple(lease.request_id for lease in leases),
+            self._owner.scorer.settings,
+            self._owner.scorer.shape,
+        )
+        self._subscription = channel.open_call("subscribe", encode(message), self._received, self._on_failed)
+        self._channel = channel
+        self._owner.hold(leases)
+
+    def _received(self, payload: bytes) -> None:
+        """Apply new settings; the first ones answer the subscription."""
+        try:
+            self._owner.settings_changed(_settings(payload))
+        except Exception as error:  # such as a table of a newer version
+            logger.exception("the settings of DecodeRouter cannot be used")
+            self.give_up(error)
+            return
+        if not self.connected:
+            self.connected, self.unreachable = True, False
+            self._owner.send_waiting()
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)
+
+    def _on_failed(self, error: Exception) -> None:
+        self._drop()
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_exception(error)
+
+    def _drop(self) -> None:
+        """Close the channel; it is lost, or the router does not answer."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            self._subscription, self.connected = None, False
+            channel.close("the router does not answer in time")
+            self._owner.channel_lost()

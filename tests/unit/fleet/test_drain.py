@@ -1,0 +1,106 @@
+"""An operator drains a decode replica: it gets no further requests, and an error names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from eldr_serve.channel.address import Address
+from eldr_serve.cli import app as command
+from eldr_serve.commands import client as operator
+from eldr_serve.commands.client import Client
+from eldr_serve.errors import RequestRefusedError
+from eldr_serve.fleet.drain import METHOD, drain
+from eldr_serve.fleet.fleet import METADATA
+from eldr_serve.replicas import servers
+from tests.support.engine_server import generate, serving
+from tests.support.fake_fleet import FakeFleet, Sent
+from tests.support.fake_router import wait_until
+from tests.support.ingress_app import KEY, running_app
+
+
+def fleet(*names: str) -> Any:
+    async def answer(sent: Sent) -> AsyncIterator[Any]:
+        assert sent.method == METHOD
+        yield msgspec.msgpack.encode(3), 0
+
+    return FakeFleet(answer, *names)
+
+
+def body(replica: str) -> bytes:
+    return json.dumps({"replica": replica}).encode()
+
+
+async def test_a_drained_replica_counts_its_calls_and_refuses_others_on_every_channel() -> None:
+    async with serving(servers.DecodeServer, router_name="router") as (server, channel):
+        call = generate(channel, tokens=5000)
+        assert await call.read() is not None
+        for _ in range(2):  # the request may be repeated
+            chunk = await channel.call(METHOD, {}).read()
+            assert chunk is not None
+            assert msgspec.msgpack.decode(chunk.payload) == 1
+        await wait_until(lambda: not channel.open)
+        assert call.leaving
+        later = await Address(**(await server.record_replica_metadata())[METADATA]).connect()
+        await wait_until(lambda: not later.open)
+        later.close("the test ends")
+        await server.check_health()  # Serve keeps it
+        call.cancel()
+        await call.wait_until_ended()
+        again = await channel.call(METHOD, {}).read()
+        assert again is not None
+        assert msgspec.msgpack.decode(again.payload) == 0
+
+
+async def test_the_ingress_asks_the_named_replica() -> None:
+    decode = fleet("r0", "r1")
+    assert await drain(decode, body("r1")) == {"replica": "r1", "in_flight": 3}
+    assert [sent.replica for sent in decode.sent] == ["r1"]
+
+
+@pytest.mark.parametrize(
+    ("names", "sent", "status", "sentence"),
+    [
+        (("r0",), body("r0"), 409, "the only decode replica that takes calls"),
+        (("r0", "r1"), body("r7"), 400, "no decode replica 'r7'"),
+        (("r0", "r1"), b"{}", 400, "replica: Field required"),
+        (("r0", "r1"), b"[", 400, "Invalid JSON"),
+    ],
+)
+async def test_an_invalid_drain_reaches_no_replica(
+    names: tuple[str, ...], sent: bytes, status: int, sentence: str
+) -> None:
+    decode = fleet(*names)
+    with pytest.raises(RequestRefusedError, match=sentence) as refused:
+        await drain(decode, sent)
+    assert refused.value.status == status
+    assert not decode.sent
+
+
+async def test_a_drain_needs_the_admin_key() -> None:
+    async with running_app() as app:
+        assert (await app.put("/eldr/drain", None, content=body("r0"))).status_code == 401
+        assert (await app.put("/eldr/drain", KEY, content=b"{}")).status_code == 400
+        assert not app.decode.sent
+
+
+def test_the_command_waits_until_the_replica_has_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [2, 1, 0, 9]
+    asked: list[Any] = []
+
+    def ask(self: Client, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        asked.append((method, path, kwargs["json"]))
+        return {"replica": "r0", "in_flight": left.pop(0)}
+
+    monkeypatch.setattr(Client, "_ask", ask)
+    monkeypatch.setattr(operator, "_DRAIN_POLL_S", 0.0)
+    done = CliRunner().invoke(command, ["drain", "r0"], prog_name="eldr")
+    assert json.loads(done.output) == {"replica": "r0", "in_flight": 0}
+    assert asked == [("PUT", "/eldr/drain", {"replica": "r0"})] * 3
+    done = CliRunner().invoke(command, ["drain", "r0", "--wait", "0"], prog_name="eldr")
+    assert json.loads(done.output)["in_flight"] == 9

@@ -1,0 +1,48 @@
+"""An ingress's channels to the replicas of a deployment."""
+
+import asyncio
+import itertools
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from eldr_serve.channel import ChannelLostError
+from eldr_serve.channel.address import Address
+from eldr_serve.fleet import fleet as fleet_module
+from eldr_serve.fleet.directory import ReplicaDirectory
+from eldr_serve.fleet.fleet import METADATA, SLOT_METHODS, Fleet
+from tests.support.fake_router import wait_until
+
+
+async def test_a_replica_that_refuses_connections_is_logged_once_and_tried_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries_s: list[float] = []
+    loop = asyncio.get_running_loop()
+    channel = Mock(open=True, closed=loop.create_future(), in_flight=5)
+
+    async def connect(address: Address, changed: Any) -> Any:
+        tries_s.append(loop.time())
+        if len(tries_s) < 5:
+            raise ChannelLostError("refused")
+        return channel
+
+    monkeypatch.setattr(Address, "connect", connect)
+    monkeypatch.setattr(fleet_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(fleet_module, "_MAX_RETRY_S", 0.04)
+    directory = ReplicaDirectory()
+    directory.publish({"r0": {METADATA: {"host": "h", "port": 1, "secret": "s"}}})
+    fleet = Fleet(directory)
+    fleet.start()
+    await wait_until(lambda: fleet.live == ("r0",))
+    waits_s = [after - before for before, after in itertools.pairwise(tries_s)]
+    assert all(map(float.__ge__, waits_s, (0.0099, 0.0199, 0.0399, 0.0399)))
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "cannot connect to replica r0 yet",
+        "connected to replica r0",
+    ]
+    assert fleet.in_flight == {"r0": 5}
+    channel.in_flight_of = {SLOT_METHODS: 3}.get
+    assert [fleet.slot_calls_of(name) for name in ("r0", "unknown")] == [3, 0]
+    await fleet.stop()
