@@ -92,10 +92,22 @@ def _texts(node: ast.AST) -> Iterator[str]:
             yield inner.value
 
 
+COUNTING = (
+    "fleet",
+    "ingress",
+    "limits",
+    "pipeline",
+    "queues",
+    "replicas",
+    "router",
+    "router_client",
+    "signatures",
+)
+
+
 def _counted() -> Iterator[str]:
     """Yield the keys that serving code counts by `count("x")`, `counters["x"]` or `counters.update(x=1)`."""
-    packages = "fleet ingress limits pipeline queues replicas router router_client signatures".split()
-    for path in sorted(path for name in packages for path in (ROOT / "eldr_serve" / name).rglob("*.py")):
+    for path in sorted(path for name in COUNTING for path in (ROOT / "eldr_serve" / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(
