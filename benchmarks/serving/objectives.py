@@ -155,7 +155,7 @@ def objectives(
     tpot_slack: Annotated[float, typer.Option(min=1, help="The same of the TPOT.")] = 3,
     in_flight: Annotated[
         str, typer.Option(help="Loads to try, requests in flight, with commas.")
-    ] = "2,4,8,16,32",
+    ] = "2,3,4,6,8,12,16,24",
     overload: Annotated[float, typer.Option(min=0.1, help="Arrivals, times the rate that fits.")] = 1.5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each kind of admission.")] = 4,
     seconds: Annotated[float, typer.Option(min=5, help="Arrivals in a round, s.")] = 60,

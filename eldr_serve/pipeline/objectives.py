@@ -89,9 +89,11 @@ class Objectives:
         ttfts = self._predict_ttfts(context, own_s)
         batches = self._batches(loads)
         tpots = {name: self._step_s(loads, name, batch, num_tokens) for name, batch in batches.items()}
-        context.prediction = Prediction(ttfts, min(tpots.values(), default=None))
-        ttft_delays = self._ttft_delays(context, ttfts, own_s, num_tokens)
-        tpot_delays = self._tpot_delays(context, loads, tpots, batches, num_tokens)
+        load = min(batches.values(), default=float(self._running))
+        margins = self._ttft.margin_s(load), self._tpot.margin_s(load)
+        prediction = context.prediction = Prediction(ttfts, min(tpots.values(), default=None), load, *margins)
+        ttft_delays = self._ttft_delays(context, prediction, own_s, num_tokens)
+        tpot_delays = self._tpot_delays(context, prediction, loads, tpots, batches, num_tokens)
         if self._engines.whole:  # one worker must meet both
             joint = {
                 name: max(ttft_delays.get(name, 0.0), tpot_delays.get(name, 0.0))
@@ -104,7 +106,7 @@ class Objectives:
             delay_s = max(min(d.values(), default=0.0) for d in (ttft_delays, tpot_delays))
             late = ttft_delays
         if delay_s:
-            self._refuse(context, context.prediction, delay_s)
+            self._refuse(context, prediction, delay_s)
         self._retries.claim(context.retry_key)
         context.late_replicas = tuple(name for name, delay_s in late.items() if delay_s)
 
@@ -175,7 +177,7 @@ class Objectives:
     def _ttft_delays(
         self,
         context: RequestContext,
-        ttfts: Mapping[str, float],
+        prediction: Prediction,
         own_s: Mapping[str, float],
         num_tokens: float,
     ) -> dict[str, float]:
@@ -184,9 +186,10 @@ class Objectives:
         Waits become shorter by one second a second. Earlier refused requests return before this one.
         """
         objective_s = context.request.objective.ttft_s
+        ttfts = prediction.ttft_s
         if objective_s is None or not ttfts:
             return {}
-        bound_s = objective_s - self._ttft.margin_s
+        bound_s = objective_s - prediction.ttft_margin_s
         returning_s = self._retries.tokens * num_tokens / self._admission.queues.rate(ttfts)
         delays = {}
         for name, ttft_s in ttfts.items():
@@ -199,6 +202,7 @@ class Objectives:
     def _tpot_delays(
         self,
         context: RequestContext,
+        prediction: Prediction,
         loads: DecodeLoads | None,
         tpots: Mapping[str, float],
         batches: Mapping[str, float],
@@ -208,7 +212,7 @@ class Objectives:
         objective_s = context.request.objective.tpot_s
         if objective_s is None or loads is None or not tpots:
             return {}
-        bound_s = objective_s - self._tpot.margin_s
+        bound_s = objective_s - prediction.tpot_margin_s
         total = max(sum(load.in_flight for load in loads.workers.values()), 1)
         # Number of this ingress's requests that end while one request of the worker ends.
         own = min(self._running / total, 1.0) * len(tpots)
@@ -248,10 +252,10 @@ class Objectives:
         objective = context.request.objective
         parts = []
         if objective.ttft_s is not None and prediction.ttft_s:
-            ttft_s = min(prediction.ttft_s.values()) + self._ttft.margin_s
+            ttft_s = min(prediction.ttft_s.values()) + prediction.ttft_margin_s
             parts.append(f"the first token after {1000 * ttft_s:.0f} ms ({1000 * objective.ttft_s:g} asked)")
         if objective.tpot_s is not None and prediction.tpot_s is not None:
-            tpot_s = prediction.tpot_s + self._tpot.margin_s
+            tpot_s = prediction.tpot_s + prediction.tpot_margin_s
             parts.append(f"a token every {1000 * tpot_s:.1f} ms ({1000 * objective.tpot_s:g} asked)")
         return f"the request would miss its objective: {' and '.join(parts)} are predicted"
 
@@ -283,11 +287,11 @@ class Objectives:
         ttft_s, objective = prediction.ttft_s.get(replica), request.objective
         self._measured_at_s = _now()
         if ttft_s is not None and objective.ttft_s is not None:
-            self._ttft.record(ttft_s, first_s - context.start_s, objective.ttft_s)
+            self._ttft.record(ttft_s, first_s - context.start_s, objective.ttft_s, prediction.load)
         more_tokens = context.answer.num_tokens - 1
         if prediction.tpot_s is not None and objective.tpot_s is not None and more_tokens > 0:
             tpot_s = (time.monotonic() - first_s) / more_tokens
-            self._tpot.record(prediction.tpot_s, tpot_s, objective.tpot_s)
+            self._tpot.record(prediction.tpot_s, tpot_s, objective.tpot_s, prediction.load)
 
 
 def _now() -> float:

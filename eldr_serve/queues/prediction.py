@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 WINDOW_S = 60.0  # older errors do not count, so that a disturbance is forgotten
-_MAX_ERRORS = 256
+_MAX_ERRORS = 512
 _MIN_ERRORS = 8  # with fewer errors there is no margin
+_NEAREST = 64  # errors that a margin is taken from, those at the nearest loads
 _SHARE = 0.95  # share of requests whose latency is within prediction and margin
 
 
@@ -20,14 +22,22 @@ class Prediction:
     Attributes:
         ttft_s: time to the first token, s, by each replica that may prefill the prompt; empty if unknown.
         tpot_s: time between tokens at the decode worker where it is shortest, s; None if unknown.
+        load: requests that the least loaded decode worker would have with this one.
+        ttft_margin_s, tpot_margin_s: what is added to the predictions, s (see PredictionError.margin_s).
     """
 
     ttft_s: dict[str, float] = field(default_factory=dict)
     tpot_s: float | None = None
+    load: float = 1.0
+    ttft_margin_s: float = 0.0
+    tpot_margin_s: float = 0.0
 
 
 class PredictionError:
-    """Error of the predictions of one latency.
+    """Error of the predictions of one latency, by the load at which they were made.
+
+    A busy service errs more than an idle one. If one margin held for all loads, requests that were admitted
+    at too high a load would have all later ones refused, also those that an idle service receives.
 
     Args:
         clock: returns the time, s.
@@ -37,36 +47,40 @@ class PredictionError:
         met: number of these whose latency met the objective.
         predicted_s, measured_s, error_s: sums over these requests, of predictions, measurements and absolute
             differences, s.
+        last_margin_s: the margin that was asked for last, s.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.requests = self.met = 0
-        self.predicted_s = self.measured_s = self.error_s = 0.0
+        self.predicted_s = self.measured_s = self.error_s = self.last_margin_s = 0.0
         self._clock = clock
-        self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_ERRORS)  # time, measured - predicted
+        # Time, load, measured - predicted.
+        self._errors: deque[tuple[float, float, float]] = deque(maxlen=_MAX_ERRORS)
 
-    def record(self, predicted_s: float, measured_s: float, objective_s: float) -> None:
-        """Record the latency of a finished request."""
+    def record(self, predicted_s: float, measured_s: float, objective_s: float, load: float) -> None:
+        """Record the latency of a finished request that was admitted at this load."""
         self.requests += 1
         self.met += measured_s <= objective_s
         self.predicted_s += predicted_s
         self.measured_s += measured_s
         self.error_s += abs(measured_s - predicted_s)
-        self._errors.append((self._clock(), measured_s - predicted_s))
+        self._errors.append((self._clock(), load, measured_s - predicted_s))
 
-    @property
-    def margin_s(self) -> float:
-        """Return what to add to a prediction so that 95 % of recent requests would have been within it, s.
+    def margin_s(self, load: float) -> float:
+        """Return what to add to a prediction at this load to cover 95 % of recent requests, s.
 
-        It is negative if nearly all predictions were too long, and 0 with few recent requests.
+        It is taken from the requests that were admitted at the nearest loads. It is negative if nearly all
+        predictions were too long, and 0 with few recent requests.
         """
         since_s = self._clock() - WINDOW_S
         while self._errors and self._errors[0][0] < since_s:
             self._errors.popleft()
-        count = len(self._errors)
-        if count < _MIN_ERRORS:
-            return 0.0
-        return sorted(error for _, error in self._errors)[min(math.ceil(_SHARE * (count + 1)), count) - 1]
+        self.last_margin_s = 0.0
+        if len(self._errors) >= _MIN_ERRORS:
+            nearest = heapq.nsmallest(_NEAREST, reversed(self._errors), key=lambda item: abs(item[1] - load))
+            errors = sorted(error for _, _, error in nearest)
+            self.last_margin_s = errors[min(math.ceil(_SHARE * (len(errors) + 1)), len(errors)) - 1]
+        return self.last_margin_s
 
     def status(self) -> dict[str, float]:
         """Return counts, sums and the margin as JSON types."""
@@ -76,5 +90,5 @@ class PredictionError:
             "predicted_s": round(self.predicted_s, 6),
             "measured_s": round(self.measured_s, 6),
             "error_s": round(self.error_s, 6),
-            "margin_s": round(self.margin_s, 6),
+            "margin_s": round(self.last_margin_s, 6),
         }

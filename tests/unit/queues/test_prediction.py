@@ -10,8 +10,8 @@ from tests.support.clock import Clock
 
 def test_sums_and_the_share_that_met_the_objective() -> None:
     error = PredictionError(Clock())
-    error.record(1.0, 1.5, 1.2)
-    error.record(2.0, 1.8, 1.8)
+    error.record(1.0, 1.5, 1.2, load=1.0)
+    error.record(2.0, 1.8, 1.8, load=1.0)
     status = error.status()
     assert status == {
         "requests": 2,
@@ -29,18 +29,35 @@ def test_prediction_and_margin_cover_95_percent(bias: float) -> None:
     covered = 0
     for number in range(2000):
         measured = 3.0 + bias + rng.gauss(0, 0.2)
-        covered += number >= 200 and measured <= 3.0 + error.margin_s
-        error.record(3.0, measured, 3.0)
+        covered += number >= 200 and measured <= 3.0 + error.margin_s(1.0)
+        error.record(3.0, measured, 3.0, load=1.0)
     assert 0.93 < covered / 1800 < 0.98
 
 
 def test_old_errors_and_few_errors_do_not_count() -> None:
     error = PredictionError(clock := Clock())
     for _ in range(7):
-        error.record(1.0, 9.0, 1.0)
-    assert error.margin_s == 0.0
-    error.record(1.0, 9.0, 1.0)
-    assert error.margin_s == 8.0
+        error.record(1.0, 9.0, 1.0, load=1.0)
+    assert error.margin_s(1.0) == 0.0
+    error.record(1.0, 9.0, 1.0, load=1.0)
+    assert error.margin_s(1.0) == 8.0
     clock.now = WINDOW_S + 1
-    assert error.margin_s == 0.0
+    assert error.margin_s(1.0) == 0.0
     assert error.requests == 8
+
+
+def test_errors_at_a_high_load_do_not_refuse_requests_at_a_low_one() -> None:
+    error = PredictionError(Clock())
+    for _ in range(100):
+        error.record(1.0, 1.1, 1.0, load=1.0)
+        error.record(1.0, 5.0, 1.0, load=4.0)
+    assert error.margin_s(1.2) == pytest.approx(0.1)
+    assert error.margin_s(3.5) == pytest.approx(4.0)
+
+
+def test_the_newest_of_equally_near_errors_count() -> None:
+    error = PredictionError(Clock())
+    for measured in (9.0, 2.0):
+        for _ in range(100):
+            error.record(1.0, measured, 1.0, load=2.0)
+    assert error.margin_s(2.0) == pytest.approx(1.0)
