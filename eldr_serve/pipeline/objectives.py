@@ -16,7 +16,7 @@ from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.queues.prediction import WINDOW_S, Prediction, PredictionError
+from eldr_serve.queues.prediction import WINDOW_S, Concurrency, Prediction, PredictionError
 from eldr_serve.queues.retry_times import RetryTimes
 from eldr_serve.queues.wait_estimate import WaitEstimator
 from eldr_serve.request import needs_whole_engine
@@ -58,7 +58,7 @@ class Objectives:
         self._ttft, self._tpot = PredictionError(_now), PredictionError(_now)
         self._retries = RetryTimes(clock=_now)  # one unit for each request
         self._ends = WaitEstimator(clock=_now)  # of requests that held a decode worker
-        self._running = 0
+        self._concurrency = Concurrency(_now)
         self._measured_at_s: float | None = None  # or time of the last request that was admitted for it
 
     def status(self) -> dict[str, dict[str, float]]:
@@ -89,7 +89,7 @@ class Objectives:
         ttfts = self._predict_ttfts(context, own_s)
         batches = self._batches(loads)
         tpots = {name: self._step_s(loads, name, batch, num_tokens) for name, batch in batches.items()}
-        load = min(batches.values(), default=float(self._running))
+        load = min(batches.values(), default=float(self._concurrency.running))
         margins = self._ttft.margin_s(load), self._tpot.margin_s(load)
         prediction = context.prediction = Prediction(ttfts, min(tpots.values(), default=None), load, *margins)
         ttft_delays = self._ttft_delays(context, prediction, own_s, num_tokens)
@@ -215,7 +215,7 @@ class Objectives:
         bound_s = objective_s - prediction.tpot_margin_s
         total = max(sum(load.in_flight for load in loads.workers.values()), 1)
         # Number of this ingress's requests that end while one request of the worker ends.
-        own = min(self._running / total, 1.0) * len(tpots)
+        own = min(self._concurrency.running / total, 1.0) * len(tpots)
         delays = {}
         for name, tpot_s in tpots.items():
             if tpot_s <= bound_s:
@@ -264,17 +264,22 @@ class Objectives:
     @contextmanager
     def track(self, context: RequestContext) -> Iterator[None]:
         """Measure a request; record the latencies of an answer that was predicted."""
-        self._running += 1
+        mark, start_s = self._concurrency.add(1), _now()
+        running = self._concurrency.running
         try:
             yield
-            self._record(context)
+            self._record(context, self._concurrency.mean(mark, _now() - start_s) / running)
         finally:
-            self._running -= 1
+            self._concurrency.add(-1)
             if context.lease is not None:
-                self._ends.record_departure(empty=not self._running)
+                self._ends.record_departure(empty=not self._concurrency.running)
 
-    def _record(self, context: RequestContext) -> None:
-        """Record the latencies of a complete answer of one sequence that stayed at its engine."""
+    def _record(self, context: RequestContext, growth: float) -> None:
+        """Record the latencies of a complete answer of one sequence that stayed at its engine.
+
+        Args:
+            growth: mean number of requests that ran meanwhile, times that at the admission.
+        """
         request, prediction, first_s = context.request, context.prediction, context.first_token_s
         if prediction is None or first_s is None or context.error:
             return
@@ -291,7 +296,7 @@ class Objectives:
         more_tokens = context.answer.num_tokens - 1
         if prediction.tpot_s is not None and objective.tpot_s is not None and more_tokens > 0:
             tpot_s = (time.monotonic() - first_s) / more_tokens
-            self._tpot.record(prediction.tpot_s, tpot_s, objective.tpot_s, prediction.load)
+            self._tpot.record(prediction.tpot_s, tpot_s, objective.tpot_s, growth * prediction.load)
 
 
 def _now() -> float:

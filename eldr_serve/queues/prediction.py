@@ -36,8 +36,9 @@ class Prediction:
 class PredictionError:
     """Error of the predictions of one latency, by the load at which they were made.
 
-    A busy service errs more than an idle one. If one margin held for all loads, requests that were admitted
-    at too high a load would have all later ones refused, also those that an idle service receives.
+    Predictions for a busy service err more. If one margin held for all loads, requests that were admitted at
+    too high a load would have all later ones refused, also those that an idle service receives. So a margin
+    is taken from requests at similar loads, and errors at a higher load are reduced in proportion to it.
 
     Args:
         clock: returns the time, s.
@@ -58,7 +59,7 @@ class PredictionError:
         self._errors: deque[tuple[float, float, float]] = deque(maxlen=_MAX_ERRORS)
 
     def record(self, predicted_s: float, measured_s: float, objective_s: float, load: float) -> None:
-        """Record the latency of a finished request that was admitted at this load."""
+        """Record the latency of a finished request that was served at this load."""
         self.requests += 1
         self.met += measured_s <= objective_s
         self.predicted_s += predicted_s
@@ -69,8 +70,7 @@ class PredictionError:
     def margin_s(self, load: float) -> float:
         """Return what to add to a prediction at this load to cover 95 % of recent requests, s.
 
-        It is taken from the requests that were admitted at the nearest loads. It is negative if nearly all
-        predictions were too long, and 0 with few recent requests.
+        It is negative if nearly all predictions were too long, and 0 with few recent requests.
         """
         since_s = self._clock() - WINDOW_S
         while self._errors and self._errors[0][0] < since_s:
@@ -78,7 +78,7 @@ class PredictionError:
         self.last_margin_s = 0.0
         if len(self._errors) >= _MIN_ERRORS:
             nearest = heapq.nsmallest(_NEAREST, reversed(self._errors), key=lambda item: abs(item[1] - load))
-            errors = sorted(error for _, _, error in nearest)
+            errors = sorted(error * min(1.0, load / at) if error > 0 else error for _, at, error in nearest)
             self.last_margin_s = errors[min(math.ceil(_SHARE * (len(errors) + 1)), len(errors)) - 1]
         return self.last_margin_s
 
@@ -92,3 +92,29 @@ class PredictionError:
             "error_s": round(self.error_s, 6),
             "margin_s": round(self.last_margin_s, 6),
         }
+
+
+class Concurrency:
+    """Number of running requests, and its mean over the time of each.
+
+    Args:
+        clock: returns the time, s.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.running = 0
+        self._clock = clock
+        self._changed_at_s = 0.0
+        self._request_s = 0.0  # sum of the times of all requests until then
+
+    def add(self, requests: int) -> float:
+        """Add requests that start, or subtract those that end; return the mark of this moment for `mean`."""
+        now = self._clock()
+        self._request_s += self.running * (now - self._changed_at_s)
+        self._changed_at_s = now
+        self.running += requests
+        return self._request_s
+
+    def mean(self, mark: float, seconds: float) -> float:
+        """Return the mean number of running requests in the seconds since a mark."""
+        return (self.add(0) - mark) / seconds if seconds > 0 else float(self.running)

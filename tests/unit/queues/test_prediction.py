@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from eldr_serve.queues.prediction import WINDOW_S, PredictionError
+from eldr_serve.queues.prediction import WINDOW_S, Concurrency, PredictionError
 from tests.support.clock import Clock
 
 
@@ -52,7 +52,8 @@ def test_errors_at_a_high_load_do_not_refuse_requests_at_a_low_one() -> None:
         error.record(1.0, 1.1, 1.0, load=1.0)
         error.record(1.0, 5.0, 1.0, load=4.0)
     assert error.margin_s(1.2) == pytest.approx(0.1)
-    assert error.margin_s(3.5) == pytest.approx(4.0)
+    assert error.margin_s(4.0) == pytest.approx(4.0)
+    assert error.margin_s(3.0) == pytest.approx(3.0)
 
 
 def test_the_newest_of_equally_near_errors_count() -> None:
@@ -61,3 +62,24 @@ def test_the_newest_of_equally_near_errors_count() -> None:
         for _ in range(100):
             error.record(1.0, measured, 1.0, load=2.0)
     assert error.margin_s(2.0) == pytest.approx(1.0)
+
+
+def test_after_a_burst_an_idle_service_admits_again() -> None:
+    error = PredictionError(Clock())
+    for _ in range(50):
+        error.record(1.0, 13.0, 2.0, load=12.0)
+    assert error.margin_s(12.0) == pytest.approx(12.0)
+    assert error.margin_s(1.0) == pytest.approx(1.0)
+
+
+def test_mean_concurrency_over_the_time_of_a_request() -> None:
+    concurrency = Concurrency(clock := Clock())
+    first = concurrency.add(1)
+    clock.now += 2.0
+    second = concurrency.add(1)
+    clock.now += 2.0
+    assert concurrency.mean(first, 4.0) == pytest.approx(1.5)
+    assert concurrency.mean(second, 2.0) == pytest.approx(2.0)
+    concurrency.add(-1)
+    assert concurrency.running == 1
+    assert concurrency.mean(concurrency.add(0), 0.0) == 1.0
