@@ -61,8 +61,8 @@ class IngressStatus:
             "prefill_oldest_s": self._engines.prefill.oldest_s,
             "stages": self._path.stage_latencies.summary(),
             "prefill_wait_s": self._path.admission.waits_s,
-            "prefill_kv_usage": self._engines.prefill.directory.kv_usage.by_replica,
-            "decode_kv_usage": self._engines.decode.directory.kv_usage.by_replica,
+            "prefill_kv_usage": self._engines.prefill.directory.kv_usage.by_worker,
+            "decode_kv_usage": self._engines.decode.directory.kv_usage.by_worker,
             "objectives": self._path.objectives.status(),
             "experts": self._engines.decode.directory.experts,
         }

@@ -28,16 +28,16 @@ class MoveLimiter:
         self._limit = limit
         self._moving: set[str] = set()  # ids of requests
 
-    def begin(self, context: RequestContext, replica: str) -> bool:
-        """Begin to move an answer away from a replica, if it may move now; return whether it does."""
-        answer, left = context.answer, context.left_replicas
+    def begin(self, context: RequestContext, worker: str) -> bool:
+        """Begin to move an answer away from a worker, if it may move now; return whether it does."""
+        answer, left = context.answer, context.left_workers
         if answer.complete or not answer.can_continue or len(left) >= MAX_MOVES:
             return False
-        others = set(self._decode.live).difference(left, [replica])
+        others = set(self._decode.live).difference(left, [worker])
         # Answers that move already will need a slot too.
         if len(self._moving) >= min(self._limit, sum(map(self._decode_starts.free_slots, others))):
             return False
-        left.append(replica)
+        left.append(worker)
         self._moving.add(context.request_id)
         return True
 

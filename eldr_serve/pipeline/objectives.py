@@ -30,11 +30,11 @@ _MAX_CACHED_SHARE = 0.95
 class Objectives:
     """Admits the requests of one ingress that have an objective, and measures its own predictions.
 
-    The TTFT is predicted for each replica that prefills: the wait for the prompts before this one, the
+    The TTFT is predicted for each worker that prefills: the wait for the prompts before this one, the
     uncached tokens of its own prompt, and the predicted waits for a decode worker and for a slot of its
     engine. The TPOT is predicted for each decode worker: the time of a step with this request and its share
     of those that are on their way. A request is admitted if prediction and margin (see PredictionError) are
-    within its objective at some replica. What cannot be predicted does not count.
+    within its objective at some worker. What cannot be predicted does not count.
 
     Args:
         tokenizer: tokenises prompts that whole engines compute, to find their cached tokens.
@@ -70,13 +70,13 @@ class Objectives:
     async def admit(self, context: RequestContext) -> None:
         """Predict the latencies of a request that has an objective.
 
-        Set `context.late_replicas` to those that would miss it. For a retry or without an objective, do
+        Set `context.late_workers` to those that would miss it. For a retry or without an objective, do
         nothing else.
 
         Raises:
             OverloadedError: the request would miss its objective everywhere.
         """
-        context.late_replicas = ()
+        context.late_workers = ()
         if not context.request.objective or context.is_retry:
             return
         if self._engines.whole and self._tokenizer is not None:
@@ -106,7 +106,7 @@ class Objectives:
         if delay_s:
             self._refuse(context, context.prediction, delay_s)
         self._retries.claim(context.retry_key)
-        context.late_replicas = tuple(name for name, delay_s in late.items() if delay_s)
+        context.late_workers = tuple(name for name, delay_s in late.items() if delay_s)
 
     async def _decode_loads(self, context: RequestContext) -> DecodeLoads | None:
         """Return the loads of the decode workers from the router; None if it does not answer in time."""
@@ -122,10 +122,10 @@ class Objectives:
             return None
 
     def _computing_s(self, loads: DecodeLoads | None, num_tokens: float) -> dict[str, float]:
-        """Return how long each replica computes the prompt, s; empty until a rate is measured.
+        """Return how long each worker computes the prompt, s; empty until a rate is measured.
 
         Rates are those of all tokens, of which the mean prompt has a share in the prefix cache. If the router
-        knows how many tokens of this prompt a replica has cached, the others count relative to that mean.
+        knows how many tokens of this prompt a worker has cached, the others count relative to that mean.
         """
         queues, names = self._admission.queues, self._prefill.live
         if not queues.is_measured(names):
@@ -138,10 +138,10 @@ class Objectives:
         return {name: count / queues.rate([name]) for name, count in tokens.items()}
 
     def _predict_ttfts(self, context: RequestContext, own_s: Mapping[str, float]) -> dict[str, float]:
-        """Return the predicted TTFT at each replica that prefills, s.
+        """Return the predicted TTFT at each worker that prefills, s.
 
         Args:
-            own_s: time in which the replica computes the prompt, s.
+            own_s: time in which the worker computes the prompt, s.
         """
         rest_s = time.monotonic() - context.start_s + self._client.queue_wait_s + self._decode_starts.wait_s()
         queues = self._admission.queues
@@ -155,18 +155,18 @@ class Objectives:
         """
         if loads is None or loads.step.cost is None or not loads.workers:
             return {}
-        if self._engines.whole:  # those that wait in the decode queue have no replica for their prompt either
+        if self._engines.whole:  # those that wait in the decode queue have no worker for their prompt either
             coming = max(self._admission.queues.num_unplaced, loads.waiting)
         else:
             coming = sum(self._engines.prefill.in_flight.values()) + loads.waiting
         more = coming / len(loads.workers)
         return {name: load.in_flight + 1 + more for name, load in loads.workers.items()}
 
-    def _step_s(self, loads: DecodeLoads | None, replica: str, batch: float, num_tokens: float) -> float:
+    def _step_s(self, loads: DecodeLoads | None, worker: str, batch: float, num_tokens: float) -> float:
         """Return the time of a worker's step with so many requests, as long as its own and this one, s."""
         assert loads is not None
-        load = loads.workers[replica]
-        batch = min(batch, self._decode_starts.slots(replica) or math.inf)
+        load = loads.workers[worker]
+        batch = min(batch, self._decode_starts.slots(worker) or math.inf)
         kv_tokens = (load.kv_tokens + num_tokens) / (load.in_flight + 1) * batch
         return loads.step.seconds(batch, kv_tokens)
 
@@ -179,7 +179,7 @@ class Objectives:
         own_s: Mapping[str, float],
         num_tokens: float,
     ) -> dict[str, float]:
-        """Return after how long the objective could be met at each replica, s; inf: not even when idle.
+        """Return after how long the objective could be met at each worker, s; inf: not even when idle.
 
         Waits become shorter by one second a second. Earlier refused requests return before this one.
         """
@@ -274,13 +274,13 @@ class Objectives:
         request, prediction, first_s = context.request, context.prediction, context.first_token_s
         if prediction is None or first_s is None or context.error:
             return
-        if context.failures.attempts or context.left_replicas:
+        if context.failures.attempts or context.left_workers:
             return
         if needs_whole_engine(request.method, request.fields) is not None:
             return
         assert context.lease is not None
-        replica = context.lease.worker if self._engines.whole else context.failures.prefill_replica
-        ttft_s, objective = prediction.ttft_s.get(replica), request.objective
+        worker = context.lease.worker if self._engines.whole else context.failures.prefill_replica
+        ttft_s, objective = prediction.ttft_s.get(worker), request.objective
         self._measured_at_s = _now()
         if ttft_s is not None and objective.ttft_s is not None:
             self._ttft.record(ttft_s, first_s - context.start_s, objective.ttft_s)

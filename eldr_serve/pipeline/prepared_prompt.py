@@ -37,8 +37,8 @@ class PreparedPrompt:
         """Return the predicted time until the decode engine has computed the prompt, s."""
         return 0.0
 
-    def enter(self, replica: str, header: dict[str, Any]) -> None:
-        """Enter the queue of the leased replica; add the prompt's fields to the decode call's header."""
+    def enter(self, worker: str, header: dict[str, Any]) -> None:
+        """Enter the queue of the leased worker; add the prompt's fields to the decode call's header."""
 
     def on_first_token(self) -> None:
         """Note that the decode engine has read or computed the prompt."""
@@ -122,8 +122,8 @@ class QueuedPrompt(PreparedPrompt):
     def remaining_s(self) -> float:
         return self._admission.queues.remaining_s(self._ticket)
 
-    def enter(self, replica: str, header: dict[str, Any]) -> None:
-        self._admission.queues.assign(self._ticket, replica)
+    def enter(self, worker: str, header: dict[str, Any]) -> None:
+        self._admission.queues.assign(self._ticket, worker)
         header["prompt_tokens"] = self._ticket.num_tokens
 
     def on_first_token(self) -> None:

@@ -44,14 +44,14 @@ class RequestContext:
         client_disconnected: the client disconnected before the end.
 
         failures: failures of the attempts.
-        left_replicas: decode replicas from which the answer has moved because they leave.
+        left_workers: decode workers from which the answer has moved because their replicas leave.
         num_prefills: number of prefill calls, including failed ones.
         prefilled_ids: uint32[n], the prompt's token ids, from the prefill engine's answer; None before it.
         tokenised_ids: uint32[n], the prompt's token ids as this ingress tokenised it; None if it did not.
         answer: the answer so far.
 
         prediction: predicted latencies, if the request has an objective.
-        late_replicas: replicas at which it would miss its objective.
+        late_workers: workers at which it would miss its objective; of the prefill engines, if there are any.
         first_token_s: time of the first token, time.monotonic().
     """
 
@@ -72,14 +72,14 @@ class RequestContext:
     client_disconnected: bool = False
     # These fields hold the prompt, its answer and failures so far.
     failures: Failures = field(default_factory=Failures)
-    left_replicas: list[str] = field(default_factory=list)
+    left_workers: list[str] = field(default_factory=list)
     num_prefills: int = 0
     prefilled_ids: NDArray[np.uint32] | None = None
     tokenised_ids: NDArray[np.uint32] | None = None
     answer: PartialAnswer = field(init=False)
     # See Objectives.
     prediction: Prediction | None = None
-    late_replicas: tuple[str, ...] = ()
+    late_workers: tuple[str, ...] = ()
     first_token_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -106,7 +106,7 @@ class SplitPrefill:
         if not replicas:
             self._client.count("whole_without_prefill")
             return PreparedPrompt()
-        replicas = [name for name in replicas if name not in context.late_replicas] or replicas
+        replicas = [name for name in replicas if name not in context.late_workers] or replicas
         in_flight = self._fleet.in_flight
         replica = choose_prefill(
             prompt_head(context.request.fields),

@@ -14,7 +14,7 @@ class WholePrefill:
     """Admits prompts to the queues of engines that prefill and decode.
 
     Args:
-        outliers: knows the replicas that may get a prompt.
+        outliers: knows the workers that may get a prompt.
         tokenizer: tokenises prompts before placement.
     """
 

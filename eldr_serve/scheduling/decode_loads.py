@@ -72,7 +72,7 @@ class DecodeLoads:
     """Loads of all decode workers, as the router knows them.
 
     Attributes:
-        workers: load of each worker, by name of its replica.
+        workers: load of each worker, by name.
         waiting: requests in the decode queue.
         step: cost of steps.
         cached_share: share of the prompt tokens of earlier requests that was expected in prefix caches.
