@@ -52,7 +52,7 @@ class Objectives:
         self._engines = engines
         self._prefill = engines.decode if engines.whole else engines.prefill
         self._client = client
-        self._admission = admission
+        self._admission, self._queues = admission, admission.queues
         self._decode_starts = decode_starts
         self._tokenizer = tokenizer
         self._ttft, self._tpot = PredictionError(_now), PredictionError(_now)
@@ -127,14 +127,15 @@ class Objectives:
         Rates are those of all tokens, of which the mean prompt has a share in the prefix cache. If the router
         knows how many tokens of this prompt a worker has cached, the others count relative to that mean.
         """
-        queues, names = self._admission.queues, self._prefill.live
+        queues, names = self._queues, self._prefill.live
         if not queues.is_measured(names):
             return {}
         tokens = dict.fromkeys(names, num_tokens)
         if loads is not None and self._engines.whole:
             mean = 1.0 - min(loads.cached_share, _MAX_CACHED_SHARE)
-            for name in names & loads.workers.keys():
-                tokens[name] = max(num_tokens - loads.workers[name].cached_tokens, 1.0) / mean
+            cached_tokens = dict(zip(loads.workers.names, loads.workers.cached_tokens.tolist(), strict=True))
+            for name in names & cached_tokens.keys():
+                tokens[name] = max(num_tokens - cached_tokens[name], 1.0) / mean
         return {name: count / queues.rate([name]) for name, count in tokens.items()}
 
     def _predict_ttfts(self, context: RequestContext, own_s: Mapping[str, float]) -> dict[str, float]:
@@ -144,30 +145,30 @@ class Objectives:
             own_s: time in which the worker computes the prompt, s.
         """
         rest_s = time.monotonic() - context.start_s + self._client.queue_wait_s + self._decode_starts.wait_s()
-        queues = self._admission.queues
-        rest_s += queues.unplaced_s([*own_s])
-        return {name: rest_s + queues.wait_s(name) + seconds for name, seconds in own_s.items()}
+        rest_s += self._queues.unplaced_s([*own_s])
+        return {name: rest_s + self._queues.wait_s(name) + seconds for name, seconds in own_s.items()}
 
     def _batches(self, loads: DecodeLoads | None) -> dict[str, float]:
         """Return the requests that each decode worker would have with this one; empty if steps have no cost.
 
         Those that have no worker yet are shared evenly.
         """
-        if loads is None or loads.step.cost is None or not loads.workers:
+        if loads is None or loads.step.cost is None or not loads.workers.names:
             return {}
         if self._engines.whole:  # those that wait in the decode queue have no worker for their prompt either
-            coming = max(self._admission.queues.num_unplaced, loads.waiting)
+            num_unplaced = max(self._queues.num_unplaced, loads.waiting)
         else:
-            coming = sum(self._engines.prefill.in_flight.values()) + loads.waiting
-        more = coming / len(loads.workers)
-        return {name: load.in_flight + 1 + more for name, load in loads.workers.items()}
+            num_unplaced = sum(self._engines.prefill.in_flight.values()) + loads.waiting
+        workers = loads.workers
+        batches = workers.in_flight + 1 + num_unplaced / len(workers.names)
+        return dict(zip(workers.names, batches.tolist(), strict=True))
 
     def _step_s(self, loads: DecodeLoads | None, worker: str, batch: float, num_tokens: float) -> float:
         """Return the time of a worker's step with so many requests, as long as its own and this one, s."""
         assert loads is not None
-        load = loads.workers[worker]
+        workers, row = loads.workers, loads.workers.rows[worker]
         batch = min(batch, self._decode_starts.slots(worker) or math.inf)
-        kv_tokens = (load.kv_tokens + num_tokens) / (load.in_flight + 1) * batch
+        kv_tokens = (int(workers.kv_tokens[row]) + num_tokens) / (int(workers.in_flight[row]) + 1) * batch
         return loads.step.seconds(batch, kv_tokens)
 
     # -- delays until the objective could be met ---------------------------------------------------
@@ -187,7 +188,7 @@ class Objectives:
         if objective_s is None or not ttfts:
             return {}
         bound_s = objective_s - self._ttft.margin_s
-        returning_s = self._retries.tokens * num_tokens / self._admission.queues.rate(ttfts)
+        returning_s = self._retries.tokens * num_tokens / self._queues.rate(ttfts)
         delays = {}
         for name, ttft_s in ttfts.items():
             if ttft_s <= bound_s:
@@ -209,7 +210,7 @@ class Objectives:
         if objective_s is None or loads is None or not tpots:
             return {}
         bound_s = objective_s - self._tpot.margin_s
-        total = max(sum(load.in_flight for load in loads.workers.values()), 1)
+        total = max(int(loads.workers.in_flight.sum()), 1)
         # Number of this ingress's requests that end while one request of the worker ends.
         own = min(self._running / total, 1.0) * len(tpots)
         delays = {}

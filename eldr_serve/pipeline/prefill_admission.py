@@ -22,6 +22,9 @@ class PrefillAdmission:
         fleet: the engines that prefill.
         bound_s: maximum predicted wait, s.
         count: callback that counts an event of this name.
+
+    Attributes:
+        queues: the queues.
     """
 
     def __init__(self, fleet: Fleet, *, bound_s: float, count: Callable[[str], None]) -> None:

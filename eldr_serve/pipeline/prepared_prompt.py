@@ -116,14 +116,14 @@ class QueuedPrompt(PreparedPrompt):
         self.ids_to_compute = ids_to_compute
         self._num_generated = num_generated
         self._ticket = ticket
-        self._admission = admission
+        self._admission, self._queues = admission, admission.queues
 
     @property
     def remaining_s(self) -> float:
-        return self._admission.queues.remaining_s(self._ticket)
+        return self._queues.remaining_s(self._ticket)
 
     def enter(self, worker: str, header: dict[str, Any]) -> None:
-        self._admission.queues.assign(self._ticket, worker)
+        self._queues.assign(self._ticket, worker)
         header["prompt_tokens"] = self._ticket.num_tokens
 
     def on_first_token(self) -> None:
@@ -134,4 +134,4 @@ class QueuedPrompt(PreparedPrompt):
         self._admission.finish(self._ticket, computed)
 
     def close(self, reader: Call | None) -> None:
-        self._admission.queues.leave(self._ticket)
+        self._queues.leave(self._ticket)

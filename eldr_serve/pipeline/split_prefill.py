@@ -56,7 +56,7 @@ class SplitPrefill:
     ) -> None:
         self._engines = engines
         self._fleet = engines.prefill
-        self._admission = admission
+        self._admission, self._queues = admission, admission.queues
         self._options = options
         self._client = client
         self._kv_release = kv_release
@@ -115,11 +115,11 @@ class SplitPrefill:
             failed_replicas=context.failures.prefill_replicas,
         )
         context.failures.prefill_replica = replica
-        ticket = self._admission.queues.enter(replica, num_tokens, context.retry_key)
+        ticket = self._queues.enter(replica, num_tokens, context.retry_key)
         try:
             return await self._call(context, replica, ticket)
         finally:
-            self._admission.queues.leave(ticket)
+            self._queues.leave(ticket)
 
     async def _call(self, context: RequestContext, replica: str, ticket: Ticket) -> HeldPrompt:
         request = context.request

@@ -22,7 +22,7 @@ class WholePrefill:
         self, outliers: OutlierDetector, admission: PrefillAdmission, tokenizer: PromptTokens | None
     ) -> None:
         self._outliers = outliers
-        self._admission = admission
+        self._admission, self._queues = admission, admission.queues
         self._tokenizer = tokenizer
 
     async def prepare(self, context: RequestContext) -> PreparedPrompt:
@@ -44,5 +44,5 @@ class WholePrefill:
             num_tokens = self._admission.estimate_tokens(context)
             if not context.is_retry:
                 await self._admission.within_bound(context, num_tokens, lambda: self._outliers.usable)
-        ticket = self._admission.queues.enter(None, num_tokens, context.retry_key)
+        ticket = self._queues.enter(None, num_tokens, context.retry_key)
         return QueuedPrompt(ticket, self._admission, context.prompt_ids, context.answer.num_ids)

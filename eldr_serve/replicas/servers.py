@@ -276,26 +276,25 @@ class DecodeServer(EngineServer):
     async def _report_steps(self) -> None:
         router: Any = None  # an actor's handle
         sums = [StepSums()] * self._engine.ranks()  # of each rank, not reported yet
-        in_step = False  # the router knows the prefix cache as of the last report
+        cache_is_known = False  # the router knows the prefix caches as of the last report
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
-            sums = [steps + self._engine.take_steps(rank) for rank, steps in enumerate(sums)]
-            if not (self._channel.in_flight or any(steps.steps or steps.prompts.any() for steps in sums)):
+            sums = [unreported + self._engine.take_steps(rank) for rank, unreported in enumerate(sums)]
+            if not (self._channel.in_flight or any(rank.steps or rank.prompts.any() for rank in sums)):
                 self._queued = 0.0  # requests only wait if engines are busy
                 continue
             try:
                 if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
                     router = await asyncio.to_thread(find_actor, self._router_name)
                 replica = serve.get_replica_context().replica_id.unique_id
-                queued, cache = 0.0, self._engine.prefix_cache()
-                changes = self._engine.take_prefix_changes(whole=not in_step)
-                for rank, worker in enumerate(worker_names(replica, len(sums))):
-                    share, in_step = await router.observe_steps.remote(sums[rank], worker, cache, changes)
-                    queued += share
-                    sums[rank] = StepSums()
-                self._queued = queued
+                steps = dict(zip(worker_names(replica, len(sums)), sums, strict=True))
+                changes = self._engine.take_prefix_changes(whole=not cache_is_known)
+                self._queued, cache_is_known = await router.observe_steps.remote(
+                    steps, self._engine.prefix_cache(), changes
+                )
+                sums = [StepSums()] * len(sums)
             except (ValueError, RayError) as error:  # the router is unavailable
-                self._queued, in_step = 0.0, False
+                self._queued, cache_is_known = 0.0, False
                 if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
                     router = None
                 logger.info("step costs not reported: %r", error)

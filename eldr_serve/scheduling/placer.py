@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.scheduling.cost import StepCost
-from eldr_serve.scheduling.decode_loads import WorkerLoad
+from eldr_serve.scheduling.decode_loads import WorkerLoads
 from eldr_serve.scheduling.fairness import fair_order
 from eldr_serve.scheduling.guard import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
@@ -144,22 +144,20 @@ class Placer:
         available[[self._position[worker] for worker in exclude if worker in self._position]] = False
         return self._ledger.loads(self._ledger_rows, available)
 
-    def worker_loads(self, blocks: PromptBlocks | None = None) -> dict[str, WorkerLoad]:
-        """Return the load of each worker that accepts requests, by name.
+    def worker_loads(self, blocks: PromptBlocks | None = None) -> WorkerLoads:
+        """Return the loads of all workers that accept requests.
 
         Args:
             blocks: blocks of a prompt, of which each worker may have some in its prefix cache.
         """
         loads = self.loads()
-        cached = None if blocks is None else self.prefixes.cached_tokens(self._workers, blocks)
-        return {
-            str(self._workers[position]): WorkerLoad(
-                int(loads.in_flight[position]),
-                int(loads.kv_tokens[position]),
-                0 if cached is None else int(cached[position]),
-            )
-            for position in loads.workers.tolist()
-        }
+        positions = loads.workers
+        names = tuple(str(self._workers[position]) for position in positions.tolist())
+        if blocks is None:
+            cached_tokens = np.zeros(len(names), np.int64)
+        else:
+            cached_tokens = self.prefixes.cached_tokens(names, blocks)
+        return WorkerLoads(names, loads.in_flight[positions], loads.kv_tokens[positions], cached_tokens)
 
     def _loads_for(self, lease: Lease) -> Loads:
         """Return the loads for a request.
