@@ -205,7 +205,7 @@ class Work:
 
     def policy(self, choice: PolicyChoice, cluster: Cluster) -> Policy:
         """Return a new policy with the scenario's table and cost."""
-        policy = make_policy(choice.name, **choice.parameters).with_table(self.table)
+        policy = make_policy(choice.name, **choice.parameters).set_table(self.table)
         policy.update_cost_model(cluster.decode.cost)
         return policy
 

@@ -321,7 +321,7 @@ class Bench:
         for arm in arms:
             table = tables[arm.balanced, arm.transform]
             parameters = dict(arm.parameters) | (mix if arm.policy == "domain" else {})
-            policy = make_policy(arm.policy, **parameters).with_table(table)
+            policy = make_policy(arm.policy, **parameters).set_table(table)
             policy.update_cost_model(self.cost)
             outcomes[arm.label] = self._simulated(
                 load, chosen, arrival_s, policy, self.cost, true_decode=arm.true_decode

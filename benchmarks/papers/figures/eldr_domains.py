@@ -150,7 +150,7 @@ def simulated(
     outcomes = {}
     for label, (name, parameters) in POLICIES.items():
         given = parameters | ({"mix": calibrated} if name == "domain" else {})
-        policy = make_policy(name, **given).with_table(tables["even" if "even" in label else mix])
+        policy = make_policy(name, **given).set_table(tables["even" if "even" in label else mix])
         policy.update_cost_model(cost)
         outcomes[label] = simulate(requests, policy, cluster, experts=experts, seed=seed)
     return outcomes, [trace.domains[kind] for kind in kinds]

@@ -147,7 +147,7 @@ def variants(options: Options) -> Rows:
         cluster = Cluster(decode=Decode(workers=workers, cost=cost))
 
         def summary(name: str, table: RoutingTable | None = None, **parameters: Any) -> dict[str, Any]:
-            policy = make_policy(name, **parameters).with_table(table)
+            policy = make_policy(name, **parameters).set_table(table)
             policy.update_cost_model(cost)
             return simulate(requests, policy, cluster, experts=experts, seed=seed).summary()
 

@@ -26,7 +26,7 @@ def check_policy(policy_class: type[Policy], **parameters: Any) -> list[str]:
     """
 
     def make() -> Policy:
-        return policy_class(**parameters).with_table(_Table())
+        return policy_class(**parameters).set_table(_Table())
 
     checks: dict[str, Callable[[Callable[[], Policy]], Iterator[str]]] = {
         "parameters": _parameters,
@@ -175,9 +175,9 @@ def _more_and_fewer_workers(make: Callable[[], Policy]) -> Iterator[str]:
 def _new_table(make: Callable[[], Policy]) -> Iterator[str]:
     rng, policy = np.random.default_rng(4), make()
     for table in (None, _Table(band=0.5), _Table(2)):
-        policy = policy.with_table(table)
+        policy = policy.set_table(table)
         if not isinstance(policy, Policy):
-            yield "with_table must return the policy"
+            yield "set_table must return the policy"
             return
         yield from _place_each(policy, rng, (_request(f"r{n}", rng) for n in range(6)))
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from eldr_serve.scheduling.policies.base import Policy, available, shortest, worker_similarity
+from eldr_serve.scheduling.policies.base import Policy, available_workers, choose_shortest, worker_similarity
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
 
@@ -36,12 +36,12 @@ class LocalityBand(Policy):
     parameters: Parameters
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
+        workers = available_workers(loads)
         if self.table is None:
-            return shortest(workers, loads, "no-table")
+            return choose_shortest(workers, loads, "no-table")
         scored, why_not = self._score(request)
         if scored is None:
-            return shortest(workers, loads, why_not)
+            return choose_shortest(workers, loads, why_not)
         similarity = worker_similarity(scored, len(loads)).astype(np.float64)
         width = self.table.band if self.parameters.band is None else self.parameters.band
         band = workers[similarity[workers] >= similarity[workers].max() - width]
@@ -49,7 +49,7 @@ class LocalityBand(Policy):
             mean = (loads.in_flight[workers].sum() + 1) / len(workers)
             allowed = band[loads.in_flight[band] + 1 <= bound * mean]
             if not len(allowed):
-                return shortest(workers, loads, "load-cap")
+                return choose_shortest(workers, loads, "load-cap")
             band = allowed
         in_flight = loads.in_flight[band]
         lightest = band[in_flight == in_flight.min()]

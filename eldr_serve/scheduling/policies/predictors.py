@@ -293,7 +293,7 @@ class Guarded:
     ) -> Prediction:
         for source in (self.predictor, self._survival):
             try:
-                return _checked(source.predict(ages, keys, prompt_tokens), len(ages))
+                return _check(source.predict(ages, keys, prompt_tokens), len(ages))
             except Exception as error:
                 self._record_failure(error)
         return np.zeros(len(ages)), np.full(len(ages), float(self._horizon))
@@ -306,7 +306,7 @@ class Guarded:
             )
 
 
-def _checked(prediction: Prediction, n: int) -> Prediction:
+def _check(prediction: Prediction, n: int) -> Prediction:
     p, mu = (np.asarray(part, np.float64) for part in prediction)
     if p.shape != (n,) or mu.shape != (n,):
         raise ValueError(f"p has shape {p.shape} and mu {mu.shape}, not ({n},)")

@@ -18,7 +18,7 @@ from eldr_serve.scheduling.parameters import MAX_COUNT, Count, Weight
 from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers, Slots, dispatch
 from eldr_serve.scheduling.policies.balance_route.fscore import MAX_CANDIDATES, FScore
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
-from eldr_serve.scheduling.policies.base import QueuedPolicy, available
+from eldr_serve.scheduling.policies.base import QueuedPolicy, available_workers
 from eldr_serve.scheduling.policies.predictors import Predictor, predictor_class
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
@@ -93,7 +93,7 @@ class BalanceRoute(QueuedPolicy):
         return Newcomers(prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
+        workers = available_workers(loads)
         candidates = workers
         if not self.parameters.queue:
             max_in_flight = self.parameters.slots + self.parameters.overcommit
@@ -262,7 +262,7 @@ def _best_worker(
     Args:
         projected: projected KV tokens of all workers, float64[W, H+1].
     """
-    envelope = projected[available(loads)].max(axis=0)
+    envelope = projected[available_workers(loads)].max(axis=0)
     margins = envelope - projected[candidates]
     value = score(np.full((1, margins.shape[1]), request.prompt_tokens), margins)
     order = np.lexsort((loads.in_flight[candidates], -margins.min(axis=1), -value))
