@@ -58,7 +58,7 @@ class StepLoad:
 
 @dataclass(frozen=True, eq=False)
 class WorkerLoads:
-    """Loads of the decode workers that accept requests, as columns.
+    """Loads of the available decode workers, as columns.
 
     Attributes:
         names: names of the workers.
