@@ -28,9 +28,9 @@ class DecodeStartEstimator:
 
     def leave(self, call: QueuedCall, *, answered: bool) -> None:
         """Remove a call that has its first token or has ended; `answered`: its worker worked on it."""
-        before = self._due_times.waiting(call.worker)
+        before = self._due_times.num_waiting(call.worker)
         self._due_times.leave(call, answered=answered)
-        waiting = self._due_times.waiting(call.worker)
+        waiting = self._due_times.num_waiting(call.worker)
         if waiting == before:
             return
         if waiting and self._is_full(call.worker):
@@ -46,7 +46,7 @@ class DecodeStartEstimator:
         if any(name not in self._waits for name in live):
             return 0.0
         return min(
-            (self._waits[name].wait_s(self._due_times.waiting(name) + 1) for name in live), default=0.0
+            (self._waits[name].wait_s(self._due_times.num_waiting(name) + 1) for name in live), default=0.0
         )
 
     def postpone_if_full(self, call: QueuedCall) -> float:
@@ -56,7 +56,7 @@ class DecodeStartEstimator:
         have a time limit. If no call has a token yet, only first tokens and ends of calls postpone the start.
         """
         worker = call.worker
-        if self._is_full(worker) and self._calls(worker) > self._due_times.waiting(worker):
+        if self._is_full(worker) and self._calls(worker) > self._due_times.num_waiting(worker):
             call.due_s = _now()
         return call.due_s
 

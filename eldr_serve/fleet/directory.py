@@ -57,7 +57,7 @@ class ReplicaDirectory:
     def sample(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
         """Process the newest reports of all live replicas, by name."""
         by_worker = dict(_by_worker(stats))
-        self.kv_usage.take(by_worker)
+        self.kv_usage.update(by_worker)
         self.reports = {
             name: QueueReport.parse(report[QUEUE]) for name, report in by_worker.items() if QUEUE in report
         }

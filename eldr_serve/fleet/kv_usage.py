@@ -35,7 +35,7 @@ class KvUsage:
         self._clock = clock
         self._newest: dict[str, _Report] = {}
 
-    def take(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
+    def update(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
         """Process the newest reports of all live workers, by name."""
         now = self._clock()
         before, self._newest = self._newest, {}
@@ -52,14 +52,14 @@ class KvUsage:
         """Return the newest report of each worker that has sent one: share of KV blocks in use, 0 to 1."""
         return {name: report.usage for name, report in self._newest.items()}
 
-    def with_room(self, workers: Iterable[str]) -> list[str]:
+    def workers_with_room(self, workers: Iterable[str]) -> list[str]:
         """Return those of `workers` that may get a prompt."""
         names, now = list(workers), self._clock()
         newest = {name: self._newest.get(name) for name in names}
-        fresh = {name: s is None or now - s.at_s <= _STALE_S for name, s in newest.items()}
-        if not any(fresh.values()):
+        is_current = {name: s is None or now - s.at_s <= _STALE_S for name, s in newest.items()}
+        if not any(is_current.values()):
             return names
-        return [name for name in names if fresh[name] and self._has_room(newest[name])]
+        return [name for name in names if is_current[name] and self._has_room(newest[name])]
 
     def _has_room(self, report: _Report | None) -> bool:
         return report is None or report.usage <= self.max_usage

@@ -15,7 +15,7 @@ from eldr_serve.errors import RequestRefusedError
 from eldr_serve.ingress.audit import Audit
 from eldr_serve.ingress.body import MIB, BodyBudget, BodyShare, read_body
 from eldr_serve.ingress.options import IngressOptions
-from eldr_serve.ingress.responses import in_form_of, refused_response
+from eldr_serve.ingress.responses import adapt_to_api, refused_response
 from eldr_serve.limits.concurrency import ConcurrencyLimiter
 from eldr_serve.limits.keys import bearer_key, digest
 from eldr_serve.limits.tenants import Tenants, TokenReservation
@@ -112,7 +112,7 @@ class Admission:
         except RequestRefusedError as refused:
             if refused.status == 429:
                 gate.count("refused_overload" if refused.kind is None else "refused_limits")
-            await in_form_of(path, refused_response(refused))(scope, receive, send)
+            await adapt_to_api(path, refused_response(refused))(scope, receive, send)
         except ClientDisconnect:
             return
 

@@ -20,7 +20,7 @@ from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.limits.tenants import TokenReservation
 from eldr_serve.objective import objective_of
 from eldr_serve.pipeline.path import RequestPath
-from eldr_serve.request import Request, RequestFields, max_new_tokens, sequences, tenant_salt
+from eldr_serve.request import Request, RequestFields, max_new_tokens, num_sequences, tenant_salt
 from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Lease
@@ -70,7 +70,7 @@ class OpenAIEndpoints:
         start_s = time.monotonic()
         body = await request.body()
         fields = self._parse(request, body)
-        count = sequences(fields)
+        count = num_sequences(fields)
         if count > self._max_sequences:
             raise BadRequestError(
                 f"{count} answers (prompts x n) are requested, at most {self._max_sequences} are allowed"
@@ -147,10 +147,10 @@ class OpenAIEndpoints:
         fields = parse_json(body)
         if not isinstance(fields, dict):
             raise BadRequestError("the body must be a JSON object")
-        for name, given in ((_RANK_HEADER, request.headers), (_RANK_FIELD, fields)):
-            if given.get(name) is not None:
+        for name, source in ((_RANK_HEADER, request.headers), (_RANK_FIELD, fields)):
+            if (rank := source.get(name)) is not None:
                 raise BadRequestError(
-                    f"{name} {str(given[name])[:40]!r} is not supported, because the router chooses the "
+                    f"{name} {str(rank)[:40]!r} is not supported, because the router chooses the "
                     "rank: leave it out",
                     param=name,
                 )

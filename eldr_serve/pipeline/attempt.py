@@ -124,7 +124,7 @@ class Attempt:
         """
         context, services = self._context, self._services
         avoided = (*context.failures.decode_workers, *context.left_workers)
-        replicas, usable = set(map(replica_of, avoided)), set(services.outliers.usable)
+        replicas, usable = set(map(replica_of, avoided)), set(services.outliers.usable_workers)
         live = services.engines.decode.live
         others = (name for name in live if name not in usable or replica_of(name) in replicas)
         late = context.late_workers if services.engines.whole else ()

@@ -85,21 +85,21 @@ class Objectives:
         # The caller's next steps do not wait while there is room, so requests that arrive together count
         # each other.
         num_tokens = self._admission.estimate_tokens(context)
-        own_s = self._computing_s(loads, num_tokens)
-        ttfts = self._predict_ttfts(context, own_s)
+        compute_s = self._predict_compute_s(loads, num_tokens)
+        ttfts = self._predict_ttfts(context, compute_s)
         batches = self._batches(loads)
         tpots = {name: self._step_s(loads, name, batch, num_tokens) for name, batch in batches.items()}
         context.prediction = Prediction(ttfts, min(tpots.values(), default=None))
-        ttft_delays = self._ttft_delays(context, ttfts, own_s, num_tokens)
+        ttft_delays = self._ttft_delays(context, ttfts, compute_s, num_tokens)
         tpot_delays = self._tpot_delays(context, loads, tpots, batches, num_tokens)
         if self._engines.whole:  # one worker must meet both
-            joint = {
+            delays = {
                 name: max(ttft_delays.get(name, 0.0), tpot_delays.get(name, 0.0))
                 for name in ttft_delays.keys() | tpot_delays.keys()
             }
-            delay_s = min(joint.values(), default=0.0)
+            delay_s = min(delays.values(), default=0.0)
             # A request that waits in the decode queue may find other loads when its turn comes.
-            late = joint if loads is not None and not loads.waiting else {}
+            late = delays if loads is not None and not loads.waiting else {}
         else:
             delay_s = max(min(d.values(), default=0.0) for d in (ttft_delays, tpot_delays))
             late = ttft_delays
@@ -121,7 +121,7 @@ class Objectives:
         except ACTOR_UNAVAILABLE:
             return None
 
-    def _computing_s(self, loads: DecodeLoads | None, num_tokens: float) -> dict[str, float]:
+    def _predict_compute_s(self, loads: DecodeLoads | None, num_tokens: float) -> dict[str, float]:
         """Return how long each worker computes the prompt, s; empty until a rate is measured.
 
         Rates are those of all tokens, of which the mean prompt has a share in the prefix cache. If the router
@@ -138,20 +138,21 @@ class Objectives:
                 tokens[name] = max(num_tokens - cached_tokens[name], 1.0) / mean
         return {name: count / queues.rate([name]) for name, count in tokens.items()}
 
-    def _predict_ttfts(self, context: RequestContext, own_s: Mapping[str, float]) -> dict[str, float]:
+    def _predict_ttfts(self, context: RequestContext, compute_s: Mapping[str, float]) -> dict[str, float]:
         """Return the predicted TTFT at each worker that prefills, s.
 
         Args:
-            own_s: time in which the worker computes the prompt, s.
+            compute_s: time in which the worker computes the prompt, s.
         """
-        rest_s = time.monotonic() - context.start_s + self._client.queue_wait_s + self._decode_starts.wait_s()
-        rest_s += self._queues.unplaced_s([*own_s])
-        return {name: rest_s + self._queues.wait_s(name) + seconds for name, seconds in own_s.items()}
+        other_s = time.monotonic() - context.start_s + self._client.queue_wait_s
+        other_s += self._decode_starts.wait_s()
+        other_s += self._queues.unplaced_s([*compute_s])
+        return {name: other_s + self._queues.wait_s(name) + seconds for name, seconds in compute_s.items()}
 
     def _batches(self, loads: DecodeLoads | None) -> dict[str, float]:
         """Return the requests that each decode worker would have with this one; empty if steps have no cost.
 
-        Those that have no worker yet are shared evenly.
+        Requests that have no worker yet are shared evenly.
         """
         if loads is None or loads.step.cost is None or not loads.workers.names:
             return {}
@@ -177,7 +178,7 @@ class Objectives:
         self,
         context: RequestContext,
         ttfts: Mapping[str, float],
-        own_s: Mapping[str, float],
+        compute_s: Mapping[str, float],
         num_tokens: float,
     ) -> dict[str, float]:
         """Return after how long the objective could be met at each worker, s; inf: not even when idle.
@@ -194,7 +195,7 @@ class Objectives:
             if ttft_s <= bound_s:
                 delays[name] = 0.0
             else:
-                delays[name] = math.inf if own_s[name] > bound_s else ttft_s - bound_s + returning_s
+                delays[name] = math.inf if compute_s[name] > bound_s else ttft_s - bound_s + returning_s
         return delays
 
     def _tpot_delays(
@@ -205,7 +206,10 @@ class Objectives:
         batches: Mapping[str, float],
         num_tokens: float,
     ) -> dict[str, float]:
-        """Return the same for the TPOT at each decode worker: the time in which enough requests end, s."""
+        """Return after how long enough requests have ended at each decode worker to meet the objective, s.
+
+        inf: not even a request alone meets it.
+        """
         objective_s = context.request.objective.tpot_s
         if objective_s is None or loads is None or not tpots:
             return {}
@@ -219,11 +223,11 @@ class Objectives:
                 delays[name] = 0.0
                 continue
             sizes = range(1, math.ceil(batches[name]))  # those that meet the objective are the first ones
-            fits = bisect_left(
+            num_fitting = bisect_left(
                 sizes, True, key=lambda size: self._step_s(loads, name, size, num_tokens) > bound_s
             )
-            ends = (batches[name] - fits) * own + self._retries.tokens
-            delays[name] = max(self._ends.wait_s(ends), 1.0) if fits else math.inf
+            num_ends = (batches[name] - num_fitting) * own + self._retries.tokens
+            delays[name] = max(self._ends.wait_s(num_ends), 1.0) if num_fitting else math.inf
         return delays
 
     def _refuse(self, context: RequestContext, prediction: Prediction, delay_s: float) -> None:

@@ -39,9 +39,8 @@ class PrefillAdmission:
             clock=lambda: asyncio.get_running_loop().time(),
         )
 
-    @property
-    def waits_s(self) -> dict[str, float]:
-        """Return the predicted wait for prefill at each live worker, s."""
+    def predict_waits(self) -> dict[str, float]:
+        """Return the predicted wait for prefill at each live worker, s; discard the queues of others."""
         self.queues.keep(self._fleet.live)
         return {name: round(self.queues.wait_s(name), 3) for name in self._fleet.live}
 
@@ -59,7 +58,7 @@ class PrefillAdmission:
         fields = context.request.fields
         self._sizes.learn(fields.prompt, conversation(fields), prompt_tokens)
 
-    async def within_bound(
+    async def admit(
         self, context: RequestContext, num_tokens: float, workers: Callable[[], list[str]]
     ) -> list[str]:
         """Return the workers whose queue the prompt may join.
@@ -71,7 +70,7 @@ class PrefillAdmission:
             OverloadedError: there are workers, but none of their queues is short enough.
         """
         names = workers()
-        admitting = self.queues.with_room(names, context.retry_key)
+        admitting = self.queues.workers_with_room(names, context.retry_key)
         if names and not admitting and not self.queues.is_measured(names):
             try:
                 async with asyncio.timeout(_MEASURE_S):
@@ -79,15 +78,15 @@ class PrefillAdmission:
             except TimeoutError:
                 pass
             names = workers()
-            admitting = self.queues.with_room(names, context.retry_key)
+            admitting = self.queues.workers_with_room(names, context.retry_key)
         if names and not admitting:
             self._count("refused_prefill_backlog")
             wait_s = min(map(self.queues.wait_s, names))
             why = f"a prompt would wait {wait_s:.0f} s for its prefill; {self._bound_s:g} s are allowed"
-            raise self.overloaded(why, names, num_tokens, context.retry_key)
+            raise self.make_refusal(why, names, num_tokens, context.retry_key)
         return admitting
 
-    def overloaded(self, why: str, workers: list[str], num_tokens: float, key: bytes) -> OverloadedError:
+    def make_refusal(self, why: str, workers: list[str], num_tokens: float, key: bytes) -> OverloadedError:
         """Return the error of a refused request, with the predicted time until there is room."""
         return OverloadedError(why, retry_after_s=self.queues.retry_s(workers, num_tokens, key))
 

@@ -29,7 +29,7 @@ class RequestContext:
     """State of one request, and a context manager for the work on it.
 
     Attributes:
-        request: what the client asked.
+        request: the client's request.
         path: path of the URL.
         on_end: called when the work has ended.
         on_overflow: called when the client is too slow and too much is buffered; the answer ends there.
@@ -102,15 +102,15 @@ class RequestContext:
         """Return the time until the first token is due by the objective, s; None without one, or if late."""
         if self.request.objective.ttft_s is None:
             return None
-        left_s = self.start_s + self.request.objective.ttft_s - time.monotonic()
-        return left_s if left_s > 0 else None
+        remaining_s = self.start_s + self.request.objective.ttft_s - time.monotonic()
+        return remaining_s if remaining_s > 0 else None
 
     @cached_property
     def retry_key(self) -> bytes:
         """Return a digest of tenant and body, by which a tenant's retry of the request is recognised."""
-        found = hashlib.blake2b(f"{self.request.tenant}\0".encode(), digest_size=16)
-        found.update(self.request.body)
-        return found.digest()
+        digest = hashlib.blake2b(f"{self.request.tenant}\0".encode(), digest_size=16)
+        digest.update(self.request.body)
+        return digest.digest()
 
     @property
     def is_retry(self) -> bool:

@@ -39,12 +39,12 @@ class DueEstimator:
         self._waiting.setdefault(worker, {})[call.number] = call
         return call
 
-    def waiting(self, worker: str) -> int:
+    def num_waiting(self, worker: str) -> int:
         """Return the number of unanswered calls to a worker."""
         return len(self._waiting.get(worker, {}))
 
     def leave(self, call: QueuedCall, *, answered: bool) -> None:
-        """Remove a call; `answered` tells whether the worker has processed it. Further calls have no effect."""
+        """Remove a call; `answered` tells whether its worker has processed it. Ignore a removed call."""
         waiting = self._waiting.get(call.worker, {})
         if waiting.pop(call.number, None) is None:
             return

@@ -39,7 +39,7 @@ class Ticket:
 
     num_tokens: float
     queued_call: QueuedCall | None = None
-    gone: bool = False
+    has_left: bool = False
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class _Queue:
         reported_s: time of its arrival.
         own_at_report: own tokens at that time.
         own_at_previous_report: own tokens when the report before it arrived.
-        others: tokens of other ingresses.
+        other_tokens: tokens of other ingresses.
     """
 
     own: Throughput
@@ -60,7 +60,7 @@ class _Queue:
     reported_s: float = -math.inf
     own_at_report: float = 0.0
     own_at_previous_report: float = 0.0
-    others: float = 0.0
+    other_tokens: float = 0.0
 
     @property
     def rate(self) -> float | None:
@@ -77,18 +77,18 @@ class _Queue:
 
     @property
     def tokens(self) -> float:
-        return self.own.outstanding + self.others
+        return self.own.outstanding + self.other_tokens
 
     def refresh(self, report: QueueReport | None, now: float) -> None:
         """Process the worker's newest report; forget other ingresses' prompts if it is outdated."""
         if report is not None and report.number != self.report.number:
             self.report, self.reported_s = report, now
             self.own_at_previous_report, self.own_at_report = self.own_at_report, self.own.outstanding
-            self.others = max(0.0, report.tokens - self.own_at_report)
+            self.other_tokens = max(0.0, report.tokens - self.own_at_report)
         elif now - self.reported_s > _STALE_S:
-            self.others = 0.0
+            self.other_tokens = 0.0
         if self.report.callers <= 1:
-            self.others = 0.0
+            self.other_tokens = 0.0
 
     def has_room(self, more: float, bound_s: float) -> bool:
         """Return whether a prompt may join the queue.
@@ -106,7 +106,7 @@ class _Queue:
             return False
         if self.report.callers <= 1:
             return True
-        free = max(0.0, token_limit - self.own_at_report - self.others)
+        free = max(0.0, token_limit - self.own_at_report - self.other_tokens)
         own_since = self.own.outstanding - min(self.own_at_report, self.own_at_previous_report)
         return own_since <= free / self.report.callers
 
@@ -148,11 +148,11 @@ class PrefillQueues:
 
     def is_measured(self, workers: Iterable[str]) -> bool:
         """Return whether the rate of any of these workers is known."""
-        return any(queue.rate for queue in self._refreshed(workers))
+        return any(queue.rate for queue in self._refresh(workers))
 
     def wait_s(self, worker: str) -> float:
         """Predict how long a prompt that arrives now would wait for its prefill, s."""
-        (queue,) = self._refreshed([worker])
+        (queue,) = self._refresh([worker])
         return queue.tokens / queue.known_rate
 
     def unplaced_s(self, workers: Sequence[str]) -> float:
@@ -161,7 +161,7 @@ class PrefillQueues:
 
     def rate(self, workers: Iterable[str]) -> float:
         """Return the throughput of these workers together, tokens/s."""
-        return sum(queue.known_rate for queue in self._refreshed(workers)) or DEFAULT_RATE
+        return sum(queue.known_rate for queue in self._refresh(workers)) or DEFAULT_RATE
 
     def remaining_s(self, ticket: Ticket | None) -> float:
         """Predict the time until a prompt has been computed, s; 0 without a ticket."""
@@ -169,8 +169,8 @@ class PrefillQueues:
             return 0.0
         return ticket.queued_call.due_s - self._clock()
 
-    def _refreshed(self, workers: Iterable[str]) -> list[_Queue]:
-        """Return the queues of these workers, after their newest reports."""
+    def _refresh(self, workers: Iterable[str]) -> list[_Queue]:
+        """Process the newest reports of these workers; return their queues."""
         reports, now = self._reports(), self._clock()
         queues = []
         for name in workers:
@@ -187,17 +187,17 @@ class PrefillQueues:
 
     # -- admission ---------------------------------------------------------------------------------
 
-    def with_room(self, workers: Sequence[str], key: Hashable) -> list[str]:
+    def workers_with_room(self, workers: Sequence[str], key: Hashable) -> list[str]:
         """Return those of `workers` whose predicted wait is within the bound.
 
         Args:
             key: identifies the request, to recognise the retry of a refused request.
         """
-        returns = self._retries.is_due(key)
-        held = self._unplaced + (0.0 if returns else self._retries.due_tokens)
-        bound_s = self._bound_s * (_OVERDRAFT if returns else 1.0)
-        queues = zip(workers, self._refreshed(workers), strict=True)
-        return [name for name, queue in queues if queue.has_room(held / len(workers), bound_s)]
+        is_due = self._retries.is_due(key)
+        reserved_tokens = self._unplaced + (0.0 if is_due else self._retries.due_tokens)
+        bound_s = self._bound_s * (_OVERDRAFT if is_due else 1.0)
+        queues = zip(workers, self._refresh(workers), strict=True)
+        return [name for name, queue in queues if queue.has_room(reserved_tokens / len(workers), bound_s)]
 
     def retry_s(self, workers: Iterable[str], num_tokens: float, key: Hashable) -> int:
         """Reserve room for a request that is refused now; return after how many seconds it may retry.
@@ -206,14 +206,14 @@ class PrefillQueues:
         to have as many tokens as this one. A rate that was measured for a short time cannot predict minutes:
         if the retry time would be later than the rate is trusted, the client is asked to retry earlier.
         """
-        queues = self._refreshed(workers)
+        queues = self._refresh(workers)
         rate = sum(queue.known_rate for queue in queues) or DEFAULT_RATE
         callers = max((queue.report.callers for queue in queues), default=1)
-        own = self._unplaced + sum(queue.own.outstanding for queue in queues)
-        known = self._unplaced + sum(queue.tokens for queue in queues)
-        waiting = max(known, min(callers * own, self._bound_s * rate))
-        ahead = max(0.0, waiting - _RETRY_ROOM * self._bound_s * rate)
-        after_s = (ahead + callers * (self._retries.tokens + num_tokens)) / rate
+        own_tokens = self._unplaced + sum(queue.own.outstanding for queue in queues)
+        known_tokens = self._unplaced + sum(queue.tokens for queue in queues)
+        waiting_tokens = max(known_tokens, min(callers * own_tokens, self._bound_s * rate))
+        excess_tokens = max(0.0, waiting_tokens - _RETRY_ROOM * self._bound_s * rate)
+        after_s = (excess_tokens + callers * (self._retries.tokens + num_tokens)) / rate
         measured_s = max((queue.measured_s for queue in queues), default=0.0)
         max_s = min(MAX_RETRY_AFTER_S, _TRUST_S + _TRUST_FACTOR * measured_s)
         return max(1, math.ceil(self._retries.reserve(key, num_tokens, after_s, max_s)))
@@ -226,17 +226,17 @@ class PrefillQueues:
             self._unplaced += num_tokens
             self.num_unplaced += 1
         else:
-            self._begin(ticket, worker)
+            self._enter_queue(ticket, worker)
         return ticket
 
     def assign(self, ticket: Ticket, worker: str) -> None:
         """Add a prompt that had no worker to the queue of this one."""
         self._unplaced -= ticket.num_tokens
         self.num_unplaced -= 1
-        self._begin(ticket, worker)
+        self._enter_queue(ticket, worker)
 
-    def _begin(self, ticket: Ticket, worker: str) -> None:
-        (queue,) = self._refreshed([worker])
+    def _enter_queue(self, ticket: Ticket, worker: str) -> None:
+        (queue,) = self._refresh([worker])
         expected_s = (queue.tokens + ticket.num_tokens) / queue.known_rate
         queue.own.enter(ticket.num_tokens)
         ticket.queued_call = self._due_times.enter(worker, expected_s)
@@ -247,15 +247,15 @@ class PrefillQueues:
         Args:
             computed: number of tokens of the prompt; None if it was not computed.
         """
-        if ticket.gone:
+        if ticket.has_left:
             return
-        ticket.gone = True
+        ticket.has_left = True
         if ticket.queued_call is None:
             self._unplaced -= ticket.num_tokens
             self.num_unplaced -= 1
             return
         self._due_times.leave(ticket.queued_call, answered=computed is not None)
-        (queue,) = self._refreshed([ticket.queued_call.worker])
+        (queue,) = self._refresh([ticket.queued_call.worker])
         queue.own.leave(ticket.num_tokens, computed or 0)
 
     def keep(self, workers: Iterable[str]) -> None:

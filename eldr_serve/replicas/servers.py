@@ -84,8 +84,8 @@ class EngineServer:
 
     async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         await self.answer(method, header, body, answer)
-        if not self._engine_watch.proven and method in ("prefill", "generate"):
-            self._engine_watch.proven = not header.get("id", WARM).startswith(WARM)
+        if not self._engine_watch.has_answered and method in ("prefill", "generate"):
+            self._engine_watch.has_answered = not header.get("id", WARM).startswith(WARM)
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a call of an ingress replica."""
@@ -131,8 +131,8 @@ class EngineServer:
     async def check_health(self) -> None:
         """Raise if the replica must be replaced; called by Serve."""
         await self._engine.check_health()
-        if self._engine_watch.lost is not None:
-            raise RuntimeError(f"the engine is lost: {self._engine_watch.lost}")
+        if self._engine_watch.lost_reason is not None:
+            raise RuntimeError(f"the engine is lost: {self._engine_watch.lost_reason}")
 
     async def shut_down(self) -> None:
         """Drain the streams, then stop the engine."""
@@ -169,8 +169,8 @@ class PrefillServer(EngineServer):
         """
         if method == "prefill":
             prefilled = await self._prefill(EngineRequest(body=body, **header))
-            answered = {"token_ids": prefilled.token_ids.tobytes(), "kv": prefilled.kv}
-            answer.send(msgspec.msgpack.encode(answered), 1)
+            fields = {"token_ids": prefilled.token_ids.tobytes(), "kv": prefilled.kv}
+            answer.send(msgspec.msgpack.encode(fields), 1)
         elif method == "release":
             await self._engine.release(header["id"])
         else:
@@ -259,10 +259,10 @@ class DecodeServer(EngineServer):
             meter = self._meter
             if request.rank is not None:
                 load = self._rank_loads[request.rank]
-                stack.enter_context(load.entered())
+                stack.enter_context(load.track_call())
                 meter = load.meter
             if request.prompt_tokens:
-                send = stack.enter_context(_measured(meter, request.prompt_tokens, send))
+                send = stack.enter_context(_measure_prompt(meter, request.prompt_tokens, send))
             if _may_be_sampled(request):
                 sampled = stack.enter_context(self._sampler.admit(request.id))
                 request = replace(request, sampled=sampled)
@@ -301,25 +301,25 @@ class DecodeServer(EngineServer):
 
 
 @contextmanager
-def _measured(meter: Meter, prompt_tokens: float, send: Send) -> Iterator[Send]:
+def _measure_prompt(meter: Meter, prompt_tokens: float, send: Send) -> Iterator[Send]:
     """Measure the throughput of a prompt, which has been computed at the first call of the new `send`."""
-    computing = True
+    is_computing = True
 
-    def over(computed: float) -> None:
-        nonlocal computing
-        if computing:
-            computing = False
+    def end(computed: float) -> None:
+        nonlocal is_computing
+        if is_computing:
+            is_computing = False
             meter.leave(prompt_tokens, computed)
 
-    def measured(payload: bytes, tokens: int, ids: bytes = b"") -> None:
-        over(prompt_tokens)
+    def end_and_send(payload: bytes, tokens: int, ids: bytes = b"") -> None:
+        end(prompt_tokens)
         send(payload, tokens, ids)
 
     meter.enter(prompt_tokens)
     try:
-        yield measured
+        yield end_and_send
     finally:
-        over(0.0)
+        end(0.0)
 
 
 def _may_be_sampled(request: EngineRequest) -> bool:

@@ -115,7 +115,7 @@ class DecodeRouter:
         prefix_cache: tuple[int, int] = (0, 0),
         prefix_changes: BlockChanges | None = None,
     ) -> tuple[float, bool]:
-        """Record recent step costs of a decode replica's workers, and size and changes of their prefix caches.
+        """Record recent step costs of a replica's workers, and size and changes of their prefix caches.
 
         Args:
             steps: recent steps of each worker, by name.
@@ -125,7 +125,9 @@ class DecodeRouter:
             caches are known; otherwise the next report should have all blocks.
         """
         state = self._state
-        is_known = [state.observe_steps(sums, name, prefix_cache, prefix_changes) for name, sums in steps.items()]
+        is_known = [
+            state.observe_steps(sums, worker, prefix_cache, prefix_changes) for worker, sums in steps.items()
+        ]
         return len(steps) * state.queue_size / max(1, state.num_workers), all(is_known)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:

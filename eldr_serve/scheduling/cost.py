@@ -180,7 +180,7 @@ class StepSums:
     def __add__(self, other: StepSums) -> StepSums:
         return StepSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-    def faded(self, keep: float) -> StepSums:
+    def scale(self, keep: float) -> StepSums:
         """Return the sums multiplied by `keep` (0 to 1), so that newer steps count more."""
         return StepSums(*(keep * getattr(self, f.name) for f in fields(self)))
 

@@ -17,8 +17,8 @@ class LoadLedger:
     has a row while it has requests or is one of those of the last call of `rows`.
 
     Args:
-        tokens_by_step: count generated tokens by `add_tokens`, as a simulator knows them; `progress` then only
-            tells which request they belong to.
+        tokens_by_step: the caller counts generated tokens by `add_tokens`, as a simulator knows them at each
+            step; `progress` then only tells which request they belong to.
     """
 
     def __init__(self, *, tokens_by_step: bool = False) -> None:

@@ -187,7 +187,7 @@ class Placer:
         return replace(loads, cached_tokens=self.prefixes.cached_tokens(self._workers, request.blocks))
 
     def _loads_without(self, *groups: Collection[str]) -> Loads:
-        """Return the loads without the first of these groups of workers that leaves any available, or of all."""
+        """Return the loads without the first of these groups that leaves a worker available, or of all."""
         for workers in groups:
             loads = self.loads(workers)
             if loads.available.any():
@@ -262,8 +262,8 @@ class Placer:
     def pending_counts(self) -> list[NDArray[Any]]:
         """Return the known expert counts, unsigned[L, E], of running requests, then of waiting ones."""
         leases = (*self.running.values(), *self.queue.values())
-        counts = (lease.request.expert_counts for lease in leases)
-        return [found for found in counts if found is not None]
+        all_counts = (lease.request.expert_counts for lease in leases)
+        return [counts for counts in all_counts if counts is not None]
 
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
         """Set the totals of generated tokens by request id; ignore unknown requests and decreases."""

@@ -240,7 +240,7 @@ class _Simulation:
         change = self._changes[index]
         if change.table is not None:
             self._placer.policy.set_table(change.table)
-            self._placements.table_changed()
+            self._placements.discard_similarities()
         if change.workers is not None:
             self._placer.set_workers(self._names, draining=self._names[change.workers :])
             self._submit(now)
@@ -253,7 +253,7 @@ class _Simulation:
         if self._cluster.decode.barrier:
             if not self._in_round:
                 self._begin_round(now)
-        elif not self._decode.busy(w):
+        elif not self._decode.is_busy(w):
             self._begin(now, w)
 
     def _begin(self, now: float, w: int) -> None:
@@ -274,7 +274,7 @@ class _Simulation:
             self._record.sample(now, self._decode.kv_tokens)
         if num_ended:
             self._submit(now)
-        if not self._decode.busy(w):  # else a request placed just now has begun the next step
+        if not self._decode.is_busy(w):  # else a request placed just now has begun the next step
             self._begin(now, w)
 
     def _on_round_end(self, now: float, _: int) -> None:

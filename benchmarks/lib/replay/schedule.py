@@ -365,7 +365,7 @@ class Bench:
 
     def _experts(self, true_decode: bool) -> Experts:
         if true_decode not in self._made:
-            self._made[true_decode] = Experts.replayed(
+            self._made[true_decode] = Experts.from_trace(
                 self.data.trace, max_steps=self._output_tokens, true_decode=true_decode
             )
         return self._made[true_decode]

@@ -138,7 +138,7 @@ def simulated(
     options: Options, trace: CalibrationTrace, workers: int, mix: str, seed: int
 ) -> tuple[dict[str, Outcome], list[str]]:
     """Return the outcome of each of POLICIES with the same requests, and the requests' domains."""
-    cost, experts = cost_of(options, trace), Experts.replayed(trace)
+    cost, experts = cost_of(options, trace), Experts.from_trace(trace)
     fit, test = halves(trace, seed)
     rng = np.random.default_rng([seed, workers])
     kinds = drawn(trace, test, mix, options.requests or PER_WORKER * workers, rng)

@@ -45,7 +45,7 @@ def policies(options: Options) -> Rows:
     experts_path, trace_path = options.two_traces()
     trace = observed(routes_of(experts_path))
     traffic = Traffic(trace_path)
-    experts = Experts.replayed(trace)
+    experts = Experts.from_trace(trace)
 
     def run(case: tuple[float, bool], seed: int) -> dict[str, dict[str, Any]]:
         load, barrier = case

@@ -174,7 +174,7 @@ class MarginalCost(Policy):
         if levels is None:
             return None
         p, mean, deviation = probability(levels), self.active.mean, None
-        if self._affinity and mean is not None and self.active.usable(request):
+        if self._affinity and mean is not None and self.active.has_usable_counts(request):
             deviation = deviation_of(p, mean)
         return RequestEstimate(request, levels, p, deviation)
 

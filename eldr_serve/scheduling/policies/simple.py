@@ -58,8 +58,8 @@ class PowerOfTwo(Policy):
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available_workers(loads)
-        drawn = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
-        return choose_shortest(workers[np.sort(drawn)], loads, self.name)
+        pair = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
+        return choose_shortest(workers[np.sort(pair)], loads, self.name)
 
 
 class LeastTokens(Policy):

@@ -129,12 +129,12 @@ def test_failures_of_any_rank_eject_their_replica() -> None:
     events: list[str] = []
     outliers = OutlierDetector(fleet, events.append)
     for failure in range(FAILURES):
-        assert outliers.usable == list(WORKERS)
+        assert outliers.usable_workers == list(WORKERS)
         outliers.record_failure(f"d0/{failure % 2}", RuntimeError("no"))
-    assert outliers.usable == ["d1/0", "d1/1"]
+    assert outliers.usable_workers == ["d1/0", "d1/1"]
     assert events == ["ejected"]
     outliers.record_success("d0/1")
-    assert outliers.usable == list(WORKERS)
+    assert outliers.usable_workers == list(WORKERS)
 
 
 @pytest.mark.parametrize("lost", [ChannelLostError("its rank 1 was killed"), refusal(500)])
@@ -185,5 +185,6 @@ async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyP
     await wait_until(lambda: observe.await_count >= 2)
     task.cancel()
     steps, *cache = observe.await_args_list[0].args
-    assert ({name: sums.steps for name, sums in steps.items()}, cache) == ({"a/0": 0, "a/1": 1}, [(32, 960), None])
+    assert {name: sums.steps for name, sums in steps.items()} == {"a/0": 0, "a/1": 1}
+    assert cache == [(32, 960), None]
     assert server._queued == 3.0  # of both ranks, for the autoscaler

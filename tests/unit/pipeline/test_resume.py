@@ -145,7 +145,7 @@ async def test_an_answer_resumes_whole_if_prefill_engines_are_full() -> None:
     kv_usage = pipeline.prefill.directory.kv_usage = KvUsage(0.9)
 
     async def decode(sent: Any) -> AsyncIterator[Any]:
-        kv_usage.take({"p0": full, "p1": full})
+        kv_usage.update({"p0": full, "p1": full})
         async for chunk in engines(sent):
             yield chunk
 
