@@ -168,24 +168,24 @@ async def _unless_disconnected(
     Args:
         answer: gets an ASGI `receive` that returns the body once, and then waits for the disconnection.
     """
-    disconnected = asyncio.ensure_future(_disconnected(receive))
+    disconnection = asyncio.ensure_future(_wait_for_disconnection(receive))
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:
-        return unread.pop() if unread else await asyncio.shield(disconnected)
+        return unread.pop() if unread else await asyncio.shield(disconnection)
 
     answering = asyncio.ensure_future(answer(receive_again))
     try:
-        await asyncio.wait([answering, disconnected], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([answering, disconnection], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        disconnected.cancel()
+        disconnection.cancel()
         answering.cancel()  # does nothing if it is done
         with suppress(asyncio.CancelledError):
             await answering
 
 
-async def _disconnected(receive: Receive) -> Message:
-    """Return the message that the client has disconnected."""
+async def _wait_for_disconnection(receive: Receive) -> Message:
+    """Wait until the client disconnects; return the message."""
     while (message := await receive())["type"] != "http.disconnect":
         pass
     return message

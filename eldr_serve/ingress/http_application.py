@@ -141,5 +141,5 @@ async def _fault(request: Request, error: Exception) -> Response:
 
 def _with_request_id(request: Request, response: Response) -> Response:
     """Add the request's id, if it has one, to the headers of an error response."""
-    response.headers.update(getattr(request.state, "named", {}))
+    response.headers.update(getattr(request.state, "id_headers", {}))
     return adapt_to_api(request.url.path, response)

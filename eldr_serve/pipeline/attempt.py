@@ -26,7 +26,7 @@ from eldr_serve.scheduling.worker_names import replica_of
 class Attempt:
     """One attempt to answer a request.
 
-    It owns what is held for the prompt, the decode call and the lease, and ends each of them.
+    It owns the prompt's resources, the decode call and the lease, and ends each of them.
     """
 
     def __init__(self, services: Services, context: RequestContext) -> None:

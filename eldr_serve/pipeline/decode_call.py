@@ -1,4 +1,4 @@
-"""One call to a decode engine, and what goes with it: the engine's queue and the measured expert counts."""
+"""One call to a decode engine, with its place in the engine's queue and the measurement of expert counts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DecodeCall:
             self._measured.finish()
 
     def send(self) -> Call:
-        """Send and return the call; raise ChannelLostError if there is no channel to its replica."""
+        """Send and return the call; raise ChannelLostError if there is no channel to the worker's replica."""
         services = self._services
         request = self._context.request
         self._measured = self._measure_counts()

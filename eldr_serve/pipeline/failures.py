@@ -15,7 +15,7 @@ class DecodeFailedError(Exception):
 
     Attributes:
         worker: the decode worker.
-        alive: its replica reported the failure itself.
+        alive: the worker's replica reported the failure itself.
         begun: part of the answer had arrived by this call.
     """
 

@@ -1,4 +1,4 @@
-"""A prompt before its decode call: who computes it, and what is held for it meanwhile."""
+"""A prompt before its decode call: the engine that computes it, and the resources that it holds meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eldr_serve.queues.prefill_queue import Ticket
 
 
 class PreparedPrompt:
-    """A prompt for which nothing is held; the decode engine computes it.
+    """A prompt that the decode engine computes, and that holds no resources.
 
     Attributes:
         kv_params: vLLM's parameters of the KV transfer; None if the decode engine computes the prompt.
@@ -47,7 +47,7 @@ class PreparedPrompt:
         """Note that the channel to the decode engine was lost; the engine itself may be alive."""
 
     def close(self, reader: Call | None) -> None:
-        """Give back what is held.
+        """Release the prompt's resources.
 
         Args:
             reader: the decode call, if there was one.

@@ -51,7 +51,7 @@ class RequestContext:
         answer: the answer so far.
 
         prediction: predicted latencies, if the request has an objective.
-        late_workers: workers at which it would miss its objective; of the prefill engines, if there are any.
+        late_workers: workers that prefill, at which it would miss its objective.
         first_token_s: time of the first token, time.monotonic().
     """
 

@@ -21,7 +21,7 @@ class PromptSizes:
         return max(1.0, _num_characters(prompt, messages) * self._tokens / self._characters)
 
     def learn(self, prompt: Any, messages: Any, tokens: int) -> None:
-        """Learn from a prompt or chat whose true number of tokens is known; ignore it if it has no text."""
+        """Learn from a prompt or chat with this true number of tokens; ignore it if it has no text."""
         characters = _num_characters(prompt, messages)
         if characters:
             weight = 1 - 1 / _MEMORY

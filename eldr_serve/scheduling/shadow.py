@@ -115,7 +115,7 @@ class Shadow:
     # -- processing --------------------------------------------------------------------------------
 
     def catch_up(self, budget_s: float = float("inf")) -> bool:
-        """Process queued notifications for about `budget_s`; return whether some are left.
+        """Process queued notifications for about `budget_s`; return whether some remain.
 
         Raises:
             OverflowError: requests arrive faster than they can be processed.

@@ -39,18 +39,18 @@ class LocalityBand(Policy):
         workers = available_workers(loads)
         if self.table is None:
             return choose_shortest(workers, loads, "no-table")
-        scored, why_not = self._score(request)
-        if scored is None:
+        centroid_similarity, why_not = self._score(request)
+        if centroid_similarity is None:
             return choose_shortest(workers, loads, why_not)
-        similarity = worker_similarity(scored, len(loads)).astype(np.float64)
+        similarity = worker_similarity(centroid_similarity, len(loads)).astype(np.float64)
         width = self.table.band if self.parameters.band is None else self.parameters.band
         band = workers[similarity[workers] >= similarity[workers].max() - width]
         if (bound := self.parameters.max_load_ratio) is not None:
             mean = (loads.in_flight[workers].sum() + 1) / len(workers)
-            allowed = band[loads.in_flight[band] + 1 <= bound * mean]
-            if not len(allowed):
+            below_cap = band[loads.in_flight[band] + 1 <= bound * mean]
+            if not len(below_cap):
                 return choose_shortest(workers, loads, "load-cap")
-            band = allowed
+            band = below_cap
         in_flight = loads.in_flight[band]
         lightest = band[in_flight == in_flight.min()]
         worker = int(lightest[similarity[lightest].argmax()])
