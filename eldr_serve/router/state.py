@@ -344,6 +344,10 @@ class RouterState:
         self.placer.hold(lease)
         self.counters["placed_by_ingress" if lease.policy == LOCAL_FALLBACK else "leases_restored"] += 1
 
+    def is_running(self, request_id: str) -> bool:
+        """Return whether the request holds a worker."""
+        return request_id in self.placer.running
+
     def is_stale(self, request: PlacementRequest) -> bool:
         """Return whether a request was scored with another table; its ingress will score it again."""
         return request.similarity is not None and request.table_version != self.settings.table_version
