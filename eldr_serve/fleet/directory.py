@@ -84,7 +84,7 @@ def workers_of(replicas: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _by_worker(stats: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the reports of workers, from those of their replicas."""
+    """Yield the report of each worker, taken from the report of its replica."""
     for name, report in stats.items():
         by_rank = report.get(RANKS, [report])
         yield from zip(worker_names(name, len(by_rank)), by_rank, strict=True)

@@ -53,7 +53,7 @@ class KvUsage:
         return {name: report.usage for name, report in self._newest.items()}
 
     def workers_with_room(self, workers: Iterable[str]) -> list[str]:
-        """Return those of `workers` that may get a prompt."""
+        """Return the workers that may get a prompt."""
         names, now = list(workers), self._clock()
         newest = {name: self._newest.get(name) for name in names}
         is_current = {name: s is None or now - s.at_s <= _STALE_S for name, s in newest.items()}

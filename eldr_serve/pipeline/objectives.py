@@ -30,11 +30,11 @@ _MAX_CACHED_SHARE = 0.95
 class Objectives:
     """Admits the requests of one ingress that have an objective, and measures its own predictions.
 
-    The TTFT is predicted for each worker that prefills: the wait for the prompts before this one, the
-    uncached tokens of its own prompt, and the predicted waits for a decode worker and for a slot of its
-    engine. The TPOT is predicted for each decode worker: the time of a step with this request and its share
-    of those that are on their way. A request is admitted if prediction and margin (see PredictionError) are
-    within its objective at some worker. What cannot be predicted does not count.
+    The TTFT is predicted for each worker that prefills. It is the time to compute earlier prompts and the
+    uncached tokens of this one, and the waits for a decode worker and for a slot of its engine. The TPOT is
+    predicted for each decode worker. It is the time of a step with this request and with an even share of the
+    requests that have no worker yet. A request is admitted if prediction and margin (see PredictionError) are
+    within its objective at some worker. A latency that cannot be predicted does not count.
 
     Args:
         tokenizer: tokenises prompts that whole engines compute, to find their cached tokens.
@@ -59,7 +59,7 @@ class Objectives:
         self._retries = RetryTimes(clock=_now)  # one unit for each request
         self._ends = WaitEstimator(clock=_now)  # of requests that held a decode worker
         self._running = 0
-        self._measured_at_s: float | None = None  # or time of the last request that was admitted for it
+        self._measured_at_s: float | None = None  # newest measurement, or admission for the sake of one
 
     def status(self) -> dict[str, dict[str, float]]:
         """Return counts and errors of the predictions, by latency."""
@@ -124,8 +124,9 @@ class Objectives:
     def _predict_compute_s(self, loads: DecodeLoads | None, num_tokens: float) -> dict[str, float]:
         """Return how long each worker computes the prompt, s; empty until a rate is measured.
 
-        Rates are those of all tokens, of which the mean prompt has a share in the prefix cache. If the router
-        knows how many tokens of this prompt a worker has cached, the others count relative to that mean.
+        A rate counts all tokens of prompts, also the share that the mean prompt has in the prefix cache. If
+        the router knows how many tokens of this prompt a worker has cached, its uncached tokens are divided
+        by the uncached share of the mean prompt.
         """
         queues, names = self._queues, self._prefill.live
         if not queues.is_measured(names):

@@ -98,8 +98,8 @@ class _Queue:
         the newest prompts of this ingress, so tokens are counted since the last two reports.
 
         Args:
-            more: tokens of prompts that will join before; not those of this prompt, so that an idle worker
-                accepts a prompt of any length.
+            more: tokens of prompts that will join before. The tokens of this prompt do not count, so that an
+                idle worker accepts a prompt of any length.
         """
         token_limit = bound_s * self.known_rate
         if self.tokens + more > token_limit:
@@ -188,7 +188,7 @@ class PrefillQueues:
     # -- admission ---------------------------------------------------------------------------------
 
     def workers_with_room(self, workers: Sequence[str], key: Hashable) -> list[str]:
-        """Return those of `workers` whose predicted wait is within the bound.
+        """Return the workers at which the predicted wait is within the bound.
 
         Args:
             key: identifies the request, to recognise the retry of a refused request.

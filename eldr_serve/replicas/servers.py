@@ -242,7 +242,7 @@ class DecodeServer(EngineServer):
         }
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer the calls of an EngineServer, and those of measured_counts, expert_swap and drain."""
+        """Answer the calls of an EngineServer and of the modules measured_counts, expert_swap and drain."""
         if method == measured_counts.METHOD:
             answer.send(msgspec.msgpack.encode(await self._engine.expert_counts(header["id"])))
         elif method == expert_swap.METHOD:

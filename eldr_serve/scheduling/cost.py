@@ -60,7 +60,11 @@ class StepCost:
         return dict(rows)
 
     def seconds(self, requests: Any, kv_tokens: Any, active_experts: Any, prompt_tokens: Any = 0) -> Any:
-        """Return the time of a step, s; arguments broadcast. Active experts: those of decoding requests."""
+        """Return the time of a step, s; arguments broadcast.
+
+        Args:
+            active_experts: experts that decoding requests activate, summed over MoE layers.
+        """
         linear = (
             self.fixed_s
             + self.per_request_s * requests

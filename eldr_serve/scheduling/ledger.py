@@ -14,7 +14,7 @@ class LoadLedger:
     """Requests in flight, KV tokens (prompt + generated) and pending prefill tokens of each worker.
 
     A worker is any hashable name. Loads are never negative, and zero for an idle or unknown worker. A worker
-    has a row while it has requests or is one of those of the last call of `rows`.
+    has a row while it has requests or if the last call of `rows` named it.
 
     Args:
         tokens_by_step: the caller counts generated tokens by `add_tokens`, as a simulator knows them at each

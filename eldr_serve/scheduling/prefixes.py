@@ -177,10 +177,10 @@ class PrefixCache:
 
 
 class ReportedCache:
-    """The blocks that a worker's engine has reported, and those of prompts that it has yet to compute.
+    """The blocks that a worker's engine has reported, and the blocks of prompts that it has yet to compute.
 
-    A block of a prompt counts as cached from its placement on. It is forgotten if the engine does not report
-    it, because the request was cancelled or refused.
+    A block of a prompt counts as cached from the prompt's placement on. It is forgotten if the engine does
+    not report it, because the request was cancelled or refused.
 
     Args:
         blocks: maximum number of blocks yet to be computed; the oldest are forgotten.

@@ -195,7 +195,7 @@ class DecodeWorkers:
         self._record.preempted += 1
 
     def _active_experts(self, w: int, worker: _Worker) -> int:
-        """Return the active experts of the next step; those of some steps are computed at once."""
+        """Return the active experts of the next step; compute the ones of several steps at once."""
         if not worker.same_jobs:
             worker.same_jobs, worker.ahead = True, []
         if not worker.ahead:
