@@ -20,7 +20,7 @@ from eldr_serve.fleet.kv_usage import KV_USAGE, REPORT_NUMBER, KvUsage
 from eldr_serve.pipeline import kv_release
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.stage_latencies import WINDOW, StageLatencies
-from eldr_serve.request import RequestFields, needs_whole_engine, prompt_head, prompt_key, num_sequences
+from eldr_serve.request import RequestFields, needs_whole_engine, num_sequences, prompt_head, prompt_key
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from tests.support.fake_router import wait_until
 from tests.support.request_path import (

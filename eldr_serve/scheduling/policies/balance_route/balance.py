@@ -116,8 +116,7 @@ class BalanceRoute(QueuedPolicy):
         indices = overdue + list(islice(punctual, max(p.lookahead, p.candidates) + int(free.sum())))
         requests = [waiting[index] for index in indices]
         assignments = [
-            (indices[column], row)
-            for column, row in self._fill(requests, len(overdue), loads, workers, free)
+            (indices[column], row) for column, row in self._fill(requests, len(overdue), loads, workers, free)
         ]
         admitted = sorted(index for index, _ in assignments)
         for index in range(admitted[-1]):
