@@ -1,4 +1,4 @@
-"""The latencies that a client asks for, from the headers of its request or from its tenant's defaults."""
+"""The latency objective of a request, from its headers or its tenant's defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 @dataclass(frozen=True)
 class Objective:
-    """Latencies that an answer should have; None: the client does not mind.
+    """Latencies that an answer should have; None means that any latency will do.
 
     Attributes:
         ttft_s: time from the request's admission to the first token, s.
@@ -30,7 +30,7 @@ class Objective:
 
 
 def objective_of(headers: Mapping[str, str], default: Objective) -> Objective:
-    """Return the objective of a request; what its headers do not set is the tenant's default.
+    """Return the objective of a request; the tenant's default replaces a missing header.
 
     Args:
         headers: of the request, by name in lower case.

@@ -53,7 +53,7 @@ class Request:
     objective: Objective = field(default_factory=Objective)
 
 
-def sequences(fields: RequestFields) -> int:
+def num_sequences(fields: RequestFields) -> int:
     """Return the number of requested answers: prompts x n; vLLM does not read `best_of`."""
     embeds = fields.prompt_embeds
     prompts = len(embeds) if isinstance(embeds, list) else 0
@@ -114,8 +114,9 @@ def conversation(fields: RequestFields) -> Any:
     messages, system = fields.messages, fields.system
     if messages is None and fields.input is not None:
         system = fields.instructions
-        given = fields.input
-        messages = given if isinstance(given, list) else [{"role": "user", "content": given}]
+        messages = fields.input
+        if not isinstance(messages, list):
+            messages = [{"role": "user", "content": messages}]
     if system is None or not isinstance(messages, list):
         return messages
     return [{"role": "system", "content": system}, *messages]

@@ -173,7 +173,7 @@ class Work:
             if scenario.experts.centroids or centroids == scenario.cluster.decode.workers:
                 self.table, _ = fit_table(fit, centroids, band=scenario.band, seed=seed)
             self.experts = (
-                Experts.sampled(
+                Experts.from_probabilities(
                     trace.prefill_counts,
                     trace.prompt_tokens.astype(np.int64),
                     trace.decode_probability,
@@ -182,11 +182,11 @@ class Work:
                     seed=seed,
                 )
                 if scenario.experts.sampled
-                else Experts.replayed(trace)
+                else Experts.from_trace(trace)
             )
             if scenario.experts.parts > 1:
                 number = scenario.experts.mixtures
-                self.experts = self.experts.mixed(kinds, scenario.experts.parts, number, self.rng)
+                self.experts = self.experts.mix(kinds, scenario.experts.parts, number, self.rng)
                 kinds = np.arange(number)
         self._capacity = scenario.cluster.decode.kv_tokens
         self.requests = self._requests(scenario.arrivals, kinds)
@@ -205,7 +205,7 @@ class Work:
 
     def policy(self, choice: PolicyChoice, cluster: Cluster) -> Policy:
         """Return a new policy with the scenario's table and cost."""
-        policy = make_policy(choice.name, **choice.parameters).with_table(self.table)
+        policy = make_policy(choice.name, **choice.parameters).set_table(self.table)
         policy.update_cost_model(cluster.decode.cost)
         return policy
 

@@ -105,7 +105,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     answer = {"eldr_expert_counts": packed, "remote_block_ids": ids.tolist()}
 
     table = table_near(counts[None], WORKERS, rng, spec=random_spec(rng), noise=tokens // 4)
-    policy = make_policy("locality-band").with_table(table)
+    policy = make_policy("locality-band").set_table(table)
     loads = Loads.from_counts(rng.integers(0, 20, WORKERS))
 
     measured: dict[str, Callable[[], Any]] = {

@@ -167,7 +167,7 @@ def placed(
     seed: int,
 ) -> tuple[list[Ints], list[Ints]]:
     """Return each worker's requests: in a closed loop over `before`, and of `now`, which all run then."""
-    chosen = make_policy(policy).with_table(table)
+    chosen = make_policy(policy).set_table(table)
     chosen.update_cost_model(StepCost())
     placer = Placer(chosen, on_policy_error=_fail, seed=seed)
     names = [f"w{worker}" for worker in range(workers)]

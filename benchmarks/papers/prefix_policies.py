@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from eldr_serve.scheduling import Decision, Loads, PlacementRequest, Policy
-from eldr_serve.scheduling.policies.base import available, shortest
+from eldr_serve.scheduling.policies.base import available_workers, choose_shortest
 from eldr_serve.scheduling.prefill import choose_prefill
 
 
@@ -27,9 +27,9 @@ class SessionHash(_Limited):
     name = "session-hash"
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
+        workers = available_workers(loads)
         if not request.prompt_key:
-            return shortest(workers, loads, self.name)
+            return choose_shortest(workers, loads, self.name)
         in_flight = {str(worker): int(loads.in_flight[worker]) for worker in workers}
         ratio = self.parameters.max_load_ratio
         chosen = choose_prefill(request.prompt_key.encode(), in_flight, max_load_ratio=ratio)
@@ -42,11 +42,11 @@ class LongestPrefix(_Limited):
     name = "longest-prefix"
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
+        workers = available_workers(loads)
         in_flight = loads.in_flight[workers]
         max_in_flight = max(1.0, self.parameters.max_load_ratio * (in_flight.sum() + 1) / len(workers))
         workers = workers[(in_flight + 1 <= max_in_flight) | (in_flight == in_flight.min())]
         if loads.cached_tokens is not None:
             cached = loads.cached_tokens[workers]
             workers = workers[cached == cached.max()]
-        return shortest(workers, loads, self.name)
+        return choose_shortest(workers, loads, self.name)

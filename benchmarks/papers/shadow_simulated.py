@@ -80,7 +80,7 @@ def shadow_simulated(
     names = options.two_policies(policies)
     observed = CalibrationTrace.load(trace) if trace else None
     observed = observed or captured(prompts, work, requests=captured_prompts, seed=seed).trace
-    experts = Experts.replayed(observed)
+    experts = Experts.from_trace(observed)
     rows = []
     for count, per_expert in product(map(int, workers.split(",")), map(float, per_expert_us.split(","))):
         cost = StepCost(per_expert_s=1e-6 * per_expert)

@@ -128,7 +128,7 @@ def _parts(option: str, text: str, form: str) -> tuple[list[Path], list[int]]:
 
 def _of_routes(text: str, per_worker: int, output_tokens: int) -> Point:
     (routes, cost_file), (workers, batch) = _parts("--point", text, "ROUTES,COST,WORKERS,BATCH")
-    experts, cost = Experts.replayed(observed(routes_of(routes))), FittedCost.load(cost_file).cost
+    experts, cost = Experts.from_trace(observed(routes_of(routes))), FittedCost.load(cost_file).cost
 
     def prepared(seed: int) -> Callable[[Policy], Figures]:
         requests = _requests(experts, cost, workers, batch, workers * per_worker, output_tokens, seed)

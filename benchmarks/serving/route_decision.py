@@ -36,7 +36,7 @@ def route_decision(
         table = table_near(prompts, k, rng, spec=spec)
         loads = Loads.from_counts(rng.integers(0, 20, k))
         for name in ("shortest-queue", "locality-band", "marginal-cost"):
-            policy = make_policy(name).with_table(table)
+            policy = make_policy(name).set_table(table)
             for i in range(4 * k):
                 policy.on_assigned(PlacementRequest(f"held{i}", prompts[i % 64], 300, 64), i % k)
             seconds = time_calls(

@@ -21,9 +21,9 @@ def show_status(found: dict[str, Any]) -> None:
         grid.add_row("shadow", _saving(now))
     grid.add_row("ingress", _line(found.get("ingress", {})))
     grid.add_row("counters", _line(found.get("counters", {})))
-    workers = Table("worker", "replica", "requests in flight", "KV tokens", "cluster's domain")
+    workers = Table("position", "worker", "requests in flight", "KV tokens", "cluster's domain")
     for row in found.get("workers", []):
-        keys = ("worker", "replica", "in_flight", "kv_tokens", "cluster_domain")
+        keys = ("position", "worker", "in_flight", "kv_tokens", "cluster_domain")
         workers.add_row(*(str(row.get(key) if row.get(key) is not None else "-") for key in keys))
     console = Console(markup=False)
     console.print(grid)

@@ -6,7 +6,7 @@ const $ = id => document.getElementById(id);
 const esc = value => String(value ?? "").replace(/[&<>"']/g, c => `&#${c.charCodeAt(0)};`);
 const fixed = (value, digits = 1) => value == null ? "–" : value.toFixed(digits);
 const many = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
-const colour = worker => worker < COLOURS.length ? COLOURS[worker] : `hsl(${worker * 47 % 360} 50% 50%)`;
+const colour = position => position < COLOURS.length ? COLOURS[position] : `hsl(${position * 47 % 360} 50% 50%)`;
 const named = policy => {
   const parameters = Object.entries(policy.parameters ?? {}).map(([k, v]) => `${k} ${JSON.stringify(v)}`);
   return policy.name + (parameters.length ? ` (${parameters.join(", ")})` : "");
@@ -159,10 +159,10 @@ function drawPath({live: shown, ingress, workers, decode_queue: queue}) {
     <div class="stage"><h3>prefill</h3>${prefill.map(([name, n]) => box(short(name),
       waiting(n, ingress.prefill_oldest_s[name] ?? 0))).join("")}</div>
     <div class="stage"><h3>router</h3>${box("decode queue", queue.size,
-      requests.filter(r => r.worker == null).map(dot).join(""), "var(--other)")}</div>
-    <div class="stage grow"><h3>decode</h3>${workers.map(w => box(`worker ${w.worker}`,
+      requests.filter(r => r.position == null).map(dot).join(""), "var(--other)")}</div>
+    <div class="stage grow"><h3>decode</h3>${workers.map(w => box(`worker ${w.position}`,
       `${many(w.in_flight, "request")}, ${many(w.kv_tokens, "KV token")}`,
-      requests.filter(r => r.worker === w.worker).map(dot).join(""), colour(w.worker))).join("")}</div>`;
+      requests.filter(r => r.position === w.position).map(dot).join(""), colour(w.position))).join("")}</div>`;
 }
 
 function short(name) { return name.length > 10 ? `…${name.slice(-6)}` : name; }
@@ -170,18 +170,18 @@ function short(name) { return name.length > 10 ? `…${name.slice(-6)}` : name; 
 function drawWorkers({live: shown, workers}) {
   const charts = [["batch", "requests per step", 1], ["active_experts", "active experts, mean over layers", 1],
     ["step_ms", "step time, ms", 2]];
-  $("workers").innerHTML = workers.map(w => `<div class="worker"><h3 title="${esc(w.replica)}"><i style="background:
-    ${colour(w.worker)}"></i>worker ${w.worker} <span class="faint">${esc(short(w.replica))} ${esc(w.cluster_domain)}
+  $("workers").innerHTML = workers.map(w => `<div class="worker"><h3 title="${esc(w.worker)}"><i style="background:
+    ${colour(w.position)}"></i>worker ${w.position} <span class="faint">${esc(short(w.worker))} ${esc(w.cluster_domain)}
     </span></h3>${charts.map(([key, label]) => `<div><div class="faint">${label}</div><div data-chart="${key}"
-    data-worker="${w.worker}"></div></div>`).join("")}</div>`).join("");
-  const steps = workers.map(w => shown.steps[w.replica] ? rows(shown.steps[w.replica]) : []);
+    data-worker="${w.position}"></div></div>`).join("")}</div>`).join("");
+  const steps = workers.map(w => shown.steps[w.worker] ? rows(shown.steps[w.worker]) : []);
   for (const [key, , digits] of charts) {
     const most = Math.max(1e-9, ...steps.flat().map(step => step[key] ?? 0));
     workers.forEach((w, i) => {
-      const here = document.querySelector(`[data-chart=${key}][data-worker="${w.worker}"]`);
+      const here = document.querySelector(`[data-chart=${key}][data-worker="${w.position}"]`);
       const points = steps[i].filter(s => s.ago_s < 120 && s[key] != null).map(s => [-s.ago_s, s[key]]);
       const newest = points.length ? points.at(-1)[1].toFixed(digits) : "–";
-      here.innerHTML = `<b>${newest}</b>` + plot(here.clientWidth, 44, [{points, stroke: colour(w.worker)}],
+      here.innerHTML = `<b>${newest}</b>` + plot(here.clientWidth, 44, [{points, stroke: colour(w.position)}],
         {from: -120, most, idle: 10, bare: true});
     });
   }
@@ -262,8 +262,8 @@ function drawSpace({axes, centroids, columns, points}) {
   here.innerHTML = `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img">
     ${seen.map(p => {
       const age = newest - p.number;
-      return `<circle cx="${x(p.x).toFixed(1)}" cy="${y(p.y).toFixed(1)}" r="${age < 8 ? 6 : 3.2}" fill="${colour(p.worker)}"
-        opacity="${age < 8 ? 1 : Math.max(.25, .75 - age / 500)}"><title>${esc(p.domain ?? "")} worker ${p.worker}</title></circle>`;
+      return `<circle cx="${x(p.x).toFixed(1)}" cy="${y(p.y).toFixed(1)}" r="${age < 8 ? 6 : 3.2}" fill="${colour(p.position)}"
+        opacity="${age < 8 ? 1 : Math.max(.25, .75 - age / 500)}"><title>${esc(p.domain ?? "")} worker ${p.position}</title></circle>`;
     }).join("")}
     ${centroids.map((c, i) => `<g transform="translate(${x(c[0])} ${y(c[1])})"><path d="M-7 0H7M0-7V7" stroke="var(--ink)"
       stroke-width="2"/><text class="strong" x="8" y="-4">${i}</text></g>`).join("")}</svg>

@@ -28,15 +28,15 @@ class DecodeStartEstimator:
 
     def leave(self, call: QueuedCall, *, answered: bool) -> None:
         """Remove a call that has its first token or has ended; `answered`: its worker worked on it."""
-        before = self._due_times.waiting(call.replica)
+        before = self._due_times.num_waiting(call.worker)
         self._due_times.leave(call, answered=answered)
-        waiting = self._due_times.waiting(call.replica)
+        waiting = self._due_times.num_waiting(call.worker)
         if waiting == before:
             return
-        if waiting and self._is_full(call.replica):
-            self._waits.setdefault(call.replica, WaitEstimator(clock=_now)).record_departure(empty=False)
+        if waiting and self._is_full(call.worker):
+            self._waits.setdefault(call.worker, WaitEstimator(clock=_now)).record_departure(empty=False)
         else:  # start over; a worker that has gone is not full either
-            self._waits.pop(call.replica, None)
+            self._waits.pop(call.worker, None)
 
     def wait_s(self) -> float:
         """Return the predicted wait of a new request for the first free slot of any worker, s."""
@@ -46,7 +46,7 @@ class DecodeStartEstimator:
         if any(name not in self._waits for name in live):
             return 0.0
         return min(
-            (self._waits[name].wait_s(self._due_times.waiting(name) + 1) for name in live), default=0.0
+            (self._waits[name].wait_s(self._due_times.num_waiting(name) + 1) for name in live), default=0.0
         )
 
     def postpone_if_full(self, call: QueuedCall) -> float:
@@ -55,8 +55,8 @@ class DecodeStartEstimator:
         The call waits for a slot while the worker is full and other calls may be generating, whose tokens
         have a time limit. If no call has a token yet, only first tokens and ends of calls postpone the start.
         """
-        worker = call.replica
-        if self._is_full(worker) and self._calls(worker) > self._due_times.waiting(worker):
+        worker = call.worker
+        if self._is_full(worker) and self._calls(worker) > self._due_times.num_waiting(worker):
             call.due_s = _now()
         return call.due_s
 

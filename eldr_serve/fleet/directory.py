@@ -57,7 +57,7 @@ class ReplicaDirectory:
     def sample(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
         """Process the newest reports of all live replicas, by name."""
         by_worker = dict(_by_worker(stats))
-        self.kv_usage.take(by_worker)
+        self.kv_usage.update(by_worker)
         self.reports = {
             name: QueueReport.parse(report[QUEUE]) for name, report in by_worker.items() if QUEUE in report
         }
@@ -84,7 +84,7 @@ def workers_of(replicas: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _by_worker(stats: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the reports of workers, from those of their replicas."""
+    """Yield the report of each worker, taken from the report of its replica."""
     for name, report in stats.items():
         by_rank = report.get(RANKS, [report])
         yield from zip(worker_names(name, len(by_rank)), by_rank, strict=True)

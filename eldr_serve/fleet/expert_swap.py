@@ -36,12 +36,12 @@ class ExpertsChange(BaseModel):
         """Return the body and its placement; raise BadRequestError if they are invalid."""
         try:
             change = cls.model_validate_json(body)
-            placed = ExpertPlacement.parse(
+            placement = ExpertPlacement.parse(
                 json.dumps(change.map).encode() + b"\n", json.dumps(change.meta), ("map", "meta")
             )
         except (ValidationError, ArtifactError) as error:
             raise BadRequestError(one_line_message(error)) from error
-        return change, placed
+        return change, placement
 
 
 async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Fleet:
         loop = asyncio.get_running_loop()
 
         def changed() -> None:  # called in any thread
-            loop.call_soon_threadsafe(self._follow)
+            loop.call_soon_threadsafe(self._follow_directory)
 
         self.directory.watch(changed)
 
@@ -99,22 +99,22 @@ class Fleet:
         channel = self._channels.get(replica)
         if channel is None:
             raise ChannelLostError(f"there is no channel to {replica}")
-        named = dict(header) if rank is None else {**header, RANK: rank}
-        return channel.call(method, named, body, rank)
+        fields = dict(header) if rank is None else {**header, RANK: rank}
+        return channel.call(method, fields, body, rank)
 
-    def _follow(self) -> None:
-        known = self.directory.metadata
-        for name in [name for name in self._keepers if name not in known]:
+    def _follow_directory(self) -> None:
+        metadata = self.directory.metadata
+        for name in [name for name in self._keepers if name not in metadata]:
             self._keepers.pop(name)  # its channel stays open for its streams, until the replica closes it
             self._update()
-        for name in known:
+        for name in metadata:
             if name not in self._keepers:
-                keeper = asyncio.get_running_loop().create_task(self._keep(name))
+                keeper = asyncio.get_running_loop().create_task(self._keep_connected(name))
                 self._keepers[name] = keeper
                 self._tasks.add(keeper)
                 keeper.add_done_callback(self._tasks.discard)
 
-    async def _keep(self, name: str) -> None:
+    async def _keep_connected(self, name: str) -> None:
         """Connect, and reconnect after a loss, while Serve knows the replica."""
         this_task, retry_s = asyncio.current_task(), _RETRY_S
         while self._keepers.get(name) is this_task:
@@ -131,7 +131,7 @@ class Fleet:
                 logger.warning("connected to replica %s", name)
                 retry_s = _RETRY_S
             self._channels[name] = channel
-            channel.on_report = partial(self._reported, name)
+            channel.on_report = partial(self._add_report, name)
             self._update()
             try:
                 reason = await asyncio.shield(channel.closed)
@@ -142,16 +142,16 @@ class Fleet:
                 self._update()
             logger.warning("the channel to replica %s is closed: %s", name, reason)
 
-    def _reported(self, name: str, report: Mapping[str, Any]) -> None:
+    def _add_report(self, name: str, report: Mapping[str, Any]) -> None:
         self._reports[name] = report
         if self._sample_timer is None:
             self._sample_timer = asyncio.get_running_loop().call_later(_GATHER_S, self._sample_reports)
 
     def _sample_reports(self) -> None:
         self._sample_timer = None
-        known = self.directory.metadata
-        self._reports = {name: report for name, report in self._reports.items() if name in known}
-        self.directory.sample({name: self._reports.get(name, {}) for name in known})
+        metadata = self.directory.metadata
+        self._reports = {name: report for name, report in self._reports.items() if name in metadata}
+        self.directory.sample({name: self._reports.get(name, {}) for name in metadata})
         self.waiters.wake()
 
     def _update(self) -> None:

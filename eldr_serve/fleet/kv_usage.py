@@ -1,4 +1,4 @@
-"""Select, in an ingress, prefill replicas with free KV cache, by the reports that they send every second."""
+"""Select, in an ingress, prefill workers with free KV cache, by the reports that they send every second."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-KV_USAGE = "eldr_kv_usage"  # field of a replica's report: share of KV blocks in use, 0 to 1
+KV_USAGE = "eldr_kv_usage"  # field of a worker's report: share of KV blocks in use, 0 to 1
 REPORT_NUMBER = "eldr_report_number"  # sequence number of the report; it repeats if there is no new report
 _STALE_S = 10.0
 
@@ -20,14 +20,14 @@ class _Report:
 
 
 class KvUsage:
-    """The KV usage of replicas, for back-pressure before prefill, where blocks stay until decode reads them.
+    """The KV usage of workers, for back-pressure before prefill, where blocks stay until decode reads them.
 
-    A replica whose reports have stopped counts as full, so that an old low value attracts no prompts.
-    If all reports have stopped, assume that reporting failed, not the engines, and count no replica as
-    full. A replica that has never sent a report has just started and counts as empty.
+    A worker whose reports have stopped counts as full, so that an old low value attracts no prompts.
+    If all reports have stopped, assume that reporting failed, not the engines, and count no worker as full.
+    A worker that has never sent a report has just started and counts as empty.
 
     Args:
-        max_usage: a replica with more than this share of its KV blocks in use gets no new prompt, 0 to 1.
+        max_usage: a worker with more than this share of its KV blocks in use gets no new prompt, 0 to 1.
     """
 
     def __init__(self, max_usage: float = 1.0, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,8 +35,8 @@ class KvUsage:
         self._clock = clock
         self._newest: dict[str, _Report] = {}
 
-    def take(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
-        """Process the newest reports of all live replicas, by name."""
+    def update(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
+        """Process the newest reports of all live workers, by name."""
         now = self._clock()
         before, self._newest = self._newest, {}
         for name, report in stats.items():
@@ -48,18 +48,18 @@ class KvUsage:
                 self._newest[name] = last
 
     @property
-    def by_replica(self) -> dict[str, float]:
-        """Return the newest report of each replica that has sent one: share of KV blocks in use, 0 to 1."""
+    def by_worker(self) -> dict[str, float]:
+        """Return the newest report of each worker that has sent one: share of KV blocks in use, 0 to 1."""
         return {name: report.usage for name, report in self._newest.items()}
 
-    def with_room(self, replicas: Iterable[str]) -> list[str]:
-        """Return those of `replicas` that may get a prompt."""
-        names, now = list(replicas), self._clock()
+    def workers_with_room(self, workers: Iterable[str]) -> list[str]:
+        """Return the workers that may get a prompt."""
+        names, now = list(workers), self._clock()
         newest = {name: self._newest.get(name) for name in names}
-        fresh = {name: s is None or now - s.at_s <= _STALE_S for name, s in newest.items()}
-        if not any(fresh.values()):
+        is_current = {name: s is None or now - s.at_s <= _STALE_S for name, s in newest.items()}
+        if not any(is_current.values()):
             return names
-        return [name for name in names if fresh[name] and self._has_room(newest[name])]
+        return [name for name in names if is_current[name] and self._has_room(newest[name])]
 
     def _has_room(self, report: _Report | None) -> bool:
         return report is None or report.usage <= self.max_usage

@@ -69,7 +69,7 @@ class OutlierDetector:
         self._count("ejected")
 
     @property
-    def usable(self) -> list[str]:
+    def usable_workers(self) -> list[str]:
         """Return the live workers whose replicas are not ejected, or all of them if more than half are."""
         names, now = list(self._fleet.live), self._clock()
         ejected = {name for name, record in self._records.items() if now < record.until_s}

@@ -174,5 +174,5 @@ class DecodeRequestRouter(ReplicaPublisher):
 
 
 def _named_replica(candidates: list[RunningReplica], params: dict[str, Any]) -> RunningReplica | None:
-    wanted = params.get(REPLICA)
-    return next((r for r in candidates if r.replica_id.unique_id == wanted), None)
+    name = params.get(REPLICA)
+    return next((r for r in candidates if r.replica_id.unique_id == name), None)

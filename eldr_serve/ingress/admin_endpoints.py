@@ -82,8 +82,9 @@ class AdminEndpoints:
         It becomes ready when all prefill-decode pairs, or all whole engines, are warm, and stays so while any
         decode engine that has been warm is up.
         """
-        if (awaited := self._status.awaited) is not None:
-            raise OverloadedError(awaited)
+        reason = self._status.not_ready_reason
+        if reason is not None:
+            raise OverloadedError(reason)
         return JSONResponse({"ready": True})
 
     async def health(self, request: Request) -> Response:

@@ -15,7 +15,7 @@ from eldr_serve.errors import RequestRefusedError
 from eldr_serve.ingress.audit import Audit
 from eldr_serve.ingress.body import MIB, BodyBudget, BodyShare, read_body
 from eldr_serve.ingress.options import IngressOptions
-from eldr_serve.ingress.responses import in_form_of, refused_response
+from eldr_serve.ingress.responses import adapt_to_api, refused_response
 from eldr_serve.limits.concurrency import ConcurrencyLimiter
 from eldr_serve.limits.keys import bearer_key, digest
 from eldr_serve.limits.tenants import Tenants, TokenReservation
@@ -112,7 +112,7 @@ class Admission:
         except RequestRefusedError as refused:
             if refused.status == 429:
                 gate.count("refused_overload" if refused.kind is None else "refused_limits")
-            await in_form_of(path, refused_response(refused))(scope, receive, send)
+            await adapt_to_api(path, refused_response(refused))(scope, receive, send)
         except ClientDisconnect:
             return
 
@@ -168,24 +168,24 @@ async def _unless_disconnected(
     Args:
         answer: gets an ASGI `receive` that returns the body once, and then waits for the disconnection.
     """
-    disconnected = asyncio.ensure_future(_disconnected(receive))
+    disconnection = asyncio.ensure_future(_wait_for_disconnection(receive))
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:
-        return unread.pop() if unread else await asyncio.shield(disconnected)
+        return unread.pop() if unread else await asyncio.shield(disconnection)
 
     answering = asyncio.ensure_future(answer(receive_again))
     try:
-        await asyncio.wait([answering, disconnected], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([answering, disconnection], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        disconnected.cancel()
+        disconnection.cancel()
         answering.cancel()  # does nothing if it is done
         with suppress(asyncio.CancelledError):
             await answering
 
 
-async def _disconnected(receive: Receive) -> Message:
-    """Return the message that the client has disconnected."""
+async def _wait_for_disconnection(receive: Receive) -> Message:
+    """Wait until the client disconnects; return the message."""
     while (message := await receive())["type"] != "http.disconnect":
         pass
     return message

@@ -46,12 +46,12 @@ class Audit:
     def capture_status(self, send: Send) -> Send:
         """Return a `send` that records the response's status."""
 
-        async def sending(message: Message) -> None:
+        async def record_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
             await send(message)
 
-        return sending
+        return record_and_send
 
     def write(self) -> None:
         """Write the line as a warning, a level that deployments show."""

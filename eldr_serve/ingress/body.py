@@ -24,7 +24,7 @@ _WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
 
 class BodyBudget:
-    """Bound on the total size of the bodies in memory: those of requests that have not ended.
+    """Bound on the total size of the request bodies in memory.
 
     A body stays in memory until its request ends, since another engine may need it.
 
@@ -32,7 +32,7 @@ class BodyBudget:
         on_refusal: called when a body does not fit.
 
     Attributes:
-        used: bytes of these bodies now.
+        used: bytes of the bodies in memory now.
     """
 
     def __init__(self, max_bytes: int, on_refusal: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from eldr_serve.errors import RequestRefusedError, one_line_message
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
 from eldr_serve.ingress.admission import Admission
 from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
-from eldr_serve.ingress.responses import in_form_of, refusal, refused_response
+from eldr_serve.ingress.responses import adapt_to_api, refusal, refused_response
 
 _GROUPS: dict[str, type] = {"openai": OpenAIEndpoints, "admin": AdminEndpoints}
 
@@ -49,11 +49,11 @@ def _operators_only(name: str) -> _Endpoint:
     answer = _endpoint("admin", name)
 
     @functools.wraps(answer)
-    async def checked(request: Request) -> Response:
+    async def check_key_and_answer(request: Request) -> Response:
         _replica().gate.check_key(request.headers)
         return await answer(request)
 
-    return checked
+    return check_key_and_answer
 
 
 async def _page(request: Request) -> Response:
@@ -132,7 +132,7 @@ async def _channel_lost(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    return in_form_of(request.url.path, refusal(error.detail, error.status_code, headers=error.headers))
+    return adapt_to_api(request.url.path, refusal(error.detail, error.status_code, headers=error.headers))
 
 
 async def _fault(request: Request, error: Exception) -> Response:
@@ -141,5 +141,5 @@ async def _fault(request: Request, error: Exception) -> Response:
 
 def _with_request_id(request: Request, response: Response) -> Response:
     """Add the request's id, if it has one, to the headers of an error response."""
-    response.headers.update(getattr(request.state, "named", {}))
-    return in_form_of(request.url.path, response)
+    response.headers.update(getattr(request.state, "id_headers", {}))
+    return adapt_to_api(request.url.path, response)

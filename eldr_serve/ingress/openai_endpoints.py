@@ -20,7 +20,7 @@ from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.limits.tenants import TokenReservation
 from eldr_serve.objective import objective_of
 from eldr_serve.pipeline.path import RequestPath
-from eldr_serve.request import Request, RequestFields, max_new_tokens, sequences, tenant_salt
+from eldr_serve.request import Request, RequestFields, max_new_tokens, num_sequences, tenant_salt
 from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Lease
@@ -70,7 +70,7 @@ class OpenAIEndpoints:
         start_s = time.monotonic()
         body = await request.body()
         fields = self._parse(request, body)
-        count = sequences(fields)
+        count = num_sequences(fields)
         if count > self._max_sequences:
             raise BadRequestError(
                 f"{count} answers (prompts x n) are requested, at most {self._max_sequences} are allowed"
@@ -81,17 +81,17 @@ class OpenAIEndpoints:
         self._client.start()
         context = self._log.begin(request.scope["path"], _request(method, request, body, fields))
         reservation.used = partial(context.used_tokens, prompt_tokens)
-        request.state.named = {"x-eldr-request": context.request_id}
+        request.state.id_headers = {"x-eldr-request": context.request_id}
         if context.trace_id:
-            request.state.named["x-eldr-trace"] = context.trace_id
-        streaming: list[asyncio.Task[Any]] = []
+            request.state.id_headers["x-eldr-trace"] = context.trace_id
+        sending_tasks: list[asyncio.Task[Any]] = []
 
-        def cut_off() -> None:
+        def cancel_sending() -> None:
             self._client.count("slow_clients")
-            for task in streaming:
+            for task in sending_tasks:
                 task.cancel()
 
-        context.on_overflow = cut_off
+        context.on_overflow = cancel_sending
         run = self._path.generate(context)
         try:
             first = await anext(run)
@@ -103,17 +103,17 @@ class OpenAIEndpoints:
         first_s = time.monotonic()
 
         def record() -> None:
-            newest = context.lease or lease  # another one if the stream was resumed
-            tokens = newest.generated_tokens
+            last_lease = context.lease or lease  # another one if the stream was resumed
+            tokens = last_lease.generated_tokens
             tpot_s = (time.monotonic() - first_s) / (tokens - 1) if tokens > 1 else None
             self._client.record_stream(StreamLatencies(first_s - start_s, tpot_s))
 
-        headers = request.state.named | _placement_headers(lease)
+        headers = request.state.id_headers | _placement_headers(lease)
         if fields.stream and context.handover_s is not None:
             # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
             headers["x-eldr-handover-ms"] = f"{1000 * context.handover_s:.3f}"
         if fields.stream:
-            return _Streamed(first, run, headers, streaming, record)
+            return _Streamed(first, run, headers, sending_tasks, record)
         whole = b"".join([first, *[chunk async for chunk in run]])
         return Response(whole, 200, headers, "application/json")
 
@@ -147,10 +147,10 @@ class OpenAIEndpoints:
         fields = parse_json(body)
         if not isinstance(fields, dict):
             raise BadRequestError("the body must be a JSON object")
-        for name, given in ((_RANK_HEADER, request.headers), (_RANK_FIELD, fields)):
-            if given.get(name) is not None:
+        for name, source in ((_RANK_HEADER, request.headers), (_RANK_FIELD, fields)):
+            if (rank := source.get(name)) is not None:
                 raise BadRequestError(
-                    f"{name} {str(given[name])[:40]!r} is not supported, because the router chooses the "
+                    f"{name} {str(rank)[:40]!r} is not supported, because the router chooses the "
                     "rank: leave it out",
                     param=name,
                 )

@@ -39,13 +39,13 @@ class Port:
         self._lock: int | None = None
         try:
             self.socket.bind((host, port))
-            self._lock = _locked(self.number, owner)
+            self._lock = _lock_port(self.number, owner)
         except PortTakenError:
             self.socket.close()
             raise
         except OSError as error:
             self.socket.close()
-            raise PortTakenError(error.errno, f"{_cannot(port)}: {error.strerror} ({host})") from error
+            raise PortTakenError(error.errno, f"{_cannot_listen(port)}: {error.strerror} ({host})") from error
 
     @property
     def number(self) -> int:
@@ -93,7 +93,7 @@ def owner_of_port(application: str) -> str:
     return f"application {application!r} of the Ray cluster {cluster}"
 
 
-def _locked(port: int, owner: str) -> int:
+def _lock_port(port: int, owner: str) -> int:
     path = Path(tempfile.gettempdir()) / f"eldr-serve-{os.getuid()}-port-{port}"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -107,9 +107,9 @@ def _locked(port: int, owner: str) -> int:
     actual_owner = os.pread(file, 4096, 0).decode()
     if actual_owner != owner:
         os.close(file)
-        raise PortTakenError(f"{_cannot(port)}: it is in use by {actual_owner}")
+        raise PortTakenError(f"{_cannot_listen(port)}: it is in use by {actual_owner}")
     return file
 
 
-def _cannot(port: int) -> str:
+def _cannot_listen(port: int) -> str:
     return f"the ingress cannot listen at port {port}; set `ingress.port` to a free one"

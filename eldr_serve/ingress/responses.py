@@ -33,7 +33,7 @@ def refused_response(error: RequestRefusedError) -> Response:
     return refusal(str(error), error.status, error.retry_after_s, error.kind, error.param, headers)
 
 
-def in_form_of(path: str, response: Response) -> Response:
+def adapt_to_api(path: str, response: Response) -> Response:
     """Give an OpenAI-like error response the form that clients of a path expect.
 
     Anthropic's clients need a `type` beside `error`, and read its `type` and `message` alone.

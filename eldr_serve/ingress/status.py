@@ -44,15 +44,15 @@ class IngressStatus:
         self._model_id = model_id
 
     @property
-    def awaited(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         """Return what the service waits for before it is ready, one sentence; None if it is ready."""
-        return self._warmup.awaited
+        return self._warmup.not_ready_reason
 
     def own(self) -> dict[str, Any]:
         """Return the part `ingress` of the status."""
         return {
             "in_flight": self._gate.in_flight,
-            "waiting": self._gate.limiter.waiting,
+            "waiting": self._gate.limiter.num_waiting,
             "leases": self._client.lease_count,
             "router_unreachable": self._client.router_unreachable,
             "warm_pairs": self._warmup.pairs,
@@ -60,9 +60,9 @@ class IngressStatus:
             "prefill_in_flight": self._engines.prefill.in_flight,
             "prefill_oldest_s": self._engines.prefill.oldest_s,
             "stages": self._path.stage_latencies.summary(),
-            "prefill_wait_s": self._path.admission.waits_s,
-            "prefill_kv_usage": self._engines.prefill.directory.kv_usage.by_replica,
-            "decode_kv_usage": self._engines.decode.directory.kv_usage.by_replica,
+            "prefill_wait_s": self._path.admission.predict_waits(),
+            "prefill_kv_usage": self._engines.prefill.directory.kv_usage.by_worker,
+            "decode_kv_usage": self._engines.decode.directory.kv_usage.by_worker,
             "objectives": self._path.objectives.status(),
             "experts": self._engines.decode.directory.experts,
         }

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from eldr_serve.errors import OverloadedError
 from eldr_serve.limits.tenants import Tenant
 from eldr_serve.queues.wait_estimate import WaitEstimator
-from eldr_serve.scheduling.fairness import share
+from eldr_serve.scheduling.fairness import next_share
 
 
 class ConcurrencyLimiter:
@@ -41,12 +41,12 @@ class ConcurrencyLimiter:
         self._max_requests = max_requests
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
-        self._held: Counter[str] = Counter()
+        self._permits: Counter[str] = Counter()
         self._waiting: dict[Tenant, deque[asyncio.Future[None]]] = {}
         self._waits = WaitEstimator(clock=clock)
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Return the number of waiting requests."""
         return sum(map(len, self._waiting.values()))
 
@@ -58,73 +58,73 @@ class ConcurrencyLimiter:
         elif tenant.name:
             await self._wait(tenant)
         else:
-            raise self._overloaded(self.waiting + 1)
+            raise self._overloaded(self.num_waiting + 1)
         try:
             yield
         finally:
             self._release(tenant)
 
-    def _ahead(self, tenant: Tenant) -> float:
+    def _permits_ahead(self, tenant: Tenant) -> float:
         """Return how many permits become free until a new request of the tenant gets one, itself included.
 
         Among tenants that all wait, each gets permits in proportion to its priority.
         """
         priorities = sum(other.priority for other in {*self._waiting, tenant})
         own = len(self._waiting.get(tenant, ())) + 1
-        return min(self.waiting + 1, own * priorities / tenant.priority)
+        return min(self.num_waiting + 1, own * priorities / tenant.priority)
 
     async def _wait(self, tenant: Tenant) -> None:
-        ahead = self._ahead(tenant)
+        ahead = self._permits_ahead(tenant)
         if self._waits.wait_s(ahead) > self._max_wait_s:
             raise self._overloaded(ahead)
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(granted)
-        if self.waiting > self._max_waiting:
+        permit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(permit)
+        if self.num_waiting > self._max_waiting:
             self._drop_newest()
-        timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._refuse, granted, ahead)
+        timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._refuse, permit, ahead)
         try:
-            await granted
+            await permit
         except BaseException:
-            if granted.done() and not granted.cancelled() and granted.exception() is None:
+            if permit.done() and not permit.cancelled() and permit.exception() is None:
                 self._release(tenant)  # the permit was granted while the client disconnected
             raise
         finally:
             timer.cancel()
-            self._remove(tenant, granted)
+            self._remove(tenant, permit)
 
     def _acquire(self, tenant: Tenant) -> None:
         self.in_flight += 1
-        self._held[tenant.name] += 1
+        self._permits[tenant.name] += 1
 
     def _release(self, tenant: Tenant) -> None:
         full = self.in_flight == self._max_requests
         self.in_flight -= 1
-        self._held[tenant.name] -= 1
-        if not self._held[tenant.name]:
-            del self._held[tenant.name]
+        self._permits[tenant.name] -= 1
+        if not self._permits[tenant.name]:
+            del self._permits[tenant.name]
         while self._waiting and self.in_flight < self._max_requests:
-            following = min(self._waiting, key=lambda t: share(self._held[t.name], t.priority))
-            granted = self._waiting[following].popleft()
-            if not self._waiting[following]:
-                del self._waiting[following]
-            if not granted.done():
-                self._acquire(following)
-                granted.set_result(None)
+            next_tenant = min(self._waiting, key=lambda t: next_share(self._permits[t.name], t.priority))
+            permit = self._waiting[next_tenant].popleft()
+            if not self._waiting[next_tenant]:
+                del self._waiting[next_tenant]
+            if not permit.done():
+                self._acquire(next_tenant)
+                permit.set_result(None)
         if full or not self.in_flight:
             self._waits.record_departure(empty=not self.in_flight)
 
-    def _remove(self, tenant: Tenant, granted: asyncio.Future[None]) -> None:
+    def _remove(self, tenant: Tenant, permit: asyncio.Future[None]) -> None:
         queue = self._waiting.get(tenant)
-        if queue is not None and granted in queue:
-            queue.remove(granted)
+        if queue is not None and permit in queue:
+            queue.remove(permit)
             if not queue:
                 del self._waiting[tenant]
 
     def _drop_newest(self) -> None:
-        crowd = max(self._waiting, key=lambda t: len(self._waiting[t]) / t.priority)
-        self._refuse(self._waiting[crowd].pop(), self._ahead(crowd))
-        if not self._waiting[crowd]:
-            del self._waiting[crowd]
+        largest_tenant = max(self._waiting, key=lambda t: len(self._waiting[t]) / t.priority)
+        self._refuse(self._waiting[largest_tenant].pop(), self._permits_ahead(largest_tenant))
+        if not self._waiting[largest_tenant]:
+            del self._waiting[largest_tenant]
 
     def _overloaded(self, ahead: float) -> OverloadedError:
         return OverloadedError(
@@ -133,6 +133,6 @@ class ConcurrencyLimiter:
             retry_after_s=self._waits.retry_after_s(ahead),
         )
 
-    def _refuse(self, granted: asyncio.Future[None], ahead: float) -> None:
-        if not granted.done():
-            granted.set_exception(self._overloaded(ahead))
+    def _refuse(self, permit: asyncio.Future[None], ahead: float) -> None:
+        if not permit.done():
+            permit.set_exception(self._overloaded(ahead))

@@ -199,9 +199,9 @@ class Tenants:
             before = self._remote_usage.get(replica, {})
             for name, charged in tenants.items():
                 if tenant := self._tenants.get(name):
-                    known = before.get(name, charged)
-                    tenant.requests.add_usage(charged[0] - known[0])
-                    tenant.tokens.add_usage(charged[1] - known[1])
+                    last_charged = before.get(name, charged)
+                    tenant.requests.add_usage(charged[0] - last_charged[0])
+                    tenant.tokens.add_usage(charged[1] - last_charged[1])
         self._remote_usage = usage
 
     def read_changed_keys(self) -> Keys | None:

@@ -26,7 +26,7 @@ from eldr_serve.scheduling.worker_names import replica_of
 class Attempt:
     """One attempt to answer a request.
 
-    It owns what is held for the prompt, the decode call and the lease, and ends each of them.
+    It owns the prompt's resources, the decode call and the lease, and ends each of them.
     """
 
     def __init__(self, services: Services, context: RequestContext) -> None:
@@ -94,7 +94,7 @@ class Attempt:
     async def _place(self) -> Lease:
         context = self._context
         services = self._services
-        failed_replicas, left_replicas = context.failures.decode_replicas, context.left_replicas
+        failed_workers, left_workers = context.failures.decode_workers, context.left_workers
         prompt_ids = context.prompt_ids
         request = PlacementRequest(
             context.request_id,
@@ -107,10 +107,10 @@ class Attempt:
             prompt_key=prompt_key(context.request.fields),
             tenant=context.request.tenant,
             priority=context.request.priority,
-            worker_failed=bool(failed_replicas),
+            worker_failed=bool(failed_workers),
             due_in_s=context.due_in_s,
         )
-        moved_or_failed = failed_replicas or left_replicas
+        moved_or_failed = failed_workers or left_workers
         # Only first attempts are queued.
         wait_s = 0.0 if moved_or_failed else services.options.queue_timeout_s
         counts = self._prompt.expert_counts
@@ -123,11 +123,11 @@ class Attempt:
         replicas, ejected workers, and those that would miss the request's objective.
         """
         context, services = self._context, self._services
-        avoided = (*context.failures.decode_replicas, *context.left_replicas)
-        replicas, usable = set(map(replica_of, avoided)), set(services.outliers.usable)
+        avoided = (*context.failures.decode_workers, *context.left_workers)
+        replicas, usable = set(map(replica_of, avoided)), set(services.outliers.usable_workers)
         live = services.engines.decode.live
         others = (name for name in live if name not in usable or replica_of(name) in replicas)
-        late = context.late_replicas if services.engines.whole else ()
+        late = context.late_workers if services.engines.whole else ()
         return tuple(dict.fromkeys((*avoided, *others, *late)))
 
     def _blocks(self) -> PromptBlocks | None:
@@ -226,7 +226,7 @@ class Attempt:
         """Raise DecodeFailedError, unless the client has the complete answer.
 
         Args:
-            alive: the replica reported the failure itself, or the prompt's blocks may be at fault.
+            alive: the worker's replica reported the failure itself, or the prompt's blocks may be at fault.
         """
         if not self._context.answer.complete:
-            raise DecodeFailedError(error, decode.replica, alive=alive, begun=decode.begun) from error
+            raise DecodeFailedError(error, decode.worker, alive=alive, begun=decode.begun) from error

@@ -1,4 +1,4 @@
-"""One call to a decode engine, and what goes with it: the engine's queue and the measured expert counts."""
+"""One call to a decode engine, with its place in the engine's queue and the measurement of expert counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DecodeCall:
     and a call that the engine may still work on is cancelled.
 
     Attributes:
-        replica: the decode worker.
+        worker: the decode worker.
         call: the call; None until it is sent.
         begun: part of the answer has arrived by this call.
         ended: the engine no longer works on the call.
@@ -30,7 +30,7 @@ class DecodeCall:
     def __init__(
         self, services: Services, context: RequestContext, prompt: PreparedPrompt, lease: Lease
     ) -> None:
-        self.replica = lease.worker
+        self.worker = lease.worker
         self.call: Call | None = None
         self.begun = False
         self.ended = False
@@ -41,8 +41,8 @@ class DecodeCall:
 
     def __enter__(self) -> DecodeCall:
         self._header = self._make_header()
-        self._prompt.enter(self.replica, self._header)
-        self._queued = self._services.decode_starts.enter(self.replica, self._prompt.remaining_s)
+        self._prompt.enter(self.worker, self._header)
+        self._queued = self._services.decode_starts.enter(self.worker, self._prompt.remaining_s)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -53,11 +53,11 @@ class DecodeCall:
             self._measured.finish()
 
     def send(self) -> Call:
-        """Send and return the call; raise ChannelLostError if there is no channel to the replica."""
+        """Send and return the call; raise ChannelLostError if there is no channel to the worker's replica."""
         services = self._services
         request = self._context.request
         self._measured = self._measure_counts()
-        self.call = services.engines.decode.call(self.replica, "generate", self._header, request.body)
+        self.call = services.engines.decode.call(self.worker, "generate", self._header, request.body)
         self.call.on_overflow = self._context.on_overflow
         if request.fields.stream or self._prompt.kv_params is not None:  # others answer only as a whole
             options = services.options
@@ -109,5 +109,5 @@ class DecodeCall:
             return None
         set_counts = partial(services.client.set_measured_counts, request_id, prompt_ids)
         return MeasuredCounts(
-            services.engines.decode.call(self.replica, METHOD, {"id": request_id}), set_counts
+            services.engines.decode.call(self.worker, METHOD, {"id": request_id}), set_counts
         )

@@ -14,14 +14,14 @@ class DecodeFailedError(Exception):
     """A decode call has ended before its answer was complete.
 
     Attributes:
-        replica: the decode worker.
-        alive: the replica reported the failure itself.
+        worker: the decode worker.
+        alive: the worker's replica reported the failure itself.
         begun: part of the answer had arrived by this call.
     """
 
-    def __init__(self, reason: Any, replica: str, *, alive: bool, begun: bool) -> None:
+    def __init__(self, reason: Any, worker: str, *, alive: bool, begun: bool) -> None:
         super().__init__(f"{reason}")
-        self.replica = replica
+        self.worker = worker
         self.alive = alive
         self.begun = begun
 
@@ -33,7 +33,7 @@ class Failures:
     Attributes:
         messages: one sentence for each failure.
         prefills: number of failed prefill calls.
-        decode_replicas: decode workers that failed the request.
+        decode_workers: decode workers that failed the request.
         prefill_replica: prefill replica of this attempt; empty without one.
         prefill_replicas: prefill replicas to avoid, once for each failure for which they may be at fault.
         lost_engines: number of engines that closed their channel during a call, as they do when they die.
@@ -42,7 +42,7 @@ class Failures:
 
     messages: list[str] = field(default_factory=list)
     prefills: int = 0
-    decode_replicas: list[str] = field(default_factory=list)
+    decode_workers: list[str] = field(default_factory=list)
     prefill_replica: str = ""
     prefill_replicas: list[str] = field(default_factory=list)
     lost_engines: int = 0
@@ -51,7 +51,7 @@ class Failures:
     @property
     def attempts(self) -> int:
         """Return the number of failed attempts."""
-        return self.prefills + len(self.decode_replicas)
+        return self.prefills + len(self.decode_workers)
 
     def add_prefill(self, error: PrefillFailedError) -> None:
         """Add a failed prefill call; the next attempt uses another prefill replica."""
@@ -65,8 +65,8 @@ class Failures:
         Args:
             sent: the client has received part of the answer.
         """
-        self.messages.append(f"decode replica {error.replica} failed: {error}")
-        self.decode_replicas.append(error.replica)
+        self.messages.append(f"decode worker {error.worker} failed: {error}")
+        self.decode_workers.append(error.worker)
         if error.alive and self.prefill_replica:  # the blocks may be at fault: use another prefill engine
             self.prefill_replicas.append(self.prefill_replica)
         if sent and error.begun:

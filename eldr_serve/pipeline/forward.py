@@ -22,9 +22,9 @@ async def forward(services: Services, method: str, header: Mapping[str, Any], bo
     in_flight = fleet.in_flight
     if not in_flight:
         raise OverloadedError("no decode replica can be reached")
-    replica = min(services.outliers.usable, key=lambda name: (in_flight[name], random.random()))
+    worker = min(services.outliers.usable_workers, key=lambda name: (in_flight[name], random.random()))
     limit_s = services.options.first_token_timeout_s
-    call = fleet.call(replica, method, header, body)
+    call = fleet.call(worker, method, header, body)
     call.expect(limit_s, limit_s)  # from now: the call needs no slot, so it waits for no other request
     try:
         answer = await call.read()

@@ -28,16 +28,16 @@ class MoveLimiter:
         self._limit = limit
         self._moving: set[str] = set()  # ids of requests
 
-    def begin(self, context: RequestContext, replica: str) -> bool:
-        """Begin to move an answer away from a replica, if it may move now; return whether it does."""
-        answer, left = context.answer, context.left_replicas
-        if answer.complete or not answer.can_continue or len(left) >= MAX_MOVES:
+    def begin(self, context: RequestContext, worker: str) -> bool:
+        """Begin to move an answer away from a worker, if it may move now; return whether it does."""
+        answer, left_workers = context.answer, context.left_workers
+        if answer.complete or not answer.can_continue or len(left_workers) >= MAX_MOVES:
             return False
-        others = set(self._decode.live).difference(left, [replica])
+        targets = set(self._decode.live).difference(left_workers, [worker])
         # Answers that move already will need a slot too.
-        if len(self._moving) >= min(self._limit, sum(map(self._decode_starts.free_slots, others))):
+        if len(self._moving) >= min(self._limit, sum(map(self._decode_starts.free_slots, targets))):
             return False
-        left.append(replica)
+        left_workers.append(worker)
         self._moving.add(context.request_id)
         return True
 

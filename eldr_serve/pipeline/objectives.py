@@ -30,11 +30,11 @@ _MAX_CACHED_SHARE = 0.95
 class Objectives:
     """Admits the requests of one ingress that have an objective, and measures its own predictions.
 
-    The TTFT is predicted for each replica that prefills: the wait for the prompts before this one, the
-    uncached tokens of its own prompt, and the predicted waits for a decode worker and for a slot of its
-    engine. The TPOT is predicted for each decode worker: the time of a step with this request and its share
-    of those that are on their way. A request is admitted if prediction and margin (see PredictionError) are
-    within its objective at some replica. What cannot be predicted does not count.
+    The TTFT is predicted for each worker that prefills. It is the time to compute earlier prompts and the
+    uncached tokens of this one, and the waits for a decode worker and for a slot of its engine. The TPOT is
+    predicted for each decode worker. It is the time of a step with this request and with an even share of the
+    requests that have no worker yet. A request is admitted if prediction and margin (see PredictionError) are
+    within its objective at some worker. A latency that cannot be predicted does not count.
 
     Args:
         tokenizer: tokenises prompts that whole engines compute, to find their cached tokens.
@@ -52,14 +52,14 @@ class Objectives:
         self._engines = engines
         self._prefill = engines.decode if engines.whole else engines.prefill
         self._client = client
-        self._admission = admission
+        self._admission, self._queues = admission, admission.queues
         self._decode_starts = decode_starts
         self._tokenizer = tokenizer
         self._ttft, self._tpot = PredictionError(_now), PredictionError(_now)
         self._retries = RetryTimes(clock=_now)  # one unit for each request
         self._ends = WaitEstimator(clock=_now)  # of requests that held a decode worker
         self._concurrency = Concurrency(_now)
-        self._measured_at_s: float | None = None  # or time of the last request that was admitted for it
+        self._measured_at_s: float | None = None  # newest measurement, or admission for the sake of one
 
     def status(self) -> dict[str, dict[str, float]]:
         """Return counts and errors of the predictions, by latency."""
@@ -70,13 +70,13 @@ class Objectives:
     async def admit(self, context: RequestContext) -> None:
         """Predict the latencies of a request that has an objective.
 
-        Set `context.late_replicas` to those that would miss it. For a retry or without an objective, do
+        Set `context.late_workers` to those that would miss it. For a retry or without an objective, do
         nothing else.
 
         Raises:
             OverloadedError: the request would miss its objective everywhere.
         """
-        context.late_replicas = ()
+        context.late_workers = ()
         if not context.request.objective or context.is_retry:
             return
         if self._engines.whole and self._tokenizer is not None:
@@ -85,30 +85,30 @@ class Objectives:
         # The caller's next steps do not wait while there is room, so requests that arrive together count
         # each other.
         num_tokens = self._admission.estimate_tokens(context)
-        own_s = self._computing_s(loads, num_tokens)
-        ttfts = self._predict_ttfts(context, own_s)
+        compute_s = self._predict_compute_s(loads, num_tokens)
+        ttfts = self._predict_ttfts(context, compute_s)
         batches = self._batches(loads)
         tpots = {name: self._step_s(loads, name, batch, num_tokens) for name, batch in batches.items()}
         load = min(batches.values(), default=float(self._concurrency.running))
         margins = self._ttft.margin_s(load), self._tpot.margin_s(load)
         prediction = context.prediction = Prediction(ttfts, min(tpots.values(), default=None), load, *margins)
-        ttft_delays = self._ttft_delays(context, prediction, own_s, num_tokens)
+        ttft_delays = self._ttft_delays(context, prediction, compute_s, num_tokens)
         tpot_delays = self._tpot_delays(context, prediction, loads, tpots, batches, num_tokens)
         if self._engines.whole:  # one worker must meet both
-            joint = {
+            delays = {
                 name: max(ttft_delays.get(name, 0.0), tpot_delays.get(name, 0.0))
                 for name in ttft_delays.keys() | tpot_delays.keys()
             }
-            delay_s = min(joint.values(), default=0.0)
+            delay_s = min(delays.values(), default=0.0)
             # A request that waits in the decode queue may find other loads when its turn comes.
-            late = joint if loads is not None and not loads.waiting else {}
+            late = delays if loads is not None and not loads.waiting else {}
         else:
             delay_s = max(min(d.values(), default=0.0) for d in (ttft_delays, tpot_delays))
             late = ttft_delays
         if delay_s:
             self._refuse(context, prediction, delay_s)
         self._retries.claim(context.retry_key)
-        context.late_replicas = tuple(name for name, delay_s in late.items() if delay_s)
+        context.late_workers = tuple(name for name, delay_s in late.items() if delay_s)
 
     async def _decode_loads(self, context: RequestContext) -> DecodeLoads | None:
         """Return the loads of the decode workers from the router; None if it does not answer in time."""
@@ -123,53 +123,56 @@ class Objectives:
         except ACTOR_UNAVAILABLE:
             return None
 
-    def _computing_s(self, loads: DecodeLoads | None, num_tokens: float) -> dict[str, float]:
-        """Return how long each replica computes the prompt, s; empty until a rate is measured.
+    def _predict_compute_s(self, loads: DecodeLoads | None, num_tokens: float) -> dict[str, float]:
+        """Return how long each worker computes the prompt, s; empty until a rate is measured.
 
-        Rates are those of all tokens, of which the mean prompt has a share in the prefix cache. If the router
-        knows how many tokens of this prompt a replica has cached, the others count relative to that mean.
+        A rate counts all tokens of prompts, also the share that the mean prompt has in the prefix cache. If
+        the router knows how many tokens of this prompt a worker has cached, its uncached tokens are divided
+        by the uncached share of the mean prompt.
         """
-        queues, names = self._admission.queues, self._prefill.live
+        queues, names = self._queues, self._prefill.live
         if not queues.is_measured(names):
             return {}
         tokens = dict.fromkeys(names, num_tokens)
         if loads is not None and self._engines.whole:
             mean = 1.0 - min(loads.cached_share, _MAX_CACHED_SHARE)
-            for name in names & loads.workers.keys():
-                tokens[name] = max(num_tokens - loads.workers[name].cached_tokens, 1.0) / mean
+            cached_tokens = dict(zip(loads.workers.names, loads.workers.cached_tokens.tolist(), strict=True))
+            for name in names & cached_tokens.keys():
+                tokens[name] = max(num_tokens - cached_tokens[name], 1.0) / mean
         return {name: count / queues.rate([name]) for name, count in tokens.items()}
 
-    def _predict_ttfts(self, context: RequestContext, own_s: Mapping[str, float]) -> dict[str, float]:
-        """Return the predicted TTFT at each replica that prefills, s.
+    def _predict_ttfts(self, context: RequestContext, compute_s: Mapping[str, float]) -> dict[str, float]:
+        """Return the predicted TTFT at each worker that prefills, s.
 
         Args:
-            own_s: time in which the replica computes the prompt, s.
+            compute_s: time in which the worker computes the prompt, s.
         """
-        rest_s = time.monotonic() - context.start_s + self._client.queue_wait_s + self._decode_starts.wait_s()
-        queues = self._admission.queues
-        rest_s += queues.unplaced_s([*own_s])
-        return {name: rest_s + queues.wait_s(name) + seconds for name, seconds in own_s.items()}
+        other_s = time.monotonic() - context.start_s + self._client.queue_wait_s
+        other_s += self._decode_starts.wait_s()
+        other_s += self._queues.unplaced_s([*compute_s])
+        return {name: other_s + self._queues.wait_s(name) + seconds for name, seconds in compute_s.items()}
 
     def _batches(self, loads: DecodeLoads | None) -> dict[str, float]:
         """Return the requests that each decode worker would have with this one; empty if steps have no cost.
 
-        Those that have no worker yet are shared evenly.
+        Requests that have no worker yet are shared evenly.
         """
-        if loads is None or loads.step.cost is None or not loads.workers:
+        if loads is None or loads.step.cost is None or not loads.workers.names:
             return {}
-        if self._engines.whole:  # those that wait in the decode queue have no replica for their prompt either
-            coming = max(self._admission.queues.num_unplaced, loads.waiting)
+        if self._engines.whole:  # those that wait in the decode queue have no worker for their prompt either
+            num_unplaced = max(self._queues.num_unplaced, loads.waiting)
         else:
-            coming = sum(self._engines.prefill.in_flight.values()) + loads.waiting
-        more = coming / len(loads.workers)
-        return {name: load.in_flight + 1 + more for name, load in loads.workers.items()}
+            num_unplaced = sum(self._engines.prefill.in_flight.values()) + loads.waiting
+        workers = loads.workers
+        batches = workers.in_flight + 1 + num_unplaced / len(workers.names)
+        return dict(zip(workers.names, batches.tolist(), strict=True))
 
-    def _step_s(self, loads: DecodeLoads | None, replica: str, batch: float, num_tokens: float) -> float:
+    def _step_s(self, loads: DecodeLoads | None, worker: str, batch: float, num_tokens: float) -> float:
         """Return the time of a worker's step with so many requests, as long as its own and this one, s."""
         assert loads is not None
-        load = loads.workers[replica]
-        batch = min(batch, self._decode_starts.slots(replica) or math.inf)
-        kv_tokens = (load.kv_tokens + num_tokens) / (load.in_flight + 1) * batch
+        workers, row = loads.workers, loads.workers.rows[worker]
+        batch = min(batch, self._decode_starts.slots(worker) or math.inf)
+        kv_tokens = (int(workers.kv_tokens[row]) + num_tokens) / (int(workers.in_flight[row]) + 1) * batch
         return loads.step.seconds(batch, kv_tokens)
 
     # -- delays until the objective could be met ---------------------------------------------------
@@ -178,10 +181,10 @@ class Objectives:
         self,
         context: RequestContext,
         prediction: Prediction,
-        own_s: Mapping[str, float],
+        compute_s: Mapping[str, float],
         num_tokens: float,
     ) -> dict[str, float]:
-        """Return after how long the objective could be met at each replica, s; inf: not even when idle.
+        """Return after how long the objective could be met at each worker, s; inf: not even when idle.
 
         Waits become shorter by one second a second. Earlier refused requests return before this one.
         """
@@ -190,13 +193,13 @@ class Objectives:
         if objective_s is None or not ttfts:
             return {}
         bound_s = objective_s - prediction.ttft_margin_s
-        returning_s = self._retries.tokens * num_tokens / self._admission.queues.rate(ttfts)
+        returning_s = self._retries.tokens * num_tokens / self._queues.rate(ttfts)
         delays = {}
         for name, ttft_s in ttfts.items():
             if ttft_s <= bound_s:
                 delays[name] = 0.0
             else:
-                delays[name] = math.inf if own_s[name] > bound_s else ttft_s - bound_s + returning_s
+                delays[name] = math.inf if compute_s[name] > bound_s else ttft_s - bound_s + returning_s
         return delays
 
     def _tpot_delays(
@@ -208,12 +211,15 @@ class Objectives:
         batches: Mapping[str, float],
         num_tokens: float,
     ) -> dict[str, float]:
-        """Return the same for the TPOT at each decode worker: the time in which enough requests end, s."""
+        """Return after how long enough requests have ended at each decode worker to meet the objective, s.
+
+        inf: not even a request alone meets it.
+        """
         objective_s = context.request.objective.tpot_s
         if objective_s is None or loads is None or not tpots:
             return {}
         bound_s = objective_s - prediction.tpot_margin_s
-        total = max(sum(load.in_flight for load in loads.workers.values()), 1)
+        total = max(int(loads.workers.in_flight.sum()), 1)
         # Number of this ingress's requests that end while one request of the worker ends.
         own = min(self._concurrency.running / total, 1.0) * len(tpots)
         delays = {}
@@ -222,11 +228,11 @@ class Objectives:
                 delays[name] = 0.0
                 continue
             sizes = range(1, math.ceil(batches[name]))  # those that meet the objective are the first ones
-            fits = bisect_left(
+            num_fitting = bisect_left(
                 sizes, True, key=lambda size: self._step_s(loads, name, size, num_tokens) > bound_s
             )
-            ends = (batches[name] - fits) * own + self._retries.tokens
-            delays[name] = max(self._ends.wait_s(ends), 1.0) if fits else math.inf
+            num_ends = (batches[name] - num_fitting) * own + self._retries.tokens
+            delays[name] = max(self._ends.wait_s(num_ends), 1.0) if num_fitting else math.inf
         return delays
 
     def _refuse(self, context: RequestContext, prediction: Prediction, delay_s: float) -> None:
@@ -283,13 +289,13 @@ class Objectives:
         request, prediction, first_s = context.request, context.prediction, context.first_token_s
         if prediction is None or first_s is None or context.error:
             return
-        if context.failures.attempts or context.left_replicas:
+        if context.failures.attempts or context.left_workers:
             return
         if needs_whole_engine(request.method, request.fields) is not None:
             return
         assert context.lease is not None
-        replica = context.lease.worker if self._engines.whole else context.failures.prefill_replica
-        ttft_s, objective = prediction.ttft_s.get(replica), request.objective
+        worker = context.lease.worker if self._engines.whole else context.failures.prefill_replica
+        ttft_s, objective = prediction.ttft_s.get(worker), request.objective
         self._measured_at_s = _now()
         if ttft_s is not None and objective.ttft_s is not None:
             self._ttft.record(ttft_s, first_s - context.start_s, objective.ttft_s, prediction.load)

@@ -150,7 +150,7 @@ class RequestPath:
             return False
         if not answer.can_continue:
             answer.discard()
-        return len(failures.decode_replicas) < options.decode_attempts
+        return len(failures.decode_workers) < options.decode_attempts
 
     def _refusal(self, failures: Failures) -> RequestRefusedError:
         """Return the error of a request that no engine has answered."""
@@ -160,7 +160,7 @@ class RequestPath:
                 f"{failures.lost_engines} engines were lost while they worked on this request; it may be the "
                 "cause, so it is not tried again"
             )
-        decodes = len(failures.decode_replicas)
+        decodes = len(failures.decode_workers)
         return OverloadedError(
             f"{failures.prefills} prefill and {decodes} decode attempts of this request failed"
         )

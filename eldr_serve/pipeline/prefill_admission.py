@@ -19,9 +19,12 @@ class PrefillAdmission:
     """Admits prompts to the prefill queues of one fleet.
 
     Args:
-        fleet: the replicas that prefill.
+        fleet: the engines that prefill.
         bound_s: maximum predicted wait, s.
         count: callback that counts an event of this name.
+
+    Attributes:
+        queues: the queues.
     """
 
     def __init__(self, fleet: Fleet, *, bound_s: float, count: Callable[[str], None]) -> None:
@@ -36,9 +39,8 @@ class PrefillAdmission:
             clock=lambda: asyncio.get_running_loop().time(),
         )
 
-    @property
-    def waits_s(self) -> dict[str, float]:
-        """Return the predicted wait for prefill at each live replica, s."""
+    def predict_waits(self) -> dict[str, float]:
+        """Return the predicted wait for prefill at each live worker, s; discard the queues of others."""
         self.queues.keep(self._fleet.live)
         return {name: round(self.queues.wait_s(name), 3) for name in self._fleet.live}
 
@@ -56,37 +58,37 @@ class PrefillAdmission:
         fields = context.request.fields
         self._sizes.learn(fields.prompt, conversation(fields), prompt_tokens)
 
-    async def within_bound(
-        self, context: RequestContext, num_tokens: float, replicas: Callable[[], list[str]]
+    async def admit(
+        self, context: RequestContext, num_tokens: float, workers: Callable[[], list[str]]
     ) -> list[str]:
-        """Return the replicas whose queue the prompt may join.
+        """Return the workers whose queue the prompt may join.
 
         Before the first measurement the prompt waits for it briefly, since no retry time can be predicted
         until then.
 
         Raises:
-            OverloadedError: there are replicas, but none of their queues is short enough.
+            OverloadedError: there are workers, but none of their queues is short enough.
         """
-        names = replicas()
-        admitting = self.queues.with_room(names, context.retry_key)
+        names = workers()
+        admitting = self.queues.workers_with_room(names, context.retry_key)
         if names and not admitting and not self.queues.is_measured(names):
             try:
                 async with asyncio.timeout(_MEASURE_S):
                     await self._measured.wait()
             except TimeoutError:
                 pass
-            names = replicas()
-            admitting = self.queues.with_room(names, context.retry_key)
+            names = workers()
+            admitting = self.queues.workers_with_room(names, context.retry_key)
         if names and not admitting:
             self._count("refused_prefill_backlog")
             wait_s = min(map(self.queues.wait_s, names))
             why = f"a prompt would wait {wait_s:.0f} s for its prefill; {self._bound_s:g} s are allowed"
-            raise self.overloaded(why, names, num_tokens, context.retry_key)
+            raise self.make_refusal(why, names, num_tokens, context.retry_key)
         return admitting
 
-    def overloaded(self, why: str, replicas: list[str], num_tokens: float, key: bytes) -> OverloadedError:
+    def make_refusal(self, why: str, workers: list[str], num_tokens: float, key: bytes) -> OverloadedError:
         """Return the error of a refused request, with the predicted time until there is room."""
-        return OverloadedError(why, retry_after_s=self.queues.retry_s(replicas, num_tokens, key))
+        return OverloadedError(why, retry_after_s=self.queues.retry_s(workers, num_tokens, key))
 
     def finish(self, ticket: Ticket, num_tokens: int) -> None:
         """Record that the prefill of a prompt has ended.

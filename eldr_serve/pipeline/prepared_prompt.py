@@ -1,4 +1,4 @@
-"""A prompt before its decode call: who computes it, and what is held for it meanwhile."""
+"""A prompt before its decode call: the engine that computes it, and the resources that it holds meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eldr_serve.queues.prefill_queue import Ticket
 
 
 class PreparedPrompt:
-    """A prompt for which nothing is held; the decode engine computes it.
+    """A prompt that the decode engine computes, and that holds no resources.
 
     Attributes:
         kv_params: vLLM's parameters of the KV transfer; None if the decode engine computes the prompt.
@@ -37,8 +37,8 @@ class PreparedPrompt:
         """Return the predicted time until the decode engine has computed the prompt, s."""
         return 0.0
 
-    def enter(self, replica: str, header: dict[str, Any]) -> None:
-        """Enter the queue of the leased replica; add the prompt's fields to the decode call's header."""
+    def enter(self, worker: str, header: dict[str, Any]) -> None:
+        """Enter the queue of the leased worker; add the prompt's fields to the decode call's header."""
 
     def on_first_token(self) -> None:
         """Note that the decode engine has read or computed the prompt."""
@@ -47,7 +47,7 @@ class PreparedPrompt:
         """Note that the channel to the decode engine was lost; the engine itself may be alive."""
 
     def close(self, reader: Call | None) -> None:
-        """Give back what is held.
+        """Release the prompt's resources.
 
         Args:
             reader: the decode call, if there was one.
@@ -116,14 +116,14 @@ class QueuedPrompt(PreparedPrompt):
         self.ids_to_compute = ids_to_compute
         self._num_generated = num_generated
         self._ticket = ticket
-        self._admission = admission
+        self._admission, self._queues = admission, admission.queues
 
     @property
     def remaining_s(self) -> float:
-        return self._admission.queues.remaining_s(self._ticket)
+        return self._queues.remaining_s(self._ticket)
 
-    def enter(self, replica: str, header: dict[str, Any]) -> None:
-        self._admission.queues.assign(self._ticket, replica)
+    def enter(self, worker: str, header: dict[str, Any]) -> None:
+        self._queues.assign(self._ticket, worker)
         header["prompt_tokens"] = self._ticket.num_tokens
 
     def on_first_token(self) -> None:
@@ -134,4 +134,4 @@ class QueuedPrompt(PreparedPrompt):
         self._admission.finish(self._ticket, computed)
 
     def close(self, reader: Call | None) -> None:
-        self._admission.queues.leave(self._ticket)
+        self._queues.leave(self._ticket)

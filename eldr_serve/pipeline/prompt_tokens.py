@@ -25,8 +25,8 @@ _LONG = 4096  # characters; a longer prompt is tokenised in a thread
 class PromptTokens:
     """The tokenizer of the served model, without its engine.
 
-    The ids of a chat are those of its messages' texts, without the chat template: predictions depend on how
-    often each token occurs, and the template's tokens occur in every prompt.
+    The ids of a chat come from the texts of its messages, without the chat template. Predictions depend on
+    how often each token occurs, and the template's tokens occur in every prompt.
 
     Args:
         source: folder with the model's tokenizer.json, or the model's name on the hub.

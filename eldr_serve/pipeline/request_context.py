@@ -29,7 +29,7 @@ class RequestContext:
     """State of one request, and a context manager for the work on it.
 
     Attributes:
-        request: what the client asked.
+        request: the client's request.
         path: path of the URL.
         on_end: called when the work has ended.
         on_overflow: called when the client is too slow and too much is buffered; the answer ends there.
@@ -44,14 +44,14 @@ class RequestContext:
         client_disconnected: the client disconnected before the end.
 
         failures: failures of the attempts.
-        left_replicas: decode replicas from which the answer has moved because they leave.
+        left_workers: decode workers from which the answer has moved because their replicas leave.
         num_prefills: number of prefill calls, including failed ones.
         prefilled_ids: uint32[n], the prompt's token ids, from the prefill engine's answer; None before it.
         tokenised_ids: uint32[n], the prompt's token ids as this ingress tokenised it; None if it did not.
         answer: the answer so far.
 
         prediction: predicted latencies, if the request has an objective.
-        late_replicas: replicas at which it would miss its objective.
+        late_workers: workers that prefill, at which it would miss its objective.
         first_token_s: time of the first token, time.monotonic().
     """
 
@@ -72,14 +72,14 @@ class RequestContext:
     client_disconnected: bool = False
     # These fields hold the prompt, its answer and failures so far.
     failures: Failures = field(default_factory=Failures)
-    left_replicas: list[str] = field(default_factory=list)
+    left_workers: list[str] = field(default_factory=list)
     num_prefills: int = 0
     prefilled_ids: NDArray[np.uint32] | None = None
     tokenised_ids: NDArray[np.uint32] | None = None
     answer: PartialAnswer = field(init=False)
     # See Objectives.
     prediction: Prediction | None = None
-    late_replicas: tuple[str, ...] = ()
+    late_workers: tuple[str, ...] = ()
     first_token_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -102,15 +102,15 @@ class RequestContext:
         """Return the time until the first token is due by the objective, s; None without one, or if late."""
         if self.request.objective.ttft_s is None:
             return None
-        left_s = self.start_s + self.request.objective.ttft_s - time.monotonic()
-        return left_s if left_s > 0 else None
+        remaining_s = self.start_s + self.request.objective.ttft_s - time.monotonic()
+        return remaining_s if remaining_s > 0 else None
 
     @cached_property
     def retry_key(self) -> bytes:
         """Return a digest of tenant and body, by which a tenant's retry of the request is recognised."""
-        found = hashlib.blake2b(f"{self.request.tenant}\0".encode(), digest_size=16)
-        found.update(self.request.body)
-        return found.digest()
+        digest = hashlib.blake2b(f"{self.request.tenant}\0".encode(), digest_size=16)
+        digest.update(self.request.body)
+        return digest.digest()
 
     @property
     def is_retry(self) -> bool:

@@ -32,7 +32,7 @@ class Services:
     Attributes:
         retries: limits how many failed requests are tried again at once.
         outliers: ejects decode replicas that fail repeatedly.
-        decode_starts: estimates when decode replicas start on waiting calls.
+        decode_starts: estimates when decode workers start on waiting calls.
         objectives: admits requests by predicted latency.
         moves: limits how many answers leave their decode replicas at once.
     """

@@ -56,7 +56,7 @@ class SplitPrefill:
     ) -> None:
         self._engines = engines
         self._fleet = engines.prefill
-        self._admission = admission
+        self._admission, self._queues = admission, admission.queues
         self._options = options
         self._client = client
         self._kv_release = kv_release
@@ -106,7 +106,7 @@ class SplitPrefill:
         if not replicas:
             self._client.count("whole_without_prefill")
             return PreparedPrompt()
-        replicas = [name for name in replicas if name not in context.late_replicas] or replicas
+        replicas = [name for name in replicas if name not in context.late_workers] or replicas
         in_flight = self._fleet.in_flight
         replica = choose_prefill(
             prompt_head(context.request.fields),
@@ -115,11 +115,11 @@ class SplitPrefill:
             failed_replicas=context.failures.prefill_replicas,
         )
         context.failures.prefill_replica = replica
-        ticket = self._admission.queues.enter(replica, num_tokens, context.retry_key)
+        ticket = self._queues.enter(replica, num_tokens, context.retry_key)
         try:
             return await self._call(context, replica, ticket)
         finally:
-            self._admission.queues.leave(ticket)
+            self._queues.leave(ticket)
 
     async def _call(self, context: RequestContext, replica: str, ticket: Ticket) -> HeldPrompt:
         request = context.request
@@ -178,8 +178,8 @@ class SplitPrefill:
         """Return the prefill replicas that may take the prompt; empty if it continues without prefill."""
         while await self._wait_for_kv_room(context, num_tokens):
             if context.is_retry:
-                return self._with_room()
-            if replicas := await self._admission.within_bound(context, num_tokens, self._with_room):
+                return self._workers_with_room()
+            if replicas := await self._admission.admit(context, num_tokens, self._workers_with_room):
                 return replicas
         return []
 
@@ -193,31 +193,33 @@ class SplitPrefill:
         turn_s = None
         try:
             with self._fleet.waiters.turn() as wait_until:
-                while not self._with_room():
+                while not self._workers_with_room():
                     now_s = clock()
-                    reached = bool(self._fleet.live)
-                    if turn_s is None and not reached:
+                    is_reachable = bool(self._fleet.live)
+                    if turn_s is None and not is_reachable:
                         after_s = self._without_prefill.reserve(max(0.0, until_s - now_s))
                         turn_s = None if after_s is None else now_s + after_s
-                    if turn_s is not None and now_s >= turn_s and not reached:
+                    if turn_s is not None and now_s >= turn_s and not is_reachable:
                         turn_s = None  # the reservation is used
                         return False
                     if now_s >= until_s:
-                        raise self._no_room(context, num_tokens, reached)
+                        raise self._make_refusal(context, num_tokens, is_reachable)
                     await wait_until(until_s if turn_s is None or turn_s <= now_s else min(turn_s, until_s))
             return True
         finally:
             if turn_s is not None:
                 self._without_prefill.give_back()
 
-    def _no_room(self, context: RequestContext, num_tokens: float, reached: bool) -> OverloadedError:
+    def _make_refusal(
+        self, context: RequestContext, num_tokens: float, is_reachable: bool
+    ) -> OverloadedError:
         """Return the error of a request that has waited for room in vain."""
         if not context.answer.num_tokens:  # otherwise it continues on a decode engine
             self._client.count("refused_prefill_full")
-        if not reached:
+        if not is_reachable:
             return OverloadedError("no prefill replica can be reached")
         why = "the KV caches of all prefill replicas are full"
-        return self._admission.overloaded(why, list(self._fleet.live), num_tokens, context.retry_key)
+        return self._admission.make_refusal(why, list(self._fleet.live), num_tokens, context.retry_key)
 
-    def _with_room(self) -> list[str]:
-        return self._fleet.directory.kv_usage.with_room(self._outliers.usable)
+    def _workers_with_room(self) -> list[str]:
+        return self._fleet.directory.kv_usage.workers_with_room(self._outliers.usable_workers)

@@ -17,7 +17,7 @@ class Stage:
         name: prefill, place, transport (until the decode engine has the prompt's blocks and begins its first
             step, if the engine reports that), first_token or stream, in this order.
         start_s, ended_s: time.monotonic().
-        worker: the engine's replica, if any.
+        worker: the worker that was called, if any.
         error: reason of the failure, one sentence; "" without failure.
     """
 

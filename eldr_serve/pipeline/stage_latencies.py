@@ -28,14 +28,14 @@ class StageLatencies:
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Return, for each stage, the request count and the mean, p50 and p99 of the newest, ms."""
-        found = {}
+        stages = {}
         for name, recent in self._seconds.items():
             values = 1000 * np.asarray(recent)
             p50, p99 = np.percentile(values, [50, 99])
-            found[name] = {
+            stages[name] = {
                 "count": self._counts[name],
                 "mean_ms": round(float(values.mean()), 3),
                 "p50_ms": round(float(p50), 3),
                 "p99_ms": round(float(p99), 3),
             }
-        return found
+        return stages

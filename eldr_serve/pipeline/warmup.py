@@ -58,7 +58,7 @@ class Warmup:
         return self._engines_up and not self._cold()
 
     @property
-    def awaited(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         """Return why the service is not ready, one sentence; None if it is.
 
         At first all pairs must be warm. Later one warm decode engine is enough: new engines are warmed
@@ -66,8 +66,7 @@ class Warmup:
         """
         if self._all_were_warm:
             warm = {decode for _, decode in self._warm}
-            there = warm.intersection(self._engines.decode.live)
-            return None if there else "no decode engine is up"
+            return "no decode engine is up" if warm.isdisjoint(self._engines.decode.live) else None
         if not self._engines_up:
             return "the engines are not up yet"
         pairs = self._pairs()
@@ -108,19 +107,19 @@ class Warmup:
         header = prefill_header("completions", f"{request_id}-p")
         call = self._engines.prefill.call(prefill, "prefill", header, body)
         reader: Call | None = None
-        held = True
+        holds_blocks = True
         try:
-            found = await prefill_answer(call)
-            counts = expert_counts_of(found["kv"])
+            prompt = await prefill_answer(call)
+            counts = expert_counts_of(prompt["kv"])
             if counts is None:
                 logger.warning("prefill replica %s sends no expert counts, its pairs are not warmed", prefill)
                 return
-            reader = self._generate(decode, f"{request_id}-d", found["kv"])
+            reader = self._generate(decode, f"{request_id}-d", prompt["kv"])
             await _read(reader)
-            held = False
+            holds_blocks = False
         finally:
             call.cancel()  # has no effect on a call that has ended
-            if held:
+            if holds_blocks:
                 self._kv_release.release(header["id"], prefill, reader=reader)
         await _read(self._generate(decode, f"{request_id}-n", answers=2))
         self._warm.add((prefill, decode))
@@ -129,14 +128,14 @@ class Warmup:
     async def _warm_whole(self, decode: str) -> None:
         request_id = f"{WARM}{uuid.uuid4().hex}"
         shapes: list[tuple[int, ...]] = []
-        asked = self._engines.decode.call(decode, METHOD, {"id": request_id})
-        measured = MeasuredCounts(asked, lambda counts, tokens: shapes.append(counts.shape))
+        call = self._engines.decode.call(decode, METHOD, {"id": request_id})
+        measured_counts = MeasuredCounts(call, lambda counts, tokens: shapes.append(counts.shape))
         try:
             await _read(self._generate(decode, request_id))
             await _read(self._generate(decode, f"{request_id}-n", answers=2))
         finally:
-            finished = measured.finish()
-        await finished
+            reading = measured_counts.finish()
+        await reading
         self._warm.add((_WHOLE, decode))
         if shapes:
             await self._client.expect_counts(*shapes[0])

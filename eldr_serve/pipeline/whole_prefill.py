@@ -14,7 +14,7 @@ class WholePrefill:
     """Admits prompts to the queues of engines that prefill and decode.
 
     Args:
-        outliers: knows the replicas that may get a prompt.
+        outliers: knows the workers that may get a prompt.
         tokenizer: tokenises prompts before placement.
     """
 
@@ -22,7 +22,7 @@ class WholePrefill:
         self, outliers: OutlierDetector, admission: PrefillAdmission, tokenizer: PromptTokens | None
     ) -> None:
         self._outliers = outliers
-        self._admission = admission
+        self._admission, self._queues = admission, admission.queues
         self._tokenizer = tokenizer
 
     async def prepare(self, context: RequestContext) -> PreparedPrompt:
@@ -43,6 +43,6 @@ class WholePrefill:
         if fields.stream or needs_whole_engine(context.request.method, fields) is None:
             num_tokens = self._admission.estimate_tokens(context)
             if not context.is_retry:
-                await self._admission.within_bound(context, num_tokens, lambda: self._outliers.usable)
-        ticket = self._admission.queues.enter(None, num_tokens, context.retry_key)
+                await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_workers)
+        ticket = self._queues.enter(None, num_tokens, context.retry_key)
         return QueuedPrompt(ticket, self._admission, context.prompt_ids, context.answer.num_ids)

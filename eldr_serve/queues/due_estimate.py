@@ -1,4 +1,4 @@
-"""Estimate when a replica has computed a call's prompt, so that time limits exclude the wait before it."""
+"""Estimate when a worker has computed a call's prompt, so that time limits exclude the wait before it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class QueuedCall:
-    """One call in the queue of a replica.
+    """One call in the queue of a worker.
 
     Attributes:
-        due_s: time at which the replica is expected to have computed the call's prompt, on the queue's clock;
+        due_s: time at which the worker is expected to have computed the call's prompt, on the queue's clock;
             the call's time limit starts then.
     """
 
-    replica: str
+    worker: str
     number: int
     due_s: float
 
 
 class DueEstimator:
-    """Estimates when replicas have computed the prompts of this process's calls, in order of arrival.
+    """Estimates when workers have computed the prompts of this process's calls, in order of arrival.
 
-    A call is due at its predicted time. Each answer to an earlier call shows that the replica makes progress,
+    A call is due at its predicted time. Each answer to an earlier call shows that the worker makes progress,
     and postpones the due times of later calls to that moment at least.
     """
 
@@ -32,24 +32,24 @@ class DueEstimator:
         self._number = 0
         self._waiting: dict[str, dict[int, QueuedCall]] = {}
 
-    def enter(self, replica: str, expected_s: float = 0.0) -> QueuedCall:
+    def enter(self, worker: str, expected_s: float = 0.0) -> QueuedCall:
         """Add a call whose prompt is expected to be computed after `expected_s` seconds."""
         self._number += 1
-        call = QueuedCall(replica, self._number, self._clock() + expected_s)
-        self._waiting.setdefault(replica, {})[call.number] = call
+        call = QueuedCall(worker, self._number, self._clock() + expected_s)
+        self._waiting.setdefault(worker, {})[call.number] = call
         return call
 
-    def waiting(self, replica: str) -> int:
-        """Return the number of unanswered calls to a replica."""
-        return len(self._waiting.get(replica, {}))
+    def num_waiting(self, worker: str) -> int:
+        """Return the number of unanswered calls to a worker."""
+        return len(self._waiting.get(worker, {}))
 
     def leave(self, call: QueuedCall, *, answered: bool) -> None:
-        """Remove a call; `answered` tells whether the replica worked on it. Further calls have no effect."""
-        waiting = self._waiting.get(call.replica, {})
+        """Remove a call; `answered` tells whether its worker has processed it. Ignore a removed call."""
+        waiting = self._waiting.get(call.worker, {})
         if waiting.pop(call.number, None) is None:
             return
         if not waiting:
-            del self._waiting[call.replica]
+            del self._waiting[call.worker]
         if answered:
             now = self._clock()
             for later in reversed(waiting.values()):

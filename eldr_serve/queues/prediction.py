@@ -20,7 +20,7 @@ class Prediction:
     """Predicted latencies of a request at its admission.
 
     Attributes:
-        ttft_s: time to the first token, s, by each replica that may prefill the prompt; empty if unknown.
+        ttft_s: time to the first token, s, by each worker that may prefill the prompt; empty if unknown.
         tpot_s: time between tokens at the decode worker where it is shortest, s; None if unknown.
         load: requests that the least loaded decode worker would have with this one.
         ttft_margin_s, tpot_margin_s: what is added to the predictions, s (see PredictionError.margin_s).

@@ -1,6 +1,6 @@
 """Queues of prompts that wait for prefill in engines, with predicted waiting times.
 
-An engine computes prompts in order of arrival. Each ingress knows its own prompts. Each replica measures its
+An engine computes prompts in order of arrival. Each ingress knows its own prompts. Each worker measures its
 throughput in tokens/s and reports it to the ingresses, with the number of tokens in its queue.
 Decision 12 (docs/decisions) gives the reasons for this prediction and its constants.
 """
@@ -30,29 +30,29 @@ _TRUST_S, _TRUST_FACTOR = 30.0, 20.0
 
 @dataclass(eq=False)
 class Ticket:
-    """One prompt in the queue of a replica, or on its way there.
+    """One prompt in the queue of a worker, or on its way there.
 
     Attributes:
         num_tokens: number of tokens that the engine computes for it, estimated.
-        queued_call: see DueEstimator; None until a replica has been chosen.
+        queued_call: see DueEstimator; None until a worker has been chosen.
     """
 
     num_tokens: float
     queued_call: QueuedCall | None = None
-    gone: bool = False
+    has_left: bool = False
 
 
 @dataclass(eq=False)
 class _Queue:
-    """The queue of one replica, as far as this ingress knows it.
+    """The queue of one worker, as far as this ingress knows it.
 
     Attributes:
         own: prompts of this ingress, and the throughput for them.
-        report: the replica's newest report.
+        report: the worker's newest report.
         reported_s: time of its arrival.
         own_at_report: own tokens at that time.
         own_at_previous_report: own tokens when the report before it arrived.
-        others: tokens of other ingresses.
+        other_tokens: tokens of other ingresses.
     """
 
     own: Throughput
@@ -60,7 +60,7 @@ class _Queue:
     reported_s: float = -math.inf
     own_at_report: float = 0.0
     own_at_previous_report: float = 0.0
-    others: float = 0.0
+    other_tokens: float = 0.0
 
     @property
     def rate(self) -> float | None:
@@ -77,18 +77,18 @@ class _Queue:
 
     @property
     def tokens(self) -> float:
-        return self.own.outstanding + self.others
+        return self.own.outstanding + self.other_tokens
 
     def refresh(self, report: QueueReport | None, now: float) -> None:
-        """Process the replica's newest report; forget other ingresses' prompts if it is outdated."""
+        """Process the worker's newest report; forget other ingresses' prompts if it is outdated."""
         if report is not None and report.number != self.report.number:
             self.report, self.reported_s = report, now
             self.own_at_previous_report, self.own_at_report = self.own_at_report, self.own.outstanding
-            self.others = max(0.0, report.tokens - self.own_at_report)
+            self.other_tokens = max(0.0, report.tokens - self.own_at_report)
         elif now - self.reported_s > _STALE_S:
-            self.others = 0.0
+            self.other_tokens = 0.0
         if self.report.callers <= 1:
-            self.others = 0.0
+            self.other_tokens = 0.0
 
     def has_room(self, more: float, bound_s: float) -> bool:
         """Return whether a prompt may join the queue.
@@ -98,28 +98,28 @@ class _Queue:
         the newest prompts of this ingress, so tokens are counted since the last two reports.
 
         Args:
-            more: tokens of prompts that will join before; not those of this prompt, so that an idle replica
-                accepts a prompt of any length.
+            more: tokens of prompts that will join before. The tokens of this prompt do not count, so that an
+                idle worker accepts a prompt of any length.
         """
         token_limit = bound_s * self.known_rate
         if self.tokens + more > token_limit:
             return False
         if self.report.callers <= 1:
             return True
-        free = max(0.0, token_limit - self.own_at_report - self.others)
+        free = max(0.0, token_limit - self.own_at_report - self.other_tokens)
         own_since = self.own.outstanding - min(self.own_at_report, self.own_at_previous_report)
         return own_since <= free / self.report.callers
 
 
 class PrefillQueues:
-    """The queues of all replicas that prefill, as far as one ingress knows them.
+    """The queues of all workers that prefill, as far as one ingress knows them.
 
     Attributes:
-        num_unplaced: number of prompts for which no replica has been chosen yet.
+        num_unplaced: number of prompts for which no worker has been chosen yet.
 
     Args:
         bound_s: maximum predicted wait, s; a prompt that would wait longer is refused.
-        reports: returns the newest report of each replica, if there is one.
+        reports: returns the newest report of each worker, if there is one.
         clock: returns the time, s.
     """
 
@@ -136,32 +136,32 @@ class PrefillQueues:
         self._queues: dict[str, _Queue] = {}
         self._retries = RetryTimes(clock=clock)
         self._due_times = DueEstimator(clock=clock)
-        self._unplaced = 0.0  # tokens of prompts for which no replica has been chosen yet
+        self._unplaced = 0.0  # tokens of prompts for which no worker has been chosen yet
         self.num_unplaced = 0  # number of these prompts
 
     # -- predictions -------------------------------------------------------------------------------
 
     @property
     def outstanding(self) -> int:
-        """Return the number of tokens of this ingress that all replicas have yet to compute."""
+        """Return the number of tokens of this ingress that all workers have yet to compute."""
         return round(self._unplaced + sum(queue.own.outstanding for queue in self._queues.values()))
 
-    def is_measured(self, replicas: Iterable[str]) -> bool:
-        """Return whether the rate of any of these replicas is known."""
-        return any(queue.rate for queue in self._refreshed(replicas))
+    def is_measured(self, workers: Iterable[str]) -> bool:
+        """Return whether the rate of any of these workers is known."""
+        return any(queue.rate for queue in self._refresh(workers))
 
-    def wait_s(self, replica: str) -> float:
+    def wait_s(self, worker: str) -> float:
         """Predict how long a prompt that arrives now would wait for its prefill, s."""
-        (queue,) = self._refreshed([replica])
+        (queue,) = self._refresh([worker])
         return queue.tokens / queue.known_rate
 
-    def unplaced_s(self, replicas: Sequence[str]) -> float:
-        """Return how long these replicas together compute the prompts that have no replica yet, s."""
-        return self._unplaced / self.rate(replicas)
+    def unplaced_s(self, workers: Sequence[str]) -> float:
+        """Return how long these workers together compute the prompts that have no worker yet, s."""
+        return self._unplaced / self.rate(workers)
 
-    def rate(self, replicas: Iterable[str]) -> float:
-        """Return the throughput of these replicas together, tokens/s."""
-        return sum(queue.known_rate for queue in self._refreshed(replicas)) or DEFAULT_RATE
+    def rate(self, workers: Iterable[str]) -> float:
+        """Return the throughput of these workers together, tokens/s."""
+        return sum(queue.known_rate for queue in self._refresh(workers)) or DEFAULT_RATE
 
     def remaining_s(self, ticket: Ticket | None) -> float:
         """Predict the time until a prompt has been computed, s; 0 without a ticket."""
@@ -169,77 +169,77 @@ class PrefillQueues:
             return 0.0
         return ticket.queued_call.due_s - self._clock()
 
-    def _refreshed(self, replicas: Iterable[str]) -> list[_Queue]:
-        """Return the queues of these replicas, after their newest reports."""
+    def _refresh(self, workers: Iterable[str]) -> list[_Queue]:
+        """Process the newest reports of these workers; return their queues."""
         reports, now = self._reports(), self._clock()
         queues = []
-        for name in replicas:
+        for name in workers:
             queue = self._queue(name)
             queue.refresh(reports.get(name), now)
             queues.append(queue)
         return queues
 
-    def _queue(self, replica: str) -> _Queue:
-        """Return the queue of a replica; a new one is empty."""
-        if replica not in self._queues:
-            self._queues[replica] = _Queue(Throughput(clock=self._clock))
-        return self._queues[replica]
+    def _queue(self, worker: str) -> _Queue:
+        """Return the queue of a worker; a new one is empty."""
+        if worker not in self._queues:
+            self._queues[worker] = _Queue(Throughput(clock=self._clock))
+        return self._queues[worker]
 
     # -- admission ---------------------------------------------------------------------------------
 
-    def with_room(self, replicas: Sequence[str], key: Hashable) -> list[str]:
-        """Return those of `replicas` whose predicted wait is within the bound.
+    def workers_with_room(self, workers: Sequence[str], key: Hashable) -> list[str]:
+        """Return the workers at which the predicted wait is within the bound.
 
         Args:
             key: identifies the request, to recognise the retry of a refused request.
         """
-        returns = self._retries.is_due(key)
-        held = self._unplaced + (0.0 if returns else self._retries.due_tokens)
-        bound_s = self._bound_s * (_OVERDRAFT if returns else 1.0)
-        queues = zip(replicas, self._refreshed(replicas), strict=True)
-        return [name for name, queue in queues if queue.has_room(held / len(replicas), bound_s)]
+        is_due = self._retries.is_due(key)
+        reserved_tokens = self._unplaced + (0.0 if is_due else self._retries.due_tokens)
+        bound_s = self._bound_s * (_OVERDRAFT if is_due else 1.0)
+        queues = zip(workers, self._refresh(workers), strict=True)
+        return [name for name, queue in queues if queue.has_room(reserved_tokens / len(workers), bound_s)]
 
-    def retry_s(self, replicas: Iterable[str], num_tokens: float, key: Hashable) -> int:
+    def retry_s(self, workers: Iterable[str], num_tokens: float, key: Hashable) -> int:
         """Reserve room for a request that is refused now; return after how many seconds it may retry.
 
         The prompts that other ingresses have accepted since the last report are unknown, so each is assumed
         to have as many tokens as this one. A rate that was measured for a short time cannot predict minutes:
         if the retry time would be later than the rate is trusted, the client is asked to retry earlier.
         """
-        queues = self._refreshed(replicas)
+        queues = self._refresh(workers)
         rate = sum(queue.known_rate for queue in queues) or DEFAULT_RATE
         callers = max((queue.report.callers for queue in queues), default=1)
-        own = self._unplaced + sum(queue.own.outstanding for queue in queues)
-        known = self._unplaced + sum(queue.tokens for queue in queues)
-        waiting = max(known, min(callers * own, self._bound_s * rate))
-        ahead = max(0.0, waiting - _RETRY_ROOM * self._bound_s * rate)
-        after_s = (ahead + callers * (self._retries.tokens + num_tokens)) / rate
+        own_tokens = self._unplaced + sum(queue.own.outstanding for queue in queues)
+        known_tokens = self._unplaced + sum(queue.tokens for queue in queues)
+        waiting_tokens = max(known_tokens, min(callers * own_tokens, self._bound_s * rate))
+        excess_tokens = max(0.0, waiting_tokens - _RETRY_ROOM * self._bound_s * rate)
+        after_s = (excess_tokens + callers * (self._retries.tokens + num_tokens)) / rate
         measured_s = max((queue.measured_s for queue in queues), default=0.0)
         max_s = min(MAX_RETRY_AFTER_S, _TRUST_S + _TRUST_FACTOR * measured_s)
         return max(1, math.ceil(self._retries.reserve(key, num_tokens, after_s, max_s)))
 
-    def enter(self, replica: str | None, num_tokens: float, key: Hashable) -> Ticket:
-        """Count an accepted prompt. The replica may be None until `assign` is called."""
+    def enter(self, worker: str | None, num_tokens: float, key: Hashable) -> Ticket:
+        """Count an accepted prompt. The worker may be None until `assign` is called."""
         self._retries.claim(key)
         ticket = Ticket(num_tokens)
-        if replica is None:
+        if worker is None:
             self._unplaced += num_tokens
             self.num_unplaced += 1
         else:
-            self._begin(ticket, replica)
+            self._enter_queue(ticket, worker)
         return ticket
 
-    def assign(self, ticket: Ticket, replica: str) -> None:
-        """Add a prompt that had no replica to the queue of this one."""
+    def assign(self, ticket: Ticket, worker: str) -> None:
+        """Add a prompt that had no worker to the queue of this one."""
         self._unplaced -= ticket.num_tokens
         self.num_unplaced -= 1
-        self._begin(ticket, replica)
+        self._enter_queue(ticket, worker)
 
-    def _begin(self, ticket: Ticket, replica: str) -> None:
-        (queue,) = self._refreshed([replica])
+    def _enter_queue(self, ticket: Ticket, worker: str) -> None:
+        (queue,) = self._refresh([worker])
         expected_s = (queue.tokens + ticket.num_tokens) / queue.known_rate
         queue.own.enter(ticket.num_tokens)
-        ticket.queued_call = self._due_times.enter(replica, expected_s)
+        ticket.queued_call = self._due_times.enter(worker, expected_s)
 
     def leave(self, ticket: Ticket, computed: int | None = None) -> None:
         """Remove a prompt from its queue. Further calls have no effect.
@@ -247,18 +247,18 @@ class PrefillQueues:
         Args:
             computed: number of tokens of the prompt; None if it was not computed.
         """
-        if ticket.gone:
+        if ticket.has_left:
             return
-        ticket.gone = True
+        ticket.has_left = True
         if ticket.queued_call is None:
             self._unplaced -= ticket.num_tokens
             self.num_unplaced -= 1
             return
         self._due_times.leave(ticket.queued_call, answered=computed is not None)
-        (queue,) = self._refreshed([ticket.queued_call.replica])
+        (queue,) = self._refresh([ticket.queued_call.worker])
         queue.own.leave(ticket.num_tokens, computed or 0)
 
-    def keep(self, replicas: Iterable[str]) -> None:
-        """Discard the queues of other replicas, once they are empty."""
-        names = set(replicas)
+    def keep(self, workers: Iterable[str]) -> None:
+        """Discard the queues of other workers, once they are empty."""
+        names = set(workers)
         self._queues = {n: q for n, q in self._queues.items() if n in names or q.own.outstanding}

@@ -21,12 +21,12 @@ class PromptSizes:
         return max(1.0, _num_characters(prompt, messages) * self._tokens / self._characters)
 
     def learn(self, prompt: Any, messages: Any, tokens: int) -> None:
-        """Learn from a prompt or chat whose true number of tokens is known; ignore it if it has no text."""
+        """Learn from a prompt or chat with this true number of tokens; ignore it if it has no text."""
         characters = _num_characters(prompt, messages)
         if characters:
-            kept = 1 - 1 / _MEMORY
-            self._characters = kept * self._characters + characters
-            self._tokens = kept * self._tokens + tokens
+            weight = 1 - 1 / _MEMORY
+            self._characters = weight * self._characters + characters
+            self._tokens = weight * self._tokens + tokens
 
 
 def _num_characters(prompt: Any, messages: Any) -> int:

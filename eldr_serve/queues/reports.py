@@ -1,4 +1,4 @@
-"""A replica's report of its queue to the ingresses, once per second."""
+"""A worker's report of its queue to the ingresses, once per second."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from eldr_serve.queues.throughput import Throughput
 
-QUEUE = "eldr_prefill_queue"  # field of a replica's report, see Meter.report
+QUEUE = "eldr_prefill_queue"  # field of a worker's report, see Meter.report
 
 
 class Meter(Throughput):
-    """Measures, in a replica, the prompts that all ingresses have sent to it."""
+    """Measures, in a replica, the prompts that all ingresses have sent to one of its workers."""
 
     def report(self, number: int, *, callers: int, calls: int) -> dict[str, float]:
-        """Return this replica's report of its queue; see QueueReport."""
+        """Return the worker's report of its queue; see QueueReport."""
         rate, tokens = self.rate or 0.0, self.outstanding
         measured = {"tokens": tokens, "rate": rate, "measured_s": self.measured_s}
         return {"number": number, **measured, "callers": callers, "calls": calls}
@@ -23,14 +23,14 @@ class Meter(Throughput):
 
 @dataclass(frozen=True)
 class QueueReport:
-    """A replica's measurements of its queue.
+    """A worker's measurements of its queue.
 
     Attributes:
         number: sequence number of the report.
-        tokens: number of tokens of all ingresses' prompts that the replica has not computed yet.
+        tokens: number of tokens of all ingresses' prompts that the worker has not computed yet.
         rate: throughput, tokens/s; 0 if not known yet.
         measured_s: busy time over which the rate was measured, s.
-        callers: number of ingresses that have a channel to the replica.
+        callers: number of ingresses that have a channel to its replica.
         calls: number of open calls of all ingresses that need a slot.
     """
 
@@ -43,5 +43,5 @@ class QueueReport:
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> QueueReport:
-        """Parse a replica's report. Ignore unknown fields, which a replica of another version may send."""
+        """Parse a worker's report. Ignore unknown fields, which a replica of another version may send."""
         return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})

@@ -58,9 +58,9 @@ class Throughput:
         if self.outstanding < _IDLE_BELOW_TOKENS:
             self._uncounted_s = 0.0
         elif computed:  # the time of a prompt counts together with its tokens
-            kept = math.exp(-self._uncounted_s / _WINDOW_S)
-            self._tokens = self._tokens * kept + computed
-            self._seconds = self._seconds * kept + self._uncounted_s
+            weight = math.exp(-self._uncounted_s / _WINDOW_S)
+            self._tokens = self._tokens * weight + computed
+            self._seconds = self._seconds * weight + self._uncounted_s
             self._uncounted_s = 0.0
         self.outstanding = max(0.0, self.outstanding - tokens)
 

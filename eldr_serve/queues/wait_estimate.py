@@ -33,10 +33,10 @@ class WaitEstimator:
 
     def wait_s(self, ahead: float) -> float:
         """Return the predicted time until `ahead` requests have left, s; 0 if too few have left so far."""
-        known = len(self._departures)
-        if known < _MIN_DEPARTURES:
+        num_departures = len(self._departures)
+        if num_departures < _MIN_DEPARTURES:
             return 0.0
-        return ahead * (self._clock() - self._departures[0]) / known
+        return ahead * (self._clock() - self._departures[0]) / num_departures
 
     def retry_after_s(self, ahead: float) -> int:
         """Return the Retry-After for a request that is refused with `ahead` requests before it, s."""

@@ -25,11 +25,11 @@ class ReplicaMetrics:
     def __init__(self) -> None:
         self._ray_metrics = ray_metrics(REPLICA)
 
-    def begin(self, role: str) -> None:
+    def create_series(self, role: str) -> None:
         """Create the series."""
         self._ray_metrics["eldr_engine_lost_total"].inc(SMALLEST, {"role": role})
 
-    def lost(self, role: str) -> None:
+    def count_loss(self, role: str) -> None:
         """Count a loss of the engine, permanent or temporary."""
         self._ray_metrics["eldr_engine_lost_total"].inc(1, {"role": role})
 
@@ -48,8 +48,8 @@ class EngineWatch:
             stopped does not count.
 
     Attributes:
-        proven: whether the engine has answered a client. Before, it may be compiling: no limit applies.
-        lost: the reason why the engine is not called now, or None.
+        has_answered: whether the engine has answered a client. Before, it may be compiling: no limit applies.
+        lost_reason: the reason why the engine is not called now, or None.
     """
 
     def __init__(self, engine: Engine, channel: ChannelServer, role: str, limit_s: float) -> None:
@@ -59,8 +59,8 @@ class EngineWatch:
         self._limit_s = limit_s
         self._metrics = ReplicaMetrics()
         self._check_soon = asyncio.Event()
-        self.proven = False
-        self.lost: str | None = None
+        self.has_answered = False
+        self.lost_reason: str | None = None
 
     def check_soon(self) -> None:
         """Check the engine at once, after a call that failed through its fault."""
@@ -69,7 +69,7 @@ class EngineWatch:
     async def run(self) -> None:
         """Watch until the engine dies or the task is cancelled."""
         loop = asyncio.get_running_loop()
-        self._metrics.begin(self._role)
+        self._metrics.create_series(self._role)
         ping: asyncio.Task[bool] | None = None
         silent_s = 0.0
         try:
@@ -80,16 +80,16 @@ class EngineWatch:
                         self._mark_recovered()
                     ping = None
                 if ping is None:
-                    if self.lost or self._channel.in_flight:
+                    if self.lost_reason or self._channel.in_flight:
                         ping = loop.create_task(self._ping())
                     else:
                         silent_s = 0.0
-                if silent_s >= _PERIOD_S and self.lost is None:
+                if silent_s >= _PERIOD_S and self.lost_reason is None:
                     # Look in a thread, since this reads all of /proc.
                     stopped = await asyncio.to_thread(_stopped_child)
                     if stopped is not None:
                         self._mark_lost(f"process {stopped} of its core is stopped")
-                if silent_s >= self._limit_s and self.proven:
+                if silent_s >= self._limit_s and self.has_answered:
                     self._mark_lost(f"its core has answered nothing for {self._limit_s:g} s")
                 waited_s = await self._wait()
                 if ping is not None:
@@ -128,17 +128,17 @@ class EngineWatch:
         return False
 
     def _mark_lost(self, why: str) -> None:
-        if self.lost is None:
+        if self.lost_reason is None:
             calls = self._channel.in_flight
             logger.error("the engine is lost, and so are %d calls: %s", calls, why)
-            self._metrics.lost(self._role)
-        self.lost = why
+            self._metrics.count_loss(self._role)
+        self.lost_reason = why
         self._channel.suspend(why)
 
     def _mark_recovered(self) -> None:
-        if self.lost is not None:
+        if self.lost_reason is not None:
             logger.warning("the engine answers again and takes calls")
-            self.lost = None
+            self.lost_reason = None
             self._channel.resume()
 
 

@@ -41,7 +41,7 @@ class PoolClient:
         self._find = find
         self._handles: dict[int, Any] = {}
         self._shares = [1.0] * num_actors  # from each actor's last answer
-        self._away: set[int] = set()
+        self._unreachable: set[int] = set()
 
     async def add(self, samples: list[ExpertSample]) -> float:
         """Send samples; return the share of requests to sample next, the mean over the actors.
@@ -65,11 +65,11 @@ class PoolClient:
             self.dropped += len(samples)
             if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
                 self._handles.pop(index, None)
-            if index not in self._away:
-                self._away.add(index)
+            if index not in self._unreachable:
+                self._unreachable.add(index)
                 logger.warning("%s cannot be reached, its samples are dropped: %r", self._names[index], error)
             return
         self.sent += len(samples)
-        if index in self._away:
-            self._away.discard(index)
+        if index in self._unreachable:
+            self._unreachable.discard(index)
             logger.info("%s takes samples again; %d were dropped so far", self._names[index], self.dropped)

@@ -24,7 +24,7 @@ class RankLoad:
         self.meter = Meter(clock=clock)
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def track_call(self) -> Iterator[None]:
         """Count a call until the context ends."""
         self.calls += 1
         try:

@@ -84,8 +84,8 @@ class EngineServer:
 
     async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         await self.answer(method, header, body, answer)
-        if not self._engine_watch.proven and method in ("prefill", "generate"):
-            self._engine_watch.proven = not header.get("id", WARM).startswith(WARM)
+        if not self._engine_watch.has_answered and method in ("prefill", "generate"):
+            self._engine_watch.has_answered = not header.get("id", WARM).startswith(WARM)
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer a call of an ingress replica."""
@@ -131,8 +131,8 @@ class EngineServer:
     async def check_health(self) -> None:
         """Raise if the replica must be replaced; called by Serve."""
         await self._engine.check_health()
-        if self._engine_watch.lost is not None:
-            raise RuntimeError(f"the engine is lost: {self._engine_watch.lost}")
+        if self._engine_watch.lost_reason is not None:
+            raise RuntimeError(f"the engine is lost: {self._engine_watch.lost_reason}")
 
     async def shut_down(self) -> None:
         """Drain the streams, then stop the engine."""
@@ -169,8 +169,8 @@ class PrefillServer(EngineServer):
         """
         if method == "prefill":
             prefilled = await self._prefill(EngineRequest(body=body, **header))
-            answered = {"token_ids": prefilled.token_ids.tobytes(), "kv": prefilled.kv}
-            answer.send(msgspec.msgpack.encode(answered), 1)
+            fields = {"token_ids": prefilled.token_ids.tobytes(), "kv": prefilled.kv}
+            answer.send(msgspec.msgpack.encode(fields), 1)
         elif method == "release":
             await self._engine.release(header["id"])
         else:
@@ -242,7 +242,7 @@ class DecodeServer(EngineServer):
         }
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer the calls of an EngineServer, and those of measured_counts, expert_swap and drain."""
+        """Answer the calls of an EngineServer and of the modules measured_counts, expert_swap and drain."""
         if method == measured_counts.METHOD:
             answer.send(msgspec.msgpack.encode(await self._engine.expert_counts(header["id"])))
         elif method == expert_swap.METHOD:
@@ -259,10 +259,10 @@ class DecodeServer(EngineServer):
             meter = self._meter
             if request.rank is not None:
                 load = self._rank_loads[request.rank]
-                stack.enter_context(load.entered())
+                stack.enter_context(load.track_call())
                 meter = load.meter
             if request.prompt_tokens:
-                send = stack.enter_context(_measured(meter, request.prompt_tokens, send))
+                send = stack.enter_context(_measure_prompt(meter, request.prompt_tokens, send))
             if _may_be_sampled(request):
                 sampled = stack.enter_context(self._sampler.admit(request.id))
                 request = replace(request, sampled=sampled)
@@ -276,51 +276,50 @@ class DecodeServer(EngineServer):
     async def _report_steps(self) -> None:
         router: Any = None  # an actor's handle
         sums = [StepSums()] * self._engine.ranks()  # of each rank, not reported yet
-        in_step = False  # the router knows the prefix cache as of the last report
+        cache_is_known = False  # the router knows the prefix caches as of the last report
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
-            sums = [steps + self._engine.take_steps(rank) for rank, steps in enumerate(sums)]
-            if not (self._channel.in_flight or any(steps.steps or steps.prompts.any() for steps in sums)):
+            sums = [unreported + self._engine.take_steps(rank) for rank, unreported in enumerate(sums)]
+            if not (self._channel.in_flight or any(rank.steps or rank.prompts.any() for rank in sums)):
                 self._queued = 0.0  # requests only wait if engines are busy
                 continue
             try:
                 if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
                     router = await asyncio.to_thread(find_actor, self._router_name)
                 replica = serve.get_replica_context().replica_id.unique_id
-                queued, cache = 0.0, self._engine.prefix_cache()
-                changes = self._engine.take_prefix_changes(whole=not in_step)
-                for rank, worker in enumerate(worker_names(replica, len(sums))):
-                    share, in_step = await router.observe_steps.remote(sums[rank], worker, cache, changes)
-                    queued += share
-                    sums[rank] = StepSums()
-                self._queued = queued
+                steps = dict(zip(worker_names(replica, len(sums)), sums, strict=True))
+                changes = self._engine.take_prefix_changes(whole=not cache_is_known)
+                self._queued, cache_is_known = await router.observe_steps.remote(
+                    steps, self._engine.prefix_cache(), changes
+                )
+                sums = [StepSums()] * len(sums)
             except (ValueError, RayError) as error:  # the router is unavailable
-                self._queued, in_step = 0.0, False
+                self._queued, cache_is_known = 0.0, False
                 if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
                     router = None
                 logger.info("step costs not reported: %r", error)
 
 
 @contextmanager
-def _measured(meter: Meter, prompt_tokens: float, send: Send) -> Iterator[Send]:
+def _measure_prompt(meter: Meter, prompt_tokens: float, send: Send) -> Iterator[Send]:
     """Measure the throughput of a prompt, which has been computed at the first call of the new `send`."""
-    computing = True
+    is_computing = True
 
-    def over(computed: float) -> None:
-        nonlocal computing
-        if computing:
-            computing = False
+    def end(computed: float) -> None:
+        nonlocal is_computing
+        if is_computing:
+            is_computing = False
             meter.leave(prompt_tokens, computed)
 
-    def measured(payload: bytes, tokens: int, ids: bytes = b"") -> None:
-        over(prompt_tokens)
+    def end_and_send(payload: bytes, tokens: int, ids: bytes = b"") -> None:
+        end(prompt_tokens)
         send(payload, tokens, ids)
 
     meter.enter(prompt_tokens)
     try:
-        yield measured
+        yield end_and_send
     finally:
-        over(0.0)
+        end(0.0)
 
 
 def _may_be_sampled(request: EngineRequest) -> bool:

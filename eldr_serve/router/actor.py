@@ -111,19 +111,24 @@ class DecodeRouter:
 
     async def observe_steps(
         self,
-        steps: StepSums,
-        worker: str = "",
+        steps: dict[str, StepSums],
         prefix_cache: tuple[int, int] = (0, 0),
         prefix_changes: BlockChanges | None = None,
     ) -> tuple[float, bool]:
-        """Record recent step costs of a decode worker, and size and changes of its prefix cache.
+        """Record recent step costs of a replica's workers, and size and changes of their prefix caches.
+
+        Args:
+            steps: recent steps of each worker, by name.
 
         Returns:
-            The worker's share of the requests in the decode queue, and whether the contents of its prefix
-            cache are known; otherwise its next report should have all blocks.
+            The workers' share of the requests in the decode queue, and whether the contents of their prefix
+            caches are known; otherwise the next report should have all blocks.
         """
-        known = self._state.observe_steps(steps, worker, prefix_cache, prefix_changes)
-        return self._state.queue_size / max(1, self._state.num_workers), known
+        state = self._state
+        is_known = [
+            state.observe_steps(sums, worker, prefix_cache, prefix_changes) for worker, sums in steps.items()
+        ]
+        return len(steps) * state.queue_size / max(1, state.num_workers), all(is_known)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
         """Set the policy; change nothing and raise SwapRefusedError if it is unknown."""

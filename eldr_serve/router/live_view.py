@@ -63,10 +63,10 @@ class LiveView:
         now = self._clock()
         self._answers.extend((now, answer) for answer in answers)
 
-    def observe_steps(self, replica: str, steps: StepSums) -> None:
-        """Add the decode steps of one engine since its last report, if there were any."""
+    def observe_steps(self, worker: str, steps: StepSums) -> None:
+        """Add the decode steps of one worker since its last report, if there were any."""
         if steps.steps:
-            self._steps.setdefault(replica, deque(maxlen=_STEPS)).append((self._clock(), steps))
+            self._steps.setdefault(worker, deque(maxlen=_STEPS)).append((self._clock(), steps))
 
     def keep_workers(self, workers: Collection[str]) -> None:
         """Discard the steps of other workers."""
@@ -100,7 +100,7 @@ class LiveView:
         shown = leases[-_RUNNING:]
         return {
             "not_shown": len(leases) - len(shown),
-            "columns": ["id", "worker", "generated", "max_new", "prompt", "domain", "reason"],
+            "columns": ["id", "position", "generated", "max_new", "prompt", "domain", "reason"],
             "rows": [
                 [
                     lease.request_id[:8],
@@ -127,7 +127,7 @@ class LiveView:
         return {
             "axes": None if plane is None else "centroids" if self._table is not None else "first signatures",
             "centroids": [] if plane is None else list(plane.centroids),
-            "columns": ["number", "x", "y", "worker", "domain"],
+            "columns": ["number", "x", "y", "position", "domain"],
             "points": points,
         }
 

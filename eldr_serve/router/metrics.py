@@ -71,7 +71,7 @@ class RouterMetrics:
             self._set("eldr_signature_share_ratio", signatures["share"])
         self._compare(status["comparison"]["now"])
         for worker in status["workers"]:
-            tags = {"worker": worker["replica"], "policy": policy}
+            tags = {"worker": worker["worker"], "policy": policy}
             self._set("eldr_decode_in_flight", worker["in_flight"], tags)
             self._set("eldr_decode_kv_tokens", worker["kv_tokens"], tags)
 

@@ -200,7 +200,7 @@ class _PlaceCall:
         if isinstance(message, Counted):
             state.set_measured_counts(message.request)
             self._sessions.apply_soon()
-        elif message.lease is not None or self._request_id not in state.placer.running:
+        elif message.lease is not None or not state.is_running(self._request_id):
             self.place(message)
 
     def on_close(self, tokens: int) -> None:

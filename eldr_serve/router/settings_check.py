@@ -37,11 +37,11 @@ class SettingsCheck:
             )
         table = None if settings.table is None else self.read_table(settings.table)
         try:
-            policy = make_policy(settings.policy, **settings.parameters).with_table(table)
+            policy = make_policy(settings.policy, **settings.parameters).set_table(table)
             shadow = None
             if settings.shadow is not None:
                 named = settings.shadow
-                shadow = make_policy(named.name, **named.parameters).with_table(table)
+                shadow = make_policy(named.name, **named.parameters).set_table(table)
         except PolicyError as error:
             raise SwapRefusedError(str(error)) from error
         return policy, shadow, table

@@ -228,13 +228,10 @@ class RouterState:
         Returns:
             Whether all blocks that the engine has reported are known.
         """
-        block_tokens, kv_tokens = prefix_cache
         known = False
         if worker in self.positions.workers:  # the last report of a lost worker may be late
             self.view.observe_steps(worker, steps)
-            if block_tokens:
-                self.placer.prefixes.set_capacity(worker, kv_tokens, block_tokens)
-            known = self.placer.prefixes.report(worker, prefix_changes)
+            known = self.placer.report_prefix_cache(worker, prefix_cache, prefix_changes)
         self.comparison.observe_steps(steps)
         self.costs.observe(steps)
         if self.costs.cost is not None:
@@ -346,6 +343,10 @@ class RouterState:
             lease.request = current.request
         self.placer.hold(lease)
         self.counters["placed_by_ingress" if lease.policy == LOCAL_FALLBACK else "leases_restored"] += 1
+
+    def is_running(self, request_id: str) -> bool:
+        """Return whether the request holds a worker."""
+        return request_id in self.placer.running
 
     def is_stale(self, request: PlacementRequest) -> bool:
         """Return whether a request was scored with another table; its ingress will score it again."""

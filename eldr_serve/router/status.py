@@ -79,15 +79,15 @@ def _workers(state: RouterState) -> list[dict[str, Any]]:
     domains = None if state.table is None else state.table.domains
     return [
         {
-            "worker": position,
-            "replica": replica,
+            "position": position,
+            "worker": worker,
             "in_flight": int(loads.in_flight[position]),
             "kv_tokens": int(loads.kv_tokens[position]),
-            "cached_blocks": state.placer.prefixes.reported_blocks(replica),
+            "cached_blocks": state.placer.prefixes.reported_blocks(worker),
             "cluster_domain": (domains[position % len(domains)] or None) if domains else None,
         }
-        for position, replica in enumerate(state.positions.workers)
-        if replica is not None
+        for position, worker in enumerate(state.positions.workers)
+        if worker is not None
     ]
 
 

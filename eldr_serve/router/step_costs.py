@@ -36,7 +36,7 @@ class StepCosts:
         now = self._clock()
         self._all += steps
         keep = 0.5 ** ((now - self._recent_at) / _HALF_LIFE_S)
-        self._recent, self._recent_at = self._recent.faded(keep) + steps, now
+        self._recent, self._recent_at = self._recent.scale(keep) + steps, now
         self._fitted = self._recent.fit() or self._fitted
 
     def load(self, num_experts: int) -> StepLoad:

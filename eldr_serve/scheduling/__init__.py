@@ -1,7 +1,7 @@
 """Placement policies and the placer. Depends on NumPy, SciPy and pydantic, not on Ray or vLLM."""
 
 from eldr_serve.scheduling.cost import StepCost, StepSums
-from eldr_serve.scheduling.decode_loads import DecodeLoads, StepLoad, WorkerLoad
+from eldr_serve.scheduling.decode_loads import DecodeLoads, StepLoad, WorkerLoads
 from eldr_serve.scheduling.guard import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.placer import Placer
@@ -66,7 +66,7 @@ __all__ = [
     "StepSums",
     "Survival",
     "TrackedBlocks",
-    "WorkerLoad",
+    "WorkerLoads",
     "check_policy",
     "make_policy",
     "policy_names",

@@ -83,7 +83,7 @@ class ExpectedActivation:
     def levels(self, request: PlacementRequest) -> Levels | None:
         """Return the levels of a request, uint8[L*E], from its counts or else the mean; None without both."""
         counts = request.expert_counts
-        if counts is not None and self.usable(request):
+        if counts is not None and self.has_usable_counts(request):
             if self._is_running(request):  # a change of workers assigns all running requests again
                 return self.running[request.request_id][1]
             if not self._shape:
@@ -103,7 +103,7 @@ class ExpectedActivation:
         counts, tokens = self._measured.get(request.request_id, (None, 0))
         return counts is request.expert_counts and tokens == request.prompt_tokens
 
-    def usable(self, request: PlacementRequest) -> bool:
+    def has_usable_counts(self, request: PlacementRequest) -> bool:
         """Return whether the request has counts of the right shape."""
         counts = request.expert_counts
         return (
@@ -126,7 +126,7 @@ class ExpectedActivation:
         self.running[request.request_id] = (worker, levels)
         self.depth[worker] += _SQUARES[levels]
         self._changed.add(worker)
-        if self.usable(request):
+        if self.has_usable_counts(request):
             assert request.expert_counts is not None
             self._measured[request.request_id] = (request.expert_counts, request.prompt_tokens)
             self._learn(request.request_id, probability(levels), before)

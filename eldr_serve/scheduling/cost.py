@@ -60,7 +60,11 @@ class StepCost:
         return dict(rows)
 
     def seconds(self, requests: Any, kv_tokens: Any, active_experts: Any, prompt_tokens: Any = 0) -> Any:
-        """Return the time of a step, s; arguments broadcast. Active experts: those of decoding requests."""
+        """Return the time of a step, s; arguments broadcast.
+
+        Args:
+            active_experts: experts that decoding requests activate, summed over MoE layers.
+        """
         linear = (
             self.fixed_s
             + self.per_request_s * requests
@@ -180,7 +184,7 @@ class StepSums:
     def __add__(self, other: StepSums) -> StepSums:
         return StepSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-    def faded(self, keep: float) -> StepSums:
+    def scale(self, keep: float) -> StepSums:
         """Return the sums multiplied by `keep` (0 to 1), so that newer steps count more."""
         return StepSums(*(keep * getattr(self, f.name) for f in fields(self)))
 

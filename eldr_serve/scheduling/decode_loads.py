@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from eldr_serve.scheduling.cost import StepCost, StepSums
 
@@ -52,19 +56,26 @@ class StepLoad:
         return float(self.cost.seconds(requests, kv_tokens, active, self.prompt_tokens * requests))
 
 
-@dataclass(frozen=True)
-class WorkerLoad:
-    """Load of one decode worker.
+@dataclass(frozen=True, eq=False)
+class WorkerLoads:
+    """Loads of the available decode workers, as columns.
 
     Attributes:
-        in_flight: requests.
-        kv_tokens: prompt + generated tokens of these requests.
-        cached_tokens: tokens of the prompt in question that are expected in the worker's prefix cache.
+        names: names of the workers.
+        in_flight: int64[W], requests of each worker.
+        kv_tokens: int64[W], prompt + generated tokens of these requests.
+        cached_tokens: int64[W], tokens of the prompt in question that are expected in its prefix cache.
     """
 
-    in_flight: int
-    kv_tokens: int
-    cached_tokens: int = 0
+    names: tuple[str, ...]
+    in_flight: NDArray[np.int64]
+    kv_tokens: NDArray[np.int64]
+    cached_tokens: NDArray[np.int64]
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """Return the row of each worker, by name."""
+        return {name: row for row, name in enumerate(self.names)}
 
 
 @dataclass(frozen=True)
@@ -72,13 +83,13 @@ class DecodeLoads:
     """Loads of all decode workers, as the router knows them.
 
     Attributes:
-        workers: load of each worker, by name of its replica.
+        workers: loads of the workers.
         waiting: requests in the decode queue.
         step: cost of steps.
         cached_share: share of the prompt tokens of earlier requests that was expected in prefix caches.
     """
 
-    workers: dict[str, WorkerLoad]
+    workers: WorkerLoads
     waiting: int = 0
     step: StepLoad = StepLoad()
     cached_share: float = 0.0

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 
-def share(in_use: int, priority: float) -> float:
+def next_share(in_use: int, priority: float) -> float:
     """Return a tenant's share with one unit more than `in_use`; the smallest share is served next."""
     return (in_use + 1) / priority
 
@@ -25,7 +25,7 @@ def fair_order(waiting: Sequence[tuple[str, float]], in_use: Mapping[str, int]) 
     for index, (tenant, _) in enumerate(waiting):
         queues.setdefault(tenant, []).append(index)
     heap = [
-        (share(in_use.get(tenant, 0), waiting[queue[0]][1]), queue[0], 0, tenant)
+        (next_share(in_use.get(tenant, 0), waiting[queue[0]][1]), queue[0], 0, tenant)
         for tenant, queue in queues.items()
     ]
     heapq.heapify(heap)
@@ -35,6 +35,6 @@ def fair_order(waiting: Sequence[tuple[str, float]], in_use: Mapping[str, int]) 
         order.append(index)
         queue, served = queues[tenant], served + 1
         if served < len(queue):
-            following = share(in_use.get(tenant, 0) + served, waiting[queue[0]][1])
+            following = next_share(in_use.get(tenant, 0) + served, waiting[queue[0]][1])
             heapq.heappush(heap, (following, queue[served], served, tenant))
     return order

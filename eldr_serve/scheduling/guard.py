@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from eldr_serve.scheduling.cost import StepCost
-from eldr_serve.scheduling.policies.base import Policy, QueuedPolicy, available
+from eldr_serve.scheduling.policies.base import Policy, QueuedPolicy, available_workers
 from eldr_serve.scheduling.types import Decision, Loads, NoWorkerError, PlacementRequest
 
 logger = logging.getLogger(__name__)
@@ -41,12 +41,12 @@ class GuardedPolicy:
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         """Return the policy's decision, or one by load if the policy fails."""
         try:
-            return _checked(self.policy.select(request, loads, rng), loads)
+            return _check_decision(self.policy.select(request, loads, rng), loads)
         except NoWorkerError:
             raise
         except Exception as error:
             self._log(error)
-            return _by_load(1, loads)[0]
+            return _choose_by_load(1, loads)[0]
 
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
@@ -60,11 +60,11 @@ class GuardedPolicy:
         try:
             assigned = self.policy.dispatch(waiting, loads, rng)
             _check_indices([index for index, _ in assigned], len(waiting))
-            return [(index, _checked(decision, loads)) for index, decision in assigned]
+            return [(index, _check_decision(decision, loads)) for index, decision in assigned]
         except Exception as error:
             self._log(error)
             slots = getattr(getattr(self.policy, "parameters", None), "slots", None)
-            return list(enumerate(_by_load(len(waiting), loads, slots)))
+            return list(enumerate(_choose_by_load(len(waiting), loads, slots)))
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
         """Notify the policy that a request has a worker."""
@@ -102,19 +102,19 @@ def _check_indices(indices: list[int], waiting: int) -> None:
         raise ValueError(f"the policy assigns a request twice: {indices}")
 
 
-def _checked(decision: Decision, loads: Loads) -> Decision:
+def _check_decision(decision: Decision, loads: Loads) -> Decision:
     if not (0 <= operator.index(decision.worker) < len(loads) and loads.available[decision.worker]):
         raise ValueError(f"the chosen worker {decision.worker} is not available")
     return decision
 
 
-def _by_load(requests: int, loads: Loads, slots: int | None = None) -> list[Decision]:
+def _choose_by_load(requests: int, loads: Loads, slots: int | None = None) -> list[Decision]:
     """Choose the least loaded worker for each of at most `requests` requests, one after the other.
 
     Args:
         slots: maximum number of requests on a worker; None: no maximum.
     """
-    workers, in_flight = available(loads), loads.in_flight.copy()
+    workers, in_flight = available_workers(loads), loads.in_flight.copy()
     decisions = []
     for _ in range(requests):
         worker = int(workers[in_flight[workers].argmin()])

@@ -14,10 +14,15 @@ class LoadLedger:
     """Requests in flight, KV tokens (prompt + generated) and pending prefill tokens of each worker.
 
     A worker is any hashable name. Loads are never negative, and zero for an idle or unknown worker. A worker
-    has a row while it has requests or is one of those of the last call of `rows`.
+    has a row while it has requests or if the last call of `rows` named it.
+
+    Args:
+        tokens_by_step: the caller counts generated tokens by `add_tokens`, as a simulator knows them at each
+            step; `progress` then only tells which request they belong to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, tokens_by_step: bool = False) -> None:
+        self._tokens_by_step = tokens_by_step
         self._requests: dict[str, tuple[int, int, int]] = {}  # id -> worker's row, prompt, generated
         self._rows: dict[Hashable, int] = {}  # row of each worker
         self._workers: list[Hashable] = []  # worker of each row
@@ -64,7 +69,12 @@ class LoadLedger:
         self._remove_prefill(request_id)
         row, prompt_tokens, before = entry
         self._requests[request_id] = (row, prompt_tokens, generated_tokens)
-        self._kv_tokens[row] += generated_tokens - before
+        if not self._tokens_by_step:
+            self._kv_tokens[row] += generated_tokens - before
+
+    def add_tokens(self, worker: Hashable, tokens: int) -> None:
+        """Add tokens that the requests of `worker` have generated in a step."""
+        self._kv_tokens[self._row_of(worker)] += tokens
 
     def release(self, request_id: str) -> None:
         """Remove a request; a second release does nothing."""

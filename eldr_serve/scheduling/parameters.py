@@ -36,7 +36,7 @@ class PolicyParameters(BaseModel):
 Declared = TypeVar("Declared", bound=PolicyParameters)
 
 
-def validated(declared: type[Declared], policy: str, values: Mapping[str, Any]) -> Declared:
+def validate(declared: type[Declared], policy: str, values: Mapping[str, Any]) -> Declared:
     """Return a policy's parameters; raise PolicyError for the first invalid one."""
     try:
         return declared(**values)

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.scheduling.cost import StepCost
-from eldr_serve.scheduling.decode_loads import WorkerLoad
+from eldr_serve.scheduling.decode_loads import WorkerLoads
 from eldr_serve.scheduling.fairness import fair_order
 from eldr_serve.scheduling.guard import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.policies.base import Policy, worker_similarity
-from eldr_serve.scheduling.prefixes import PrefixMap, PromptBlocks
+from eldr_serve.scheduling.prefixes import BlockChanges, PrefixMap, PromptBlocks
 from eldr_serve.scheduling.shadow import Shadow
 from eldr_serve.scheduling.types import Decision, Lease, Loads, PlacementRequest, State
 
@@ -34,7 +34,9 @@ PATIENCE_S = 5.0
 class Placer:
     """Assigns decode workers to prefilled requests by a policy, and notifies the policy of their progress.
 
-    The position of a worker is its index in the loads that policies see. Under a policy with a decode queue,
+    The position of a worker is its index in the loads that policies see. A worker is available if it may get
+    requests: its position is not vacant and it does not drain. A request also avoids its excluded workers and
+    those that its ingress cannot reach, as long as others are available. Under a policy with a decode queue,
     requests that may wait do so until the policy assigns them a worker. Only `submit` and `dispatch` ask the
     policy, so call one of them after any change of loads or workers.
 
@@ -69,10 +71,10 @@ class Placer:
         self._rng = np.random.default_rng(seed)
         self._clock = clock
         self._workers: list[str | None] = []
-        # Position of each worker; for each position its row in the ledger and whether it accepts requests.
+        # Position of each worker; for each position its row in the ledger and whether it may get requests.
         self._position: dict[str, int] = {}
         self._ledger_rows = np.zeros(0, np.int64)
-        self._accepting = np.zeros(0, bool)
+        self._available = np.zeros(0, bool)
         self._unreachable: dict[str, frozenset[str]] = {}  # workers that an ingress cannot reach
 
     # -- workers and policy ----------------------------------------------------------------------
@@ -86,7 +88,7 @@ class Placer:
         """Set the worker of each position, None for a vacant one.
 
         Args:
-            draining: workers that accept no more requests.
+            draining: workers that get no more requests.
             unreachable: workers that an ingress cannot reach, by ingress; all others reach all workers.
         """
         self._unreachable = {ingress: frozenset(names) for ingress, names in unreachable.items()}
@@ -98,10 +100,10 @@ class Placer:
             }
             self._ledger_rows = self._ledger.rows(workers)
             self.prefixes.keep(self._position)
-        accepting = [worker is not None and worker not in draining for worker in workers]
-        self._accepting = np.array(accepting, bool)
+        available = [worker is not None and worker not in draining for worker in workers]
+        self._available = np.array(available, bool)
         if self._shadow is not None:
-            self._shadow.set_workers(self._workers, self._accepting)
+            self._shadow.set_workers(self._workers, self._available)
         if changed:
             for observer in self._observers():
                 self._notify_of_running(observer)
@@ -125,7 +127,7 @@ class Placer:
         """
         self._shadow = shadow
         if shadow is not None:
-            shadow.set_workers(self._workers, self._accepting)
+            shadow.set_workers(self._workers, self._available)
             self._notify_of_running(shadow)
 
     def discard_scores(self) -> None:
@@ -138,44 +140,55 @@ class Placer:
         for observer in self._observers():
             observer.update_cost_model(cost)
 
+    def report_prefix_cache(
+        self, worker: str, size: tuple[int, int], changes: BlockChanges | None = None
+    ) -> bool:
+        """Set the size of a worker's prefix cache, and apply an engine's report of its blocks.
+
+        Args:
+            size: tokens in a block and in the whole cache; (0, 0) without a cache.
+            changes: changes since the last report; None: there are none, or the engine reports none.
+
+        Returns:
+            Whether all blocks that the engine has reported are known.
+        """
+        block_tokens, kv_tokens = size
+        if block_tokens:
+            self.prefixes.set_capacity(worker, kv_tokens, block_tokens)
+        return self.prefixes.report(worker, changes)
+
     def loads(self, exclude: Iterable[str] = ()) -> Loads:
         """Return the loads of all positions; the excluded workers are not available."""
-        available = self._accepting.copy()
+        available = self._available.copy()
         available[[self._position[worker] for worker in exclude if worker in self._position]] = False
         return self._ledger.loads(self._ledger_rows, available)
 
-    def worker_loads(self, blocks: PromptBlocks | None = None) -> dict[str, WorkerLoad]:
-        """Return the load of each worker that accepts requests, by name.
+    def worker_loads(self, blocks: PromptBlocks | None = None) -> WorkerLoads:
+        """Return the loads of all available workers.
 
         Args:
             blocks: blocks of a prompt, of which each worker may have some in its prefix cache.
         """
         loads = self.loads()
-        cached = None if blocks is None else self.prefixes.cached_tokens(self._workers, blocks)
-        return {
-            str(self._workers[position]): WorkerLoad(
-                int(loads.in_flight[position]),
-                int(loads.kv_tokens[position]),
-                0 if cached is None else int(cached[position]),
-            )
-            for position in loads.workers.tolist()
-        }
+        positions = loads.workers
+        names = tuple(str(self._workers[position]) for position in positions.tolist())
+        if blocks is None:
+            cached_tokens = np.zeros(len(names), np.int64)
+        else:
+            cached_tokens = self.prefixes.cached_tokens(names, blocks)
+        return WorkerLoads(names, loads.in_flight[positions], loads.kv_tokens[positions], cached_tokens)
 
     def _loads_for(self, lease: Lease) -> Loads:
-        """Return the loads for a request.
-
-        Its excluded workers are available if its ingress reaches no others, and so are unreachable ones if
-        there are no others at all.
-        """
+        """Return the loads for a request, and its prompt's cached tokens."""
         request = lease.request
-        loads = self._reachable_loads(*self._unusable_for(lease))
+        loads = self._loads_without(*self._excluded_for(lease))
         if request.blocks is None:
             return loads
         return replace(loads, cached_tokens=self.prefixes.cached_tokens(self._workers, request.blocks))
 
-    def _reachable_loads(self, *excluded: Collection[str]) -> Loads:
-        """Return the loads without the first of these groups of workers that leaves any, or of all."""
-        for workers in excluded:
+    def _loads_without(self, *groups: Collection[str]) -> Loads:
+        """Return the loads without the first of these groups that leaves a worker available, or of all."""
+        for workers in groups:
             loads = self.loads(workers)
             if loads.available.any():
                 return loads
@@ -189,7 +202,7 @@ class Placer:
         A running request is placed again, and a queued one keeps its place. A request stays SENT if no worker
         is available at all.
         """
-        leased = []
+        new_leases = []
         for lease in leases:
             request = lease.request
             loads = self._loads_for(lease)
@@ -198,38 +211,38 @@ class Placer:
             if self._policy.queues and request.may_wait and not request.worker_failed:
                 self._enqueue(lease)
             else:
-                leased.append(self._assign(lease, self._policy.select(request, loads, self._rng), loads))
-        return leased + self.dispatch()
+                new_leases.append(self._assign(lease, self._policy.select(request, loads, self._rng), loads))
+        return new_leases + self.dispatch()
 
     def dispatch(self) -> list[Lease]:
         """Let the policy assign workers to queued requests; return the new leases."""
         if not self.queue:
             return []
-        if not self._accepting.any():
+        if not self._available.any():
             return []
         waiting = self._in_fair_order()
-        leased: list[Lease] = []
+        new_leases: list[Lease] = []
         if self._policy.queues:
             full = set[tuple[frozenset[str], ...]]()
             # The policy gets successive requests together only if they may use the same workers. So the
             # order is fair over all ingresses, and no group takes all slots before another's turn.
-            for unusable, successive in groupby(waiting, self._unusable_for):
-                if unusable in full:
+            for excluded, successive in groupby(waiting, self._excluded_for):
+                if excluded in full:
                     continue
-                group, loads = list(successive), self._reachable_loads(*unusable)
+                group, loads = list(successive), self._loads_without(*excluded)
                 decisions = self._policy.dispatch([lease.request for lease in group], loads, self._rng)
-                leased += [self._assign(group[index], decision, loads) for index, decision in decisions]
+                new_leases += [self._assign(group[index], decision, loads) for index, decision in decisions]
                 if len(decisions) < len(group):
-                    full.add(unusable)
+                    full.add(excluded)
         else:  # the policy was changed to one without a queue
             for lease in waiting:
                 present_loads = self._loads_for(lease)  # with the requests of this loop
                 decision = self._policy.select(lease.request, present_loads, self._rng)
-                leased.append(self._assign(lease, decision, present_loads))
-        return leased
+                new_leases.append(self._assign(lease, decision, present_loads))
+        return new_leases
 
-    def _unusable_for(self, lease: Lease) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the workers that a request should avoid, and those that its ingress cannot reach."""
+    def _excluded_for(self, lease: Lease) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the workers that a request avoids, and of these the ones that its ingress cannot reach."""
         unreachable = self._unreachable.get(lease.ingress, frozenset())
         return unreachable.union(lease.request.exclude), unreachable
 
@@ -249,8 +262,8 @@ class Placer:
     def pending_counts(self) -> list[NDArray[Any]]:
         """Return the known expert counts, unsigned[L, E], of running requests, then of waiting ones."""
         leases = (*self.running.values(), *self.queue.values())
-        counts = (lease.request.expert_counts for lease in leases)
-        return [found for found in counts if found is not None]
+        all_counts = (lease.request.expert_counts for lease in leases)
+        return [counts for counts in all_counts if counts is not None]
 
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
         """Set the totals of generated tokens by request id; ignore unknown requests and decreases."""

@@ -67,11 +67,11 @@ def prompt_blocks(
         return PromptBlocks(np.zeros(0, np.uint64), 0)
     size = token_ids.itemsize * block_tokens
     content = token_ids.tobytes()
-    parent, found = first_parent(salt), []
+    parent, ids = first_parent(salt), []
     for end in range(size, len(content) - token_ids.itemsize + 1, size):
         parent = block_id(parent, content[end - size : end])
-        found.append(parent)
-    return PromptBlocks(np.frombuffer(b"".join(found), np.uint64), block_tokens, exact)
+        ids.append(parent)
+    return PromptBlocks(np.frombuffer(b"".join(ids), np.uint64), block_tokens, exact)
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,10 @@ class TrackedBlocks:
             whole: return all blocks instead, also without changes.
         """
         added, removed = self._blocks if whole else self._added, self._removed
-        found = BlockChanges(b"".join(added), b"".join(removed), whole) if whole or added or removed else None
         self._added, self._removed = set(), set()
-        return found
+        if not (whole or added or removed):
+            return None
+        return BlockChanges(b"".join(added), b"".join(removed), whole)
 
 
 def _split(blocks: bytes) -> list[bytes]:
@@ -176,10 +177,10 @@ class PrefixCache:
 
 
 class ReportedCache:
-    """The blocks that a worker's engine has reported, and those of prompts that it has yet to compute.
+    """The blocks that a worker's engine has reported, and the blocks of prompts that it has yet to compute.
 
-    A block of a prompt counts as cached from its placement on. It is forgotten if the engine does not report
-    it, because the request was cancelled or refused.
+    A block of a prompt counts as cached from the prompt's placement on. It is forgotten if the engine does
+    not report it, because the request was cancelled or refused.
 
     Args:
         blocks: maximum number of blocks yet to be computed; the oldest are forgotten.
@@ -254,9 +255,9 @@ class PrefixMap:
 
     def keep(self, workers: Iterable[Hashable]) -> None:
         """Remove all other workers; a restarted worker has another name, or is absent in between."""
-        kept = set(workers)
+        names = set(workers)
         for by_worker in (self._caches, self._reported, self._capacity):
-            for worker in by_worker.keys() - kept:
+            for worker in by_worker.keys() - names:
                 del by_worker[worker]
 
     def set_capacity(self, worker: Hashable, kv_tokens: int, block_tokens: int) -> None:

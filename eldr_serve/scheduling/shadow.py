@@ -77,7 +77,7 @@ class Shadow:
         self._clock = clock
         self._events: deque[Callable[[], None]] = deque()
         self._workers: tuple[str | None, ...] = ()
-        self._accepting = np.zeros(0, bool)
+        self._available = np.zeros(0, bool)
         self._live, self._shadow = _Placements(), _Placements()
         self._requests: dict[str, PlacementRequest] = {}
         self._generated: dict[str, int] = {}  # generated tokens of each request
@@ -88,9 +88,9 @@ class Shadow:
 
     # -- notifications of the placer ---------------------------------------------------------------
 
-    def set_workers(self, workers: Sequence[str | None], accepting: NDArray[np.bool_]) -> None:
-        """Set the worker of each position, and whether it accepts requests."""
-        self._events.append(partial(self._set_workers, tuple(workers), accepting))
+    def set_workers(self, workers: Sequence[str | None], available: NDArray[np.bool_]) -> None:
+        """Set the worker of each position, and whether it is available."""
+        self._events.append(partial(self._set_workers, tuple(workers), available))
 
     def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
         """Add a request that the live policy has placed on `worker`."""
@@ -115,7 +115,7 @@ class Shadow:
     # -- processing --------------------------------------------------------------------------------
 
     def catch_up(self, budget_s: float = float("inf")) -> bool:
-        """Process queued notifications for about `budget_s`; return whether some are left.
+        """Process queued notifications for about `budget_s`; return whether some remain.
 
         Raises:
             OverflowError: requests arrive faster than they can be processed.
@@ -149,9 +149,9 @@ class Shadow:
             1e3 * measured / measured_tokens if measured_tokens else None,
         )
 
-    def _set_workers(self, workers: tuple[str | None, ...], accepting: NDArray[np.bool_]) -> None:
+    def _set_workers(self, workers: tuple[str | None, ...], available: NDArray[np.bool_]) -> None:
         stays = {i for i, pair in enumerate(zip(self._workers, workers, strict=False)) if pair[0] == pair[1]}
-        self._workers, self._accepting = workers, accepting
+        self._workers, self._available = workers, available
         for request in self._requests.values():
             if self._shadow.positions.get(request.request_id) not in stays:
                 self._shadow.finish(request.request_id)
@@ -173,7 +173,7 @@ class Shadow:
         self._live.assign(request, worker, self._generated[name])
 
     def _place(self, request: PlacementRequest) -> None:
-        loads = self._shadow.loads(self._accepting)
+        loads = self._shadow.loads(self._available)
         if loads.available.any():
             decision = self.policy.select(request, loads, self._rng)
             self._shadow.assign(request, decision.worker, self._generated[request.request_id])
@@ -243,8 +243,8 @@ class _Placements:
         self._ledger.release(request_id)
         self._active.on_finished(request_id)
 
-    def loads(self, accepting: NDArray[np.bool_]) -> Loads:
-        return self._ledger.loads(self._ledger.rows(range(len(accepting))), accepting)
+    def loads(self, available: NDArray[np.bool_]) -> Loads:
+        return self._ledger.loads(self._ledger.rows(range(len(available))), available)
 
     def seconds(self, cost: StepCost, workers: int) -> NDArray[np.float64]:
         """Return the expected step time of each worker, s, float64[W]."""

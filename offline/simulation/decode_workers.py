@@ -28,7 +28,6 @@ class _Worker:
         "ahead",
         "busy",
         "ends",
-        "fresh",
         "jobs",
         "kv",
         "owed_s",
@@ -36,13 +35,14 @@ class _Worker:
         "same_jobs",
         "steps",
         "waiting",
+        "without_token",
     )
 
     def __init__(self, whole: Whole | None) -> None:
         self.prefill = None if whole is None else WholePrefill(whole)
         self.jobs: list[int] = []
         self.waiting: deque[int] = deque()
-        self.fresh: list[int] = []  # running, without a token
+        self.without_token: list[int] = []  # running, without a token
         self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
         self.ahead: list[int] = []  # active experts of the next steps, if the jobs stay the same; last first
         self.same_jobs = False
@@ -106,7 +106,7 @@ class DecodeWorkers:
         """Return the tokens that each running request has."""
         return {j: worker.steps - int(self._start[j]) for worker in self._workers for j in worker.jobs}
 
-    def busy(self, w: int) -> bool:
+    def is_busy(self, w: int) -> bool:
         """Return whether the worker is in a step that is timed alone."""
         return self._workers[w].busy
 
@@ -164,7 +164,7 @@ class DecodeWorkers:
             worker.waiting.popleft()
             worker.kv += tokens
             if prefilling is not None:
-                self._record.hit_tokens[j] = prefilling.take(j, tokens, self.cacheable_blocks(j))
+                self._record.hit_tokens[j] = prefilling.accept(j, tokens, self.cacheable_blocks(j))
                 continue
             self._begin_answer(worker, j)
             if self._done[j]:
@@ -180,7 +180,7 @@ class DecodeWorkers:
         self._ends_at[j] = worker.steps - self._done[j] + self._output[j]
         heapq.heappush(worker.ends, (self._ends_at[j], j))
         if not self._done[j]:
-            worker.fresh.append(j)
+            worker.without_token.append(j)
 
     def _preempt(self, worker: _Worker) -> None:
         """Move the youngest request of a worker whose KV is full to the front of its queue."""
@@ -189,13 +189,13 @@ class DecodeWorkers:
         self._done[j] = worker.steps - int(self._start[j])
         self._ends_at[j] = -1
         worker.kv -= self._prompt[j] + self._done[j]
-        if j in worker.fresh:
-            worker.fresh.remove(j)
+        if j in worker.without_token:
+            worker.without_token.remove(j)
         worker.waiting.appendleft(j)
         self._record.preempted += 1
 
     def _active_experts(self, w: int, worker: _Worker) -> int:
-        """Return the active experts of the next step; those of some steps are computed at once."""
+        """Return the active experts of the next step; compute the ones of several steps at once."""
         if not worker.same_jobs:
             worker.same_jobs, worker.ahead = True, []
         if not worker.ahead:
@@ -224,7 +224,7 @@ class DecodeWorkers:
         """Give every running request of the worker a token."""
         worker = self._workers[w]
         worker.busy = False
-        prefilled = worker.prefill.ended() if worker.prefill is not None else []
+        prefilled = worker.prefill.end_step() if worker.prefill is not None else []
         for j in prefilled:
             self._begin_answer(worker, j)
         answers = len(worker.jobs)
@@ -232,7 +232,7 @@ class DecodeWorkers:
             return EndedStep(prefilled)
         worker.steps += 1
         worker.kv += answers
-        first, worker.fresh = worker.fresh, []
+        first, worker.without_token = worker.without_token, []
         finished = []
         while worker.ends and worker.ends[0][0] <= worker.steps:
             at, j = heapq.heappop(worker.ends)

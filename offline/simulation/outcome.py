@@ -122,9 +122,9 @@ class Outcome:
 
 def _percentiles(name: str, seconds: Floats, quantiles: Sequence[int]) -> dict[str, float | None]:
     """Return percentiles in ms, without NaN."""
-    known = seconds[~np.isnan(seconds)]
+    finite = seconds[~np.isnan(seconds)]
     return {
-        f"{name}_p{q}_ms": 1e3 * float(np.percentile(known, q)) if len(known) else None for q in quantiles
+        f"{name}_p{q}_ms": 1e3 * float(np.percentile(finite, q)) if len(finite) else None for q in quantiles
     }
 
 

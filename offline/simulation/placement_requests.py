@@ -36,7 +36,7 @@ class PlacementRequests:
         self._kind = requests.kind.tolist()
         self._similarity: dict[int, NDArray[np.float32]] = {}  # by kind
 
-    def table_changed(self) -> None:
+    def discard_similarities(self) -> None:
         """Discard similarities to the previous table."""
         self._similarity.clear()
 
@@ -60,8 +60,8 @@ class PlacementRequests:
         if table is not None and kind not in self._similarity:
             self._similarity[kind] = table.similarity(self._experts.counts[kind])
         predicted = self._whole is not None and self._experts.predicted is not None
-        known = self._experts.predicted_counts if predicted else self._experts.expert_counts
-        counts = known(kind, prompt) if self._reads_counts else None
+        counts_of = self._experts.predicted_counts if predicted else self._experts.expert_counts
+        counts = counts_of(kind, prompt) if self._reads_counts else None
         return PlacementRequest(
             str(j),
             counts,

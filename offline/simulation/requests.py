@@ -96,7 +96,7 @@ class Experts:
         scaled: NDArray[np.uint32] = np.rint(counts * (prompt_tokens / tokens)).astype(np.uint32)
         return scaled
 
-    def mixed(self, kinds: NDArray[np.int64], parts: int, number: int, rng: np.random.Generator) -> Experts:
+    def mix(self, kinds: NDArray[np.int64], parts: int, number: int, rng: np.random.Generator) -> Experts:
         """Return the experts of new requests, each made of observed ones of the same domain.
 
         A new request decodes the steps of its parts one after the other, and its counts are their sum. So no
@@ -111,21 +111,21 @@ class Experts:
         first = rng.choice(kinds, number)
         of_domain = {name: kinds[domains[kinds] == name] for name in np.unique(domains[first])}
         others = np.stack([rng.choice(of_domain[domains[kind]], parts - 1) for kind in first])
-        drawn = np.column_stack([first, others])  # [number, parts]
-        steps = np.diff(self.offset)[drawn]
-        flat, lengths = drawn.ravel(), steps.ravel()
+        members = np.column_stack([first, others])  # [number, parts]
+        steps = np.diff(self.offset)[members]
+        flat, lengths = members.ravel(), steps.ravel()
         starts = np.cumsum(lengths) - lengths
         rows = np.arange(lengths.sum()) + np.repeat(self.offset[flat] - starts, lengths)
         return Experts(
-            self.counts[drawn].sum(axis=1),
-            self.count_tokens[drawn].sum(axis=1),
+            self.counts[members].sum(axis=1),
+            self.count_tokens[members].sum(axis=1),
             self.bits[rows],
             np.concatenate([[0], np.cumsum(steps.sum(axis=1))]),
             domains[first].tolist(),
         )
 
     @classmethod
-    def replayed(
+    def from_trace(
         cls, trace: CalibrationTrace, *, max_steps: int | None = None, true_decode: bool = False
     ) -> Experts:
         """Return the routes of a calibration trace.
@@ -140,16 +140,16 @@ class Experts:
         if trace.routes is None or trace.route_offsets is None:
             raise SimulationError("the trace has no routes; make it with `eldr calibrate --routes`")
         steps = trace.decode_steps.astype(np.int64)
-        kept = steps if max_steps is None else np.minimum(steps, max_steps)
-        offset = np.concatenate([[0], np.cumsum(kept)])
-        rows = np.arange(offset[-1]) + np.repeat(trace.route_offsets[:-1] - offset[:-1], kept)
+        num_steps = steps if max_steps is None else np.minimum(steps, max_steps)
+        offset = np.concatenate([[0], np.cumsum(num_steps)])
+        rows = np.arange(offset[-1]) + np.repeat(trace.route_offsets[:-1] - offset[:-1], num_steps)
         bits = expert_bits(trace.routes[rows], trace.prefill_counts.shape[2])
         counts = trace.decode_counts if true_decode else trace.prefill_counts
         tokens = trace.decode_steps if true_decode else trace.prompt_tokens
         return cls(counts, tokens.astype(np.int64), bits, offset, trace.domains)
 
     @classmethod
-    def sampled(
+    def from_probabilities(
         cls,
         counts: NDArray[np.unsignedinteger],
         count_tokens: NDArray[np.int64],

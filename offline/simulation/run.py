@@ -73,19 +73,6 @@ def simulate(
     ).run()
 
 
-class _Ledger(LoadLedger):
-    """Counts every token at its step, not when progress is reported."""
-
-    def step(self, worker: int, tokens: int) -> None:
-        """Add tokens that the worker's requests have generated."""
-        self._kv_tokens[self._row_of(str(worker))] += tokens
-
-    def progress(self, request_id: str, generated_tokens: int) -> None:
-        self._remove_prefill(request_id)
-        row, prompt_tokens, _ = self._requests[request_id]
-        self._requests[request_id] = (row, prompt_tokens, generated_tokens)
-
-
 def _fail(error: Exception) -> None:
     """End the simulation if a policy fails."""
     raise error
@@ -115,7 +102,7 @@ class _Simulation:
         self._prefilled_by = [0] * n
         self._decode = DecodeWorkers(requests, cluster.decode, experts, ranks, self._record)
         self._now = 0.0
-        self._ledger = _Ledger()
+        self._ledger = LoadLedger(tokens_by_step=True)
         self._placer = Placer(
             policy, on_policy_error=_fail, ledger=self._ledger, seed=seed, clock=lambda: self._now
         )
@@ -124,8 +111,8 @@ class _Simulation:
         if (whole := cluster.decode.whole) is not None:
             kv_tokens = whole.cache_blocks * whole.block_tokens
             for name in self._names:
-                self._placer.prefixes.set_capacity(name, kv_tokens, whole.block_tokens)
-        self._shadow = None if shadow is None else self._with_shadow(shadow, seed)
+                self._placer.report_prefix_cache(name, (whole.block_tokens, kv_tokens))
+        self._shadow = None if shadow is None else self._add_shadow(shadow, seed)
         self._placements = PlacementRequests(
             requests, experts, policy, whole, reads_counts=policy.reads_counts or shadow is not None
         )
@@ -144,8 +131,8 @@ class _Simulation:
         self._ended = 0
         self._departures = 0  # requests that have ended since the last arrival
 
-    def _with_shadow(self, policy: Policy, seed: int) -> Shadow:
-        """Return a shadow that gets the placer's events."""
+    def _add_shadow(self, policy: Policy, seed: int) -> Shadow:
+        """Create a shadow that gets the placer's events; return it."""
         shadow = Shadow(policy, seed=seed, clock=lambda: self._now)
         shadow.update_cost_model(self._cluster.decode.cost)
         self._placer.set_shadow(shadow)
@@ -155,12 +142,12 @@ class _Simulation:
 
     def run(self) -> Outcome:
         handlers = {
-            _STEP: self._step_ended,
-            _ROUND: self._round_ended,
-            _PREFILLED: self._prefilled,
+            _STEP: self._on_step_end,
+            _ROUND: self._on_round_end,
+            _PREFILLED: self._on_prefilled,
             _PLACE: self._place,
-            _READY: self._ready,
-            _CHANGE: self._changed,
+            _READY: self._on_ready,
+            _CHANGE: self._on_change,
         }
         events = self._events
         for j, arrival in enumerate(self._record.arrival_s[: self._num_arrived].tolist()):
@@ -193,7 +180,7 @@ class _Simulation:
 
     def _arrive(self, now: float, j: int) -> None:
         if self._prefill is None:
-            self._prefilled(now, j)
+            self._on_prefilled(now, j)
             return
         blocks = self._requests.blocks[j] if self._requests.blocks else ()
         head = str(blocks[0] if blocks else f"r{j}").encode()
@@ -201,7 +188,7 @@ class _Simulation:
         self._prefilled_by[j] = p
         self._at(end, _PREFILLED, j)
 
-    def _prefilled(self, now: float, j: int) -> None:
+    def _on_prefilled(self, now: float, j: int) -> None:
         self._record.prefilled_s[j] = now  # whole workers set it again later
         if self._prefill is not None:
             self._prefill.leave(self._prefilled_by[j])
@@ -223,7 +210,7 @@ class _Simulation:
         if leases or self._placer.queue:
             self._report_progress(now)
         for lease in self._placer.submit(leases):
-            self._placed(now, int(lease.request_id), lease.position)
+            self._hand_over(now, int(lease.request_id), lease.position)
         if self._shadow is not None:
             self._shadow.catch_up()
 
@@ -234,7 +221,7 @@ class _Simulation:
             self._placer.finish(first.request_id)
             self._count_end()
 
-    def _placed(self, now: float, j: int, w: int) -> None:
+    def _hand_over(self, now: float, j: int, w: int) -> None:
         self._record.placed_s[j] = now
         self._record.worker[j] = w
         cluster = self._cluster
@@ -242,31 +229,31 @@ class _Simulation:
         if delay:
             self._at(now + delay, _READY, j)
         else:
-            self._ready(now, j)
+            self._on_ready(now, j)
 
     def _report_progress(self, now: float) -> None:
         if self._wants_progress and now - self._reported_at >= self._cluster.progress_s:
             self._reported_at = now
             self._placer.progress({str(j): tokens for j, tokens in self._decode.tokens().items()})
 
-    def _changed(self, now: float, index: int) -> None:
+    def _on_change(self, now: float, index: int) -> None:
         change = self._changes[index]
         if change.table is not None:
-            self._placer.policy.with_table(change.table)
-            self._placements.table_changed()
+            self._placer.policy.set_table(change.table)
+            self._placements.discard_similarities()
         if change.workers is not None:
             self._placer.set_workers(self._names, draining=self._names[change.workers :])
             self._submit(now)
 
     # -- decode ----------------------------------------------------------------------------------
 
-    def _ready(self, now: float, j: int) -> None:
+    def _on_ready(self, now: float, j: int) -> None:
         w = int(self._record.worker[j])
         self._decode.enqueue(w, j)
         if self._cluster.decode.barrier:
             if not self._in_round:
                 self._begin_round(now)
-        elif not self._decode.busy(w):
+        elif not self._decode.is_busy(w):
             self._begin(now, w)
 
     def _begin(self, now: float, w: int) -> None:
@@ -280,19 +267,19 @@ class _Simulation:
             self._at(now + longest, _ROUND, 0)
             self._record.sample(now, self._decode.kv_tokens)
 
-    def _step_ended(self, now: float, w: int) -> None:
-        left = self._end_step(now, w)
+    def _on_step_end(self, now: float, w: int) -> None:
+        num_ended = self._end_step(now, w)
         if now - self._sampled_at >= _SAMPLE_EVERY:
             self._sampled_at = now
             self._record.sample(now, self._decode.kv_tokens)
-        if left:
+        if num_ended:
             self._submit(now)
-        if not self._decode.busy(w):  # else a request placed just now has begun the next step
+        if not self._decode.is_busy(w):  # else a request placed just now has begun the next step
             self._begin(now, w)
 
-    def _round_ended(self, now: float, _: int) -> None:
-        left = sum([self._end_step(now, w) for w in range(len(self._decode))])
-        if left:
+    def _on_round_end(self, now: float, _: int) -> None:
+        num_ended = sum([self._end_step(now, w) for w in range(len(self._decode))])
+        if num_ended:
             self._submit(now)  # while the round counts as running, so that all begin together
         self._begin_round(now)
 
@@ -305,7 +292,7 @@ class _Simulation:
             if running is not None and (counted := self._placements.with_true_counts(j, running.request)):
                 self._placer.set_measured_counts(counted)
             self._placer.progress({str(j): 1})
-        self._ledger.step(w, ended.answers)
+        self._ledger.add_tokens(self._names[w], ended.answers)
         if ended.first:
             self._record.first_s[ended.first] = now
         for j in ended.finished:

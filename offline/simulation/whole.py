@@ -15,14 +15,14 @@ class WholePrefill:
     def __init__(self, config: Whole) -> None:
         self._config = config
         self._cache = PrefixCache(config.cache_blocks)
-        self._prompts: deque[tuple[int, int]] = deque()  # request, tokens left to compute
+        self._prompts: deque[tuple[int, int]] = deque()  # request, missing tokens
         self.ending: list[int] = []  # requests whose prompts end in the current step
 
     def __len__(self) -> int:
         """Return the number of requests in prefill."""
         return len(self._prompts) + len(self.ending)
 
-    def take(self, request: int, tokens: int, blocks: Sequence[int]) -> int:
+    def accept(self, request: int, tokens: int, blocks: Sequence[int]) -> int:
         """Add a prompt of that length with these full blocks; return its cached tokens."""
         hit = self._cache.hit(blocks) * self._config.block_tokens
         self._cache.use(blocks)
@@ -33,16 +33,16 @@ class WholePrefill:
         """Return how many requests and tokens the next step prefills, beside a token of each of `answers`."""
         room, requests, computed = self._config.step_tokens - answers, 0, 0
         while self._prompts and room:
-            request, lacking = self._prompts.popleft()
-            tokens = min(lacking, room)
+            request, missing_tokens = self._prompts.popleft()
+            tokens = min(missing_tokens, room)
             requests, computed, room = requests + 1, computed + tokens, room - tokens
-            if tokens == lacking:
+            if tokens == missing_tokens:
                 self.ending.append(request)
             else:
-                self._prompts.appendleft((request, lacking - tokens))
+                self._prompts.appendleft((request, missing_tokens - tokens))
         return requests, computed
 
-    def ended(self) -> list[int]:
+    def end_step(self) -> list[int]:
         """End the step; return the requests that got their first token in it."""
         ending, self.ending = self.ending, []
         return ending

@@ -118,7 +118,7 @@ class Service:
 
     def decodes(self) -> set[str]:
         """Return the ids of the decode replicas that get requests."""
-        return {worker["replica"] for worker in self.status()["workers"]}
+        return {worker["worker"] for worker in self.status()["workers"]}
 
     def complete(self, prompt: Any, **fields: Any) -> Any:
         return self.client.completions.create(model="eldr-demo", prompt=prompt, **fields)

@@ -56,7 +56,7 @@ async def test_a_signature_selects_its_replica_and_the_lease_ends_with_the_call(
         while not ray.get(router.status.remote())["counters"].get("reason:locality-band"):
             await other.generate.remote(request(0))
             await asyncio.sleep(0.05)
-    replicas = [worker["replica"] for worker in ray.get(router.status.remote())["workers"]]
+    replicas = [worker["worker"] for worker in ray.get(router.status.remote())["workers"]]
     for centroid in (0, 1, 1, 0):
         assert await other.generate.remote(request(centroid)) == replicas[centroid]
     assert await other.generate.remote(SimpleNamespace()) in replicas  # a call of another kind

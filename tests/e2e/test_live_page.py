@@ -36,7 +36,7 @@ async def test_the_page_shows_real_engines_and_the_shadow_prices_their_tokens(
     now = seen["comparison"]["now"]
     assert now["live_ms"] > 0
     assert now["shadow_ms"] > 0
-    assert seen["live"]["steps"].keys() == {worker["replica"] for worker in seen["workers"]}
+    assert seen["live"]["steps"].keys() == {worker["worker"] for worker in seen["workers"]}
     assert len(seen["live"]["space"]["points"]) >= len(prompts)
     assert sum(row[1] for row in seen["live"]["latency"]["rows"]) >= 3 * len(prompts)
     busy = asyncio.create_task(stream_all(service, 4 * prompts))

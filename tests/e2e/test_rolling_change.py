@@ -52,12 +52,12 @@ class Rolling:
     def replaced(self, old: set[str]) -> bool:
         """Return whether two warm decode engines, none of them old, run under the new policy."""
         status = self.status()
-        now = {worker["replica"] for worker in status.get("workers", [])}
+        now = {worker["worker"] for worker in status.get("workers", [])}
         return len(now) == 2 and not now & old and status["policy"] == NEW and status["ingress"]["ready"]
 
     def decodes(self) -> set[str]:
         """Return the ids of the replicas that get requests."""
-        return {worker["replica"] for worker in self.status().get("workers", [])}
+        return {worker["worker"] for worker in self.status().get("workers", [])}
 
 
 @pytest.fixture(scope="module")

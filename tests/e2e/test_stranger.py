@@ -12,7 +12,7 @@ POLICY = f"{STRANGER.stem}:LastWorker"
 
 def test_a_third_party_policy_is_served(service: Service) -> None:
     service.set_policy(POLICY, at_most=1)
-    last = service.status()["workers"][-1]["replica"]
+    last = service.status()["workers"][-1]["worker"]
     answers = [
         service.client.completions.with_raw_response.create(
             model="eldr-demo", prompt=f"{n} engines", max_tokens=4

@@ -74,7 +74,7 @@ async def test_traffic_survives_the_death_of_the_router(
     # Policy and table are those set by the operator, not those of the deployment's YAML.
     assert (after["policy"], after["parameters"]) == (before["policy"], before["parameters"])
     assert after["table"] == before["table"]
-    assert service.decodes() == {w["replica"] for w in before["workers"]}
+    assert service.decodes() == {w["worker"] for w in before["workers"]}
 
 
 async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
@@ -88,7 +88,7 @@ async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
     from ray.util.state import list_actors
 
     service.set_policy("round-robin")
-    victim = service.status()["workers"][0]["replica"]
+    victim = service.status()["workers"][0]["worker"]
     actor = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if victim in (a.name or ""))
     # Stopped, the replica takes requests and never answers: none of them has a token yet.
     os.kill(actor.pid, signal.SIGSTOP)
@@ -171,7 +171,7 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
     if not undisturbed:
         undisturbed += [await asked(service, body, []) for body in bodies]
     before, logged = service.status()["counters"], len(controller_log())
-    replica = service.status()["workers"][0]["replica"]
+    replica = service.status()["workers"][0]["worker"]
     victim = await asyncio.to_thread(of, replica)
     received: list[list[str]] = [[] for _ in bodies]
     answers = [asyncio.create_task(asked(service, *each)) for each in zip(bodies, received, strict=True)]
@@ -259,7 +259,7 @@ async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_th
                     begun.set()
 
     def at_the_victim() -> int:
-        return sum(w["in_flight"] for w in service.status()["workers"] if w["replica"] == worker[0])
+        return sum(w["in_flight"] for w in service.status()["workers"] if w["worker"] == worker[0])
 
     streamed = asyncio.create_task(stream())
     await begun.wait()

@@ -41,7 +41,7 @@ async def test_a_drained_worker_is_soon_empty_and_no_answer_changes(
     asked = [prompts[number % len(prompts)] for number in range(STREAMS)]
     expected = {prompt: await streamed(service, prompt, []) for prompt in set(asked)}
     before = service.status()["counters"]
-    victim = service.status()["workers"][0]["replica"]
+    victim = service.status()["workers"][0]["worker"]
     received: list[list[str]] = [[] for _ in asked]
     answers = [asyncio.create_task(streamed(service, *each)) for each in zip(asked, received, strict=True)]
     await until(lambda: all(len(found) > 20 for found in received), "all have begun", 60)

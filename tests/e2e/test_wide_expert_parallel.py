@@ -73,7 +73,7 @@ async def test_a_rank_computes_what_its_worker_leases(wide: Service, prompts: li
     await until(in_use, "a rank's KV cache is in use")
     assert len(usage) == 2
     assert [worker for worker, share in usage.items() if share] == [stream.worker]
-    loads = {worker["replica"]: worker["in_flight"] for worker in wide.status()["workers"]}
+    loads = {worker["worker"]: worker["in_flight"] for worker in wide.status()["workers"]}
     assert loads == {worker: int(worker == stream.worker) for worker in usage}
     reading.cancel()
     live = wide.admin("GET", "/eldr/live").json()["live"]

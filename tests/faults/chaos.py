@@ -191,7 +191,7 @@ def _running(url: str) -> list[str]:
     status = Client(url, ADMIN_KEY).status()
     if "workers" not in status:
         return ["the router is away, so the live engines are unknown"]
-    live = {worker["replica"] for worker in status["workers"]} | set(status["ingress"]["prefill_kv_usage"])
+    live = {worker["worker"] for worker in status["workers"]} | set(status["ingress"]["prefill_kv_usage"])
     reported, others, wrong = set(), Counter[str](), []
     for family in text_string_to_metric_families(_metrics()):
         for sample in family.samples:

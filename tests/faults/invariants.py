@@ -62,7 +62,7 @@ def left_behind(world: World) -> list[str]:
         path = ingress.openai._path
         held |= {
             f"{process} in flight": ingress.gate.in_flight,
-            f"{process} waiting": ingress.gate.limiter.waiting,
+            f"{process} waiting": ingress.gate.limiter.num_waiting,
             f"{process} places of tenants": dict(ingress.gate.limiter._held),
             f"{process} retries": world.retries_at_once - path._services.retries._permits._value,
             f"{process} moves": set(path._services.moves._moving),

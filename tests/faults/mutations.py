@@ -246,7 +246,7 @@ MUTATIONS = (
     Mutation(
         "whoever came first is served first, whatever his tenant holds",
         "eldr_serve.limits.concurrency",
-        "min(self._waiting, key=lambda t: share(self._held[t.name], t.priority))",
+        "min(self._waiting, key=lambda t: next_share(self._permits[t.name], t.priority))",
         "next(iter(self._waiting))",
     ),
     Mutation(

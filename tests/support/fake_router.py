@@ -72,7 +72,7 @@ def client_lease(name: str, replica: str, client: str = "c", **fields: Any) -> L
 
 def loads(state: RouterState) -> dict[str, tuple[int, int]]:
     """Return the requests and KV tokens of each worker."""
-    return {w["replica"]: (w["in_flight"], w["kv_tokens"]) for w in router_status(state)["workers"]}
+    return {w["worker"]: (w["in_flight"], w["kv_tokens"]) for w in router_status(state)["workers"]}
 
 
 class _End(asyncio.Transport):

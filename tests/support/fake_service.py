@@ -53,7 +53,7 @@ class FakeService:
         status = {
             "policy": self.policy["name"],
             "parameters": self.policy["parameters"],
-            "workers": [{"replica": r, "in_flight": self.in_flight // 2} for r in REPLICAS],
+            "workers": [{"worker": r, "in_flight": self.in_flight // 2} for r in REPLICAS],
             "leases": self.in_flight,
             "counters": {"placed": len(self.bodies)},
         }

@@ -321,7 +321,7 @@ class Bench:
         for arm in arms:
             table = tables[arm.balanced, arm.transform]
             parameters = dict(arm.parameters) | (mix if arm.policy == "domain" else {})
-            policy = make_policy(arm.policy, **parameters).with_table(table)
+            policy = make_policy(arm.policy, **parameters).set_table(table)
             policy.update_cost_model(self.cost)
             outcomes[arm.label] = self._simulated(
                 load, chosen, arrival_s, policy, self.cost, true_decode=arm.true_decode
@@ -365,7 +365,7 @@ class Bench:
 
     def _experts(self, true_decode: bool) -> Experts:
         if true_decode not in self._made:
-            self._made[true_decode] = Experts.replayed(
+            self._made[true_decode] = Experts.from_trace(
                 self.data.trace, max_steps=self._output_tokens, true_decode=true_decode
             )
         return self._made[true_decode]

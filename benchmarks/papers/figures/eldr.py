@@ -241,7 +241,7 @@ def _outcome(
     parameters = {"mix": work.mix} if policy == "domain" else {}
     router_policy = work.policy(PolicyChoice(name=policy, parameters=parameters), scenario.cluster)
     if table is not None:
-        router_policy = router_policy.with_table(table)
+        router_policy = router_policy.set_table(table)
     return simulate(
         work.requests, router_policy, scenario.cluster, experts=work.experts, seed=seed, changes=list(changes)
     )

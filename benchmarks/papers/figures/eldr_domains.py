@@ -138,7 +138,7 @@ def simulated(
     options: Options, trace: CalibrationTrace, workers: int, mix: str, seed: int
 ) -> tuple[dict[str, Outcome], list[str]]:
     """Return the outcome of each of POLICIES with the same requests, and the requests' domains."""
-    cost, experts = cost_of(options, trace), Experts.replayed(trace)
+    cost, experts = cost_of(options, trace), Experts.from_trace(trace)
     fit, test = halves(trace, seed)
     rng = np.random.default_rng([seed, workers])
     kinds = drawn(trace, test, mix, options.requests or PER_WORKER * workers, rng)
@@ -150,7 +150,7 @@ def simulated(
     outcomes = {}
     for label, (name, parameters) in POLICIES.items():
         given = parameters | ({"mix": calibrated} if name == "domain" else {})
-        policy = make_policy(name, **given).with_table(tables["even" if "even" in label else mix])
+        policy = make_policy(name, **given).set_table(tables["even" if "even" in label else mix])
         policy.update_cost_model(cost)
         outcomes[label] = simulate(requests, policy, cluster, experts=experts, seed=seed)
     return outcomes, [trace.domains[kind] for kind in kinds]

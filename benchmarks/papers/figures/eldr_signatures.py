@@ -139,7 +139,7 @@ def variants(options: Options) -> Rows:
     def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:
         path, workers = case
         trace = observed(routes_of(path))
-        cost, experts = cost_of(options, trace), Experts.replayed(trace)
+        cost, experts = cost_of(options, trace), Experts.from_trace(trace)
         fit, test = halves(trace, seed)
         rng = np.random.default_rng([seed, workers])
         kinds = drawn(trace, test, "as recorded", options.requests or PER_WORKER * workers, rng)
@@ -147,7 +147,7 @@ def variants(options: Options) -> Rows:
         cluster = Cluster(decode=Decode(workers=workers, cost=cost))
 
         def summary(name: str, table: RoutingTable | None = None, **parameters: Any) -> dict[str, Any]:
-            policy = make_policy(name, **parameters).with_table(table)
+            policy = make_policy(name, **parameters).set_table(table)
             policy.update_cost_model(cost)
             return simulate(requests, policy, cluster, experts=experts, seed=seed).summary()
 

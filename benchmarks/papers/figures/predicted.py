@@ -67,7 +67,7 @@ def methods(options: Options) -> Rows:
     """Compare all methods fitted to 300 prompts, and the served one also to fewer and more."""
     prompts = prompts_of(options)
     known = methods_for(prompts.trace)
-    experts = Experts.replayed(prompts.trace)
+    experts = Experts.from_trace(prompts.trace)
     served = "served predictor, rank 64"
     cases = [(group, name, USUAL) for group in GROUPS for name in known]
     cases += [(group, served, size) for group in GROUPS for size in SIZES if size != USUAL]
@@ -251,7 +251,7 @@ def _placed(
     rng = np.random.default_rng([seed, workers])
     number = options.requests or PER_WORKER * workers
     kinds = members if in_order else rng.choice(members, number)
-    experts = Experts.replayed(trace)
+    experts = Experts.from_trace(trace)
     requests = requests_at_batch(trace, experts, kinds, workers, cost, rng)
     cluster = Cluster(decode=Decode(workers=workers, cost=cost))
 

@@ -45,7 +45,7 @@ def policies(options: Options) -> Rows:
     experts_path, trace_path = options.two_traces()
     trace = observed(routes_of(experts_path))
     traffic = Traffic(trace_path)
-    experts = Experts.replayed(trace)
+    experts = Experts.from_trace(trace)
 
     def run(case: tuple[float, bool], seed: int) -> dict[str, dict[str, Any]]:
         load, barrier = case
@@ -59,7 +59,7 @@ def policies(options: Options) -> Rows:
         requests = replace(requests, kind=rng.choice(held_out, len(requests)))
         summaries = {}
         for name, parameters in POLICIES:
-            policy: Any = make_policy(name, **parameters).with_table(table)
+            policy: Any = make_policy(name, **parameters).set_table(table)
             policy.update_cost_model(cost)
             if hasattr(policy, "predictor"):
                 traffic.teach(policy.predictor)

@@ -101,7 +101,7 @@ class Inputs:
             )
         if not cost.per_prompt_token_s:
             raise UserInputError("the step cost has no prompt tokens; fit it to whole engines")
-        return cls(trace, Experts.replayed(trace), records, cost)
+        return cls(trace, Experts.from_trace(trace), records, cost)
 
 
 class Case:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.scheduling.cost import StepCost
-from eldr_serve.scheduling.parameters import PolicyParameters, validated
+from eldr_serve.scheduling.parameters import PolicyParameters, validate
 from eldr_serve.scheduling.types import Decision, Loads, NoWorkerError, PlacementRequest
 
 
@@ -59,7 +59,7 @@ class Policy(ABC):
 
     def __init__(self, **parameters: Any) -> None:
         """Validate the parameters; raise PolicyError if one is unknown or out of range."""
-        self.parameters = validated(self.Parameters, self.name, parameters)
+        self.parameters = validate(self.Parameters, self.name, parameters)
         self.table: CentroidTable | None = None
 
     @property
@@ -67,7 +67,7 @@ class Policy(ABC):
         """Return the number of unusable predictions; 0 without a predictor."""
         return 0
 
-    def with_table(self, table: CentroidTable | None) -> Policy:
+    def set_table(self, table: CentroidTable | None) -> Policy:
         """Set the table and return this policy."""
         self.table = table
         return self
@@ -147,14 +147,15 @@ def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDAr
     return best
 
 
-def available(loads: Loads) -> NDArray[np.int64]:
+def available_workers(loads: Loads) -> NDArray[np.int64]:
+    """Return the indices of the available workers, ascending; raise NoWorkerError if there are none."""
     workers = loads.workers
     if not len(workers):
         raise NoWorkerError(f"none of {len(loads)} decode workers is available")
     return workers
 
 
-def shortest(candidates: NDArray[np.int64], loads: Loads, reason: str) -> Decision:
+def choose_shortest(candidates: NDArray[np.int64], loads: Loads, reason: str) -> Decision:
     """Choose the candidate with the fewest requests; the first in case of a tie."""
     worker = int(candidates[loads.in_flight[candidates].argmin()])
     return Decision(worker, num_candidates=len(candidates), reason=reason)

@@ -26,17 +26,17 @@ def check_policy(policy_class: type[Policy], **parameters: Any) -> list[str]:
     """
 
     def make() -> Policy:
-        return policy_class(**parameters).with_table(_Table())
+        return policy_class(**parameters).set_table(_Table())
 
     checks: dict[str, Callable[[Callable[[], Policy]], Iterator[str]]] = {
-        "parameters": _parameters,
-        "select": _select,
-        "requests without usable counts": _odd_requests,
-        "notifications": _notifications,
-        "more and fewer workers": _more_and_fewer_workers,
-        "a new table": _new_table,
-        "dispatch": _dispatch,
-        "repetition": _repetition,
+        "parameters": _check_parameters,
+        "select": _check_select,
+        "requests without usable counts": _check_odd_requests,
+        "notifications": _check_notifications,
+        "more and fewer workers": _check_more_and_fewer_workers,
+        "a new table": _check_new_table,
+        "dispatch": _check_dispatch,
+        "repetition": _check_repetition,
     }
     violations: list[str] = []
     for what, check in checks.items():
@@ -89,7 +89,7 @@ def _copy(loads: Loads) -> Loads:
     return Loads.from_counts(loads.in_flight, loads.kv_tokens, loads.available)
 
 
-def _invalid(decision: Any, loads: Loads) -> Iterator[str]:
+def _check_decision(decision: Any, loads: Loads) -> Iterator[str]:
     if not isinstance(decision, Decision):
         yield f"it returned {decision!r} where a Decision belongs"
     elif not 0 <= decision.worker < len(loads):
@@ -98,7 +98,7 @@ def _invalid(decision: Any, loads: Loads) -> Iterator[str]:
         yield "it chose a worker that is not available"
 
 
-def _changed(call: str, loads: Loads, before: Loads) -> Iterator[str]:
+def _check_unchanged(call: str, loads: Loads, before: Loads) -> Iterator[str]:
     if not all(np.array_equal(getattr(loads, column), value) for column, value in vars(before).items()):
         yield f"{call} changed the loads, which belong to the caller"
 
@@ -111,19 +111,19 @@ def _place_each(
         loads = _loads(rng, workers)
         before = _copy(loads)
         decision = policy.select(request, loads, rng)
-        errors = [*_invalid(decision, before), *_changed("select", loads, before)]
+        errors = [*_check_decision(decision, before), *_check_unchanged("select", loads, before)]
         yield from errors
         policy.on_assigned(request, int(before.workers[0]) if errors else decision.worker)
 
 
-def _parameters(make: Callable[[], Policy]) -> Iterator[str]:
+def _check_parameters(make: Callable[[], Policy]) -> Iterator[str]:
     policy = make()
     as_json = json.loads(json.dumps(policy.parameters.model_dump(mode="json")))
     if type(policy)(**as_json).parameters != policy.parameters:
         yield "its parameters change in a round trip through JSON"
 
 
-def _select(make: Callable[[], Policy]) -> Iterator[str]:
+def _check_select(make: Callable[[], Policy]) -> Iterator[str]:
     rng, policy = np.random.default_rng(0), make()
     yield from _place_each(policy, rng, (_request(f"r{n}", rng) for n in range(_ROUNDS)))
     try:
@@ -133,7 +133,7 @@ def _select(make: Callable[[], Policy]) -> Iterator[str]:
         pass
 
 
-def _odd_requests(make: Callable[[], Policy]) -> Iterator[str]:
+def _check_odd_requests(make: Callable[[], Policy]) -> Iterator[str]:
     rng, plain = np.random.default_rng(1), _request("r", np.random.default_rng(1))
     ones = np.ones((_LAYERS, _EXPERTS), np.uint16)
     fields: list[dict[str, Any]] = [
@@ -148,7 +148,7 @@ def _odd_requests(make: Callable[[], Policy]) -> Iterator[str]:
     )
 
 
-def _notifications(make: Callable[[], Policy]) -> Iterator[str]:
+def _check_notifications(make: Callable[[], Policy]) -> Iterator[str]:
     """Send notifications about unknown requests, repeatedly, and about other workers than it chose."""
     rng, policy = np.random.default_rng(2), make()
     policy.on_finished("nobody")
@@ -157,7 +157,7 @@ def _notifications(make: Callable[[], Policy]) -> Iterator[str]:
     for n in range(_ROUNDS):
         request, loads = _request(f"r{n % 9}", rng), _loads(rng)
         decision = policy.select(request, loads, rng)
-        yield from _invalid(decision, loads)
+        yield from _check_decision(decision, loads)
         policy.on_assigned(request, decision.worker, decision)
         policy.on_assigned(request, (decision.worker + 1) % len(loads))
         policy.on_progress({request.request_id: n, "nobody": n})
@@ -166,23 +166,23 @@ def _notifications(make: Callable[[], Policy]) -> Iterator[str]:
             policy.on_finished(request.request_id)
 
 
-def _more_and_fewer_workers(make: Callable[[], Policy]) -> Iterator[str]:
+def _check_more_and_fewer_workers(make: Callable[[], Policy]) -> Iterator[str]:
     rng, policy = np.random.default_rng(3), make()
     for workers in (1, 5, 2, 9, 4):
         yield from _place_each(policy, rng, (_request(f"{workers}.{n}", rng) for n in range(6)), workers)
 
 
-def _new_table(make: Callable[[], Policy]) -> Iterator[str]:
+def _check_new_table(make: Callable[[], Policy]) -> Iterator[str]:
     rng, policy = np.random.default_rng(4), make()
     for table in (None, _Table(band=0.5), _Table(2)):
-        policy = policy.with_table(table)
+        policy = policy.set_table(table)
         if not isinstance(policy, Policy):
-            yield "with_table must return the policy"
+            yield "set_table must return the policy"
             return
         yield from _place_each(policy, rng, (_request(f"r{n}", rng) for n in range(6)))
 
 
-def _dispatch(make: Callable[[], Policy]) -> Iterator[str]:
+def _check_dispatch(make: Callable[[], Policy]) -> Iterator[str]:
     policy = make()
     if not isinstance(policy, QueuedPolicy):
         return
@@ -195,7 +195,7 @@ def _dispatch(make: Callable[[], Policy]) -> Iterator[str]:
         loads = _loads(rng) if n % 4 else Loads.from_counts([0, 0, 0], available=[True, False, True])
         before = _copy(loads)
         decisions = policy.dispatch(tuple(waiting), loads, rng)
-        yield from _changed("dispatch", loads, before)
+        yield from _check_unchanged("dispatch", loads, before)
         indices = [index for index, _ in decisions]
         if len(set(indices)) < len(indices) or not all(0 <= index < len(waiting) for index in indices):
             yield "dispatch must give each index into `waiting` at most once, and no other"
@@ -203,13 +203,13 @@ def _dispatch(make: Callable[[], Policy]) -> Iterator[str]:
         if waiting and not decisions and not loads.in_flight.any():
             yield "dispatch left requests waiting though no request runs: it would not be called again"
         for index, decision in decisions:
-            errors = list(_invalid(decision, before))
+            errors = list(_check_decision(decision, before))
             yield from errors
             policy.on_assigned(waiting[index], 0 if errors else decision.worker, None if errors else decision)
         waiting = [request for index, request in enumerate(waiting) if index not in indices]
 
 
-def _repetition(make: Callable[[], Policy]) -> Iterator[str]:
+def _check_repetition(make: Callable[[], Policy]) -> Iterator[str]:
     first, second = (_workers_of(make(), np.random.default_rng(6)) for _ in range(2))
     if first != second:
         yield "two runs with the same seed chose different workers: use only `rng`"

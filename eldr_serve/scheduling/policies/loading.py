@@ -8,7 +8,7 @@ from typing import Any
 from eldr_serve.scheduling.types import PolicyError
 
 
-def load(path: str, label: str) -> Any:
+def import_object(path: str, label: str) -> Any:
     """Import `my_package.module:Name`; raise PolicyError, naming `label`, if that fails."""
     module, _, name = path.partition(":")
     try:

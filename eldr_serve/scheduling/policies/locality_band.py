@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from eldr_serve.scheduling.policies.base import Policy, available, shortest, worker_similarity
+from eldr_serve.scheduling.policies.base import Policy, available_workers, choose_shortest, worker_similarity
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
 
@@ -36,21 +36,21 @@ class LocalityBand(Policy):
     parameters: Parameters
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
+        workers = available_workers(loads)
         if self.table is None:
-            return shortest(workers, loads, "no-table")
-        scored, why_not = self._score(request)
-        if scored is None:
-            return shortest(workers, loads, why_not)
-        similarity = worker_similarity(scored, len(loads)).astype(np.float64)
+            return choose_shortest(workers, loads, "no-table")
+        centroid_similarity, why_not = self._score(request)
+        if centroid_similarity is None:
+            return choose_shortest(workers, loads, why_not)
+        similarity = worker_similarity(centroid_similarity, len(loads)).astype(np.float64)
         width = self.table.band if self.parameters.band is None else self.parameters.band
         band = workers[similarity[workers] >= similarity[workers].max() - width]
         if (bound := self.parameters.max_load_ratio) is not None:
             mean = (loads.in_flight[workers].sum() + 1) / len(workers)
-            allowed = band[loads.in_flight[band] + 1 <= bound * mean]
-            if not len(allowed):
-                return shortest(workers, loads, "load-cap")
-            band = allowed
+            below_cap = band[loads.in_flight[band] + 1 <= bound * mean]
+            if not len(below_cap):
+                return choose_shortest(workers, loads, "load-cap")
+            band = below_cap
         in_flight = loads.in_flight[band]
         lightest = band[in_flight == in_flight.min()]
         worker = int(lightest[similarity[lightest].argmax()])

@@ -12,7 +12,7 @@ from pydantic import Field
 from eldr_serve.scheduling.activation import ExpectedActivation, Levels, probability
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.parameters import Weight
-from eldr_serve.scheduling.policies.base import Policy, available, shortest
+from eldr_serve.scheduling.policies.base import Policy, available_workers, choose_shortest
 from eldr_serve.scheduling.profiles import AffinityProfiles, deviation_of
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
@@ -96,10 +96,10 @@ class MarginalCost(Policy):
             self.cost = cost
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
+        workers = available_workers(loads)
         estimate = self._estimate(request)
         if estimate is None:
-            return shortest(workers, loads, "no-counts")
+            return choose_shortest(workers, loads, "no-counts")
         self.active.grow(len(loads))
         self.profiles.grow(len(loads), len(estimate.p))
         candidates = workers
@@ -174,7 +174,7 @@ class MarginalCost(Policy):
         if levels is None:
             return None
         p, mean, deviation = probability(levels), self.active.mean, None
-        if self._affinity and mean is not None and self.active.usable(request):
+        if self._affinity and mean is not None and self.active.has_usable_counts(request):
             deviation = deviation_of(p, mean)
         return RequestEstimate(request, levels, p, deviation)
 

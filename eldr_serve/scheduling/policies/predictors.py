@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.scheduling.policies.loading import load
+from eldr_serve.scheduling.policies.loading import import_object
 from eldr_serve.scheduling.types import PolicyError
 
 Prediction = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -261,13 +261,13 @@ def predictor_class(name: str) -> Callable[[int], Predictor]:
         return PREDICTORS[name]
     if ":" not in name:
         raise PolicyError(f"it must be one of {', '.join(PREDICTORS)}, or module:Class of your own")
-    factory: Callable[[int], Predictor] = load(name, "which")
+    factory: Callable[[int], Predictor] = import_object(name, "which")
     if not all(callable(getattr(factory, method, None)) for method in ("__call__", "predict", "learn")):
         raise PolicyError("which is no class with `predict` and `learn`")
     return factory
 
 
-class Guarded:
+class GuardedPredictor:
     """A predictor with fallbacks: if it fails, empirical survival is used, and then "no end within H".
 
     Attributes:
@@ -293,7 +293,7 @@ class Guarded:
     ) -> Prediction:
         for source in (self.predictor, self._survival):
             try:
-                return _checked(source.predict(ages, keys, prompt_tokens), len(ages))
+                return _check(source.predict(ages, keys, prompt_tokens), len(ages))
             except Exception as error:
                 self._record_failure(error)
         return np.zeros(len(ages)), np.full(len(ages), float(self._horizon))
@@ -306,7 +306,7 @@ class Guarded:
             )
 
 
-def _checked(prediction: Prediction, n: int) -> Prediction:
+def _check(prediction: Prediction, n: int) -> Prediction:
     p, mu = (np.asarray(part, np.float64) for part in prediction)
     if p.shape != (n,) or mu.shape != (n,):
         raise ValueError(f"p has shape {p.shape} and mu {mu.shape}, not ({n},)")

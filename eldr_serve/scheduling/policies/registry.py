@@ -9,7 +9,7 @@ from typing import Any
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, BalanceRouteHorizon
 from eldr_serve.scheduling.policies.balance_route.balance_band import BalanceBand
 from eldr_serve.scheduling.policies.base import Policy
-from eldr_serve.scheduling.policies.loading import load
+from eldr_serve.scheduling.policies.loading import import_object
 from eldr_serve.scheduling.policies.locality_band import LocalityBand
 from eldr_serve.scheduling.policies.marginal import MarginalCost
 from eldr_serve.scheduling.policies.simple import (
@@ -56,12 +56,12 @@ def policy_class(name: str) -> type[Policy]:
             f"unknown policy {name!r}{hint} there are {', '.join(policy_names())}, "
             "and module:Class of your own"
         )
-    return _imported(name)
+    return _import_policy(name)
 
 
 @lru_cache
-def _imported(path: str) -> type[Policy]:
-    policy = load(path, f"policy {path!r}")
+def _import_policy(path: str) -> type[Policy]:
+    policy = import_object(path, f"policy {path!r}")
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise PolicyError(f"policy {path!r} is no subclass of eldr_serve.scheduling.Policy")
     return policy

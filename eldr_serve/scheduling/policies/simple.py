@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field, field_validator
 
-from eldr_serve.scheduling.policies.base import Policy, available, shortest
+from eldr_serve.scheduling.policies.base import Policy, available_workers, choose_shortest
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
 
@@ -20,7 +20,7 @@ class Random(Policy):
     name = "random"
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
+        workers = available_workers(loads)
         return Decision(
             int(workers[rng.integers(len(workers))]), num_candidates=len(workers), reason=self.name
         )
@@ -36,7 +36,7 @@ class RoundRobin(Policy):
         self._last = -1
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
+        workers = available_workers(loads)
         later = workers[workers > self._last]
         self._last = int(later[0] if len(later) else workers[0])
         return Decision(self._last, num_candidates=len(workers), reason=self.name)
@@ -48,7 +48,7 @@ class ShortestQueue(Policy):
     name = "shortest-queue"
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return shortest(available(loads), loads, self.name)
+        return choose_shortest(available_workers(loads), loads, self.name)
 
 
 class PowerOfTwo(Policy):
@@ -57,9 +57,9 @@ class PowerOfTwo(Policy):
     name = "power-of-two"
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
-        drawn = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
-        return shortest(workers[np.sort(drawn)], loads, self.name)
+        workers = available_workers(loads)
+        pair = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
+        return choose_shortest(workers[np.sort(pair)], loads, self.name)
 
 
 class LeastTokens(Policy):
@@ -68,9 +68,9 @@ class LeastTokens(Policy):
     name = "least-tokens"
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
+        workers = available_workers(loads)
         tokens = loads.kv_tokens[workers]
-        worker = shortest(workers[tokens == tokens.min()], loads, self.name).worker
+        worker = choose_shortest(workers[tokens == tokens.min()], loads, self.name).worker
         return Decision(worker, num_candidates=len(workers), reason=self.name)
 
 
@@ -106,12 +106,12 @@ class Domain(Policy):
         self._divided: dict[str, range] = {}
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
+        workers = available_workers(loads)
         if request.domain is None:
-            return shortest(workers, loads, "no-domain")
+            return choose_shortest(workers, loads, "no-domain")
         own = np.intersect1d(self._workers_of(request.domain, len(loads)), workers).astype(np.int64)
         if len(own):
-            return shortest(own, loads, self.name)
+            return choose_shortest(own, loads, self.name)
         worker = int(workers[zlib.crc32(request.domain.encode()) % len(workers)])
         return Decision(worker, reason="domain-hash")
 

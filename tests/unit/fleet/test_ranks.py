@@ -53,7 +53,7 @@ def test_the_directory_has_the_workers_and_their_reports() -> None:
         return {KV_USAGE: usage, REPORT_NUMBER: 1, QUEUE: {"calls": calls}}
 
     directory.sample({"a": {RANKS: [report(1, 0.1), report(2, 0.2)]}, "b": report(3, 0.3), "c": {}})
-    assert directory.kv_usage.by_replica == {"a/0": 0.1, "a/1": 0.2, "b": 0.3}
+    assert directory.kv_usage.by_worker == {"a/0": 0.1, "a/1": 0.2, "b": 0.3}
     calls = {name: queue.calls for name, queue in directory.reports.items()}
     assert calls == {"a/0": 1, "a/1": 2, "b": 3}
     directory.drop("a")
@@ -129,12 +129,12 @@ def test_failures_of_any_rank_eject_their_replica() -> None:
     events: list[str] = []
     outliers = OutlierDetector(fleet, events.append)
     for failure in range(FAILURES):
-        assert outliers.usable == list(WORKERS)
+        assert outliers.usable_workers == list(WORKERS)
         outliers.record_failure(f"d0/{failure % 2}", RuntimeError("no"))
-    assert outliers.usable == ["d1/0", "d1/1"]
+    assert outliers.usable_workers == ["d1/0", "d1/1"]
     assert events == ["ejected"]
     outliers.record_success("d0/1")
-    assert outliers.usable == list(WORKERS)
+    assert outliers.usable_workers == list(WORKERS)
 
 
 @pytest.mark.parametrize("lost", [ChannelLostError("its rank 1 was killed"), refusal(500)])
@@ -172,7 +172,7 @@ async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(servers, "_REPORT_PERIOD_S", 0.001)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setattr(servers.serve, "get_replica_context", lambda: context)
-    observe = AsyncMock(return_value=(1.5, True))
+    observe = AsyncMock(return_value=(3.0, True))
     monkeypatch.setattr(servers, "find_actor", lambda name: Mock(observe_steps=Mock(remote=observe)))
     engine = SimpleNamespace(
         ranks=lambda: 2,
@@ -182,8 +182,9 @@ async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyP
     )
     server: Any = SimpleNamespace(_router_name="r", _engine=engine, _channel=SimpleNamespace(in_flight=0))
     task = asyncio.create_task(servers.DecodeServer._report_steps(server))
-    await wait_until(lambda: observe.await_count >= 3)
+    await wait_until(lambda: observe.await_count >= 2)
     task.cancel()
-    reports = [(call.args[0].steps, *call.args[1:]) for call in observe.await_args_list]
-    assert reports[:2] == [(0, "a/0", (32, 960), None), (1, "a/1", (32, 960), None)]
+    steps, *cache = observe.await_args_list[0].args
+    assert {name: sums.steps for name, sums in steps.items()} == {"a/0": 0, "a/1": 1}
+    assert cache == [(32, 960), None]
     assert server._queued == 3.0  # of both ranks, for the autoscaler

@@ -169,7 +169,7 @@ async def test_health_version_and_metrics_have_vllms_paths_and_need_no_key(tmp_p
         endpoints = ("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")
         for method, path in endpoints:
             assert (await app.client.request(method, path)).status_code == 503  # no engine is warm
-        app.ingress._status._warmup = SimpleNamespace(awaited=None)
+        app.ingress._status._warmup = SimpleNamespace(not_ready_reason=None)
         for method, path in endpoints:
             answer = await app.client.request(method, path)
             assert (answer.status_code, answer.content) == (200, b"")

@@ -68,7 +68,7 @@ async def test_a_retried_request_is_logged_with_its_failures(log: Any) -> None:
     assert line["request"] == answer.headers["x-eldr-request"]
     assert (line["status"], line["error"]) == (200, None)
     (failure,) = line["failures"]
-    assert re.fullmatch("decode replica .* failed: it is gone", failure)
+    assert re.fullmatch("decode worker .* failed: it is gone", failure)
     assert line["decode"] == answer.headers["x-eldr-decode-worker"]
     assert line["decode"] not in failure
 

@@ -83,12 +83,12 @@ def test_permits_are_never_lost_and_go_to_the_smallest_share(steps: list[tuple[s
                     share = {name: (running[name] + 1) / PRIORITIES[name] for name, _ in queued}
                     assert share[served] == min(share.values())
             assert requests.limiter.in_flight == len(requests.running) <= MAX_IN_FLIGHT
-            assert requests.limiter.waiting == len(requests.waiting) <= MAX_WAITING
+            assert requests.limiter.num_waiting == len(requests.waiting) <= MAX_WAITING
             assert not requests.waiting or len(requests.running) == MAX_IN_FLIGHT  # no permit is unused
         while requests.running:
             await requests.end(0)
         assert not requests.waiting
-        assert (requests.limiter.in_flight, requests.limiter.waiting) == (0, 0)
+        assert (requests.limiter.in_flight, requests.limiter.num_waiting) == (0, 0)
 
     asyncio.run(run())
 
@@ -115,7 +115,7 @@ async def test_requests_without_a_tenant_do_not_wait_and_tenants_wait_a_limited_
                     raise AssertionError("no permit is free")
             assert refused.value.status == 429
         assert limiter.in_flight == 1
-    assert (limiter.in_flight, limiter.waiting) == (0, 0)
+    assert (limiter.in_flight, limiter.num_waiting) == (0, 0)
 
 
 async def test_a_tenant_that_would_wait_too_long_is_refused_at_once() -> None:
@@ -139,17 +139,17 @@ async def test_a_tenant_that_would_wait_too_long_is_refused_at_once() -> None:
         clock.now += 1.0
         ends[number].set()
     await settle()
-    assert (limiter.in_flight, limiter.waiting) == (1, 5)
+    assert (limiter.in_flight, limiter.num_waiting) == (1, 5)
     with pytest.raises(OverloadedError) as refused:
         await hold(large)
     assert (refused.value.status, refused.value.retry_after_s) == (429, 5)  # 6 permits, 0.75 s each
     tasks.append(asyncio.create_task(hold(small)))  # it does not wait behind the other tenant
     await settle()
-    assert limiter.waiting == 6
+    assert limiter.num_waiting == 6
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (limiter.in_flight, limiter.waiting) == (0, 0)
+    assert (limiter.in_flight, limiter.num_waiting) == (0, 0)
 
 
 async def test_a_permit_given_to_a_request_that_was_just_cancelled_is_free_again() -> None:

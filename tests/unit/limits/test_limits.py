@@ -121,14 +121,14 @@ async def test_waiting_tenants_get_permits_in_fair_shares(tmp_path: Path) -> Non
     held = asyncio.Event()
     async with with_tenants(tmp_path, {"a": {}, "b": {}}, max_in_flight=2, prefill=answer_with(held)) as app:
         posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO, tenant)) for tenant in "aaab"]
-        await wait_until(lambda: app.ingress.gate.limiter.waiting == 2)
+        await wait_until(lambda: app.ingress.gate.limiter.num_waiting == 2)
         posts[0].cancel()
-        await wait_until(lambda: app.ingress.gate.limiter.waiting == 1)
+        await wait_until(lambda: app.ingress.gate.limiter.num_waiting == 1)
         assert [tenant.name for tenant in app.ingress.gate.limiter._waiting] == ["a"]
         for task in posts:
             task.cancel()
         await asyncio.wait(posts)
-        await wait_until(lambda: app.ingress.gate.in_flight == app.ingress.gate.limiter.waiting == 0)
+        await wait_until(lambda: app.ingress.gate.in_flight == app.ingress.gate.limiter.num_waiting == 0)
 
 
 async def test_the_status_shows_workers_only_with_the_admin_key() -> None:

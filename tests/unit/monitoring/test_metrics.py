@@ -240,8 +240,8 @@ def test_an_event_loop_exports_all_its_metrics(made: dict[str, FakeMetric]) -> N
 
 def test_the_counter_of_lost_engines_begins_near_zero(made: dict[str, FakeMetric]) -> None:
     metrics = ReplicaMetrics()
-    metrics.begin("prefill")
-    metrics.lost("prefill")
+    metrics.create_series("prefill")
+    metrics.count_loss("prefill")
     assert made.keys() == REPLICA.keys()
     begin, *more = made["eldr_engine_lost_total"].samples[(("role", "prefill"),)]
     assert (begin + 1, more) == (1, [1])

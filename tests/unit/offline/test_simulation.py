@@ -319,7 +319,7 @@ def test_good_requests_meet_both_objectives() -> None:
 def test_mixtures_decode_the_steps_of_requests_of_one_domain() -> None:
     _, experts, _ = random_requests(12)
     experts = replace(experts, domains=["even", "odd"] * 6)
-    made = experts.mixed(np.arange(2, 12), 3, 40, np.random.default_rng(0))
+    made = experts.mix(np.arange(2, 12), 3, 40, np.random.default_rng(0))
     assert len(made.domains) == len(made.counts) == len(made.offset) - 1 == 40
     steps = [experts.bits[a:b].tolist() for a, b in zip(experts.offset, experts.offset[1:], strict=False)]
     for n, domain in enumerate(made.domains):
@@ -338,7 +338,8 @@ def test_mixtures_decode_the_steps_of_requests_of_one_domain() -> None:
 def test_sampled_steps_activate_top_k_experts_by_their_probability() -> None:
     probability = np.full((1, 1, 8), 0.01)
     probability[0, 0, :2] = 0.98
-    made = Experts.sampled(np.ones((1, 1, 8), np.uint32), np.ones(1, int), probability, 2, [""], steps=400)
+    counts, tokens = np.ones((1, 1, 8), np.uint32), np.ones(1, int)
+    made = Experts.from_probabilities(counts, tokens, probability, 2, [""], steps=400)
     assert set(np.bitwise_count(made.bits).sum(axis=1)) == {2}
     assert np.mean(made.bits[:, 0] == 3) > 0.85
 

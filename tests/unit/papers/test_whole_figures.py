@@ -78,7 +78,7 @@ def test_a_long_prompt_begins_like_its_session_and_all_its_tokens_predict(observ
     lengths = np.array([20, 47, 47])
     requests = Requests(np.arange(3.0), lengths, np.full(3, 5), kind, keys=("a", "a", "b"))
     predictor, _ = fit_signature_predictor(trace)
-    own = whole._own_experts(trace, Experts.replayed(trace), requests, members, predictor, 0)
+    own = whole._own_experts(trace, Experts.from_trace(trace), requests, members, predictor, 0)
     np.testing.assert_allclose(own.counts.sum(axis=(1, 2)), 2 * 3 * lengths)
     np.testing.assert_array_equal(own.counts[0], trace.prefill_counts[3])
     np.testing.assert_array_equal(own.predicted[0], predictor.predict(trace.prompts[3]))

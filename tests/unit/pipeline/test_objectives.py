@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eldr_serve.errors import OverloadedError
@@ -22,7 +23,7 @@ from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.prediction import WINDOW_S
 from eldr_serve.queues.reports import QUEUE
-from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, WorkerLoad
+from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, WorkerLoads
 from tests.support.fake_fleet import FakeFleet, Sent, prefill_result
 from tests.support.request_path import FakeRouterClient, on_virtual_time, packed, request_context
 
@@ -183,7 +184,10 @@ def test_a_prompt_goes_to_a_replica_that_meets_its_objective() -> None:
 
 
 def loads(*in_flight: int, **fields: Any) -> DecodeLoads:
-    workers = {f"d{number}": WorkerLoad(count, 100 * count) for number, count in enumerate(in_flight)}
+    names = tuple(f"d{number}" for number in range(len(in_flight)))
+    requests = np.array(in_flight)
+    cached_tokens = np.array(fields.pop("cached_tokens", [0] * len(in_flight)))
+    workers = WorkerLoads(names, requests, 100 * requests, cached_tokens)
     return DecodeLoads(workers, **{"step": STEP, **fields})
 
 
@@ -307,8 +311,7 @@ def test_cached_tokens_of_a_whole_engine_take_no_time() -> None:
 
     async def main() -> None:
         service.measured()
-        cached = {"d0": WorkerLoad(0, 0), "d1": WorkerLoad(0, 0, cached_tokens=1900)}
-        service.client.loads = DecodeLoads(cached, cached_share=0.5)
+        service.client.loads = loads(0, 0, cached_tokens=[0, 1900], step=StepLoad(), cached_share=0.5)
         context = await service.send(2000, ttft_s=1.0)
         assert context is not None
         # The rate is that of prompts that are half cached.

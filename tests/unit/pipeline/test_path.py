@@ -20,7 +20,7 @@ from eldr_serve.fleet.kv_usage import KV_USAGE, REPORT_NUMBER, KvUsage
 from eldr_serve.pipeline import kv_release
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.stage_latencies import WINDOW, StageLatencies
-from eldr_serve.request import RequestFields, needs_whole_engine, prompt_head, prompt_key, sequences
+from eldr_serve.request import RequestFields, needs_whole_engine, num_sequences, prompt_head, prompt_key
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from tests.support.fake_router import wait_until
 from tests.support.request_path import (
@@ -218,14 +218,14 @@ async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refus
     full = {KV_USAGE: 1.0, REPORT_NUMBER: 0}
     pipeline = Pipeline(prefill_wait_s=0.2)
     kv_usage = pipeline.prefill.directory.kv_usage = KvUsage(0.9)
-    kv_usage.take({"p0": full, "p1": full})
+    kv_usage.update({"p0": full, "p1": full})
     with pytest.raises(OverloadedError, match="are full"):
         await pipeline.run()
     assert not pipeline.prefill.requests
     assert pipeline.client.events == ["refused_prefill_full"]
     waiting = asyncio.create_task(pipeline.run())
     await asyncio.sleep(0.06)
-    kv_usage.take({"p0": full, "p1": full | {KV_USAGE: 0.5, REPORT_NUMBER: 1}})
+    kv_usage.update({"p0": full, "p1": full | {KV_USAGE: 0.5, REPORT_NUMBER: 1}})
     assert await waiting == b"abc"
     assert [sent.replica for sent in pipeline.prefill.requests] == ["p1"]
 
@@ -408,7 +408,7 @@ async def test_cancellation_cancels_the_call_and_releases_lease_and_blocks(leg: 
     ],
 )
 def test_prompts_and_embeddings_are_counted_as_sequences(fields: dict[str, Any], number: int) -> None:
-    assert sequences(RequestFields(**fields)) == number
+    assert num_sequences(RequestFields(**fields)) == number
 
 
 @pytest.mark.parametrize(

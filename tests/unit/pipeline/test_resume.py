@@ -135,7 +135,7 @@ async def test_a_prefill_replica_is_not_blamed_for_an_attempt_without_it() -> No
     pipeline = Pipeline(prefill=prefill, decode=Engines((3, LOST), (0, refusal(500))))
     context = request_context(stream=False)
     assert b"".join([chunk async for chunk in pipeline.path.generate(context)]) == WHOLE
-    assert context.failures.decode_replicas == ["d0", "d1"]
+    assert context.failures.decode_workers == ["d0", "d1"]
     assert context.failures.prefill_replicas == []
 
 
@@ -145,7 +145,7 @@ async def test_an_answer_resumes_whole_if_prefill_engines_are_full() -> None:
     kv_usage = pipeline.prefill.directory.kv_usage = KvUsage(0.9)
 
     async def decode(sent: Any) -> AsyncIterator[Any]:
-        kv_usage.take({"p0": full, "p1": full})
+        kv_usage.update({"p0": full, "p1": full})
         async for chunk in engines(sent):
             yield chunk
 

@@ -69,19 +69,19 @@ async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_engine() -
     decode.lost = {"d1"}  # no channel to it yet
     running = asyncio.create_task(warm.run())
     await asyncio.sleep(0)
-    assert warm.awaited == "the engines are not up yet"
+    assert warm.not_ready_reason == "the engines are not up yet"
     up.set()
     await wait_until(lambda: warm.pairs == 1)
-    assert warm.awaited == "1 of 2 pairs of engines are warm"
+    assert warm.not_ready_reason == "1 of 2 pairs of engines are warm"
     decode.lost = set()
-    await wait_until(lambda: warm.awaited is None)
+    await wait_until(lambda: warm.not_ready_reason is None)
     decode.lost = {"d2"}
     decode.directory.publish({"d0": {}, "d1": {}, "d2": {}})  # a third one, which is cold
-    assert (warm.ready, warm.awaited) == (False, None)
+    assert (warm.ready, warm.not_ready_reason) == (False, None)
     prefill.directory.publish({})  # requests run whole
-    assert warm.awaited is None
+    assert warm.not_ready_reason is None
     decode.directory.publish({"d2": {}})
-    assert warm.awaited == "no decode engine is up"
+    assert warm.not_ready_reason == "no decode engine is up"
     running.cancel()
 
 

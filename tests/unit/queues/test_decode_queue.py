@@ -285,7 +285,7 @@ class Conservation(RuleBasedStateMachine):
         assert not self.state.queue_size or not self.workers or status["policy"] == SLOTS
         for client in {lease.ingress for lease in self.state.placer.queue.values()}:
             for worker in status["workers"]:
-                if worker["replica"] in self.reachable(client):
+                if worker["worker"] in self.reachable(client):
                     assert worker["in_flight"] >= status["parameters"]["slots"]
 
     @invariant()

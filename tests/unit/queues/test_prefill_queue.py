@@ -87,7 +87,7 @@ class Ingress:
 
     def send(self, tokens: int, key: int, began: Callable[[float], None] = lambda at_s: None) -> int | None:
         """Send a prompt; return the seconds until a retry, or None if it was accepted."""
-        if not self.queues.with_room(["p"], key):
+        if not self.queues.workers_with_room(["p"], key):
             self.refused += 1
             return self.queues.retry_s(["p"], tokens, key)
         ticket = self.queues.enter("p", tokens, key)
@@ -227,7 +227,7 @@ def test_cancelled_prompts_do_not_count_as_computed() -> None:
 def test_a_prompt_without_a_replica_counts_in_all_queues() -> None:
     queues = PrefillQueues(10.0, clock=Clock())
     tickets = []
-    while queues.with_room(["a", "b"], 0):
+    while queues.workers_with_room(["a", "b"], 0):
         tickets.append(queues.enter(None, 1000, 0))
     assert len(tickets) == 2 * 10 + 1
     queues.assign(tickets[0], "a")
@@ -235,7 +235,7 @@ def test_a_prompt_without_a_replica_counts_in_all_queues() -> None:
     for ticket in tickets:
         queues.leave(ticket)
     assert queues.wait_s("a") == 0.0
-    assert queues.with_room(["a", "b"], 0) == ["a", "b"]
+    assert queues.workers_with_room(["a", "b"], 0) == ["a", "b"]
 
 
 def test_old_reports_expire() -> None:
@@ -243,9 +243,9 @@ def test_old_reports_expire() -> None:
     sent = {"number": 1, "tokens": 10**6, "rate": 1000.0, "callers": 2, "calls": 9, "new": 1}
     reports = {"p": QueueReport.parse(sent)}
     queues = PrefillQueues(BOUND_S, reports=lambda: reports, clock=clock)
-    assert queues.with_room(["p"], 0) == []
+    assert queues.workers_with_room(["p"], 0) == []
     clock.now += 11.0
-    assert queues.with_room(["p"], 0) == ["p"]
+    assert queues.workers_with_room(["p"], 0) == ["p"]
 
 
 @pytest.mark.parametrize(("measured_s", "longest_s"), [(0.0, 30), (5.0, 130)])

@@ -120,7 +120,7 @@ async def test_a_lost_core_recovers_only_after_a_successful_ping(replica: tuple[
     server._engine.runs.set()
     pings = server._engine.pings
     await wait_until(lambda: server._engine.pings > pings + 2)
-    assert "answered nothing" in server._engine_watch.lost
+    assert "answered nothing" in server._engine_watch.lost_reason
     server._engine.pings_fail = False
     (await reconnect(server)).close("the test ends")
 
@@ -142,7 +142,7 @@ async def test_a_stopped_core_process_is_lost_before_the_limit(
             with pytest.raises(ChannelLostError):
                 async with asyncio.timeout(10):
                     await call.read()
-            assert server._engine_watch.lost == f"process {process.pid} of its core is stopped"
+            assert server._engine_watch.lost_reason == f"process {process.pid} of its core is stopped"
             process.send_signal(signal.SIGCONT)
             server._engine.runs.set()
             (await reconnect(server)).close("the test ends")
@@ -190,7 +190,7 @@ async def test_an_engine_may_compile_before_its_first_answer(replica: tuple[Any,
     assert channel.open
     server._engine.runs.set()
     assert await call.read()
-    await wait_until(lambda: server._engine_watch.proven)
+    await wait_until(lambda: server._engine_watch.has_answered)
 
 
 async def test_time_while_the_replica_itself_is_stopped_does_not_count(replica: tuple[Any, Channel]) -> None:

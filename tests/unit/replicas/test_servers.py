@@ -97,9 +97,10 @@ async def test_the_router_is_looked_up_again_only_after_it_died(reporting: pytes
 async def test_steps_of_a_failed_report_are_in_the_next_one(reporting: pytest.MonkeyPatch) -> None:
     actor = router(*[ActorUnavailableError("test", None)] * 2)
     await report(reporting, lambda name: actor, lambda: actor.reports() >= 5)
-    reports = [(call.args[0].steps, call.args[1]) for call in actor.observe_steps.remote.await_args_list]
-    assert reports[:5] == [(steps, "r0") for steps in (1, 2, 3, 1, 1)]
-    assert actor.observe_steps.remote.await_args.args[2] == (32, 960)
+    reports = [call.args[0] for call in actor.observe_steps.remote.await_args_list]
+    assert [list(steps) for steps in reports[:5]] == [["r0"]] * 5
+    assert [steps["r0"].steps for steps in reports[:5]] == [1, 2, 3, 1, 1]
+    assert actor.observe_steps.remote.await_args.args[1] == (32, 960)
 
 
 async def test_an_engine_reports_all_cached_blocks_until_the_router_knows_them(
@@ -107,7 +108,7 @@ async def test_an_engine_reports_all_cached_blocks_until_the_router_knows_them(
 ) -> None:
     actor = router(ActorUnavailableError("test", None), KNOWN, KNOWN, UNKNOWN)
     await report(reporting, lambda name: actor, lambda: actor.reports() >= 7)
-    whole = [call.args[3].whole for call in actor.observe_steps.remote.await_args_list]
+    whole = [call.args[2].whole for call in actor.observe_steps.remote.await_args_list]
     assert whole[:7] == [True, True, False, False, True, False, False]
 
 

@@ -134,9 +134,9 @@ def test_a_request_that_ends_soon_may_overflow_a_margin(ends: bool, chosen: int)
 def test_without_ends_only_the_projection_shrinks() -> None:
     tokens, stays = np.array([5.0, 7.0]), np.array([1, 3])
     ending, constant = (Newcomers(tokens, stays, 3, end=end) for end in (True, False))
-    assert constant.added.tolist() == [[5] * 4, [7] * 4]
-    assert ending.added.tolist() == [[5, 5, 0, 0], [7] * 4]
-    assert constant.grown.tolist() == ending.grown.tolist() == [[5, 6, 0, 0], [7, 8, 9, 10]]
+    assert constant.counted_tokens.tolist() == [[5] * 4, [7] * 4]
+    assert ending.counted_tokens.tolist() == [[5, 5, 0, 0], [7] * 4]
+    assert constant.kv_tokens.tolist() == ending.kv_tokens.tolist() == [[5, 6, 0, 0], [7, 8, 9, 10]]
 
 
 def test_a_request_is_overtaken_a_limited_number_of_times() -> None:

@@ -48,7 +48,7 @@ class Running(RuleBasedStateMachine):
 
     @rule(refresh=st.integers(1, 8), remaining=st.floats(0, 50))
     def refresh(self, refresh: int, remaining: float) -> None:
-        rows = self.running.stale(refresh)
+        rows = self.running.stale_rows(refresh)
         due = {
             name
             for name, r in self.held.items()
@@ -97,14 +97,14 @@ def test_admissions_within_a_dispatch_equal_a_new_projection() -> None:
     running = RunningRequests(H)
     for i in range(20):
         running.add(str(i), i % WORKERS, int(rng.integers(1, 99)), max_new_tokens=99, key=None)
-    rows = running.stale(5)
+    rows = running.stale_rows(5)
     running.set_remaining(rows, rng.uniform(1, H, len(rows)))
     slots = Slots(np.full(WORKERS, 9), running.project(WORKERS)[0])
     for i in range(12):
         tokens = rng.integers(0, 80, int(rng.integers(1, 3)))
         stays = rng.integers(1, H + 1, len(tokens))
-        worker = slots.next()
-        slots.admit(worker, Newcomers(tokens.astype(float), stays, H).grown)
+        worker = slots.choose_worker()
+        slots.admit(worker, Newcomers(tokens.astype(float), stays, H).kv_tokens)
         for n, prompt in enumerate(tokens.tolist()):
             running.add(f"new{i}.{n}", worker, prompt, max_new_tokens=99, key=None)
             row = np.array([len(running) - 1])

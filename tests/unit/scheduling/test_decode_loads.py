@@ -1,13 +1,14 @@
 """The time of a step with another request, from the router's loads and the engines' step records."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from eldr_serve.router.decode_loads import decode_loads
 from eldr_serve.router.messages import decoder, encode
-from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, StepSums, WorkerLoad, prompt_blocks
+from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, StepSums, WorkerLoads, prompt_blocks
 from tests.support.fake_router import place_one, router_and_client, router_state
 
 COST = StepCost(fixed_s=4e-3, per_request_s=1e-4, per_kv_token_s=1e-6, per_expert_s=5e-5)
@@ -49,8 +50,13 @@ def test_nothing_is_predicted_without_a_cost() -> None:
 def test_loads_travel_as_messages() -> None:
     cost = StepCost(batch_s={1: 0.0, 8: 1e-3})
     assert cost.seconds(2, 0, 0) > 0  # and caches a table
-    loads = DecodeLoads({"r0": WorkerLoad(3, 70, 16)}, 2, StepLoad(cost, 64, 0.9, 5.0), 0.25)
-    assert decoder(DecodeLoads)(encode(loads)) == loads
+    columns = {"in_flight": [3], "kv_tokens": [70], "cached_tokens": [16]}
+    workers = WorkerLoads(("r0",), **{name: np.array(column) for name, column in columns.items()})
+    loads = DecodeLoads(workers, 2, StepLoad(cost, 64, 0.9, 5.0), 0.25)
+    copy = decoder(DecodeLoads)(encode(loads))
+    assert replace(copy, workers=workers) == loads
+    assert copy.workers.rows == {"r0": 0}
+    assert {name: getattr(copy.workers, name).tolist() for name in columns} == columns
 
 
 def _blocks(tokens: int) -> Iterator[object]:
@@ -63,10 +69,11 @@ async def test_the_router_answers_with_loads_cost_and_cached_tokens() -> None:
         place_one(actor.state, "a", blocks=_blocks(33), prompt_tokens=33)
         (busy,) = (lease.worker for lease in actor.running.values())
         loads = await client.decode_loads(_blocks(65))
-        assert loads.workers[busy] == WorkerLoad(1, 33, 32)
-        assert {load.in_flight for name, load in loads.workers.items() if name != busy} == {0}
+        workers, row = loads.workers, loads.workers.rows[busy]
+        assert (workers.in_flight[row], workers.kv_tokens[row], workers.cached_tokens[row]) == (1, 33, 32)
+        assert workers.in_flight.sum() == 1
         assert loads.step.cost == COST
-        assert (await client.decode_loads(None)).workers[busy].cached_tokens == 0
+        assert not (await client.decode_loads(None)).workers.cached_tokens.any()
         actor.state.finish("a")
 
 

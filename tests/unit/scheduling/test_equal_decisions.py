@@ -207,7 +207,7 @@ def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, A
     )
     outcome = simulate(
         requests,
-        make_policy(policy, **parameters).with_table(unit_table(4)),
+        make_policy(policy, **parameters).set_table(unit_table(4)),
         cluster,
         experts=experts,
         changes=[

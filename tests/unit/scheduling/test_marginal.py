@@ -486,6 +486,6 @@ def test_old_steps_lose_weight() -> None:
     old, new = StepCost(1e-3, 1e-4, 0.0, 9e-5), StepCost(1e-3, 1e-4, 0.0, 1e-5)
     sums = StepSums.from_steps(*records(old, 500))
     for _ in range(8):
-        sums = sums.faded(0.3) + StepSums.from_steps(*records(new, 500))
+        sums = sums.scale(0.3) + StepSums.from_steps(*records(new, 500))
     fitted = sums.fit()
     assert fitted.per_expert_s == pytest.approx(1e-5, rel=0.1)

@@ -43,7 +43,7 @@ def test_each_load_policy_chooses_by_its_own_measure() -> None:
 
 
 def test_domain_goes_to_the_clusters_of_its_name() -> None:
-    policy = make_policy("domain").with_table(unit_table(3))
+    policy = make_policy("domain").set_table(unit_table(3))
     assert policy.select(request(domain="domain2"), loads(0, 0, 5), RNG).worker == 2
     assert policy.select(request(), loads(4, 0, 5), RNG).reason == "no-domain"
     unknown = [policy.select(request(domain="other"), loads(0, 0, 0), RNG) for _ in range(5)]
@@ -77,7 +77,7 @@ def test_a_division_of_workers_is_whole_and_fair(mix: dict[str, float], workers:
 
 
 def test_a_load_cap_removes_full_workers_from_the_band() -> None:
-    capped = make_policy("locality-band", band=0.1, max_load_ratio=1.5).with_table(unit_table(3))
+    capped = make_policy("locality-band", band=0.1, max_load_ratio=1.5).set_table(unit_table(3))
     assert choose(capped, [1.0, 0.95, 0.0], 8, 2, 2).worker == 1
     decision = choose(capped, [1.0, 0.0, 0.0], 8, 3, 2)
     assert (decision.worker, decision.reason) == (2, "load-cap")
@@ -103,7 +103,7 @@ def test_the_least_loaded_worker_within_the_band_is_chosen(
     similarity: list[float], in_flight: list[int], width: float | None
 ) -> None:
     k = len(similarity)
-    policy = make_policy("locality-band", band=width).with_table(unit_table(k, band=0.5))
+    policy = make_policy("locality-band", band=width).set_table(unit_table(k, band=0.5))
     decision = choose(policy, similarity, *in_flight)
     if not any(similarity):
         assert decision.reason == "no-counts"
@@ -129,14 +129,14 @@ def test_the_least_loaded_worker_within_the_band_is_chosen(
     ],
 )
 def test_load_decides_without_usable_counts(fields: dict[str, Any], table: bool, reason: str) -> None:
-    policy = make_policy("locality-band").with_table(unit_table(3) if table else None)
+    policy = make_policy("locality-band").set_table(unit_table(3) if table else None)
     decision = policy.select(request(**fields), loads(2, 1, 0), RNG)
     assert (decision.worker, decision.reason, decision.similarity) == (2, reason, None)
 
 
 def test_counts_and_their_encoding_give_the_same_placement() -> None:
     table = unit_table(3)
-    policy = make_policy("locality-band").with_table(table)
+    policy = make_policy("locality-band").set_table(table)
     for signature in (counts_for(2), table.spec.encode(counts_for(2))):
         assert policy.select(request(expert_counts=signature), loads(0, 0, 0), RNG).worker == 2
 

@@ -18,7 +18,7 @@ from eldr_serve.scheduling.parameters import MAX_COUNT, Count, Weight
 from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers, Slots, dispatch
 from eldr_serve.scheduling.policies.balance_route.fscore import MAX_CANDIDATES, FScore
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
-from eldr_serve.scheduling.policies.base import QueuedPolicy, available
+from eldr_serve.scheduling.policies.base import QueuedPolicy, available_workers
 from eldr_serve.scheduling.policies.predictors import Predictor, predictor_class
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
@@ -83,7 +83,7 @@ class BalanceRoute(QueuedPolicy):
         return self.parameters.queue
 
     def _score(self, num_workers: int) -> FScore:
-        return FScore.present(num_workers)
+        return FScore.for_present(num_workers)
 
     def _project(self, loads: Loads) -> NDArray[np.float64]:
         """Return the projected KV tokens of each worker, float64[W, H+1]."""
@@ -93,7 +93,7 @@ class BalanceRoute(QueuedPolicy):
         return Newcomers(prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available(loads)
+        workers = available_workers(loads)
         candidates = workers
         if not self.parameters.queue:
             max_in_flight = self.parameters.slots + self.parameters.overcommit
@@ -112,14 +112,13 @@ class BalanceRoute(QueuedPolicy):
         overtaken = self._overtaken_by_index(waiting)
         overdue = [index for index, times in overtaken.items() if times >= p.max_overtakes]
         # Requests further back in a deep queue cannot be selected now.
-        others = (index for index in range(len(waiting)) if overtaken.get(index, 0) < p.max_overtakes)
-        reachable = overdue + list(islice(others, max(p.lookahead, p.candidates) + int(free.sum())))
-        requests = [waiting[index] for index in reachable]
-        placed = [
-            (reachable[column], row)
-            for column, row in self._fill(requests, len(overdue), loads, workers, free)
+        punctual = (index for index in range(len(waiting)) if overtaken.get(index, 0) < p.max_overtakes)
+        indices = overdue + list(islice(punctual, max(p.lookahead, p.candidates) + int(free.sum())))
+        requests = [waiting[index] for index in indices]
+        assignments = [
+            (indices[column], row) for column, row in self._fill(requests, len(overdue), loads, workers, free)
         ]
-        admitted = sorted(index for index, _ in placed)
+        admitted = sorted(index for index, _ in assignments)
         for index in range(admitted[-1]):
             overtaken[index] = overtaken.get(index, 0) + len(admitted) - bisect_right(admitted, index)
         for index in admitted:
@@ -127,7 +126,7 @@ class BalanceRoute(QueuedPolicy):
         self._overtaken = {waiting[index].request_id: times for index, times in overtaken.items()}
         return [
             (index, Decision(int(workers[row]), num_candidates=len(workers), reason=self.name))
-            for index, row in placed
+            for index, row in assignments
         ]
 
     def _overtaken_by_index(self, waiting: Sequence[PlacementRequest]) -> dict[int, int]:
@@ -203,7 +202,7 @@ class BalanceRouteHorizon(BalanceRoute):
 
         @field_validator("predictor")
         @classmethod
-        def _known(cls, predictor: str) -> str:
+        def _can_be_loaded(cls, predictor: str) -> str:
             predictor_class(predictor)
             return predictor
 
@@ -212,7 +211,7 @@ class BalanceRouteHorizon(BalanceRoute):
     def __init__(self, **parameters: Any) -> None:
         super().__init__(**parameters)
         p = self.parameters
-        self._discounted = FScore.discounted(p.horizon, p.gamma, p.alpha, p.beta)
+        self._horizon_score = FScore.for_horizon(p.horizon, p.gamma, p.alpha, p.beta)
         self._forecast = Forecast(p.horizon, p.predictor, p.refresh, p.gate)
 
     @property
@@ -238,14 +237,14 @@ class BalanceRouteHorizon(BalanceRoute):
         self._forecast.on_progress(generated_tokens)
 
     def _score(self, num_workers: int) -> FScore:
-        return self._discounted
+        return self._horizon_score
 
     def _project(self, loads: Loads) -> NDArray[np.float64]:
         return self._forecast.project(loads)
 
     def _newcomers(self, waiting: Sequence[PlacementRequest]) -> Newcomers:
-        stays, ends = self._forecast.stays(waiting), self.parameters.new_requests_end
-        return Newcomers(prompt_tokens(waiting), stays, self._forecast.horizon, end=ends)
+        steps, end = self._forecast.expected_steps(waiting), self.parameters.new_requests_end
+        return Newcomers(prompt_tokens(waiting), steps, self._forecast.horizon, end=end)
 
 
 def _best_worker(
@@ -262,7 +261,7 @@ def _best_worker(
     Args:
         projected: projected KV tokens of all workers, float64[W, H+1].
     """
-    envelope = projected[available(loads)].max(axis=0)
+    envelope = projected[available_workers(loads)].max(axis=0)
     margins = envelope - projected[candidates]
     value = score(np.full((1, margins.shape[1]), request.prompt_tokens), margins)
     order = np.lexsort((loads.in_flight[candidates], -margins.min(axis=1), -value))

@@ -85,15 +85,15 @@ class BalanceBand(BalanceRouteHorizon):
             self._active.idle[workers],
             self._active.union[workers],
         )
-        band = self.parameters.band_tokens * self._discounted.gain
+        band = self.parameters.band_tokens * self._horizon_score.gain
         assigned: list[tuple[int, int]] = []
         for columns in np.split(np.arange(len(waiting)), [overdue]):
             while len(columns) and free.any():
                 if len(waiting) - len(assigned) <= free.sum():
-                    worker, column = batches.cheapest(int(columns[0]), self._cost), int(columns[0])
+                    worker, column = batches.cheapest_worker(int(columns[0]), self._cost), int(columns[0])
                 else:
                     worker, column = batches.best_pair(
-                        columns[: self.parameters.lookahead], self._discounted, band
+                        columns[: self.parameters.lookahead], self._horizon_score, band
                     )
                 batches.admit(worker, column)
                 columns = columns[columns != column]
@@ -144,7 +144,7 @@ class _Batches:
         self._in_flight, self._kv_tokens, self._idle, self._union = in_flight, kv_tokens, idle, union
         self._added = idle @ p.T  # experts that each request would add to each worker, [W, n]
 
-    def cheapest(self, request: int, cost: StepCost) -> int:
+    def cheapest_worker(self, request: int, cost: StepCost) -> int:
         """Return the free worker where the request adds the least decode time over all requests."""
         added_s, _ = cost.added_seconds(
             self._in_flight,
@@ -160,20 +160,20 @@ class _Batches:
 
         Excess experts are those added beyond the minimum over all workers.
         """
-        open_ = np.flatnonzero(self._free)
-        margins = self._kv_tokens.max(axis=0) - self._kv_tokens[open_]
-        value = score(self._newcomers.added[requests], margins[:, None])
+        free_workers = np.flatnonzero(self._free)
+        margins = self._kv_tokens.max(axis=0) - self._kv_tokens[free_workers]
+        value = score(self._newcomers.counted_tokens[requests], margins[:, None])
         added = self._added[:, requests]
-        excess = (added - added.min(axis=0))[open_]
+        excess = (added - added.min(axis=0))[free_workers]
         excess[value < value.max() - band] = np.inf
         row, column = np.unravel_index(int(excess.argmin()), excess.shape)
-        return int(open_[row]), int(requests[column])
+        return int(free_workers[row]), int(requests[column])
 
     def admit(self, worker: int, request: int) -> None:
         """Add the request to the worker's batch."""
         self._free[worker] -= 1
         self._in_flight[worker] += 1
-        self._kv_tokens[worker] += self._newcomers.grown[request]
+        self._kv_tokens[worker] += self._newcomers.kv_tokens[request]
         self._union[worker] += self._added[worker, request]
         self._idle[worker] *= 1 - self._p[request]
         self._added[worker] = self._idle[worker] @ self._p.T

@@ -21,7 +21,7 @@ class Slots:
         self._loads = loads
         self._envelope = loads.max(axis=0)
 
-    def next(self) -> int:
+    def choose_worker(self) -> int:
         """Return the worker with the most free slots; the largest minimum margin breaks ties."""
         most_free = np.flatnonzero(self.free == self.free.max())
         if len(most_free) == 1:
@@ -33,14 +33,14 @@ class Slots:
         margins: NDArray[np.float64] = self._envelope - self._loads[worker]
         return margins
 
-    def admit(self, worker: int, grown: NDArray[np.float64]) -> None:
+    def admit(self, worker: int, kv_tokens: NDArray[np.float64]) -> None:
         """Add requests to a worker.
 
         Args:
-            grown: float64[n, H+1], their KV tokens h steps ahead.
+            kv_tokens: float64[n, H+1], their KV tokens h steps ahead.
         """
-        self.free[worker] -= len(grown)
-        self._loads[worker] += grown.sum(axis=0)
+        self.free[worker] -= len(kv_tokens)
+        self._loads[worker] += kv_tokens.sum(axis=0)
         np.maximum(self._envelope, self._loads[worker], out=self._envelope)
 
 
@@ -49,22 +49,22 @@ class Newcomers:
 
     Args:
         tokens: float64[n], prompt tokens.
-        stays: int64[n], expected decode steps; H or more: beyond the horizon.
+        steps: int64[n], expected decode steps; H or more: beyond the horizon.
         horizon: H.
         end: whether F counts the tokens only until the expected end; false: at every step, as in the paper.
 
     Attributes:
-        added: float64[n, H+1], prompt tokens while the request runs, the input of F.
-        grown: float64[n, H+1], KV tokens h steps ahead.
+        counted_tokens: float64[n, H+1], prompt tokens while the request runs, the input of F.
+        kv_tokens: float64[n, H+1], KV tokens h steps ahead.
     """
 
     def __init__(
-        self, tokens: NDArray[np.float64], stays: NDArray[np.int64], horizon: int, *, end: bool = True
+        self, tokens: NDArray[np.float64], steps: NDArray[np.int64], horizon: int, *, end: bool = True
     ) -> None:
         ahead = np.arange(horizon + 1)
-        running = ahead <= stays[:, None]
-        self.added: NDArray[np.float64] = tokens[:, None] * (running | (not end))
-        self.grown: NDArray[np.float64] = (tokens[:, None] + ahead) * running
+        running = ahead <= steps[:, None]
+        self.counted_tokens: NDArray[np.float64] = tokens[:, None] * (running | (not end))
+        self.kv_tokens: NDArray[np.float64] = (tokens[:, None] + ahead) * running
 
 
 def dispatch(
@@ -89,16 +89,16 @@ def dispatch(
         (request, worker), in the order of placing.
     """
     assigned: list[tuple[int, int]] = []
-    indices = list(range(len(newcomers.added)))
+    indices = list(range(len(newcomers.counted_tokens)))
     for waiting in (indices[:overdue], indices[overdue:]):
         while waiting and slots.free.any():
-            worker = slots.next()
+            worker = slots.choose_worker()
             # Stage 1, many free slots: one request. Stage 2: the best set that fits the worker's slots.
             limit = 1 if slots.free.sum() > threshold else int(slots.free[worker])
             head = waiting[: lookahead if limit == 1 else candidates]
-            chosen = _best_set(newcomers.added[head], limit, score, slots.margins(worker))
+            chosen = _best_set(newcomers.counted_tokens[head], limit, score, slots.margins(worker))
             requests = [head[position] for position in chosen]
-            slots.admit(worker, newcomers.grown[requests])
+            slots.admit(worker, newcomers.kv_tokens[requests])
             assigned += [(request, worker) for request in requests]
             for position in reversed(chosen):
                 del waiting[position]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.scheduling.policies.balance_route.projection import FinishedRequest, RunningRequests
-from eldr_serve.scheduling.policies.predictors import Guarded, Predictor, predictor_class
+from eldr_serve.scheduling.policies.predictors import GuardedPredictor, Predictor, predictor_class
 from eldr_serve.scheduling.types import Loads, PlacementRequest
 
 
@@ -28,7 +28,7 @@ class Forecast:
         self._gate = gate
         self._running = RunningRequests(horizon)
         self._finished: dict[str, FinishedRequest] = {}  # since the last prediction; may be placed again
-        self._guard = Guarded(predictor_class(predictor)(horizon), horizon)
+        self._guard = GuardedPredictor(predictor_class(predictor)(horizon), horizon)
 
     @property
     def predictor(self) -> Predictor:
@@ -36,7 +36,7 @@ class Forecast:
 
     @predictor.setter
     def predictor(self, predictor: Predictor) -> None:
-        self._guard = Guarded(predictor, self.horizon)
+        self._guard = GuardedPredictor(predictor, self.horizon)
 
     @property
     def predictor_failures(self) -> int:
@@ -74,17 +74,17 @@ class Forecast:
         projected += unknown[:, None] * np.arange(self.horizon + 1)
         return np.maximum(projected, 0.0, out=projected)
 
-    def stays(self, waiting: Sequence[PlacementRequest]) -> NDArray[np.int64]:
+    def expected_steps(self, waiting: Sequence[PlacementRequest]) -> NDArray[np.int64]:
         """Return the expected decode steps of requests that are not yet placed, int64[n], at most H."""
         by_request = self._guard.keyed_by_request
         keys = [request.request_id if by_request else request.prompt_key for request in waiting]
         tokens = np.array([request.prompt_tokens for request in waiting], np.int64)
         limits = np.array([request.max_new_tokens or self.horizon for request in waiting])
-        expected = self._expected(np.zeros(len(waiting), np.int64), keys, tokens)
+        expected = self._expected_tokens(np.zeros(len(waiting), np.int64), keys, tokens)
         steps = np.clip(np.minimum(np.rint(expected), limits), 1, self.horizon)
         return np.asarray(steps, np.int64)
 
-    def _expected(
+    def _expected_tokens(
         self, ages: NDArray[np.int64], keys: list[str | None], prompt_tokens: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Return r of each request, float64[n]: p * mu + (1 - p) * H if p reaches the gate, else H."""
@@ -101,9 +101,10 @@ class Forecast:
                 key = request if by_request else finished.key
                 self._guard.learn(key, finished.prompt_tokens, finished.generated_tokens)
         self._finished.clear()
-        rows = running.stale(self._refresh)
+        rows = running.stale_rows(self._refresh)
         if not len(rows):
             return
         names = running.ids if by_request else running.keys
         keys = [names[row] for row in rows.tolist()]
-        running.set_remaining(rows, self._expected(running.age[rows], keys, running.prompt_tokens[rows]))
+        remaining = self._expected_tokens(running.age[rows], keys, running.prompt_tokens[rows])
+        running.set_remaining(rows, remaining)

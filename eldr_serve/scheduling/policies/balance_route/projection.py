@@ -115,7 +115,7 @@ class RunningRequests:
             changed = np.array(rows, np.int64)
             self.age[changed[:, 0]] = changed[:, 1]
 
-    def stale(self, refresh: int) -> NDArray[np.int64]:
+    def stale_rows(self, refresh: int) -> NDArray[np.int64]:
         """Return rows whose r was never set, was set `refresh` tokens ago or has run out (section C.2.3)."""
         predicted_at, age = self._predicted_at, self.age
         return np.flatnonzero(
