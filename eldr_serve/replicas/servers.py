@@ -71,11 +71,11 @@ class EngineServer:
         with restore_log_handlers():
             self._engine = await engine(llm_config)
         self._tasks = [start_supervised("the watch of the event loop", LoopWatch(self._role).run)]
-        limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
+        max_calls = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
         self._address, self._channel = await open_channel(
             self._answer,
-            describe=self._describe,
-            limit=limit,
+            error_response=self._error_response,
+            max_calls=max_calls,
             limited_methods=SLOT_METHODS,
             report=self.report,
         )
@@ -98,7 +98,7 @@ class EngineServer:
         """Send the engine's answer; return its report on the call."""
         return await self._engine.generate(request, send)
 
-    def _describe(self, error: Exception) -> tuple[int, bytes]:
+    def _error_response(self, error: Exception) -> tuple[int, bytes]:
         status, body = describe(error, self._engine)
         if status >= 500 and not isinstance(error, RequestRefusedError):
             self._engine_watch.check_soon()

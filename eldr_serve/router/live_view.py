@@ -52,13 +52,13 @@ class LiveView:
 
     # -- events of the router ------------------------------------------------------------------------
 
-    def placed(self, leases: Iterable[Lease]) -> None:
+    def add_leases(self, leases: Iterable[Lease]) -> None:
         """Add requests that have been placed."""
         for lease in leases:
             self._number += 1
             self._drawn.append(_DrawnRequest(self._number, lease))
 
-    def answered(self, answers: Iterable[StreamLatencies]) -> None:
+    def add_answers(self, answers: Iterable[StreamLatencies]) -> None:
         """Add streams that have ended."""
         now = self._clock()
         self._answers.extend((now, answer) for answer in answers)
@@ -72,7 +72,7 @@ class LiveView:
         """Discard the steps of other workers."""
         self._steps = {name: reports for name, reports in self._steps.items() if name in workers}
 
-    def changed(self, policy: str, table: CentroidTable | None, table_version: int) -> None:
+    def record_change(self, policy: str, table: CentroidTable | None, table_version: int) -> None:
         """Record new settings."""
         self._changes.append((self._clock(), policy))
         self._table = None if table is None else (table, table_version)

@@ -22,22 +22,22 @@ class RouterMetrics:
         self._seen: Counts[str] = Counts()
         self._created: set[str] = set()
 
-    def placed(self, state: RouterState, seconds: float) -> None:
+    def record_placement(self, state: RouterState, seconds: float) -> None:
         """Record the placement of a batch of requests, which took `seconds`."""
         self._ray_metrics["eldr_route_seconds"].observe(seconds, {"policy": state.settings.policy})
 
-    def leased(self, state: RouterState, leases: Iterable[Lease]) -> None:
+    def record_leases(self, state: RouterState, leases: Iterable[Lease]) -> None:
         """Record new leases."""
         tags = {"policy": state.settings.policy}
         for lease in leases:
             self._ray_metrics["eldr_candidates"].observe(lease.num_candidates, tags)
 
-    def waited(self, state: RouterState, lease: Lease) -> None:
+    def record_wait(self, state: RouterState, lease: Lease) -> None:
         """Record the wait of a lease from the decode queue."""
         tags = {"policy": state.settings.policy}
         self._ray_metrics["eldr_decode_queue_wait_seconds"].observe(lease.waited_s, tags)
 
-    def answered(self, state: RouterState, streams: Iterable[StreamLatencies]) -> None:
+    def record_streams(self, state: RouterState, streams: Iterable[StreamLatencies]) -> None:
         """Record finished streams."""
         tags = {"policy": state.settings.policy}
         for stream in streams:

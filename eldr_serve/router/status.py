@@ -75,8 +75,8 @@ def _layers(state: RouterState) -> int | None:
 
 
 def _workers(state: RouterState) -> list[dict[str, Any]]:
-    loads = state.placer.loads()
-    domains = None if state.table is None else state.table.domains
+    loads, table = state.placer.loads(), state.live_settings.table
+    domains = None if table is None else table.domains
     return [
         {
             "worker": position,
@@ -92,7 +92,7 @@ def _workers(state: RouterState) -> list[dict[str, Any]]:
 
 
 def _table(state: RouterState) -> dict[str, Any] | None:
-    table = state.table
+    table = state.live_settings.table
     if table is None:
         return None
     return {

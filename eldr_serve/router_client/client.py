@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from eldr_serve.channel import CallFailedError, OpenCall
 from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.supervision import start_supervised
+from eldr_serve.router import methods
 from eldr_serve.router.messages import (
     Counted,
     IngressReport,
@@ -121,28 +122,29 @@ class RouterClient:
     # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------
 
     async def status(self) -> dict[str, Any]:
-        return cast(dict[str, Any], await self._link.call("status"))
+        return await self._link.call(methods.STATUS, methods.NoArguments())
 
     async def live(self) -> dict[str, Any]:
-        return cast(dict[str, Any], await self._link.call("live"))
+        return await self._link.call(methods.LIVE, methods.NoArguments())
 
     async def router_settings(self) -> Settings:
         """Return the live settings at the actor, which may be newer than `settings`."""
-        return cast(Settings, await self._link.call("settings"))
+        return await self._link.call(methods.SETTINGS, methods.NoArguments())
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
-        return cast(Settings, await self._link.call("set_policy", policy, parameters))
+        return await self._link.call(methods.SET_POLICY, methods.PolicyArguments(policy, parameters))
 
     async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
-        return cast(Settings, await self._link.call("set_shadow", shadow))
+        return await self._link.call(methods.SET_SHADOW, methods.ShadowArguments(shadow))
 
     async def swap_table(self, table: bytes) -> Settings:
         await self._send_shape()
-        return cast(Settings, await self._link.call("swap_table", table))
+        return await self._link.call(methods.SWAP_TABLE, methods.TableArguments(table))
 
     async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
         await self._send_shape()
-        return cast(Settings, await self._link.call("swap_predictor", predictor, tokenizer))
+        arguments = methods.PredictorArguments(predictor, tokenizer)
+        return await self._link.call(methods.SWAP_PREDICTOR, arguments)
 
     async def expect_counts(self, num_layers: int, num_experts: int) -> None:
         self.scorer.shape = (num_layers, num_experts)
@@ -151,14 +153,14 @@ class RouterClient:
     async def _send_shape(self) -> None:
         """Send the shape of expert counts; a restarted actor does not know it."""
         if self.scorer.shape is not None:
-            await self._link.call("expect_counts", *self.scorer.shape)
+            await self._link.call(methods.EXPECT_COUNTS, methods.CountsShape(*self.scorer.shape))
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
-        return cast(dict[str, Usage], await self._link.call("share_limits", ingress, usage))
+        return await self._link.call(methods.SHARE_LIMITS, methods.UsageArguments(ingress, usage))
 
     async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
         """Return the loads of all decode workers; see DecodeRouter.decode_loads."""
-        return cast(DecodeLoads, await self._link.call("decode_loads", blocks))
+        return await self._link.call(methods.DECODE_LOADS, methods.BlocksArguments(blocks))
 
     @property
     def queue_wait_s(self) -> float:

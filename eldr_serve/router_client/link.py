@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from eldr_serve.channel import Channel, OpenCall
 from eldr_serve.router.messages import IngressReport, Place, Restore, Settings, Workers, decoder, encode
+from eldr_serve.router.methods import Arguments, Result, RouterMethod
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.local_fallback import LiveWorkers
 from eldr_serve.router_client.scorer import Scorer
@@ -92,11 +93,11 @@ class RouterLink:
                 await task
         self._calls.close()
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call any other method of the actor (status, set_policy, swap_table)."""
+    async def call(self, method: RouterMethod[Arguments, Result], arguments: Arguments) -> Result:
+        """Call a method of the actor and return its result; see RouterCalls.call."""
         # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer.
         async with asyncio.timeout(10 * self._timeout_s):
-            return await self._calls.call(method, *args)
+            return await self._calls.call(method, arguments)
 
     def place(
         self, message: Place, on_message: Callable[[bytes], None], on_failed: Callable[[Exception], None]

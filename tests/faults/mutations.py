@@ -165,8 +165,8 @@ MUTATIONS = (
     Mutation(
         "leases of a dead ingress are kept",
         "eldr_serve.router.state",
-        "for request_id in lost + queued:",
-        "for request_id in queued:",
+        "for request_id in running_ids + queued_ids:",
+        "for request_id in queued_ids:",
     ),
     Mutation(
         "leases that clients made are not taken",
@@ -186,7 +186,7 @@ MUTATIONS = (
     Mutation(
         "a connection that its client has left is still served",
         "eldr_serve.router.sessions",
-        'before.answer.peer.close("its ingress has connected again")',
+        'previous.answer.peer.close("its ingress has connected again")',
     ),
     Mutation(
         "a request that is given up stays in the decode queue",

@@ -295,7 +295,7 @@ async def test_the_status_shows_that_the_pool_does_not_answer(monkeypatch: pytes
     local = LocalPool()
     await local.poll(1)
     assert (await local.router.status())["signatures"]["note"].startswith("no table")
-    monkeypatch.setattr(link, "_AWAY_S", 0.0)
+    monkeypatch.setattr(link, "_UNREACHABLE_S", 0.0)
     signatures = (await local.router.status())["signatures"]
     assert "has not answered" in signatures["note"]
     assert signatures["actors"] == 0
