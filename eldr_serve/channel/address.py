@@ -27,11 +27,11 @@ class Address:
     secret: str
     version: int = VERSION
 
-    async def connect(self, changed: Callable[[], None] = lambda: None) -> Channel:
+    async def connect(self, on_change: Callable[[], None] = lambda: None) -> Channel:
         """Open a channel to this address; see Channel.connect."""
         if self.version != VERSION:
             raise ChannelLostError(f"the server speaks version {self.version} of the channel, not {VERSION}")
-        return await Channel.connect(self.host, self.port, self.secret, changed)
+        return await Channel.connect(self.host, self.port, self.secret, on_change)
 
 
 async def open_channel(

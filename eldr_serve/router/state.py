@@ -214,7 +214,7 @@ class RouterState:
     def _set_workers(self) -> None:
         positions = self.positions
         self.placer.set_workers(positions.workers, unreachable=positions.unreachable)
-        self.view.keep_workers(positions.live)
+        self.view.keep_workers(positions.live_workers)
 
     def restore(self, message: Restore) -> None:
         """Restore from an ingress what this actor knew before it was restarted, besides leases (`hold`).

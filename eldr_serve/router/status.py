@@ -23,7 +23,7 @@ def router_status(state: RouterState) -> dict[str, Any]:
         "table": _table(state),
         "predictor": _prediction(state),
         "step_cost": state.costs.status(),
-        "decode_totals": state.costs.totals(_layers(state)),
+        "decode_totals": state.costs.totals(_num_layers(state)),
         "comparison": state.comparison.status(),
         "workers": workers,
         "leases": len(state.placer.running),
@@ -38,7 +38,7 @@ def router_status(state: RouterState) -> dict[str, Any]:
 
 def live_status(state: RouterState) -> dict[str, Any]:
     """Return the status and the live page's other data."""
-    page = state.view.snapshot(state.placer, _layers(state))
+    page = state.view.snapshot(state.placer, _num_layers(state))
     return router_status(state) | {"live": page, "policies": policy_names()}
 
 
@@ -70,7 +70,7 @@ def _oldest_wait_s(state: RouterState) -> float:
     return 0.0 if queued_at_s is None else state.clock() - queued_at_s
 
 
-def _layers(state: RouterState) -> int | None:
+def _num_layers(state: RouterState) -> int | None:
     return None if state.check.shape is None else state.check.shape[0]
 
 
@@ -80,14 +80,14 @@ def _workers(state: RouterState) -> list[dict[str, Any]]:
     return [
         {
             "worker": position,
-            "replica": replica,
+            "replica": worker,
             "in_flight": int(loads.in_flight[position]),
             "kv_tokens": int(loads.kv_tokens[position]),
-            "cached_blocks": state.placer.prefixes.reported_blocks(replica),
+            "cached_blocks": state.placer.prefixes.reported_blocks(worker),
             "cluster_domain": (domains[position % len(domains)] or None) if domains else None,
         }
-        for position, replica in enumerate(state.positions.workers)
-        if replica is not None
+        for position, worker in enumerate(state.positions.workers)
+        if worker is not None
     ]
 
 

@@ -43,14 +43,14 @@ from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_client.waiting import WaitingRequests
 from eldr_serve.scheduling import DecodeLoads, Lease, PlacementRequest, PromptBlocks, State
 
-_MAX_ANSWERED = 1024  # newest ended streams that are kept until they are reported
+_MAX_STREAMS = 1024  # newest ended streams that are kept until they are reported
 _REPORT_S = 0.25
 
-_answer = decoder(Leased | Queued | Unplaced)
+_decode_answer = decoder(Leased | Queued | Unplaced)
 
 
 class RouterClient:
-    """Places, tracks and releases the requests of one ingress. Lives in one event loop.
+    """Places, tracks and releases the requests of one ingress, in one event loop.
 
     Args:
         router_calls: calls to the actor.
@@ -60,7 +60,7 @@ class RouterClient:
     Attributes:
         name: id of this ingress at the actor.
         leases: leases that are not DONE, by request id.
-        scorer: settings and predictor.
+        scorer: the live settings and the predictor.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RouterClient:
         # `_report` sends these to the router.
         self._progress: set[str] = set()
         self._events: Counter[str] = Counter()
-        self._finished: deque[StreamLatencies] = deque(maxlen=_MAX_ANSWERED)
+        self._ended_streams: deque[StreamLatencies] = deque(maxlen=_MAX_STREAMS)
         self._reported_prediction: dict[str, Any] | None = None
 
     def start(self) -> None:
@@ -263,9 +263,9 @@ class RouterClient:
         """Increment a counter of `/eldr/status`."""
         self._events[event] += increase
 
-    def record_stream(self, answered: StreamLatencies) -> None:
+    def record_stream(self, latencies: StreamLatencies) -> None:
         """Record the latencies of an ended stream, for the live page."""
-        self._finished.append(answered)
+        self._ended_streams.append(latencies)
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -276,14 +276,14 @@ class RouterClient:
         if call is not None:
             call.note(encode(message))
             return
-        call = self._link.place(message, partial(self._received, lease), partial(self._on_failed, lease))
+        call = self._link.place(message, partial(self._on_message, lease), partial(self._on_failed, lease))
         if call is not None:
             self._calls[lease.request_id] = call
             if lease.state is State.UNSENT:
                 lease.become(State.SENT)
 
-    def _received(self, lease: Lease, payload: bytes) -> None:
-        answer = _answer(payload)
+    def _on_message(self, lease: Lease, payload: bytes) -> None:
+        answer = _decode_answer(payload)
         if isinstance(answer, Leased):
             answer.copy_to(lease)
             self._discard_unread_counts(lease)
@@ -302,7 +302,7 @@ class RouterClient:
         self._fallback.lease(lease, "router-unreachable" if self.router_unreachable else "no-worker")
         self.count("placed_by_local_fallback")
         self._discard_unread_counts(lease)
-        self.hold([lease])
+        self.send_leases([lease])
 
     def _discard_unread_counts(self, lease: Lease) -> None:
         """Discard counts that the live policy does not read; a lease keeps those that it reads."""
@@ -311,7 +311,7 @@ class RouterClient:
 
     # -- called by the link, see LinkOwner ----------------------------------------------------------
 
-    def hold(self, leases: Iterable[Lease]) -> None:
+    def send_leases(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
             self._send(lease, Leased.from_lease(lease))
 
@@ -319,16 +319,16 @@ class RouterClient:
         for lease in self._waiting:
             self._send(lease)
 
-    def settings_changed(self, settings: Settings) -> None:
+    def on_settings(self, settings: Settings) -> None:
         self.scorer.apply_settings(settings)
         if self._link.connected:
             self.send_waiting()
 
-    def channel_lost(self) -> None:
+    def on_channel_lost(self) -> None:
         self._calls.clear()
-        self._waiting.router_lost()
+        self._waiting.wait_again()
 
-    def router_is_unreachable(self) -> None:
+    def on_router_unreachable(self) -> None:
         for lease in self._waiting:
             self._waiting.resume(lease.request_id)
 
@@ -348,8 +348,8 @@ class RouterClient:
         prediction = None if self.scorer.predictor is None else self.scorer.predictor.status
         if prediction == self._reported_prediction:
             prediction = None
-        if self._events or self._finished or prediction is not None:
-            self._link.report(IngressReport(dict(self._events), tuple(self._finished), prediction))
+        if self._events or self._ended_streams or prediction is not None:
+            self._link.report(IngressReport(dict(self._events), tuple(self._ended_streams), prediction))
             self._events.clear()
-            self._finished.clear()
+            self._ended_streams.clear()
             self._reported_prediction = prediction or self._reported_prediction

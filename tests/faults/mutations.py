@@ -135,7 +135,7 @@ MUTATIONS = (
     Mutation(
         "a request whose router is away waits for it",
         "eldr_serve.router_client.link",
-        "self._owner.router_is_unreachable()",
+        "self._owner.on_router_unreachable()",
     ),
     Mutation(
         "a router that does not answer is not given up",
@@ -148,12 +148,12 @@ MUTATIONS = (
     Mutation(
         "leases are not told over the next channel",
         "eldr_serve.router_client.link",
-        "self._owner.hold(leases)",
+        "self._owner.send_leases(leases)",
     ),
     Mutation(
         "leases by own load are told only over the next channel",
         "eldr_serve.router_client.client",
-        "self.hold([lease])",
+        "self.send_leases([lease])",
     ),
     Mutation(
         "an event loop waits for GCS while it looks up the router",
