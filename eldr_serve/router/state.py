@@ -332,4 +332,3 @@ class RouterState:
                 self.counters["prefill_tokens_cached"] += lease.cached_tokens
         if leases:
             self._on_leases(leases)
-
