@@ -38,20 +38,20 @@ _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "dec
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltApplication:
     """An application that is ready to be deployed.
 
     Attributes:
         args: the validated arguments of the file.
         specs: engine specs, in the order in which requests reach the engines.
         application: the Serve application graph, not started.
-        names: names of its deployments.
+        deployment_names: names of its deployments.
     """
 
     args: EldrArgs
     specs: dict[EngineRole, EngineSpec]
     application: Application
-    names: tuple[str, ...]
+    deployment_names: tuple[str, ...]
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -66,57 +66,59 @@ def build_app(args: dict[str, Any]) -> Application:
     return build(args).application
 
 
-def build(args: dict[str, Any]) -> Built:
+def build(args: dict[str, Any]) -> BuiltApplication:
     """Build the application like build_app and return it with its parts. Ray need not be running.
 
     Raises:
         ConfigurationError: `args` are invalid.
     """
     ENGINES.check()
-    parsed = parse(args)
-    specs = engine_specs(parsed)
+    eldr_args = parse(args)
+    specs = engine_specs(eldr_args)
     *prefill_roles, decode_role = specs
     decode_spec = specs[decode_role]
-    stall_timeout_s = parsed.path.stall_timeout_s
+    stall_timeout_s = eldr_args.path.stall_timeout_s
     prefill = None
     for role in prefill_roles:
-        with _naming_part(f"{_CONFIG[role]}.deployment_config"):
+        with _name_part_in_errors(f"{_CONFIG[role]}.deployment_config"):
             prefill = specs[role].deployment(
                 LLMPrefillServer, name_prefix=_PREFIX[role], stall_timeout_s=stall_timeout_s
             )
-    with _naming_part("decode_config.deployment_config"):
+    with _name_part_in_errors("decode_config.deployment_config"):
         decode = decode_spec.deployment(
             LLMDecodeServer,
             name_prefix=_PREFIX[decode_role],
-            router_name=actor_name(parsed.name),
-            application=parsed.name,
-            num_pool_actors=parsed.signatures.actors,
+            router_name=actor_name(eldr_args.name),
+            application=eldr_args.name,
+            num_pool_actors=eldr_args.signatures.actors,
             stall_timeout_s=stall_timeout_s,
         )
-    options = {"max_ongoing_requests": 2 * parsed.ingress.max_in_flight} | parsed.ingress_deployment_config
-    with _naming_part("ingress_deployment_config"):
-        ingress = serve.deployment(_ingress_class(parsed.ingress), name="EldrIngress", **options)
-    bound = ingress.bind(
+    options = {
+        "max_ongoing_requests": 2 * eldr_args.ingress.max_in_flight
+    } | eldr_args.ingress_deployment_config
+    with _name_part_in_errors("ingress_deployment_config"):
+        ingress = serve.deployment(_ingress_class(eldr_args.ingress), name="EldrIngress", **options)
+    graph = ingress.bind(
         prefill=prefill,
         decode=decode,
         tokenizer=decode_spec.tokenizer,
         model_card=decode_spec.model_card,
         openapi=openapi_document(ENGINES.requests()),
-        application=parsed.name,
-        router_settings=router_settings(parsed, decode_spec.model_id),
-        options=parsed.ingress,
-        path_options=parsed.path,
-        prefill_options=parsed.prefill_router,
-        admin_key_sha256=_admin_key_sha256(parsed),
+        application=eldr_args.name,
+        router_settings=router_settings(eldr_args, decode_spec.model_id),
+        options=eldr_args.ingress,
+        path_options=eldr_args.path,
+        prefill_options=eldr_args.prefill_router,
+        admin_key_sha256=_admin_key_sha256(eldr_args),
         engine_version=ENGINES.version(),
     )
-    names = (f"{_PREFIX[role]}{spec.deployment_name}" for role, spec in specs.items())
-    return Built(parsed, specs, bound, (ingress.name, *names))
+    engine_names = (f"{_PREFIX[role]}{spec.deployment_name}" for role, spec in specs.items())
+    return BuiltApplication(eldr_args, specs, graph, (ingress.name, *engine_names))
 
 
 def _ingress_class(options: IngressOptions) -> type:
     """Return the class of an ingress replica, with its HTTP application."""
-    origins = options.cors_origins  # the function below, with what it uses, is sent to the replicas
+    origins = options.cors_origins  # Ray sends `http` with this value to the replicas
 
     def http() -> Starlette:
         return application(origins)
@@ -125,62 +127,64 @@ def _ingress_class(options: IngressOptions) -> type:
     return ingress
 
 
-def router_settings(parsed: EldrArgs, model_id: str) -> RouterSettings:
-    """Return the start arguments of the DecodeRouter actor, including those that the YAML lacks."""
-    router_name = actor_name(parsed.name)
-    pool = PoolSettings(parsed.name, router_name, model_id, parsed.signatures)
-    return parsed.router.model_copy(
-        update={"model_id": model_id, "pool": pool if parsed.signatures.actors else None}
+def router_settings(eldr_args: EldrArgs, model_id: str) -> RouterSettings:
+    """Return the settings of the DecodeRouter actor, including those that are set automatically."""
+    router_name = actor_name(eldr_args.name)
+    pool = PoolSettings(eldr_args.name, router_name, model_id, eldr_args.signatures)
+    return eldr_args.router.model_copy(
+        update={"model_id": model_id, "pool": pool if eldr_args.signatures.actors else None}
     )
 
 
 @contextmanager
-def _naming_part(where: str, given: dict[str, Any] | None = None) -> Iterator[None]:
+def _name_part_in_errors(where: str, content: dict[str, Any] | None = None) -> Iterator[None]:
     """Turn errors of Serve or an engine into a ConfigurationError that names the part of the file.
 
     Args:
         where: name of the part.
-        given: its content, see first_problem.
+        content: content of the part, see first_problem.
     """
     try:
         yield
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}.{error}") from error
     except ValidationError as error:
-        raise ConfigurationError(first_problem(error, given, where=where)) from error
+        raise ConfigurationError(first_problem(error, content, where=where)) from error
     except (ValueError, TypeError) as error:
         raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
 
 
-def engine_specs(parsed: EldrArgs) -> dict[EngineRole, EngineSpec]:
+def engine_specs(eldr_args: EldrArgs) -> dict[EngineRole, EngineSpec]:
     """Return engine specs in the order in which requests reach the engines; raise ConfigurationError."""
-    kv_lease_s = parsed.path.kv_lease_s
-    decode_name = decode_directory(parsed.name)
-    if parsed.prefill_config is None:
-        whole = engine_spec(parsed.decode_config, "whole", directory_name=decode_name, kv_lease_s=kv_lease_s)
+    kv_lease_s = eldr_args.path.kv_lease_s
+    decode_name = decode_directory(eldr_args.name)
+    if eldr_args.prefill_config is None:
+        whole = engine_spec(
+            eldr_args.decode_config, "whole", directory_name=decode_name, kv_lease_s=kv_lease_s
+        )
         return {"whole": whole}
     prefill = engine_spec(
-        parsed.prefill_config,
+        eldr_args.prefill_config,
         "prefill",
-        directory_name=prefill_directory(parsed.name),
+        directory_name=prefill_directory(eldr_args.name),
         kv_lease_s=kv_lease_s,
     )
-    decode = engine_spec(parsed.decode_config, "decode", directory_name=decode_name, kv_lease_s=kv_lease_s)
+    decode = engine_spec(eldr_args.decode_config, "decode", directory_name=decode_name, kv_lease_s=kv_lease_s)
     ENGINES.compare(prefill, decode)
     return {"prefill": prefill, "decode": decode}
 
 
 def engine_spec(
-    given: dict[str, Any],
+    llm_config: dict[str, Any],
     role: EngineRole,
     *,
     directory_name: str,
     kv_lease_s: float,
 ) -> EngineSpec:
     """Return an engine spec, including the deployment options that serving needs (request router, drain)."""
-    config = copy.deepcopy(given)
-    given_options = config.get("deployment_config") or {}
-    deployment = {name: value for name, value in given_options.items() if value is not None}
+    config = copy.deepcopy(llm_config)
+    options = config.get("deployment_config") or {}
+    deployment = {name: value for name, value in options.items() if value is not None}
     config["deployment_config"] = deployment
     deployment.setdefault("graceful_shutdown_timeout_s", DRAIN_S)
     if deployment.get("autoscaling_config"):
@@ -189,7 +193,7 @@ def engine_spec(
         "request_router_class": _REPLICA_PUBLISHER,
         "request_router_kwargs": {"directory_name": directory_name},
     }
-    with _naming_part(_CONFIG[role], config):
+    with _name_part_in_errors(_CONFIG[role], config):
         return ENGINES.spec(role, config, kv_lease_s=kv_lease_s)
 
 

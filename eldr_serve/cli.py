@@ -272,8 +272,8 @@ def experts(
     if file is None:
         _print_json(client.status().get("ingress", {}).get("experts"))
         return
-    described = file.with_suffix(".meta.json")
-    _print_json(client.place_experts(file.read_bytes(), described.read_bytes(), replica))
+    sidecar = file.with_suffix(".meta.json")
+    _print_json(client.place_experts(file.read_bytes(), sidecar.read_bytes(), replica))
 
 
 @app.command(rich_help_panel=_SERVICE)
@@ -336,7 +336,7 @@ def add(
     """Create a key and print it once; the file stores its SHA-256. Given limits replace the tenant's."""
     from eldr_serve.limits.keys import Keys, add_key, read_keys, write_keys
 
-    given = {
+    options = {
         "priority": priority,
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
@@ -344,7 +344,7 @@ def add(
         "tpot_ms": tpot_ms,
     }
     key = f"eldr-{secrets.token_urlsafe(32)}"
-    limits = {name: value for name, value in given.items() if value is not None}
+    limits = {name: value for name, value in options.items() if value is not None}
     write_keys(file, add_key(read_keys(file) if file.exists() else Keys(), tenant, key, limits))
     typer.echo(key)
 

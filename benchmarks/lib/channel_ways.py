@@ -193,9 +193,9 @@ def _channel_server(engine: Engine) -> ChannelServer:
     return ChannelServer(
         _SECRET,
         handler,
-        describe=lambda error: (500, repr(error).encode()),
-        limit=_MAX_CALLS,
-        full=lambda: RuntimeError("full"),
+        error_response=lambda error: (500, repr(error).encode()),
+        max_calls=_MAX_CALLS,
+        full_error=lambda: RuntimeError("full"),
     )
 
 

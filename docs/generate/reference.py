@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from eldr_serve.cli import app
 from eldr_serve.commands.errors import app_of
-from eldr_serve.commands.lazy import imported
+from eldr_serve.commands.lazy import resolve
 from eldr_serve.config.application import EldrArgs
 from eldr_serve.data_root import ROOT
 from eldr_serve.engine.active_backend import ENGINES
@@ -63,7 +63,7 @@ def commands_page() -> str:
     context = typer.Context(group, info_name="eldr")
     parts = ["# Commands\n"]
     for name in group.list_commands(context):  # type: ignore[attr-defined]
-        command = imported(group.get_command(context, name))  # type: ignore[attr-defined]
+        command = resolve(group.get_command(context, name))  # type: ignore[attr-defined]
         parts.append(
             get_docs_for_click(
                 obj=command, ctx=typer.Context(command, parent=context), indent=1, name=f"eldr {name}"

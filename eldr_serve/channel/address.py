@@ -12,7 +12,7 @@ import ray
 
 from eldr_serve.channel import Channel, ChannelLostError, ChannelServer
 from eldr_serve.channel.frames import VERSION
-from eldr_serve.channel.server import Describe, Handler, OpenMethod
+from eldr_serve.channel.server import ErrorResponse, Handler, OpenMethod
 from eldr_serve.errors import OverloadedError
 
 MAX_CALLS = 1_000_000  # Ray Serve LLM's value for its engines, which queue requests inside
@@ -27,18 +27,18 @@ class Address:
     secret: str
     version: int = VERSION
 
-    async def connect(self, changed: Callable[[], None] = lambda: None) -> Channel:
+    async def connect(self, on_change: Callable[[], None] = lambda: None) -> Channel:
         """Open a channel to this address; see Channel.connect."""
         if self.version != VERSION:
             raise ChannelLostError(f"the server speaks version {self.version} of the channel, not {VERSION}")
-        return await Channel.connect(self.host, self.port, self.secret, changed)
+        return await Channel.connect(self.host, self.port, self.secret, on_change)
 
 
 async def open_channel(
     handler: Handler,
     *,
-    describe: Describe,
-    limit: int = MAX_CALLS,
+    error_response: ErrorResponse,
+    max_calls: int = MAX_CALLS,
     limited_methods: Collection[str] | None = None,
     open_methods: Mapping[str, OpenMethod] = MappingProxyType({}),
     report: Callable[[], dict[str, Any]] = dict,
@@ -46,16 +46,16 @@ async def open_channel(
     """Start a channel server with its own secret on this node; see ChannelServer."""
     secret = secrets.token_hex(16)
 
-    def full() -> Exception:
-        return OverloadedError(f"{limit} requests are in flight on this engine, the maximum")
+    def full_error() -> Exception:
+        return OverloadedError(f"{max_calls} requests are in flight on this engine, the maximum")
 
     server = ChannelServer(
         secret,
         handler,
-        describe=describe,
-        limit=limit,
+        error_response=error_response,
+        max_calls=max_calls,
         limited_methods=limited_methods,
-        full=full,
+        full_error=full_error,
         open_methods=open_methods,
         report=report,
     )

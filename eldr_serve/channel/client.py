@@ -24,34 +24,36 @@ class Channel(Peer):
 
     Attributes:
         on_report: callback for each status report of the engine.
+        welcome: done when the engine has accepted the secret; fails with ChannelLostError.
+        closed: done when the connection is closed; its result is the reason.
     """
 
-    def __init__(self, secret: str, changed: Callable[[], None]) -> None:
+    def __init__(self, secret: str, on_change: Callable[[], None]) -> None:
         super().__init__(MAX_FRAME_BYTES, silent_s=SILENT_S)
         self._secret = secret
-        self._changed = changed
+        self._on_change = on_change
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call | OpenCall] = {}
-        self._by_method: Counter[tuple[str, Hashable]] = Counter()  # and group; without the open calls
+        self._num_calls: Counter[tuple[str, Hashable]] = Counter()  # by method and group; no OpenCall
         self.welcome: asyncio.Future[None] = self._loop.create_future()
-        self.closed: asyncio.Future[str] = self._loop.create_future()  # result: the reason
+        self.closed: asyncio.Future[str] = self._loop.create_future()
         self._silent = False
         self.on_report: Callable[[dict[str, Any]], None] = lambda report: None
 
     @classmethod
     async def connect(
-        cls, host: str, port: int, secret: str, changed: Callable[[], None] = lambda: None
+        cls, host: str, port: int, secret: str, on_change: Callable[[], None] = lambda: None
     ) -> Channel:
         """Connect and authenticate; raise ChannelLostError if there is no answer or the secret is refused.
 
         Args:
-            changed: callback for when the channel is no longer `open`.
+            on_change: callback for when the channel is no longer `open`.
         """
         channel: Channel | None = None
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, channel = await asyncio.get_running_loop().create_connection(
-                    lambda: cls(secret, changed), host, port
+                    lambda: cls(secret, on_change), host, port
                 )
                 await channel.welcome
         except BaseException as error:
@@ -74,7 +76,7 @@ class Channel(Peer):
 
     def in_flight_of(self, methods: Iterable[str], group: Hashable = None) -> int:
         """Return the number of open calls of these methods in a group."""
-        return sum(self._by_method[method, group] for method in methods)
+        return sum(self._num_calls[method, group] for method in methods)
 
     @property
     def oldest_s(self) -> float:
@@ -91,7 +93,7 @@ class Channel(Peer):
         """
         number = self._next_number()
         call = self._calls[number] = Call(self, number, method, group)
-        self._by_method[method, group] += 1
+        self._num_calls[method, group] += 1
         self.send(frame(Kind.CALL, number, _encode((method, header, body))))
         return call
 
@@ -137,18 +139,18 @@ class Channel(Peer):
                 self._calls[call].feed(payload[4 * tokens :], tokens, payload[: 4 * tokens])
         elif kind in (Kind.END, Kind.FAIL):
             report = _decode_report(payload) if kind == Kind.END and payload else {}
-            found = self._calls.pop(call, None)
-            if found is not None:
-                if isinstance(found, Call):
-                    self._by_method[found.method, found.group] -= 1
-                    found.engine_report = report
-                found.on_ended(CallFailedError(tokens, payload) if kind == Kind.FAIL else None)
+            ended_call = self._calls.pop(call, None)
+            if ended_call is not None:
+                if isinstance(ended_call, Call):
+                    self._num_calls[ended_call.method, ended_call.group] -= 1
+                    ended_call.engine_report = report
+                ended_call.on_ended(CallFailedError(tokens, payload) if kind == Kind.FAIL else None)
         elif kind == Kind.WELCOME:
             if not self.welcome.done():
                 self.welcome.set_result(None)
         elif kind == Kind.LEAVING:
             self.leaving = True
-            self._changed()
+            self._on_change()
         else:
             raise BrokenFrameError(f"a frame of kind {kind}")
 
@@ -161,10 +163,10 @@ class Channel(Peer):
         if not self.welcome.done():
             self.welcome.set_exception(ChannelLostError(reason))
         calls, self._calls = self._calls, {}
-        self._by_method.clear()
+        self._num_calls.clear()
         for call in calls.values():
             call.on_ended(ChannelLostError(reason, silent=self._silent))
-        self._changed()
+        self._on_change()
 
 
 def _decode_report(payload: bytes) -> dict[str, Any]:

@@ -9,8 +9,8 @@ A TOKENS frame is a DATA frame whose payload begins with the ids of its `tokens`
 little-endian. An ingress needs these ids to continue the answer on another engine.
 
 A call ends with one END or FAIL, also after a CANCEL; the engine does no further work on it.
-An open call (OpenCall, OpenCallHandler) ends with its CANCEL. A NOTE is a one-way message about it. With
-both comes the number of tokens that its request has generated so far.
+An open call (OpenCall, OpenCallHandler) ends with its CANCEL. A NOTE is a one-way message about an open call.
+Both frames have the number of tokens that the call's request has generated so far.
 The payload of an engine's PING is its status report, that of an END is its report on the call (msgpack, may
 be empty).
 """
@@ -82,17 +82,17 @@ class Frames:
         """
         buffer = self._buffer
         buffer += data
-        at = 0
+        start = 0
         try:
-            while len(buffer) - at >= HEAD.size:
-                length, kind, call, tokens = HEAD.unpack_from(buffer, at)
+            while len(buffer) - start >= HEAD.size:
+                length, kind, call, tokens = HEAD.unpack_from(buffer, start)
                 if length > self.max_bytes:
                     raise BrokenFrameError(f"a frame of {length} bytes, the maximum is {self.max_bytes}")
-                end = at + HEAD.size + length
+                end = start + HEAD.size + length
                 if len(buffer) < end:
                     break
-                payload = bytes(memoryview(buffer)[at + HEAD.size : end])
-                at = end
+                payload = bytes(memoryview(buffer)[start + HEAD.size : end])
+                start = end
                 yield kind, call, tokens, payload
         finally:
-            del buffer[:at]
+            del buffer[:start]

@@ -32,7 +32,7 @@ class Peer(asyncio.Protocol, ABC):
         self._silent_s = silent_s
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._out: list[bytes] = []
+        self._unsent: list[bytes] = []
         self._received_at = self._due = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self.name = "?"
@@ -57,9 +57,9 @@ class Peer(asyncio.Protocol, ABC):
 
     def send(self, *parts: bytes) -> None:
         """Send bytes; all writes of one iteration of the event loop are sent together."""
-        if not self._out:
+        if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._out += parts
+        self._unsent += parts
 
     @property
     def unsent_bytes(self) -> int:
@@ -110,8 +110,8 @@ class Peer(asyncio.Protocol, ABC):
 
     def _flush(self) -> None:
         if self._transport is not None:
-            self._transport.writelines(self._out)
-        self._out = []
+            self._transport.writelines(self._unsent)
+        self._unsent = []
 
     def _tick(self) -> None:
         now = self._loop.time()

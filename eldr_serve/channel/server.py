@@ -65,7 +65,7 @@ class Answer:
 # Answers a call, given its method, header and body.
 Handler = Callable[[str, dict[str, Any], bytes, Answer], Awaitable[None]]
 # Returns the HTTP status and the body of the response to a call that failed with this exception.
-Describe = Callable[[Exception], tuple[int, bytes]]
+ErrorResponse = Callable[[Exception], tuple[int, bytes]]
 
 
 class OpenCallHandler(Protocol):
@@ -93,14 +93,16 @@ class ChannelServer:
     Args:
         secret: shared secret that a peer must present.
         handler: answers calls.
-        describe: returns the HTTP status and the response body of an exception.
-        limit: maximum calls in flight of `limited_methods`; a further one fails with the error that `full`
-            returns.
+        error_response: returns the HTTP status and the response body for an exception.
+        max_calls: maximum number of calls of `limited_methods` in flight.
         limited_methods: methods whose calls are limited; None: all.
+        full_error: returns the exception with which a call beyond the maximum fails.
         open_methods: functions that begin the open calls, by method.
         report: returns the status report for a ping, in types that msgpack can encode; empty by default.
 
     Attributes:
+        connections: the open connections.
+        open_methods: see Args.
         suspended: whether new connections are refused at present.
         leaving: whether peers are asked to send no further calls.
     """
@@ -110,20 +112,20 @@ class ChannelServer:
         secret: str,
         handler: Handler,
         *,
-        describe: Describe,
-        limit: int,
+        error_response: ErrorResponse,
+        max_calls: int,
         limited_methods: Collection[str] | None = None,
-        full: Callable[[], Exception],
+        full_error: Callable[[], Exception],
         open_methods: Mapping[str, OpenMethod] = MappingProxyType({}),
         report: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._report = report
         self._secret = secret.encode()
         self._handler = handler
-        self._describe = describe
-        self._limit = limit
+        self._error_response = error_response
+        self._max_calls = max_calls
         self._limited_methods = limited_methods
-        self._full = full
+        self._full_error = full_error
         self._server: asyncio.Server | None = None
         self.connections: set[_Connection] = set()
         self.open_methods = open_methods
@@ -211,7 +213,7 @@ class ChannelServer:
         """Answer one call and return its last frame."""
         try:
             if self._is_full_for(method):
-                raise self._full()
+                raise self._full_error()
             self._in_flight[method] += 1
             self._idle.clear()
             try:
@@ -232,12 +234,12 @@ class ChannelServer:
 
     def _is_full_for(self, method: str) -> bool:
         if self._limited_methods is None:
-            return self.in_flight >= self._limit
-        return method in self._limited_methods and self.in_flight_of(self._limited_methods) >= self._limit
+            return self.in_flight >= self._max_calls
+        return method in self._limited_methods and self.in_flight_of(self._limited_methods) >= self._max_calls
 
     def failure(self, call: int, error: Exception) -> bytes:
         """Return the last frame of a call that has failed."""
-        status, body = self._describe(error)
+        status, body = self._error_response(error)
         return frame(Kind.FAIL, call, body, status)
 
 

@@ -31,18 +31,18 @@ class Client:
 
     def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
-        self._settled: dict[str, float] | None = None
+        self._final_totals: dict[str, float] | None = None
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._http = httpx.Client(timeout=timeout_s, headers=headers)
 
     def status(self) -> dict[str, Any]:
         """Return the answer of GET /eldr/status."""
-        return self._ask("GET", "/eldr/status")
+        return self._request_json("GET", "/eldr/status")
 
     def model(self) -> str:
         """Return the id of the first model of GET /v1/models."""
         try:
-            return str(self._ask("GET", "/v1/models")["data"][0]["id"])
+            return str(self._request_json("GET", "/v1/models")["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise ServiceError(f"{self.url} names no model under /v1/models") from None
 
@@ -53,45 +53,45 @@ class Client:
 
     def set_policy(self, name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
         """Change the policy; return the new live settings."""
-        return self._ask("PUT", "/eldr/policy", json={"name": name, "parameters": parameters or {}})
+        return self._request_json("PUT", "/eldr/policy", json={"name": name, "parameters": parameters or {}})
 
     def set_shadow(self, name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
         """Compare the live policy with this one; return the new live settings."""
-        return self._ask("PUT", "/eldr/shadow", json={"name": name, "parameters": parameters or {}})
+        return self._request_json("PUT", "/eldr/shadow", json={"name": name, "parameters": parameters or {}})
 
     def swap_table(self, table: bytes) -> dict[str, Any]:
         """Swap the table, given as the content of a RoutingTable file; return the new live settings."""
-        return self._ask("PUT", "/eldr/table", content=table)
+        return self._request_json("PUT", "/eldr/table", content=table)
 
     def table(self) -> bytes:
         """Return the live routing table as a RoutingTable file; raise ServiceError if there is none."""
-        return self._answer("GET", "/eldr/table").content
+        return self._request("GET", "/eldr/table").content
 
     def refit(self) -> dict[str, Any]:
         """Fit a table to recent traffic and swap it in; return its entry in the status."""
-        entry: dict[str, Any] = self._ask("PUT", "/eldr/refit", timeout=_SWAP_S)["table"]
+        entry: dict[str, Any] = self._request_json("PUT", "/eldr/refit", timeout=_SWAP_S)["table"]
         return entry
 
     def trace(self) -> bytes:
         """Return recent traffic as a CalibrationTrace file."""
-        return self._answer("GET", "/eldr/trace", timeout=_SWAP_S).content
+        return self._request("GET", "/eldr/trace", timeout=_SWAP_S).content
 
     def swap_predictor(self, predictor: bytes) -> dict[str, Any]:
         """Swap the predictor, given as the content of a SignaturePredictor file; return the live settings."""
-        return self._ask("PUT", "/eldr/predictor", content=predictor)
+        return self._request_json("PUT", "/eldr/predictor", content=predictor)
 
     def place_experts(
-        self, placement: bytes, described: bytes, replicas: list[str] | None = None
+        self, placement: bytes, sidecar: bytes, replicas: list[str] | None = None
     ) -> dict[str, Any]:
-        """Change the expert placement of decode engines; return what each replica's swap took.
+        """Change the expert placement of decode engines; return the cost of each replica's swap.
 
         Args:
             placement: content of an ExpertPlacement file.
-            described: content of its sidecar.
+            sidecar: content of the `.meta.json` file beside it.
             replicas: names of decode replicas as in the status; None: all.
         """
-        body = {"map": json.loads(placement), "meta": json.loads(described), "replicas": replicas}
-        return self._ask("PUT", "/eldr/experts", json=body, timeout=_SWAP_S)
+        body = {"map": json.loads(placement), "meta": json.loads(sidecar), "replicas": replicas}
+        return self._request_json("PUT", "/eldr/experts", json=body, timeout=_SWAP_S)
 
     def drain(self, replica: str, timeout_s: float) -> dict[str, Any]:
         """Drain a decode replica and wait until it has no calls, at most `timeout_s`.
@@ -101,9 +101,9 @@ class Client:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            found = self._ask("PUT", "/eldr/drain", json={"replica": replica})
-            if not found.get("in_flight") or time.monotonic() >= deadline:
-                return found
+            answer = self._request_json("PUT", "/eldr/drain", json={"replica": replica})
+            if not answer.get("in_flight") or time.monotonic() >= deadline:
+                return answer
             time.sleep(_DRAIN_POLL_S)
 
     def wait_idle(self, timeout_s: float = 300.0) -> None:
@@ -126,25 +126,25 @@ class Client:
         totals: dict[str, float] | None = (self.status() if status is None else status).get("decode_totals")
         return totals
 
-    def settled_totals(self, *, at_rest: bool = False) -> dict[str, float] | None:
+    def wait_for_final_totals(self, *, at_rest: bool = False) -> dict[str, float] | None:
         """Wait until decode_totals no longer change, and return them.
 
         Args:
             at_rest: no request was sent since the last call, so totals equal to its result are final.
         """
         totals, since = self.decode_totals(), time.monotonic()
-        if at_rest and totals == self._settled:
+        if at_rest and totals == self._final_totals:
             return totals
         while totals is not None and time.monotonic() - since < _STABLE_S:
             time.sleep(0.5)
             newer = self.decode_totals()
             if newer != totals:
                 totals, since = newer, time.monotonic()
-        self._settled = totals
+        self._final_totals = totals
         return totals
 
-    def _ask(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        answer = self._answer(method, path, **kwargs)
+    def _request_json(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        answer = self._request(method, path, **kwargs)
         try:
             content = answer.json()
         except ValueError:
@@ -153,7 +153,7 @@ class Client:
             raise self._unexpected(answer)
         return content
 
-    def _answer(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    def _request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         url = f"{self.url}{path}"
         try:
             answer = self._http.request(method, url, **kwargs)

@@ -13,18 +13,18 @@ from pydantic import ValidationError
 
 from eldr_serve.errors import UserInputError
 
-__all__ = ["USER_ERRORS", "UserInputError", "app_of", "bad_input_exits", "run"]
+__all__ = ["USER_ERRORS", "UserInputError", "app_of", "exit_on_bad_input", "run"]
 
 # Any other exception is a fault of the program and ends with a traceback. A full disk or a lost connection is
 # an OSError without the name of a file.
 USER_ERRORS = (UserInputError, ValidationError, UnicodeDecodeError, json.JSONDecodeError, OSError)
 
 
-def bad_input_exits(command: Callable[..., None]) -> Callable[..., None]:
+def exit_on_bad_input(command: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that USER_ERRORS exit with status 2."""
 
     @functools.wraps(command)
-    def guarded(*args: Any, **kwargs: Any) -> None:
+    def run_command(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except USER_ERRORS as error:
@@ -32,14 +32,14 @@ def bad_input_exits(command: Callable[..., None]) -> Callable[..., None]:
             print(f"{command.__name__}: {sentence}", file=sys.stderr)
             raise typer.Exit(2) from None
 
-    return guarded
+    return run_command
 
 
 def app_of(*commands: Callable[..., None]) -> typer.Typer:
     """Return an app with the command's options and `--help`; the first argument selects one of several."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     for command in commands:
-        app.command(command.__name__)(bad_input_exits(command))
+        app.command(command.__name__)(exit_on_bad_input(command))
     return app
 
 

@@ -19,28 +19,28 @@ class LazyCommand(TyperCommand):
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
         """Return the context of the imported command."""
-        return self.imported().make_context(info_name, args, parent, **extra)
+        return self.import_command().make_context(info_name, args, parent, **extra)
 
-    def imported(self) -> Any:
+    def import_command(self) -> Any:
         """Import the command; raise UserInputError, one sentence, if a requirement is not installed."""
         assert self.callback is not None
         app = typer.Typer(add_completion=False)
         try:
             app.command(self.name)(self.callback())
         except ModuleNotFoundError as error:
-            missing = str(error.name).partition(".")[0]
-            if missing == "benchmarks":
+            package = str(error.name).partition(".")[0]
+            if package == "benchmarks":
                 raise UserInputError(
                     f"it is part of the repository, not of the installed package: clone the repository, run "
                     f"`make setup` in it, then `.venv/bin/eldr {self.name}`"
                 ) from None
             raise UserInputError(
-                f"it needs the Python package {missing}, which is not installed: install "
+                f"it needs the Python package {package}, which is not installed: install "
                 "eldr-serve[cpu] or eldr-serve[gpu]"
             ) from None
         return get_command(app)
 
 
-def imported(command: Any) -> Any:
+def resolve(command: Any) -> Any:
     """Return the subcommand with its arguments and options; import it if necessary."""
-    return command.imported() if isinstance(command, LazyCommand) else command
+    return command.import_command() if isinstance(command, LazyCommand) else command

@@ -8,21 +8,21 @@ from rich.console import Console
 from rich.table import Table
 
 
-def show_status(found: dict[str, Any]) -> None:
+def show_status(status: dict[str, Any]) -> None:
     """Print the answer of GET /eldr/status as tables."""
     grid = Table.grid(padding=(0, 2))
     names = ("model", "router", "policy", "table", "predictor", "leases", "decode_queue", "step_cost")
     for name in (*names, "decode_totals"):
-        if found.get(name) is not None:
-            grid.add_row(name.replace("_", " "), _line(found[name] if name != "policy" else _policy(found)))
-    if found.get("signatures"):
-        grid.add_row("signatures", found["signatures"]["note"])
-    if now := (found.get("comparison") or {}).get("now"):
+        if status.get(name) is not None:
+            grid.add_row(name.replace("_", " "), _line(status[name] if name != "policy" else _policy(status)))
+    if status.get("signatures"):
+        grid.add_row("signatures", status["signatures"]["note"])
+    if now := (status.get("comparison") or {}).get("now"):
         grid.add_row("shadow", _saving(now))
-    grid.add_row("ingress", _line(found.get("ingress", {})))
-    grid.add_row("counters", _line(found.get("counters", {})))
+    grid.add_row("ingress", _line(status.get("ingress", {})))
+    grid.add_row("counters", _line(status.get("counters", {})))
     workers = Table("position", "worker", "requests in flight", "KV tokens", "cluster's domain")
-    for row in found.get("workers", []):
+    for row in status.get("workers", []):
         keys = ("position", "worker", "in_flight", "kv_tokens", "cluster_domain")
         workers.add_row(*(str(row.get(key) if row.get(key) is not None else "-") for key in keys))
     console = Console(markup=False)
@@ -30,8 +30,8 @@ def show_status(found: dict[str, Any]) -> None:
     console.print(workers)
 
 
-def _policy(found: dict[str, Any]) -> str:
-    return f"{found['policy']} ({_line(found.get('parameters', {}))})".removesuffix(" ()")
+def _policy(status: dict[str, Any]) -> str:
+    return f"{status['policy']} ({_line(status.get('parameters', {}))})".removesuffix(" ()")
 
 
 def _saving(now: dict[str, Any]) -> str:

@@ -30,9 +30,9 @@ def default_ingresses() -> int:
 class EldrArgs(BaseModel):
     """The `args` of an application in a deployment YAML.
 
-    `prefill_config` and `decode_config` are Ray Serve LLM's `LLMConfig`; the KV connector, the
-    scheduler and the request routers are filled in by `build_app`. Without `prefill_config` the engines of
-    `decode_config` are whole: they prefill too.
+    `prefill_config` and `decode_config` are Ray Serve LLM's `LLMConfig`. `build_app` fills in the KV
+    connector, the scheduler and the request routers. Without `prefill_config`, the engines of
+    `decode_config` are whole engines, which also prefill.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -61,10 +61,10 @@ class EldrArgs(BaseModel):
 
     @field_validator("ingress_deployment_config")
     @classmethod
-    def _with_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _fill_in_defaults(cls, value: dict[str, Any]) -> dict[str, Any]:
         """Fill in drain time, autoscaling policy and replicas, where Serve's defaults do not fit."""
-        configured = {name: value for name, value in given.items() if value is not None}
-        options = {"graceful_shutdown_timeout_s": DRAIN_S} | configured
+        options = {"graceful_shutdown_timeout_s": DRAIN_S}
+        options |= {name: option for name, option in value.items() if option is not None}
         if scaling := options.get("autoscaling_config"):
             if isinstance(scaling, dict):
                 options["autoscaling_config"] = {"policy": {"policy_function": SCALING}} | scaling

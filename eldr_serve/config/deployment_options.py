@@ -32,10 +32,10 @@ def check_options(where: str, options: Mapping[str, Any], *, engines: bool) -> N
         options: the options in the file.
         engines: whether this is an engine deployment, whose placement group is configured elsewhere.
     """
-    known = set(inspect.signature(serve.deployment).parameters) - _UNSUPPORTED
+    valid_names = set(inspect.signature(serve.deployment).parameters) - _UNSUPPORTED
     for name in _PLACEMENT_OPTIONS & options.keys() if engines else ():
         raise ConfigurationError(f"{where}.{name}: set placement_group_config instead, next to {where}")
-    _check_names(where, options, known)
+    _check_names(where, options, valid_names)
     if options.get("num_replicas") is not None:
         _check_num_replicas(where, options)
     for name, model in _NESTED.items():
@@ -65,14 +65,14 @@ def _check_num_replicas(where: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_schema(where: str, given: Any, model: type[BaseModel]) -> None:
+def _check_schema(where: str, options: Any, model: type[BaseModel]) -> None:
     try:
-        model.model_validate(given)
+        model.model_validate(options)
     except ValidationError as error:
-        raise ConfigurationError(first_problem(error, given, where=where, model=model)) from error
+        raise ConfigurationError(first_problem(error, options, where=where, model=model)) from error
 
 
-def _check_names(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise ConfigurationError(unknown_name(where, name, known))
+def _check_names(where: str, options: Mapping[str, Any], valid_names: Iterable[str]) -> None:
+    for name in options:
+        if name not in valid_names:
+            raise ConfigurationError(unknown_name(where, name, valid_names))

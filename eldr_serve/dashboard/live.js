@@ -5,9 +5,9 @@ const COLOURS = ["#3b82d0", "#d9812b", "#3f9d5a", "#b4559b", "#8a6bd1", "#a88a1f
 const $ = id => document.getElementById(id);
 const esc = value => String(value ?? "").replace(/[&<>"']/g, c => `&#${c.charCodeAt(0)};`);
 const fixed = (value, digits = 1) => value == null ? "–" : value.toFixed(digits);
-const many = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
+const quantity = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
 const colour = position => position < COLOURS.length ? COLOURS[position] : `hsl(${position * 47 % 360} 50% 50%)`;
-const named = policy => {
+const policyText = policy => {
   const parameters = Object.entries(policy.parameters ?? {}).map(([k, v]) => `${k} ${JSON.stringify(v)}`);
   return policy.name + (parameters.length ? ` (${parameters.join(", ")})` : "");
 };
@@ -36,14 +36,14 @@ function askForKey() {
 }
 
 // Send a change and show its outcome; return whether it was accepted.
-async function change(method, path, body, done) {
+async function change(method, path, body, successText) {
   try {
     await send(method, path, body);
   } catch (error) {
     showMessage(error.message, true);
     return false;
   }
-  showMessage(done);
+  showMessage(successText);
   await refresh();
   return true;
 }
@@ -69,7 +69,7 @@ async function refresh() {
   }
 }
 
-function parsed(form) {
+function readPolicy(form) {
   const text = form.elements.parameters.value.trim();
   try { return JSON.stringify({name: form.elements.name.value, parameters: text ? JSON.parse(text) : {}}); }
   catch { showMessage("The parameters are not a JSON object.", true); }
@@ -80,7 +80,7 @@ function parsed(form) {
 function draw() {
   document.querySelector("main").hidden = false;
   $("model").textContent = live.model;
-  $("policy").textContent = named({name: live.policy, parameters: live.parameters});
+  $("policy").textContent = policyText({name: live.policy, parameters: live.parameters});
   for (const id of ["shadow-name", "policy-name"]) options($(id), live.policies);
   drawSaving(live.comparison, live.step_cost);
   drawPath(live);
@@ -99,20 +99,20 @@ function options(select, names) {
 }
 
 // Return whether the confidence interval excludes 0.
-function differs(comparison) { return comparison.low_pct != null && comparison.low_pct * comparison.high_pct > 0; }
+function isSignificant(comparison) { return comparison.low_pct != null && comparison.low_pct * comparison.high_pct > 0; }
 
 function verdict(comparison) {
   if (comparison.tokens == null) return "No token has been priced yet.";
   const percent = `${fixed(Math.abs(comparison.change_pct))} %`;
   const ends = [comparison.low_pct, comparison.high_pct].map(end => comparison.change_pct <= 0 ? -end : end).sort((a, b) => a - b);
   const interval = comparison.low_pct == null ? "" : ` [${fixed(ends[0])}, ${fixed(ends[1])}]`;
-  const shown = `${percent} ${comparison.change_pct <= 0 ? "less" : "more"}${interval}`;
-  if (comparison.low_pct == null) return `Too few tokens for an interval: ${shown}`;
-  if (!differs(comparison)) return `No significant difference: ${shown}`;
+  const changeText = `${percent} ${comparison.change_pct <= 0 ? "less" : "more"}${interval}`;
+  if (comparison.low_pct == null) return `Too few tokens for an interval: ${changeText}`;
+  if (!isSignificant(comparison)) return `No significant difference: ${changeText}`;
   return `${percent} ${comparison.change_pct <= 0 ? "less" : "more"} decode step time per token${interval}`;
 }
 
-function measured({live_ms, measured_ms}) {
+function measuredText({live_ms, measured_ms}) {
   if (measured_ms == null) return "";
   const off = 100 * (live_ms / measured_ms - 1);
   return `The engines measured ${fixed(measured_ms, 2)} ms for the live policy: the price is
@@ -123,18 +123,18 @@ function drawSaving({now, failed, past}, cost) {
   let html = "<p>No policy is compared with the live one.</p>";
   if (failed) html = `<p class="bad">The shadow failed and is off: ${esc(failed)}</p>`;
   if (now) {
-    const kind = !differs(now) ? "" : now.change_pct < 0 ? "good" : "bad";
-    html = `<p class="figure ${kind}">${verdict(now)}</p><p>Under <b>${esc(named(now.live))}</b>, which is live,
-      against <b>${esc(named(now.shadow))}</b>, its shadow: the same requests, placed by both.</p>`;
+    const kind = !isSignificant(now) ? "" : now.change_pct < 0 ? "good" : "bad";
+    html = `<p class="figure ${kind}">${verdict(now)}</p><p>Under <b>${esc(policyText(now.live))}</b>, which is live,
+      against <b>${esc(policyText(now.shadow))}</b>, its shadow: the same requests, placed by both.</p>`;
     if (now.tokens != null) {
       const most = Math.max(now.live_ms, now.shadow_ms);
       const bar = (name, ms, fill) => `<span>${esc(name)}</span><div style="background:${fill};
         height:1em;width:${100 * ms / most}%"></div><span>${fixed(ms, 2)} ms</span>`;
       html += `<div class="scale">${bar(now.live.name, now.live_ms, "var(--accent)")}
         ${bar(now.shadow.name, now.shadow_ms, "var(--other)")}</div>
-        <p class="faint">Priced over ${many(now.tokens, "token")} of the last hour by the step cost fitted to
-        ${many(Math.round(cost.steps), "step")}${cost.relative_error == null ? ", not enough yet: the default cost"
-          : `, relative error ${fixed(100 * cost.relative_error)} %`}. ${measured(now)}In brackets: 95 % interval.
+        <p class="faint">Priced over ${quantity(now.tokens, "token")} of the last hour by the step cost fitted to
+        ${quantity(Math.round(cost.steps), "step")}${cost.relative_error == null ? ", not enough yet: the default cost"
+          : `, relative error ${fixed(100 * cost.relative_error)} %`}. ${measuredText(now)}In brackets: 95 % interval.
         Not in it: queueing, transport, prefill, and what engines on the same cores wait for each other.</p>`;
     }
   }
@@ -142,18 +142,18 @@ function drawSaving({now, failed, past}, cost) {
   $("swap").hidden = $("shadow-off").hidden = !now;
   $("saving-past").innerHTML = past.length ? `<h2>Before</h2><table>
     <tr><th>live</th><th>shadow</th><th>live against shadow</th><th>tokens</th></tr>${past.toReversed().map(comparison => `<tr>
-    <td>${esc(named(comparison.live))}</td><td>${esc(named(comparison.shadow))}</td><td>${verdict(comparison)}</td>
+    <td>${esc(policyText(comparison.live))}</td><td>${esc(policyText(comparison.shadow))}</td><td>${verdict(comparison)}</td>
     <td>${comparison.tokens}</td></tr>`).join("")}</table>` : "";
 }
 
-function drawPath({live: shown, ingress, workers, decode_queue: queue}) {
-  const requests = rows(shown.requests);
+function drawPath({live: data, ingress, workers, decode_queue: queue}) {
+  const requests = rows(data.requests);
   const dot = r => `<i title="${esc(`${r.id} ${r.domain ?? ""} ${r.generated} of ${r.max_new} tokens`)}"
     style="--done:${Math.min(100, 100 * r.generated / Math.max(1, r.max_new))}%"></i>`;
   const box = (title, count, inside = "", fill = "var(--accent)") => `<div class="box" style="--fill:${fill}">
     <b>${esc(title)}</b> <span>${count}</span><div>${inside}</div></div>`;
   const prefill = Object.entries(ingress.prefill_in_flight);
-  const waiting = (count, oldest) => `<span class="${oldest > STUCK_S ? "bad" : ""}">${many(count, "request")}${
+  const waiting = (count, oldest) => `<span class="${oldest > STUCK_S ? "bad" : ""}">${quantity(count, "request")}${
     count ? `, oldest ${fixed(oldest)} s` : ""}</span>`;
   $("path").innerHTML = `<div class="stage"><h3>ingress</h3>${box("requests here", ingress.in_flight)}</div>
     <div class="stage"><h3>prefill</h3>${prefill.map(([name, n]) => box(short(name),
@@ -161,50 +161,50 @@ function drawPath({live: shown, ingress, workers, decode_queue: queue}) {
     <div class="stage"><h3>router</h3>${box("decode queue", queue.size,
       requests.filter(r => r.position == null).map(dot).join(""), "var(--other)")}</div>
     <div class="stage grow"><h3>decode</h3>${workers.map(w => box(`worker ${w.position}`,
-      `${many(w.in_flight, "request")}, ${many(w.kv_tokens, "KV token")}`,
+      `${quantity(w.in_flight, "request")}, ${quantity(w.kv_tokens, "KV token")}`,
       requests.filter(r => r.position === w.position).map(dot).join(""), colour(w.position))).join("")}</div>`;
 }
 
 function short(name) { return name.length > 10 ? `…${name.slice(-6)}` : name; }
 
-function drawWorkers({live: shown, workers}) {
+function drawWorkers({live: data, workers}) {
   const charts = [["batch", "requests per step", 1], ["active_experts", "active experts, mean over layers", 1],
     ["step_ms", "step time, ms", 2]];
   $("workers").innerHTML = workers.map(w => `<div class="worker"><h3 title="${esc(w.worker)}"><i style="background:
     ${colour(w.position)}"></i>worker ${w.position} <span class="faint">${esc(short(w.worker))} ${esc(w.cluster_domain)}
     </span></h3>${charts.map(([key, label]) => `<div><div class="faint">${label}</div><div data-chart="${key}"
     data-worker="${w.position}"></div></div>`).join("")}</div>`).join("");
-  const steps = workers.map(w => shown.steps[w.worker] ? rows(shown.steps[w.worker]) : []);
+  const steps = workers.map(w => data.steps[w.worker] ? rows(data.steps[w.worker]) : []);
   for (const [key, , digits] of charts) {
     const most = Math.max(1e-9, ...steps.flat().map(step => step[key] ?? 0));
     workers.forEach((w, i) => {
-      const here = document.querySelector(`[data-chart=${key}][data-worker="${w.position}"]`);
+      const container = document.querySelector(`[data-chart=${key}][data-worker="${w.position}"]`);
       const points = steps[i].filter(s => s.ago_s < 120 && s[key] != null).map(s => [-s.ago_s, s[key]]);
       const newest = points.length ? points.at(-1)[1].toFixed(digits) : "–";
-      here.innerHTML = `<b>${newest}</b>` + plot(here.clientWidth, 44, [{points, stroke: colour(w.position)}],
+      container.innerHTML = `<b>${newest}</b>` + plot(container.clientWidth, 44, [{points, stroke: colour(w.position)}],
         {from: -120, most, idle: 10, bare: true});
     });
   }
 }
 
 function drawLatency(name) {
-  const here = $(name);
+  const container = $(name);
   const answers = rows(live.live.latency);
   const line = q => answers.filter(a => a[`${name}_${q}_ms`] != null).map(a => [-a.ago_s, a[`${name}_${q}_ms`]]);
   const marks = live.live.changes.map(c => ({at: -c.ago_s, text: c.policy}));
-  here.innerHTML = answers.length ? plot(here.clientWidth, 220, [
+  container.innerHTML = answers.length ? plot(container.clientWidth, 220, [
     {points: line("p99"), stroke: "var(--other)", dash: "4 3"},
     {points: line("p50"), stroke: "var(--accent)"},
   ], {from: -600, idle: 15, marks}) + `<p class="faint">Solid: p50; dashed: p99; of streams that ended in 5 s.</p>` : `<p class="faint">No stream has ended in the last ten minutes.</p>`;
 }
 
-function step(most) {
+function tickStep(most) {
   const rough = most / 4, power = 10 ** Math.floor(Math.log10(rough));
   return power * [1, 2, 5, 10].find(n => n * power >= rough);
 }
 
 // Split a line where two points are more than `idle` seconds apart.
-function parts(points, idle) {
+function splitAtGaps(points, idle) {
   const segments = [];
   for (const [i, point] of points.entries()) {
     if (i === 0 || point[0] - points[i - 1][0] > idle) segments.push([]);
@@ -221,7 +221,7 @@ function plot(width, height, lines, {from, most, idle, marks = [], bare = false}
   const y = v => height - bottom - (height - bottom - top) * v / most;
   let inside = "";
   if (!bare) {
-    for (let v = 0; v <= most; v += step(most)) {
+    for (let v = 0; v <= most; v += tickStep(most)) {
       inside += `<path class="axis" d="M${left} ${y(v)}H${width}"/><text x="${left - 5}" y="${y(v) + 4}"
         text-anchor="end">${+v.toPrecision(3)}</text>`;
     }
@@ -236,7 +236,7 @@ function plot(width, height, lines, {from, most, idle, marks = [], bare = false}
       inside += `<text class="strong" x="${next}" y="11" text-anchor="${next > width / 2 ? "end" : "start"}">${esc(mark.text)}</text>`;
     }
   }
-  for (const {points: part, stroke, dash} of lines.flatMap(line => parts(line.points, idle).map(points => ({...line, points})))) {
+  for (const {points: part, stroke, dash} of lines.flatMap(line => splitAtGaps(line.points, idle).map(points => ({...line, points})))) {
     const path = part.map(([s, v]) => `${x(s).toFixed(1)} ${y(v).toFixed(1)}`);
     if (path.length === 1) inside += `<circle cx="${path[0].split(" ")[0]}" cy="${path[0].split(" ")[1]}" r="2.5" fill="${stroke}"/>`;
     else inside += `<path d="M${path.join("L")}" fill="none" stroke="${stroke}" stroke-width="1.8"
@@ -246,35 +246,35 @@ function plot(width, height, lines, {from, most, idle, marks = [], bare = false}
 }
 
 function drawSpace({axes, centroids, columns, points}) {
-  const here = $("space"), width = here.clientWidth, height = 300;
-  const seen = rows({columns, rows: points});
-  if (!seen.length) {
-    here.innerHTML = `<p class="faint">No signature to draw: the live policy reads none, or none has come.</p>`;
+  const container = $("space"), width = container.clientWidth, height = 300;
+  const requests = rows({columns, rows: points});
+  if (!requests.length) {
+    container.innerHTML = `<p class="faint">No signature to draw: the live policy reads none, or none has come.</p>`;
     return;
   }
   const range = (of, size) => {
     const low = Math.min(...of), span = Math.max(...of) - low || 1;
     return v => 14 + (size - 28) * (v - low) / span;
   };
-  const x = range([...seen.map(p => p.x), ...centroids.map(c => c[0])], width);
-  const y = range([...seen.map(p => p.y), ...centroids.map(c => c[1])], height);
-  const newest = seen.at(-1).number;
-  here.innerHTML = `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img">
-    ${seen.map(p => {
+  const x = range([...requests.map(p => p.x), ...centroids.map(c => c[0])], width);
+  const y = range([...requests.map(p => p.y), ...centroids.map(c => c[1])], height);
+  const newest = requests.at(-1).number;
+  container.innerHTML = `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img">
+    ${requests.map(p => {
       const age = newest - p.number;
       return `<circle cx="${x(p.x).toFixed(1)}" cy="${y(p.y).toFixed(1)}" r="${age < 8 ? 6 : 3.2}" fill="${colour(p.position)}"
         opacity="${age < 8 ? 1 : Math.max(.25, .75 - age / 500)}"><title>${esc(p.domain ?? "")} worker ${p.position}</title></circle>`;
     }).join("")}
     ${centroids.map((c, i) => `<g transform="translate(${x(c[0])} ${y(c[1])})"><path d="M-7 0H7M0-7V7" stroke="var(--ink)"
       stroke-width="2"/><text class="strong" x="8" y="-4">${i}</text></g>`).join("")}</svg>
-    <p class="faint">${many(seen.length, "newest request")}, coloured by the worker that took them, the newest large;
+    <p class="faint">${quantity(requests.length, "newest request")}, coloured by the worker that took them, the newest large;
     ${axes === "centroids" ? "crosses are the table's centroids, axes their principal components"
       : "axes: the principal components of the first signatures"}.</p>`;
 }
 
 function drawSettings({policy, parameters, table, workers, signatures}) {
-  $("settings").innerHTML = `<p>Policy <b>${esc(named({name: policy, parameters}))}</b></p><p>${table === null
-    ? "No routing table." : `Table version <b>${table.version}</b>, fitted for ${many(table.workers_fitted, "worker")}, band
+  $("settings").innerHTML = `<p>Policy <b>${esc(policyText({name: policy, parameters}))}</b></p><p>${table === null
+    ? "No routing table." : `Table version <b>${table.version}</b>, fitted for ${quantity(table.workers_fitted, "worker")}, band
     ${table.band}${table.refit_advised ? `; <span class="bad">${workers.length} serve: a refit is advised</span>` : ""}`}</p>
     ${signatures ? `<p class="faint">Signature pool: ${esc(signatures.note)}${signatures.last_refusal
     ? `; last refusal: ${esc(signatures.last_refusal.why)}` : ""}.</p>` : ""}`;
@@ -291,18 +291,18 @@ $("key").onsubmit = event => {
 };
 $("shadow-form").onsubmit = event => {
   event.preventDefault();
-  const body = parsed(event.target);
+  const body = readPolicy(event.target);
   if (body) change("PUT", "shadow", body, "The comparison has started.");
 };
 $("shadow-off").onclick = () => change("DELETE", "shadow", undefined, "The comparison has stopped.");
 $("swap").onclick = async () => {
-  const {live: before, shadow} = live.comparison.now;
+  const {live: livePolicy, shadow} = live.comparison.now;
   if (!await change("PUT", "policy", JSON.stringify(shadow), `${shadow.name} is live.`)) return;
-  await change("PUT", "shadow", JSON.stringify(before), `${shadow.name} is live, ${before.name} is its shadow.`);
+  await change("PUT", "shadow", JSON.stringify(livePolicy), `${shadow.name} is live, ${livePolicy.name} is its shadow.`);
 };
 $("policy-form").onsubmit = event => {
   event.preventDefault();
-  const body = parsed(event.target);
+  const body = readPolicy(event.target);
   if (body) change("PUT", "policy", body, "The policy is changed.");
 };
 $("table-form").onsubmit = event => {

@@ -6,12 +6,11 @@ import asyncio
 import math
 
 from eldr_serve.fleet.fleet import Fleet
+from eldr_serve.fleet.report_fields import SLOTS
 from eldr_serve.queues.due_estimate import DueEstimator, QueuedCall
 from eldr_serve.queues.reports import QueueReport
 from eldr_serve.queues.wait_estimate import WaitEstimator
 from eldr_serve.scheduling.worker_names import replica_of
-
-SLOTS = "eldr_slots"  # field of a replica's metadata, see protocol.Engine.slots
 
 
 class DecodeStartEstimator:

@@ -11,12 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from eldr_serve.fleet.kv_usage import KvUsage
-from eldr_serve.queues.reports import QUEUE, QueueReport
+from eldr_serve.fleet.report_fields import BLOCK_TOKENS, EXPERTS, QUEUE, RANKS
+from eldr_serve.queues.reports import QueueReport
 from eldr_serve.scheduling.worker_names import worker_names
-
-BLOCK_TOKENS = "eldr_block_tokens"  # in a replica's metadata: tokens of a block of its prefix cache
-EXPERTS = "eldr_experts"  # field of a replica's report, see protocol.Engine.experts
-RANKS = "eldr_ranks"  # in the metadata: number of data-parallel ranks; in a report: a report of each rank
 
 
 class ReplicaDirectory:

@@ -11,13 +11,13 @@ from typing import Any
 from eldr_serve.channel import Call, Channel, ChannelLostError
 from eldr_serve.channel.address import Address
 from eldr_serve.fleet.directory import ReplicaDirectory, workers_of
+from eldr_serve.fleet.report_fields import ADDRESS
 from eldr_serve.fleet.waiters import Waiters
 from eldr_serve.scheduling.worker_names import rank_of, replica_of
 
 logger = logging.getLogger(__name__)
 
 RANK = "rank"  # field of a call's header, see EngineRequest
-METADATA = "eldr_channel"  # key of a replica's metadata: the address of its channel
 # Methods whose calls need one of an engine's slots; other calls, such as those for expert counts, need none.
 SLOT_METHODS = frozenset({"generate", "prefill"})
 _RETRY_S, _MAX_RETRY_S = 0.5, 5.0  # time to the next try to connect; it doubles with each failure
@@ -119,7 +119,7 @@ class Fleet:
         this_task, retry_s = asyncio.current_task(), _RETRY_S
         while self._keepers.get(name) is this_task:
             try:
-                address = Address(**self.directory.metadata[name][METADATA])
+                address = Address(**self.directory.metadata[name][ADDRESS])
                 channel = await address.connect(self._update)
             except (ChannelLostError, KeyError, TypeError) as error:
                 if retry_s == _RETRY_S:

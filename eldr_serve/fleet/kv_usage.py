@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-KV_USAGE = "eldr_kv_usage"  # field of a worker's report: share of KV blocks in use, 0 to 1
-REPORT_NUMBER = "eldr_report_number"  # sequence number of the report; it repeats if there is no new report
+from eldr_serve.fleet.report_fields import KV_USAGE, REPORT_NUMBER
+
 _STALE_S = 10.0
 
 

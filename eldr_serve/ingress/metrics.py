@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eldr_serve.metrics import EXPERTS, GAUGE, INGRESS, OBJECTIVES, OWN, Metric
+from eldr_serve.metrics import EXPERTS, GAUGE, INGRESS, INGRESS_STATUS, OBJECTIVES, Metric
 from eldr_serve.monitoring.ray_metrics import SMALLEST, ray_metrics
 
 
@@ -18,7 +18,7 @@ class IngressMetrics:
 
     def export(self, own: Mapping[str, Any]) -> None:
         """Export the `ingress` entry of the status."""
-        for key, metric in OWN.items():
+        for key, metric in INGRESS_STATUS.items():
             gauge = self._ray_metrics[metric.name]
             value = own[key]
             if key == "stages":

@@ -1,9 +1,9 @@
 """Definitions of all metrics; the code creates metrics from these tables, and the reference lists them.
 
-Five places have a part in metrics, by this rule: a name, its unit and its labels are defined here and nowhere
-else; `eldr_serve.monitoring` creates Ray's objects from the definitions and measures what every process has,
-its event loop; each package that owns a state exports it (`ingress/metrics.py`, `router/metrics.py`,
-`engine/vllm/stats.py`). So a new metric is a definition here and an update beside the state that it shows.
+A metric's name, unit and labels are defined here and nowhere else. `eldr_serve.monitoring` creates Ray's
+objects from the definitions, and measures the event loop of every process. Each package that owns a state
+exports it (`ingress/metrics.py`, `router/metrics.py`, `engine/vllm/stats.py`). So a new metric needs a
+definition here, and an update beside the state that it shows.
 
 Ray exports each name with the prefix `ray_`. Following Prometheus' conventions, counters end in `_total`, and
 units are seconds, tokens, requests or ratios.
@@ -12,23 +12,23 @@ units are seconds, tokens, requests or ratios.
 from eldr_serve.metrics.definition import APPLICATION, COUNTER, GAUGE, HISTOGRAM, PREFIX, Metric
 from eldr_serve.metrics.engine import ENGINE, REPLICA
 from eldr_serve.metrics.event_loop import LOOP, PROCESS, STALL_S
-from eldr_serve.metrics.ingress import EXPERTS, INGRESS, OBJECTIVES, OWN
-from eldr_serve.metrics.router import COUNTED, NAMED, ROUTER
+from eldr_serve.metrics.ingress import EXPERTS, INGRESS, INGRESS_STATUS, OBJECTIVES
+from eldr_serve.metrics.router import COUNTERS, COUNTERS_BY_NAME, ROUTER
 
 __all__ = [
     "APPLICATION",
-    "COUNTED",
     "COUNTER",
+    "COUNTERS",
+    "COUNTERS_BY_NAME",
     "ENGINE",
     "EXPERTS",
     "GAUGE",
     "HISTOGRAM",
     "INGRESS",
+    "INGRESS_STATUS",
     "LOOP",
     "METRICS",
-    "NAMED",
     "OBJECTIVES",
-    "OWN",
     "PREFIX",
     "PROCESS",
     "REPLICA",

@@ -8,7 +8,7 @@ from eldr_serve.metrics.definition import COUNTER, GAUGE, Metric, by_name
 
 _SPLIT = "with prefill engines"
 
-OWN = {
+INGRESS_STATUS = {
     "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "all engines are up and warm"),
     "router_unreachable": Metric("eldr_ingress_router_unreachable", GAUGE, "0 or 1", "it does not answer"),
     "in_flight": Metric("eldr_ingress_in_flight", GAUGE, "requests", "requests admitted that have not ended"),
@@ -62,7 +62,7 @@ OWN = {
         only="with prefill engines, once a request was served",
     ),
 }
-OWN = {key: replace(metric, status=f"ingress.{key}") for key, metric in OWN.items()}
+INGRESS_STATUS = {key: replace(metric, status=f"ingress.{key}") for key, metric in INGRESS_STATUS.items()}
 
 _MOVABLE = "with expert-parallel decode engines on CPU"
 
@@ -113,4 +113,4 @@ OBJECTIVES = {
     key: Metric(*definition, ("latency",), status=f"ingress.objectives.LATENCY.{key}")
     for key, definition in _PREDICTED.items()
 }
-INGRESS = by_name(*OWN.values(), *EXPERTS.values(), *OBJECTIVES.values())
+INGRESS = by_name(*INGRESS_STATUS.values(), *EXPERTS.values(), *OBJECTIVES.values())

@@ -6,7 +6,8 @@ from eldr_serve.metrics.definition import COUNTER, GAUGE, HISTOGRAM, Metric, by_
 
 # -- counters of the router, by their keys under `counters` in the status ------------------------------
 
-_COUNTED = {
+# Unit and description of each counter.
+_COUNTER_UNITS = {
     # outcomes of requests
     "placed": ("requests", "leases of a decode worker"),
     "best_worker": ("requests", "placed on the worker with the most similar centroid"),
@@ -37,7 +38,7 @@ _COUNTED = {
     "refused_lost_engines": ("requests", "refused (500) because engines that worked on them were lost"),
     "slow_clients": ("streams", "cancelled because their client did not read"),
     "ejected": ("times", "an ingress ejected a replica that failed repeatedly"),
-    # what was refused before prefill
+    # refusals before prefill
     "refused_prefill_full": ("requests", "refused (503) because all prefill engines were full"),
     "refused_prefill_backlog": ("requests", "refused (503) because the prefill queue was too long"),
     "refused_decode_backlog": ("requests", "refused (503) because too many waited for a slot of an engine"),
@@ -67,21 +68,22 @@ _COUNTED = {
     "leases_of_lost_ingresses": ("requests", "leases that ended because their ingress was lost"),
     "queued_of_lost_ingresses": ("requests", "removed from the decode queue because their ingress was lost"),
 }
-_OTHERWISE_NAMED = {"rerouted": "eldr_reroute_total"}
+# Names that do not follow from the key.
+_OTHER_NAMES = {"rerouted": "eldr_reroute_total"}
 
-COUNTED = {
+COUNTERS = {
     key: Metric(
-        _OTHERWISE_NAMED.get(key, f"eldr_{key}_total"),
+        _OTHER_NAMES.get(key, f"eldr_{key}_total"),
         COUNTER,
         unit,
         about,
         ("policy",),
         status=f"counters.{key}",
     )
-    for key, (unit, about) in _COUNTED.items()
+    for key, (unit, about) in _COUNTER_UNITS.items()
 }
 # Counters by name, of the keys `reason:NAME` and `failed_work:NAME` under `counters` in the status.
-NAMED = {
+COUNTERS_BY_NAME = {
     "reason": Metric(
         "eldr_placed_by_reason_total",
         COUNTER,
@@ -113,8 +115,8 @@ _WORKER = ("worker", "policy")
 _SHADOWED = ("policy", "shadow")
 
 ROUTER = by_name(
-    *COUNTED.values(),
-    *NAMED.values(),
+    *COUNTERS.values(),
+    *COUNTERS_BY_NAME.values(),
     Metric(
         "eldr_route_seconds",
         HISTOGRAM,

@@ -110,7 +110,7 @@ def build_deployment(path: Path, document: Document, model: Path | None = None) 
     from eldr_serve.app import build  # imports vLLM
 
     built = build(document.application.get("args") or {})
-    ignored = (*document.ignored, *check_overrides(document, built.names))
+    ignored = (*document.ignored, *check_overrides(document, built.deployment_names))
     options = built.args.ingress_deployment_config
     actor = options.get("ray_actor_options") or {}
     cpus = actor.get("num_cpus")

@@ -8,8 +8,6 @@ from typing import Any
 
 from eldr_serve.queues.throughput import Throughput
 
-QUEUE = "eldr_prefill_queue"  # field of a worker's report, see Meter.report
-
 
 class Meter(Throughput):
     """Measures, in a replica, the prompts that all ingresses have sent to one of its workers."""

@@ -22,13 +22,20 @@ from eldr_serve.engine.calls import WARM
 from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled, Send
 from eldr_serve.errors import RequestRefusedError, error_body, one_line_message
 from eldr_serve.fleet import drain, expert_swap, measured_counts
-from eldr_serve.fleet.decode_start import SLOTS
-from eldr_serve.fleet.directory import BLOCK_TOKENS, EXPERTS, RANKS
-from eldr_serve.fleet.fleet import METADATA, SLOT_METHODS
-from eldr_serve.fleet.kv_usage import KV_USAGE, REPORT_NUMBER
+from eldr_serve.fleet.fleet import SLOT_METHODS
+from eldr_serve.fleet.report_fields import (
+    ADDRESS,
+    BLOCK_TOKENS,
+    EXPERTS,
+    KV_USAGE,
+    QUEUE,
+    RANKS,
+    REPORT_NUMBER,
+    SLOTS,
+)
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.supervision import start_supervised
-from eldr_serve.queues.reports import QUEUE, Meter
+from eldr_serve.queues.reports import Meter
 from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE
 from eldr_serve.replicas.engine_watch import EngineWatch
 from eldr_serve.replicas.expert_placement import place_experts
@@ -71,11 +78,11 @@ class EngineServer:
         with restore_log_handlers():
             self._engine = await engine(llm_config)
         self._tasks = [start_supervised("the watch of the event loop", LoopWatch(self._role).run)]
-        limit = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
+        max_calls = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
         self._address, self._channel = await open_channel(
             self._answer,
-            describe=self._describe,
-            limit=limit,
+            error_response=self._error_response,
+            max_calls=max_calls,
             limited_methods=SLOT_METHODS,
             report=self.report,
         )
@@ -98,7 +105,7 @@ class EngineServer:
         """Send the engine's answer; return its report on the call."""
         return await self._engine.generate(request, send)
 
-    def _describe(self, error: Exception) -> tuple[int, bytes]:
+    def _error_response(self, error: Exception) -> tuple[int, bytes]:
         status, body = describe(error, self._engine)
         if status >= 500 and not isinstance(error, RequestRefusedError):
             self._engine_watch.check_soon()
@@ -106,7 +113,7 @@ class EngineServer:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Return the address for ingress replicas; called by Serve."""
-        return {METADATA: asdict(self._address)}
+        return {ADDRESS: asdict(self._address)}
 
     def report(self) -> dict[str, Any]:
         """Return the status report for pings: KV cache usage, prefill queue, and experts of parallel ranks.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any, get_type_hints
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import ray
 from numpy.typing import NDArray
@@ -20,8 +21,9 @@ from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
+from eldr_serve.router import methods
 from eldr_serve.router.decode_loads import decode_loads
-from eldr_serve.router.messages import NamedPolicy, Settings, decoder, encode
+from eldr_serve.router.messages import NamedPolicy, Settings
 from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
 from eldr_serve.router.sessions import Sessions
@@ -43,13 +45,14 @@ class DecodeRouter:
     def __init__(self, settings: RouterSettings) -> None:
         self._pool = PoolLink()
         self._metrics = RouterMetrics()
-        self._state = _state_of(settings)
+        self._state = _new_state(settings)
         self._pool.use(settings.pool)
         self._sessions = Sessions(self._state, self._metrics, settings.ingress_timeout_s)
         self._connected_at = time.monotonic()
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
         self._channel: asyncio.Future[tuple[Address, ChannelServer]] | None = None
+        self._methods = self._bind_methods()
         self._tasks = [
             start_supervised(name, run)
             for name, run in {
@@ -61,33 +64,53 @@ class DecodeRouter:
         ]
 
     async def address(self) -> Address:
-        """Return the address for the calls of ingresses (see RouterCalls)."""
+        """Return the address of the channel server for ingresses (see RouterCalls)."""
         if self._channel is None or (self._channel.done() and self._channel.exception() is not None):
             self._channel = asyncio.ensure_future(self._open())
         return (await asyncio.shield(self._channel))[0]
 
     async def _open(self) -> tuple[Address, ChannelServer]:
-        return await open_channel(self._answer, describe=_describe, open_methods=self._sessions.open_methods)
+        return await open_channel(
+            self._answer, error_response=_error_response, open_methods=self._sessions.open_methods
+        )
 
     async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        if method not in _ARGUMENTS:
+        if method not in self._methods:
             raise AttributeError(f"the router has no method {method!r}")
-        result = await getattr(self, method)(*_ARGUMENTS[method](body))
-        answer.send(encode(result))
+        answer.send(await self._methods[method](body))
+
+    def _bind_methods(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
+        """Return the methods that ingresses may call, by name."""
+        return dict(
+            [
+                methods.SETTINGS.bind(lambda call: self.settings()),
+                methods.STATUS.bind(lambda call: self.status()),
+                methods.LIVE.bind(lambda call: self.live()),
+                methods.EXPECT_COUNTS.bind(
+                    lambda call: self.expect_counts(call.num_layers, call.num_experts)
+                ),
+                methods.SET_POLICY.bind(lambda call: self.set_policy(call.policy, call.parameters)),
+                methods.SET_SHADOW.bind(lambda call: self.set_shadow(call.shadow)),
+                methods.SWAP_TABLE.bind(lambda call: self.swap_table(call.table)),
+                methods.SWAP_PREDICTOR.bind(lambda call: self.swap_predictor(call.predictor, call.tokenizer)),
+                methods.SHARE_LIMITS.bind(lambda call: self.share_limits(call.ingress, call.usage)),
+                methods.DECODE_LOADS.bind(lambda call: self.decode_loads(call.blocks)),
+            ]
+        )
 
     async def configure(self, settings: RouterSettings) -> None:
-        """Restart the state if the deployed settings were changed.
+        """Begin a new state if the deployed settings were changed; ingresses restore their leases in it.
 
-        They replace what operators set before, which ingresses would restore. Ingresses restore the leases.
+        The deployed settings replace those of operators, which ingresses would restore otherwise.
 
         Raises:
             SwapRefusedError: the settings are invalid; nothing was changed.
         """
         previous = self._state.settings
-        changed = settings.fingerprint != previous.deployed
-        state = _state_of(settings, previous) if changed else self._state
+        is_new = settings.fingerprint != previous.deployed
+        state = _new_state(settings, previous) if is_new else self._state
         self._pool.use(settings.pool)
-        if changed:
+        if is_new:
             self._state = state
             self._sessions.grace_s = settings.ingress_timeout_s
             self._sessions.use(self._state)
@@ -121,30 +144,30 @@ class DecodeRouter:
             steps: recent steps of each worker, by name.
 
         Returns:
-            The workers' share of the requests in the decode queue, and whether the contents of their prefix
-            caches are known; otherwise the next report should have all blocks.
+            The workers' share of the requests in the decode queue, and whether the router has all blocks of
+            their prefix caches; otherwise their next report should have all of them.
         """
         state = self._state
-        is_known = [
+        has_all_blocks = [
             state.observe_steps(sums, worker, prefix_cache, prefix_changes) for worker, sums in steps.items()
         ]
-        return len(steps) * state.queue_size / max(1, state.num_workers), all(is_known)
+        return len(steps) * state.queue_size / max(1, state.num_workers), all(has_all_blocks)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
         """Set the policy; change nothing and raise SwapRefusedError if it is unknown."""
-        return self._state.set_policy(policy, parameters)
+        return self._state.live_settings.set_policy(policy, parameters)
 
     async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
         """Set the shadow; change nothing and raise SwapRefusedError if it is unknown."""
-        return self._state.set_shadow(shadow)
+        return self._state.live_settings.set_shadow(shadow)
 
     async def swap_table(self, table: bytes) -> Settings:
         """Swap the table; change nothing and raise SwapRefusedError if it does not fit."""
-        return self._state.swap_table(table)
+        return self._state.live_settings.swap_table(table)
 
     async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
         """Swap the predictor; change nothing and raise SwapRefusedError if it does not fit."""
-        return self._state.swap_predictor(predictor, tokenizer)
+        return self._state.live_settings.swap_predictor(predictor, tokenizer)
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
         """Record the usage of tenants at an ingress; return their usage at each other one."""
@@ -156,7 +179,7 @@ class DecodeRouter:
 
     async def recent_counts(self) -> list[NDArray[Any]]:
         """Return the expert counts, unsigned[L,E], of recently placed prompts, the newest last."""
-        return list(self._state.recent)
+        return list(self._state.recent_counts)
 
     async def pending_counts(self) -> list[NDArray[Any]]:
         """Return the expert counts, unsigned[L,E], of the requests that decode, then of those that wait."""
@@ -177,26 +200,26 @@ class DecodeRouter:
         state = self._state
         if state.epoch != epoch or state.settings.table_version != version:
             return None
-        live = state.swap_table(table)
+        settings = state.live_settings.swap_table(table)
         state.counters["refits"] += refit
-        return live.table_version
+        return settings.table_version
 
     async def status(self) -> dict[str, Any]:
         """Return the router's part of `GET /eldr/status`."""
-        return router_status(self._state) | self._pool.status() | self._loops()
+        return router_status(self._state) | self._pool.status() | self._loop_status()
 
     async def live(self) -> dict[str, Any]:
         """Return the router's part of `GET /eldr/live`."""
-        return live_status(self._state) | self._pool.status() | self._loops()
+        return live_status(self._state) | self._pool.status() | self._loop_status()
 
-    def _loops(self) -> dict[str, Any]:
+    def _loop_status(self) -> dict[str, Any]:
         return {"loops": {self._watch.role: self._watch.status()}}
 
     async def _run_shadow(self) -> None:
         """Run the shadow in short slices, between which requests are placed."""
         while True:
-            behind = self._state.comparison.catch_up(_SHADOW_WORK_S)
-            await asyncio.sleep(_SHADOW_PAUSE_S if behind else _SHADOW_PERIOD_S)
+            is_behind = self._state.comparison.catch_up(_SHADOW_WORK_S)
+            await asyncio.sleep(_SHADOW_PAUSE_S if is_behind else _SHADOW_PERIOD_S)
 
     async def _export(self) -> None:
         while True:
@@ -214,43 +237,27 @@ class DecodeRouter:
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-def _state_of(settings: RouterSettings, previous: Settings | None = None) -> RouterState:
+def _new_state(settings: RouterSettings, previous: Settings | None = None) -> RouterState:
     """Return a new state; raise SwapRefusedError if the settings are invalid.
 
     Args:
         previous: live settings that these override.
     """
-    arguments = {name: value for name, value in settings if name not in ("pool", "ingress_timeout_s")}
-    state = RouterState(**arguments)
-    state.set_deployed(settings.fingerprint, previous)
+    state = RouterState(
+        model_id=settings.model_id,
+        policy=settings.policy,
+        parameters=settings.parameters,
+        shadow=settings.shadow,
+        table=settings.table,
+        predictor=settings.predictor,
+        cost=settings.cost,
+        seed=settings.seed,
+    )
+    state.live_settings.set_deployed(settings.fingerprint, previous)
     return state
 
 
-def _arguments(method: str) -> Any:
-    """Return a decoder of the arguments of a method that ingresses may call."""
-    hints = get_type_hints(getattr(DecodeRouter, method))
-    del hints["return"]
-    return decoder(tuple[tuple(hints.values())])  # type: ignore[misc]
-
-
-_ARGUMENTS = {
-    method: _arguments(method)
-    for method in (
-        "settings",
-        "expect_counts",
-        "set_policy",
-        "set_shadow",
-        "swap_table",
-        "swap_predictor",
-        "share_limits",
-        "decode_loads",
-        "status",
-        "live",
-    )
-}
-
-
-def _describe(error: Exception) -> tuple[int, bytes]:
+def _error_response(error: Exception) -> tuple[int, bytes]:
     if isinstance(error, SwapRefusedError):
         return 400, str(error).encode()
     logger.error("a call failed", exc_info=error)

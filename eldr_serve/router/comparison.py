@@ -15,7 +15,7 @@ from eldr_serve.scheduling import Placer, Policy, Shadow, StepCost, StepSums
 
 logger = logging.getLogger(__name__)
 
-_MAX_PAST = 8  # ended comparisons that the status shows
+_MAX_PAST = 8  # earlier comparisons that the status shows
 
 
 class Comparison:
@@ -43,12 +43,12 @@ class Comparison:
     def begin(self, settings: Settings, policy: Policy | None, cost: StepCost | None) -> None:
         """Start a comparison under these settings; `policy` is the shadow, None for no comparison.
 
-        Keep the previous comparison if it priced a token and did not compare a policy with itself, as happens
-        whenever `eldr compare` reaches the policy that is also the shadow.
+        Keep the result of the previous comparison for the status, unless it priced no token or compared a
+        policy with itself. `eldr compare` does the latter when it makes the policy live that is the shadow.
         """
-        ended = None if self._shadow is None or self._against_itself else _result(self._shadow)
-        if ended is not None:
-            self._past.append(self._names | ended)
+        result = None if self._shadow is None or self._against_itself else _result(self._shadow)
+        if result is not None:
+            self._past.append(self._names | result)
         self._failure, self._shadow, self._names = None, None, {}
         if policy is not None and settings.shadow is not None:
             self._shadow = Shadow(policy, table_version=settings.table_version, clock=self._clock)

@@ -14,10 +14,11 @@ def decode_loads(state: RouterState, blocks: PromptBlocks | None) -> DecodeLoads
     Args:
         blocks: blocks of the prompt in question if the worker computes it too.
     """
-    prompts, cached = state.counters["prefill_tokens"], state.counters["prefill_tokens_cached"]
+    prompt_tokens = state.counters["prefill_tokens"]
+    cached_tokens = state.counters["prefill_tokens_cached"]
     return DecodeLoads(
         state.placer.worker_loads(blocks),
         state.queue_size,
         state.costs.load(math.prod(state.check.shape or (0,))),
-        cached / max(prompts, 1),
+        cached_tokens / max(prompt_tokens, 1),
     )

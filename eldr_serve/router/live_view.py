@@ -19,7 +19,7 @@ _SPANNING = 64  # requests whose counts span the plane if there is no table
 _RUNNING = 200  # requests shown with their worker
 _ANSWERS = 8192  # newest answers whose latencies are kept
 _BIN_S, _BINS = 5.0, 120  # bins of latencies: ten minutes
-_STEPS = 120  # newest reports of each engine, one per second
+_STEPS = 120  # newest reports of each worker, one per second
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class LiveView:
         self._number = 0
         self._drawn: deque[_DrawnRequest] = deque(maxlen=_POINTS)
         self._plane: CentroidPlane | CountsPlane | None = None
-        self._spanned_by = 0  # number of requests, if there is no table
+        self._spanned_by = 0  # number of requests whose counts span `_plane`; 0 with a table
         self._table: tuple[CentroidTable, int] | None = None
         self._answers: deque[tuple[float, StreamLatencies]] = deque(maxlen=_ANSWERS)
         self._steps: dict[str, deque[tuple[float, StepSums]]] = {}
@@ -52,19 +52,19 @@ class LiveView:
 
     # -- events of the router ------------------------------------------------------------------------
 
-    def placed(self, leases: Iterable[Lease]) -> None:
+    def add_leases(self, leases: Iterable[Lease]) -> None:
         """Add requests that have been placed."""
         for lease in leases:
             self._number += 1
             self._drawn.append(_DrawnRequest(self._number, lease))
 
-    def answered(self, answers: Iterable[StreamLatencies]) -> None:
+    def add_answers(self, answers: Iterable[StreamLatencies]) -> None:
         """Add streams that have ended."""
         now = self._clock()
         self._answers.extend((now, answer) for answer in answers)
 
     def observe_steps(self, worker: str, steps: StepSums) -> None:
-        """Add the decode steps of one worker since its last report, if there were any."""
+        """Add the decode steps of a worker since its last report, if there were any."""
         if steps.steps:
             self._steps.setdefault(worker, deque(maxlen=_STEPS)).append((self._clock(), steps))
 
@@ -72,7 +72,7 @@ class LiveView:
         """Discard the steps of other workers."""
         self._steps = {name: reports for name, reports in self._steps.items() if name in workers}
 
-    def changed(self, policy: str, table: CentroidTable | None, table_version: int) -> None:
+    def record_change(self, policy: str, table: CentroidTable | None, table_version: int) -> None:
         """Record new settings."""
         self._changes.append((self._clock(), policy))
         self._table = None if table is None else (table, table_version)
@@ -84,7 +84,7 @@ class LiveView:
         """Return the data as JSON-able values; times are s before now, latencies ms.
 
         Args:
-            layers: number of MoE layers, by which active experts are divided; None: not known yet.
+            layers: number of MoE layers, by which active experts are divided; None: unknown so far.
         """
         now = self._clock()
         return {
@@ -151,9 +151,9 @@ class LiveView:
         for ago, answers in sorted(bins.items(), reverse=True):
             row: list[float | None] = [(ago + 0.5) * _BIN_S, len(answers)]
             for values in ([a.tpot_s for a in answers], [a.ttft_s for a in answers]):
-                known = [value for value in values if value is not None]
-                ends = 1e3 * np.percentile(known, [50, 99]) if known else (None, None)
-                row += [None if end is None else round(float(end), 3) for end in ends]
+                measured = [value for value in values if value is not None]
+                percentiles = 1e3 * np.percentile(measured, [50, 99]) if measured else (None, None)
+                row += [None if ms is None else round(float(ms), 3) for ms in percentiles]
             rows.append(row)
         columns = ["ago_s", "answers", "tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms", "ttft_p99_ms"]
         return {"columns": columns, "rows": rows}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter as Counts
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eldr_serve.metrics import COUNTED, NAMED, ROUTER
+from eldr_serve.metrics import COUNTERS, COUNTERS_BY_NAME, ROUTER
 from eldr_serve.monitoring.ray_metrics import SMALLEST, ray_metrics
 from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router.state import RouterState
@@ -19,25 +19,25 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self._ray_metrics = ray_metrics(ROUTER)
-        self._seen: Counts[str] = Counts()
-        self._created: set[str] = set()
+        self._exported_counts: Counter[str] = Counter()
+        self._policies: set[str] = set()  # policies with counters
 
-    def placed(self, state: RouterState, seconds: float) -> None:
+    def record_placement(self, state: RouterState, seconds: float) -> None:
         """Record the placement of a batch of requests, which took `seconds`."""
         self._ray_metrics["eldr_route_seconds"].observe(seconds, {"policy": state.settings.policy})
 
-    def leased(self, state: RouterState, leases: Iterable[Lease]) -> None:
+    def record_leases(self, state: RouterState, leases: Iterable[Lease]) -> None:
         """Record new leases."""
         tags = {"policy": state.settings.policy}
         for lease in leases:
             self._ray_metrics["eldr_candidates"].observe(lease.num_candidates, tags)
 
-    def waited(self, state: RouterState, lease: Lease) -> None:
+    def record_wait(self, state: RouterState, lease: Lease) -> None:
         """Record the wait of a lease from the decode queue."""
         tags = {"policy": state.settings.policy}
         self._ray_metrics["eldr_decode_queue_wait_seconds"].observe(lease.waited_s, tags)
 
-    def answered(self, state: RouterState, streams: Iterable[StreamLatencies]) -> None:
+    def record_streams(self, state: RouterState, streams: Iterable[StreamLatencies]) -> None:
         """Record finished streams."""
         tags = {"policy": state.settings.policy}
         for stream in streams:
@@ -79,20 +79,20 @@ class RouterMetrics:
         self._ray_metrics[name].set(float(value), tags)
 
     def _count(self, counters: Mapping[str, int], policy: str) -> None:
-        if policy not in self._created:
-            self._created.add(policy)
-            for metric in COUNTED.values():
+        if policy not in self._policies:
+            self._policies.add(policy)
+            for metric in COUNTERS.values():
                 self._ray_metrics[metric.name].inc(SMALLEST, {"policy": policy})
         for key, total in counters.items():
-            increase, self._seen[key] = total - self._seen[key], total
+            increase, self._exported_counts[key] = total - self._exported_counts[key], total
             kind, _, name = key.partition(":")
             if increase <= 0:
                 continue
-            if name and kind in NAMED:
-                _, label = NAMED[kind].labels
-                self._ray_metrics[NAMED[kind].name].inc(increase, {"policy": policy, label: name})
-            elif key in COUNTED:  # unknown counters come from newer ingresses during a rollout
-                self._ray_metrics[COUNTED[key].name].inc(increase, {"policy": policy})
+            if name and kind in COUNTERS_BY_NAME:
+                _, label = COUNTERS_BY_NAME[kind].labels
+                self._ray_metrics[COUNTERS_BY_NAME[kind].name].inc(increase, {"policy": policy, label: name})
+            elif key in COUNTERS:  # unknown counters come from newer ingresses during a rollout
+                self._ray_metrics[COUNTERS[key].name].inc(increase, {"policy": policy})
 
     def _compare(self, comparison: dict[str, Any] | None) -> None:
         if comparison is None:

@@ -17,7 +17,7 @@ from eldr_serve.signatures.settings import PoolSettings
 
 logger = logging.getLogger(__name__)
 
-_AWAY_S = 5 * POLL_S  # silence after which the status reports the pool as unavailable
+_UNREACHABLE_S = 5 * POLL_S  # silence after which the status reports the pool as unavailable
 
 
 class PoolLink:
@@ -84,7 +84,7 @@ class PoolLink:
         if self._settings is None:
             return {"signatures": None}
         silent_s = time.monotonic() - self._status_at
-        if self._status is None or silent_s > _AWAY_S:
+        if self._status is None or silent_s > _UNREACHABLE_S:
             note = f"the signature pool has not answered for {silent_s:.0f} s; the table stays as it is"
             return {"signatures": (self._status or {}) | {"note": note, "actors": 0}}
         return {"signatures": self._status}

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 class Positions:
     """The position of each live decode worker; position i serves centroid i of the routing table.
 
-    A worker is lost when no ingress can reach it. Its position stays vacant (its centroid's requests go to
-    the next most similar workers) until a new worker takes the lowest vacant position, so that the others
-    keep their centroids.
+    A worker is lost when no ingress can reach it. Its position then stays vacant, so that the other workers
+    keep their centroids, and the requests of its centroid go to the next most similar workers. A new worker
+    takes the lowest vacant position.
 
     Attributes:
         workers: the worker in each position; None: the position is vacant.
@@ -21,7 +21,7 @@ class Positions:
         self._reachable: dict[str, frozenset[str]] = {}  # by ingress; without those that have reported none
 
     @property
-    def live(self) -> frozenset[str]:
+    def live_workers(self) -> frozenset[str]:
         """Return the workers that some ingress can reach."""
         return frozenset[str]().union(*self._reachable.values())
 
@@ -33,8 +33,12 @@ class Positions:
     @property
     def unreachable(self) -> dict[str, frozenset[str]]:
         """Return the live workers that an ingress cannot reach, by ingress, if there are any."""
-        live = self.live
-        return {ingress: live - own for ingress, own in self._reachable.items() if own != live}
+        live_workers = self.live_workers
+        return {
+            ingress: live_workers - workers
+            for ingress, workers in self._reachable.items()
+            if workers != live_workers
+        }
 
     def set_reachable(self, ingress: str, workers: Iterable[str]) -> None:
         """Set the workers that an ingress can reach."""
@@ -52,9 +56,9 @@ class Positions:
         return True
 
     def _update(self) -> None:
-        live = self.live
-        self.workers = [worker if worker in live else None for worker in self.workers]
-        for worker in sorted(live.difference(filter(None, self.workers))):
+        live_workers = self.live_workers
+        self.workers = [worker if worker in live_workers else None for worker in self.workers]
+        for worker in sorted(live_workers.difference(filter(None, self.workers))):
             if None in self.workers:
                 self.workers[self.workers.index(None)] = worker
             else:

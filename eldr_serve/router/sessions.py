@@ -1,7 +1,8 @@
 """The router's end of its ingresses' open calls: one subscription per ingress, one lease per request.
 
 Releases, and leases that ingresses hold already, apply at once. Progress and requests for leases are
-collected during one iteration of the event loop and applied together: the policy runs once for all of them.
+collected during one iteration of the event loop and applied together, so the policy runs once for all of
+them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
 
 from eldr_serve.channel import Answer
 from eldr_serve.channel.server import OpenMethod
@@ -26,13 +26,14 @@ from eldr_serve.router.messages import (
     decoder,
     encode,
 )
+from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Lease, State
 
 logger = logging.getLogger(__name__)
 
-_restore, _subscription_note = decoder(Restore), decoder(Workers | IngressReport)
-_place, _place_note = decoder(Place), decoder(Place | Counted)
+_decode_restore, _decode_subscription_note = decoder(Restore), decoder(Workers | IngressReport)
+_decode_place, _decode_place_note = decoder(Place), decoder(Place | Counted)
 _QUEUED, _UNPLACED = encode(Queued()), encode(Unplaced())
 
 
@@ -40,28 +41,34 @@ class Sessions:
     """The open calls of all ingresses.
 
     Args:
+        state: the state that the calls change.
+        metrics: the router's metrics.
         grace_s: time for an ingress to connect again after its channel is lost, until its leases are dropped.
-        metrics: RouterMetrics.
 
     Attributes:
         open_methods: methods for ChannelServer.
+        by_ingress: subscriptions by ingress, including lost ones until they are dropped.
+        by_peer: subscriptions by connection, without lost ones.
+        open: open `place` calls by request id.
+        pending: leases that `state` places in the event loop's next iteration.
+        progress: totals of generated tokens by request id, which `state` receives at the same time.
     """
 
-    def __init__(self, state: RouterState, metrics: Any, grace_s: float) -> None:
+    def __init__(self, state: RouterState, metrics: RouterMetrics, grace_s: float) -> None:
         self.metrics, self.grace_s = metrics, grace_s
         self.open_methods: dict[str, OpenMethod] = {"subscribe": self._subscribe, "place": self._open_place}
-        self.by_ingress: dict[str, _Subscription] = {}  # includes lost ones, until they are dropped
+        self.by_ingress: dict[str, _Subscription] = {}
         self.by_peer: dict[object, _Subscription] = {}
-        self.open: dict[str, _PlaceCall] = {}  # by request id
-        self.pending: list[Lease] = []  # leases to place
-        self.progress: dict[str, int] = {}  # totals of generated tokens, by request id
+        self.open: dict[str, _PlaceCall] = {}
+        self.pending: list[Lease] = []
+        self.progress: dict[str, int] = {}
         self._scheduled = False
         self.use(state)
 
     def use(self, state: RouterState) -> None:
         """Serve another state; all ingresses connect again, and restore their leases in it."""
         self.state = state
-        state.on_leases, state.on_settings = self._leased, self._push
+        state.set_callbacks(on_leases=self._send_leases, on_settings=self._send_settings)
         for subscription in list(self.by_peer.values()):
             subscription.answer.peer.close("the router's settings have changed")
 
@@ -82,7 +89,7 @@ class Sessions:
         except Exception:  # no request may wait for a broken router; its ingress places it
             logger.exception("the router cannot place %d requests", len(pending))
         if pending:
-            self.metrics.placed(self.state, time.perf_counter() - began)
+            self.metrics.record_placement(self.state, time.perf_counter() - began)
         for lease in pending:
             call = self.open.get(lease.request_id)
             if call is None:  # an answer has closed its ingress's channel
@@ -93,17 +100,17 @@ class Sessions:
             elif lease.state is State.SENT and not self.state.is_stale(lease.request):
                 call.answer.send(_UNPLACED)
 
-    def _leased(self, leased: list[Lease]) -> None:
-        self.metrics.leased(self.state, leased)
-        for lease in leased:
+    def _send_leases(self, leases: list[Lease]) -> None:
+        self.metrics.record_leases(self.state, leases)
+        for lease in leases:
             call = self.open.get(lease.request_id)
             if call is None:  # its ingress is lost, or connects again
                 continue
             if call.queued:
-                self.metrics.waited(self.state, lease)
+                self.metrics.record_wait(self.state, lease)
             call.answer.send(encode(Leased.from_lease(lease)))
 
-    def _push(self, settings: Settings) -> None:
+    def _send_settings(self, settings: Settings) -> None:
         message = encode(settings)
         for subscription in list(self.by_peer.values()):
             subscription.answer.send(message)
@@ -111,10 +118,10 @@ class Sessions:
     # -- new calls --------------------------------------------------------------------------------
 
     def _subscribe(self, body: bytes, answer: Answer) -> _Subscription:
-        message: Restore = _restore(body)
-        before = self.by_ingress.get(message.ingress)
-        if before is not None and before.answer.peer is not answer.peer:
-            before.answer.peer.close("its ingress has connected again")  # what it still sends is outdated
+        message: Restore = _decode_restore(body)
+        previous = self.by_ingress.get(message.ingress)
+        if previous is not None and previous.answer.peer is not answer.peer:
+            previous.answer.peer.close("its ingress has connected again")  # its further messages are outdated
         self.state.restore(message)
         subscription = _Subscription(self, message.ingress, answer)
         self.by_ingress[message.ingress] = self.by_peer[answer.peer] = subscription
@@ -124,7 +131,7 @@ class Sessions:
     def _open_place(self, body: bytes, answer: Answer) -> _PlaceCall:
         if answer.peer not in self.by_peer:
             raise ConnectionError("an ingress must subscribe before it places requests")
-        message: Place = _place(body)
+        message: Place = _decode_place(body)
         call = _PlaceCall(self, self.by_peer[answer.peer].ingress, answer, message.request.request_id)
         self.open[message.request.request_id] = call
         call.place(message)
@@ -138,11 +145,11 @@ class _Subscription:
         self._sessions, self.ingress, self.answer = sessions, ingress, answer
 
     def on_note(self, payload: bytes, tokens: int) -> None:
-        message = _subscription_note(payload)
+        message = _decode_subscription_note(payload)
         if isinstance(message, Workers):
             self._sessions.state.update_workers(self.ingress, message.workers)
         else:
-            self._sessions.metrics.answered(self._sessions.state, message.answered)
+            self._sessions.metrics.record_streams(self._sessions.state, message.answered)
             self._sessions.state.report(self.ingress, message)
 
     def on_close(self, tokens: int) -> None:
@@ -196,7 +203,7 @@ class _PlaceCall:
             self._sessions.progress[self._request_id] = tokens
             self._sessions.apply_soon()
             return
-        message = _place_note(payload)
+        message = _decode_place_note(payload)
         if isinstance(message, Counted):
             state.set_measured_counts(message.request)
             self._sessions.apply_soon()

@@ -19,23 +19,23 @@ from eldr_serve.scheduling.cost_file import FittedCost
 from eldr_serve.signatures.settings import PoolSettings
 
 
-def _contents_of(kind: type[Artifact]) -> BeforeValidator:
+def _file_reader(kind: type[Artifact]) -> BeforeValidator:
     """Return a validator that replaces a path by the file's bytes, for machines without the file."""
 
-    def contents(value: Any) -> Any:
+    def read(value: Any) -> Any:
         if not isinstance(value, str | Path):
             return value
         kind.load(Path(value))
         return Path(value).read_bytes()
 
-    return BeforeValidator(contents)
+    return BeforeValidator(read)
 
 
-def _cost_of_file(given: Any) -> Any:
-    if not isinstance(given, str | Path):
-        return given
+def _read_cost(value: Any) -> Any:
+    if not isinstance(value, str | Path):
+        return value
     try:
-        return FittedCost.load(Path(given)).cost
+        return FittedCost.load(Path(value)).cost
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from error
 
@@ -61,17 +61,17 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
         default=None,
         description="policy to compare the live one with, `{name, parameters}`; PUT /eldr/shadow changes it",
     )
-    table: Annotated[bytes | None, _contents_of(RoutingTable)] = Field(
+    table: Annotated[bytes | None, _file_reader(RoutingTable)] = Field(
         default=None,
         description="RoutingTable file to start with, read where the app is built; "
         "none: place by load until one is swapped in",
     )
-    predictor: Annotated[bytes | None, _contents_of(SignaturePredictor)] = Field(
+    predictor: Annotated[bytes | None, _file_reader(SignaturePredictor)] = Field(
         default=None,
         description="SignaturePredictor file to start with, read where the app is built; "
         "none: nothing is predicted until one is swapped in",
     )
-    cost: Annotated[StepCost | None, BeforeValidator(_cost_of_file)] = Field(
+    cost: Annotated[StepCost | None, BeforeValidator(_read_cost)] = Field(
         default=None,
         description="step cost until the engines' own steps are measured: a file of `eldr cost`, read where "
         "the app is built, or its terms; none: that of a small model on a CPU",

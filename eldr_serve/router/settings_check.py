@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.routing_table import ArtifactError, RoutingTable
@@ -13,13 +14,19 @@ from eldr_serve.scheduling import PlacementRequest, Policy, PolicyError, make_po
 MAX_SETTINGS_BYTES = 60 * 2**20  # table and predictor, which share one frame of the channel
 
 
+class Policies(NamedTuple):
+    """What is made from settings: the policy, the shadow and the table that both use."""
+
+    policy: Policy
+    shadow: Policy | None
+    table: RoutingTable | None
+
+
 class SettingsCheck:
     """Checks settings against the served model and the shape of expert counts.
 
-    Args:
-        model_id: tables and predictors of other models are refused.
-
     Attributes:
+        model_id: id of the served model; tables and predictors of other models are refused.
         shape: (MoE layers, experts) as engines report it; None until known.
     """
 
@@ -27,8 +34,8 @@ class SettingsCheck:
         self.model_id = model_id
         self.shape: tuple[int, int] | None = None
 
-    def build_policies(self, settings: Settings) -> tuple[Policy, Policy | None, RoutingTable | None]:
-        """Return policy, shadow and table of settings; raise SwapRefusedError if they do not fit."""
+    def build_policies(self, settings: Settings) -> Policies:
+        """Make the policies and the table of settings; raise SwapRefusedError if they do not fit."""
         size = len(settings.table or b"") + len(settings.predictor or b"")
         if size > MAX_SETTINGS_BYTES:
             raise SwapRefusedError(
@@ -44,7 +51,7 @@ class SettingsCheck:
                 shadow = make_policy(named.name, **named.parameters).set_table(table)
         except PolicyError as error:
             raise SwapRefusedError(str(error)) from error
-        return policy, shadow, table
+        return Policies(policy, shadow, table)
 
     def read_table(self, data: bytes) -> RoutingTable:
         """Parse a RoutingTable file's content; raise SwapRefusedError if it is invalid or does not fit."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.scheduling import CentroidTable, PlacementRequest
 
-_CENTROIDS = 256  # maximum for the axes: a larger eigenproblem would delay placements
+_MAX_CENTROIDS = 256  # for the axes; a larger eigenproblem would delay placements
 
 Point = tuple[float, float]
 
@@ -27,7 +27,7 @@ class CentroidPlane:
 
     def __init__(self, table: CentroidTable, version: int) -> None:
         self._version = version
-        centroids = np.asarray(table.centroids[:_CENTROIDS], np.float64)
+        centroids = np.asarray(table.centroids[:_MAX_CENTROIDS], np.float64)
         gram = centroids @ centroids.T
         self._weights = _axes(gram)
         self.centroids: list[Point] = [_point(row @ self._weights) for row in gram]
@@ -36,7 +36,7 @@ class CentroidPlane:
         """Return the point of the request's signature; None if it was not scored with this table."""
         if request.similarity is None or request.table_version != self._version:
             return None
-        return _point(request.similarity[:_CENTROIDS].astype(np.float64) @ self._weights)
+        return _point(request.similarity[:_MAX_CENTROIDS].astype(np.float64) @ self._weights)
 
 
 class CountsPlane:

@@ -1,4 +1,4 @@
-"""State of the DecodeRouter actor besides the placer: ingresses, settings, artifacts, recovery.
+"""State of the DecodeRouter actor: ingresses, workers, leases, and their recovery after a restart.
 
 This is plain Python, to be tested without Ray. Nothing here awaits, so each call is atomic in the actor's
 event loop: a swap never happens in the middle of a placement.
@@ -6,18 +6,16 @@ event loop: a swap never happens in the middle of a placement.
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
 
-from eldr_serve.errors import SwapRefusedError
 from eldr_serve.router.comparison import Comparison
+from eldr_serve.router.live_settings import LiveSettings, SettingsChange
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.messages import LOCAL_FALLBACK, IngressReport, NamedPolicy, Restore, Settings
 from eldr_serve.router.positions import Positions
@@ -25,17 +23,15 @@ from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router.step_costs import StepCosts
 from eldr_serve.scheduling import BlockChanges, Lease, PlacementRequest, Placer, State, StepCost, StepSums
 
-logger = logging.getLogger(__name__)
-
-_RECENT = 1024
+_MAX_RECENT_COUNTS = 1024
 
 
 class RouterState:
     """Placement of prefilled requests on decode workers (see worker_names), for several ingresses.
 
-    Each ingress reports the workers that it can reach, and its requests go to these only, if there are any.
+    Each ingress reports the workers that it can reach. If it can reach any, its requests go only to them.
 
-    Ingresses limit the wait of their requests in the decode queue, and release those that time out.
+    Ingresses limit the wait of their requests in the decode queue, and release requests that time out.
 
     Args:
         model_id: tables and predictors of other models are refused.
@@ -46,15 +42,20 @@ class RouterState:
         cost: cost of a decode step until the engines' steps are measured.
 
     Attributes:
-        on_leases: callback for new leases, of new and of queued requests.
-        on_settings: callback for new settings; it precedes the leases that follow from them.
-        recent: expert counts of recently placed prompts, which only `offline.live_placement` reads.
-        settings: the live settings.
-        table: the live table.
+        epoch: identifies this state; each restart of the actor and each changed deployment has another one.
+        live_settings: the live settings; operators change them here.
+        check: validation of settings, with the shape of expert counts that engines report.
+        placer: the running and the queued requests, and the live policy.
+        comparison: comparison of the live policy with the shadow.
+        costs: measured cost of decode steps.
+        view: data of the live page.
+        counters: the counters of the status.
+        recent_counts: expert counts of recently placed prompts, which only `offline.live_placement` reads.
         ingresses: ids of the ingresses, also of lost ones until they are dropped.
         positions: positions of the decode workers.
         predictions: quality of each ingress's predictions, see OnlinePredictor.status.
         earlier_failures: number of unusable predictions under earlier policies.
+        clock: monotonic clock, s.
     """
 
     def __init__(
@@ -71,18 +72,17 @@ class RouterState:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = uuid.uuid4().hex
-        self.on_leases: Callable[[list[Lease]], None] = lambda leased: None
-        self.on_settings: Callable[[Settings], None] = lambda settings: None
+        self.clock = clock
         self.counters: Counter[str] = Counter()
-        self.recent: deque[NDArray[Any]] = deque(maxlen=_RECENT)
+        self.recent_counts: deque[NDArray[Any]] = deque(maxlen=_MAX_RECENT_COUNTS)
         self.ingresses: set[str] = set()
         self.positions = Positions()
         self.predictions: dict[str, dict[str, Any]] = {}
+        self.earlier_failures = 0
         self.check = SettingsCheck(model_id)
         self.costs = StepCosts(clock, cost)
-        self.clock = clock
-        self.earlier_failures = 0
         self.view = LiveView(clock)
+        self.set_callbacks()
         first = Settings(
             version=0,
             policy=policy,
@@ -93,12 +93,19 @@ class RouterState:
             predictor_version=int(predictor is not None),
             shadow=shadow,
         )
-        live_policy, shadow_policy, self.table = self.check.build_policies(first)
+        policies = self.check.build_policies(first)
         if predictor is not None:
             self.check.require_predictor_fits(predictor)
-        self.settings = first
+        self.live_settings = LiveSettings(
+            first,
+            policies.table,
+            check=self.check,
+            counters=self.counters,
+            on_change=self._apply,
+            dispatch=self.dispatch,
+        )
         self.placer = Placer(
-            live_policy,
+            policies.policy,
             on_policy_error=lambda error: self.counters.update(policy_errors=1),
             seed=seed,
             clock=clock,
@@ -106,44 +113,29 @@ class RouterState:
         self.comparison = Comparison(self.placer, self.counters, clock=clock)
         if cost is not None:
             self.placer.update_cost_model(cost)
-        self.view.changed(policy, self.table, first.table_version)
-        self.comparison.begin(first, shadow_policy, cost)
+        self.view.record_change(policy, policies.table, first.table_version)
+        self.comparison.begin(first, policies.shadow, cost)
 
-    # -- settings ------------------------------------------------------------------------------
-
-    def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
-        """Change the policy. Raise SwapRefusedError, without a change, if it or a parameter is unknown."""
-        self._adopt(replace(self._next_settings(), policy=policy, parameters=dict(parameters)))
-        self.counters["policy_changes"] += 1
-        self.dispatch()
-        return self.settings
-
-    def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
-        """Compare the live policy with another or none. Raise SwapRefusedError like set_policy."""
-        settings = replace(self._next_settings(), shadow=shadow)
-        _, shadow_policy, _ = self.check.build_policies(settings)
-        self._publish(settings)
-        self.comparison.begin(settings, shadow_policy, self.costs.cost)
-        return settings
-
-    def swap_table(self, table: bytes) -> Settings:
-        """Make a table live. Raise SwapRefusedError, without a change, if it does not fit."""
-        version = self.settings.table_version + 1
-        self._adopt(replace(self._next_settings(), table=table, table_version=version))
-        self.counters["table_swaps"] += 1
-        self.dispatch()
-        return self.settings
-
-    def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
-        """Make a predictor live. Raise SwapRefusedError, without a change, if it does not fit.
+    def set_callbacks(
+        self,
+        *,
+        on_leases: Callable[[list[Lease]], None] = lambda leases: None,
+        on_settings: Callable[[Settings], None] = lambda settings: None,
+    ) -> None:
+        """Set the functions that receive later leases and settings; they replace earlier functions.
 
         Args:
-            tokenizer: fingerprint of the served tokenizer.
+            on_leases: called with leases of new and of queued requests when they are granted.
+            on_settings: called with new settings, before the leases that follow from them are granted.
         """
-        self.check.require_predictor_fits(predictor, tokenizer)
-        self._set_predictor(predictor)
-        self.counters["predictor_swaps"] += 1
-        return self.settings
+        self._on_leases, self._on_settings = on_leases, on_settings
+
+    # -- settings and measurements ---------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        """Return the live settings."""
+        return self.live_settings.current
 
     def expect_counts(self, num_layers: int, num_experts: int) -> None:
         """Set the shape that engines report; tables and predictors of other shapes are refused.
@@ -153,64 +145,21 @@ class RouterState:
         self.check.shape = (num_layers, num_experts)
         for lease in (*self.placer.running.values(), *self.placer.queue.values()):
             lease.request = self.check.without_unusable_prediction(lease.request)
-        settings = self._without_unfit_artifacts(self.settings)
-        if settings is not self.settings:  # make the policy again, without the wrong shape
-            self._adopt(settings)
+        self.live_settings.discard_unfit_artifacts()
 
-    def _without_unfit_artifacts(self, settings: Settings) -> Settings:
-        """Return the settings, or newer ones without a table or predictor that does not fit."""
-        kept = settings
-        try:
-            if kept.table is not None:
-                self.check.read_table(kept.table)
-        except SwapRefusedError as error:
-            logger.error("requests are placed without a table: %s", error)
-            kept = replace(kept, table=None, table_version=kept.table_version + 1)
-            self.counters["tables_discarded"] += 1
-        try:
-            if kept.predictor is not None:
-                self.check.require_predictor_fits(kept.predictor)
-        except SwapRefusedError as error:
-            logger.error("nothing is predicted: %s", error)
-            kept = replace(kept, predictor=None, predictor_version=kept.predictor_version + 1)
-        return kept if kept is settings else replace(kept, version=_version_after(settings))
-
-    def _set_predictor(self, predictor: bytes) -> None:
-        """Replace the predictor, and keep the policy with its state."""
-        version = self.settings.predictor_version + 1
-        settings = replace(self._next_settings(), predictor=predictor, predictor_version=version)
-        self.check.build_policies(settings)
-        self.predictions.clear()
-        self._publish(settings)
-
-    def set_deployed(self, deployed: str, older: Settings | None) -> None:
-        """Mark the settings as those of the deployment with this fingerprint.
-
-        Args:
-            older: settings that these override when an ingress restores them; None: ingresses' settings win.
-        """
-        version = 0 if older is None else _version_after(older)
-        self.settings = replace(self.settings, deployed=deployed, version=version)
-
-    def _next_settings(self) -> Settings:
-        return replace(self.settings, version=_version_after(self.settings))
-
-    def _publish(self, settings: Settings) -> None:
-        self.settings = settings
-        self.on_settings(settings)
-
-    def _adopt(self, settings: Settings) -> None:
-        live_policy, shadow_policy, self.table = self.check.build_policies(settings)
-        swapped = settings.table_version != self.settings.table_version
-        if settings.predictor_version != self.settings.predictor_version:
+    def _apply(self, change: SettingsChange) -> None:
+        now = change.now
+        if now.predictor_version != change.before.predictor_version:
             self.predictions.clear()
-        self.earlier_failures += self.placer.policy.predictor_failures
-        self._publish(settings)
-        if swapped:
-            self.placer.discard_scores()
-        self.placer.set_policy(live_policy, self.costs.cost)
-        self.view.changed(settings.policy, self.table, settings.table_version)
-        self.comparison.begin(settings, shadow_policy, self.costs.cost)
+        self._on_settings(now)
+        if change.new_policy:
+            self.earlier_failures += self.placer.policy.predictor_failures
+            if now.table_version != change.before.table_version:
+                self.placer.discard_scores()
+            self.placer.set_policy(change.policies.policy, self.costs.cost)
+            self.view.record_change(now.policy, change.policies.table, now.table_version)
+        if change.new_comparison:
+            self.comparison.begin(now, change.policies.shadow, self.costs.cost)
 
     def observe_steps(
         self,
@@ -226,17 +175,17 @@ class RouterState:
             prefix_changes: changes of the cache's blocks, if there are any and the engine reports them.
 
         Returns:
-            Whether all blocks that the engine has reported are known.
+            Whether the router has all blocks that the engine has reported.
         """
-        known = False
+        has_all_blocks = False
         if worker in self.positions.workers:  # the last report of a lost worker may be late
             self.view.observe_steps(worker, steps)
-            known = self.placer.report_prefix_cache(worker, prefix_cache, prefix_changes)
+            has_all_blocks = self.placer.report_prefix_cache(worker, prefix_cache, prefix_changes)
         self.comparison.observe_steps(steps)
         self.costs.observe(steps)
         if self.costs.cost is not None:
             self.placer.update_cost_model(self.costs.cost)
-        return known
+        return has_all_blocks
 
     # -- workers and ingresses ---------------------------------------------------------------------
 
@@ -262,7 +211,7 @@ class RouterState:
     def _set_workers(self) -> None:
         positions = self.positions
         self.placer.set_workers(positions.workers, unreachable=positions.unreachable)
-        self.view.keep_workers(positions.live)
+        self.view.keep_workers(positions.live_workers)
 
     def restore(self, message: Restore) -> None:
         """Restore from an ingress what this actor knew before it was restarted, besides leases (`hold`).
@@ -274,38 +223,36 @@ class RouterState:
         if message.workers:
             self.positions.set_reachable(message.ingress, message.workers)
             self._set_workers()
-        settings = message.settings
-        if settings is not None and settings.version > self.settings.version:
-            self._adopt(self._without_unfit_artifacts(settings))
-            self.counters["settings_restored"] += 1
+        if message.settings is not None:
+            self.live_settings.restore(message.settings)
         if message.counts_shape is not None:
             self.expect_counts(*message.counts_shape)
-        kept = set(message.leases)
+        leased_ids = set(message.leases)
         for lease in [*self.placer.running.values(), *self.placer.queue.values()]:
-            if lease.ingress == message.ingress and lease.request_id not in kept:
+            if lease.ingress == message.ingress and lease.request_id not in leased_ids:
                 self.placer.finish(lease.request_id)
         self.dispatch()
 
     def drop(self, ingress: str) -> int:
         """Release all leases of an ingress, which restores them if it is alive; return their number."""
-        lost = [r for r, lease in self.placer.running.items() if lease.ingress == ingress]
-        queued = [r for r, lease in self.placer.queue.items() if lease.ingress == ingress]
-        for request_id in lost + queued:
+        running_ids = [r for r, lease in self.placer.running.items() if lease.ingress == ingress]
+        queued_ids = [r for r, lease in self.placer.queue.items() if lease.ingress == ingress]
+        for request_id in running_ids + queued_ids:
             self.placer.finish(request_id)
         self.ingresses.discard(ingress)
         self.predictions.pop(ingress, None)
         if self.positions.forget(ingress):
             self._set_workers()
-        self.counters["leases_of_lost_ingresses"] += len(lost)
-        self.counters["queued_of_lost_ingresses"] += len(queued)
-        if lost:
+        self.counters["leases_of_lost_ingresses"] += len(running_ids)
+        self.counters["queued_of_lost_ingresses"] += len(queued_ids)
+        if running_ids:
             self.dispatch()
-        return len(lost)
+        return len(running_ids)
 
     def report(self, ingress: str, message: IngressReport) -> None:
         """Add what an ingress has counted."""
         self.counters.update(message.events)
-        self.view.answered(message.answered)
+        self.view.add_answers(message.answered)
         if message.prediction is not None:
             self.predictions[ingress] = message.prediction
 
@@ -325,7 +272,7 @@ class RouterState:
         """Set a leased request's measured counts and length."""
         self.placer.set_measured_counts(request)
         self.counters["counts_measured"] += 1
-        self._remember(request)
+        self._keep_counts(request)
 
     def hold(self, lease: Lease) -> None:
         """Add a lease that its ingress has made, or received from this actor before it was restarted."""
@@ -356,25 +303,25 @@ class RouterState:
         """Place or queue requests in state SENT, and dispatch the queue; stale requests stay SENT."""
         for lease in leases:
             lease.request = self.check.without_unusable_prediction(lease.request)
-            self._remember(lease.request)
-        queued = {lease.request_id for lease in leases if lease.request_id in self.placer.queue}
-        leased = self.placer.submit(lease for lease in leases if not self.is_stale(lease.request))
+            self._keep_counts(lease.request)
+        queued_ids = {lease.request_id for lease in leases if lease.request_id in self.placer.queue}
+        granted_leases = self.placer.submit(lease for lease in leases if not self.is_stale(lease.request))
         self.counters["queued"] += sum(
-            lease.state is State.QUEUED and lease.request_id not in queued for lease in leases
+            lease.state is State.QUEUED and lease.request_id not in queued_ids for lease in leases
         )
-        self._lease(leased)
+        self._grant(granted_leases)
 
     def dispatch(self) -> None:
         """Let the policy assign workers to queued requests."""
-        self._lease(self.placer.dispatch())
+        self._grant(self.placer.dispatch())
 
-    def _remember(self, request: PlacementRequest) -> None:
+    def _keep_counts(self, request: PlacementRequest) -> None:
         if request.expert_counts is not None and not request.predicted:
-            self.recent.append(request.expert_counts)
+            self.recent_counts.append(request.expert_counts)
 
-    def _lease(self, leased: list[Lease]) -> None:
-        self.view.placed(leased)
-        for lease in leased:
+    def _grant(self, leases: list[Lease]) -> None:
+        self.view.add_leases(leases)
+        for lease in leases:
             self.counters["placed"] += 1
             self.counters[f"reason:{lease.reason}"] += 1
             self.counters["best_worker"] += lease.is_best_match
@@ -384,10 +331,5 @@ class RouterState:
             if lease.request.blocks is not None:
                 self.counters["prefill_tokens"] += lease.request.prompt_tokens
                 self.counters["prefill_tokens_cached"] += lease.cached_tokens
-        if leased:
-            self.on_leases(leased)
-
-
-def _version_after(settings: Settings) -> int:
-    # Milliseconds, so that settings made after a restart are newer than those that ingresses restore.
-    return max(settings.version + 1, time.time_ns() // 1_000_000)
+        if leases:
+            self._on_leases(leases)

@@ -23,7 +23,7 @@ def router_status(state: RouterState) -> dict[str, Any]:
         "table": _table(state),
         "predictor": _prediction(state),
         "step_cost": state.costs.status(),
-        "decode_totals": state.costs.totals(_layers(state)),
+        "decode_totals": state.costs.totals(_num_layers(state)),
         "comparison": state.comparison.status(),
         "workers": workers,
         "leases": len(state.placer.running),
@@ -38,7 +38,7 @@ def router_status(state: RouterState) -> dict[str, Any]:
 
 def live_status(state: RouterState) -> dict[str, Any]:
     """Return the status and the live page's other data."""
-    page = state.view.snapshot(state.placer, _layers(state))
+    page = state.view.snapshot(state.placer, _num_layers(state))
     return router_status(state) | {"live": page, "policies": policy_names()}
 
 
@@ -70,13 +70,13 @@ def _oldest_wait_s(state: RouterState) -> float:
     return 0.0 if queued_at_s is None else state.clock() - queued_at_s
 
 
-def _layers(state: RouterState) -> int | None:
+def _num_layers(state: RouterState) -> int | None:
     return None if state.check.shape is None else state.check.shape[0]
 
 
 def _workers(state: RouterState) -> list[dict[str, Any]]:
-    loads = state.placer.loads()
-    domains = None if state.table is None else state.table.domains
+    loads, table = state.placer.loads(), state.live_settings.table
+    domains = None if table is None else table.domains
     return [
         {
             "position": position,
@@ -92,7 +92,7 @@ def _workers(state: RouterState) -> list[dict[str, Any]]:
 
 
 def _table(state: RouterState) -> dict[str, Any] | None:
-    table = state.table
+    table = state.live_settings.table
     if table is None:
         return None
     return {

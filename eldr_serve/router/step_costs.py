@@ -22,7 +22,7 @@ class StepCosts:
     def __init__(self, clock: Callable[[], float], prior: StepCost | None = None) -> None:
         self._clock = clock
         self._recent, self._recent_at = StepSums(), clock()
-        self._all = StepSums()
+        self._total = StepSums()
         self._prior = prior
         self._fitted: StepCost | None = None
 
@@ -34,9 +34,9 @@ class StepCosts:
     def observe(self, steps: StepSums) -> None:
         """Add steps, and fit the cost to them and earlier ones."""
         now = self._clock()
-        self._all += steps
-        keep = 0.5 ** ((now - self._recent_at) / _HALF_LIFE_S)
-        self._recent, self._recent_at = self._recent.scale(keep) + steps, now
+        self._total += steps
+        remaining_share = 0.5 ** ((now - self._recent_at) / _HALF_LIFE_S)
+        self._recent, self._recent_at = self._recent.scale(remaining_share) + steps, now
         self._fitted = self._recent.fit() or self._fitted
 
     def load(self, num_experts: int) -> StepLoad:
@@ -57,9 +57,9 @@ class StepCosts:
         if layers is None:
             return None
         return {
-            "steps": self._all.steps,
-            "requests": self._all.requests,
-            "active_experts": self._all.active_experts / layers,  # mean over layers
-            "seconds": self._all.seconds,
-            "token_seconds": self._all.token_seconds,
+            "steps": self._total.steps,
+            "requests": self._total.requests,
+            "active_experts": self._total.active_experts / layers,  # mean over layers
+            "seconds": self._total.seconds,
+            "token_seconds": self._total.token_seconds,
         }

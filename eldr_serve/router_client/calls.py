@@ -15,13 +15,9 @@ from ray.exceptions import ActorDiedError
 
 from eldr_serve.channel import CallFailedError, Channel
 from eldr_serve.errors import SwapRefusedError
-from eldr_serve.router.messages import Settings, decoder, encode
+from eldr_serve.router.messages import encode
+from eldr_serve.router.methods import Arguments, Result, RouterMethod
 from eldr_serve.router.settings import RouterSettings
-from eldr_serve.scheduling import DecodeLoads
-
-_SETTINGS = ("settings", "set_policy", "set_shadow", "swap_table", "swap_predictor")
-_results = dict.fromkeys(_SETTINGS, decoder(Settings)) | {"decode_loads": decoder(DecodeLoads)}
-_plain_result = decoder(Any)
 
 
 class RouterCalls:
@@ -38,7 +34,7 @@ class RouterCalls:
         self._channel: Channel | None = None
         self._connecting: asyncio.Task[Channel] | None = None
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: RouterMethod[Arguments, Result], arguments: Arguments) -> Result:
         """Call a method of the actor and return its result.
 
         Raises:
@@ -47,7 +43,7 @@ class RouterCalls:
             RayError, ConnectionError: the actor is unavailable.
         """
         channel = await self.get_channel()
-        call = channel.call(method, {}, encode(args))
+        call = channel.call(method.name, {}, encode(arguments))
         parts = []
         try:
             while (chunk := await call.read()) is not None:
@@ -59,7 +55,7 @@ class RouterCalls:
         except asyncio.CancelledError:
             call.cancel()
             raise
-        return _results.get(method, _plain_result)(b"".join(parts))
+        return method.decode_result(b"".join(parts))
 
     async def configure(self, settings: RouterSettings) -> None:
         """Send the deployed settings to the actor, see DecodeRouter.configure; raise RayError on failure."""

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from eldr_serve.channel import CallFailedError, OpenCall
 from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.supervision import start_supervised
+from eldr_serve.router import methods
 from eldr_serve.router.messages import (
     Counted,
     IngressReport,
@@ -42,14 +43,14 @@ from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_client.waiting import WaitingRequests
 from eldr_serve.scheduling import DecodeLoads, Lease, PlacementRequest, PromptBlocks, State
 
-_MAX_ANSWERED = 1024  # newest ended streams that are kept until they are reported
+_MAX_STREAMS = 1024  # newest ended streams that are kept until they are reported
 _REPORT_S = 0.25
 
-_answer = decoder(Leased | Queued | Unplaced)
+_decode_answer = decoder(Leased | Queued | Unplaced)
 
 
 class RouterClient:
-    """Places, tracks and releases the requests of one ingress. Lives in one event loop.
+    """Places, tracks and releases the requests of one ingress, in one event loop.
 
     Args:
         router_calls: calls to the actor.
@@ -59,7 +60,7 @@ class RouterClient:
     Attributes:
         name: id of this ingress at the actor.
         leases: leases that are not DONE, by request id.
-        scorer: settings and predictor.
+        scorer: the live settings and the predictor.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RouterClient:
         # `_report` sends these to the router.
         self._progress: set[str] = set()
         self._events: Counter[str] = Counter()
-        self._finished: deque[StreamLatencies] = deque(maxlen=_MAX_ANSWERED)
+        self._ended_streams: deque[StreamLatencies] = deque(maxlen=_MAX_STREAMS)
         self._reported_prediction: dict[str, Any] | None = None
 
     def start(self) -> None:
@@ -121,28 +122,29 @@ class RouterClient:
     # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------
 
     async def status(self) -> dict[str, Any]:
-        return cast(dict[str, Any], await self._link.call("status"))
+        return await self._link.call(methods.STATUS, methods.NoArguments())
 
     async def live(self) -> dict[str, Any]:
-        return cast(dict[str, Any], await self._link.call("live"))
+        return await self._link.call(methods.LIVE, methods.NoArguments())
 
     async def router_settings(self) -> Settings:
         """Return the live settings at the actor, which may be newer than `settings`."""
-        return cast(Settings, await self._link.call("settings"))
+        return await self._link.call(methods.SETTINGS, methods.NoArguments())
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
-        return cast(Settings, await self._link.call("set_policy", policy, parameters))
+        return await self._link.call(methods.SET_POLICY, methods.PolicyArguments(policy, parameters))
 
     async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
-        return cast(Settings, await self._link.call("set_shadow", shadow))
+        return await self._link.call(methods.SET_SHADOW, methods.ShadowArguments(shadow))
 
     async def swap_table(self, table: bytes) -> Settings:
         await self._send_shape()
-        return cast(Settings, await self._link.call("swap_table", table))
+        return await self._link.call(methods.SWAP_TABLE, methods.TableArguments(table))
 
     async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
         await self._send_shape()
-        return cast(Settings, await self._link.call("swap_predictor", predictor, tokenizer))
+        arguments = methods.PredictorArguments(predictor, tokenizer)
+        return await self._link.call(methods.SWAP_PREDICTOR, arguments)
 
     async def expect_counts(self, num_layers: int, num_experts: int) -> None:
         self.scorer.shape = (num_layers, num_experts)
@@ -151,14 +153,14 @@ class RouterClient:
     async def _send_shape(self) -> None:
         """Send the shape of expert counts; a restarted actor does not know it."""
         if self.scorer.shape is not None:
-            await self._link.call("expect_counts", *self.scorer.shape)
+            await self._link.call(methods.EXPECT_COUNTS, methods.CountsShape(*self.scorer.shape))
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
-        return cast(dict[str, Usage], await self._link.call("share_limits", ingress, usage))
+        return await self._link.call(methods.SHARE_LIMITS, methods.UsageArguments(ingress, usage))
 
     async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
         """Return the loads of all decode workers; see DecodeRouter.decode_loads."""
-        return cast(DecodeLoads, await self._link.call("decode_loads", blocks))
+        return await self._link.call(methods.DECODE_LOADS, methods.BlocksArguments(blocks))
 
     @property
     def queue_wait_s(self) -> float:
@@ -261,9 +263,9 @@ class RouterClient:
         """Increment a counter of `/eldr/status`."""
         self._events[event] += increase
 
-    def record_stream(self, answered: StreamLatencies) -> None:
+    def record_stream(self, latencies: StreamLatencies) -> None:
         """Record the latencies of an ended stream, for the live page."""
-        self._finished.append(answered)
+        self._ended_streams.append(latencies)
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -274,14 +276,14 @@ class RouterClient:
         if call is not None:
             call.note(encode(message))
             return
-        call = self._link.place(message, partial(self._received, lease), partial(self._on_failed, lease))
+        call = self._link.place(message, partial(self._on_message, lease), partial(self._on_failed, lease))
         if call is not None:
             self._calls[lease.request_id] = call
             if lease.state is State.UNSENT:
                 lease.become(State.SENT)
 
-    def _received(self, lease: Lease, payload: bytes) -> None:
-        answer = _answer(payload)
+    def _on_message(self, lease: Lease, payload: bytes) -> None:
+        answer = _decode_answer(payload)
         if isinstance(answer, Leased):
             answer.copy_to(lease)
             self._discard_unread_counts(lease)
@@ -300,7 +302,7 @@ class RouterClient:
         self._fallback.lease(lease, "router-unreachable" if self.router_unreachable else "no-worker")
         self.count("placed_by_local_fallback")
         self._discard_unread_counts(lease)
-        self.hold([lease])
+        self.send_leases([lease])
 
     def _discard_unread_counts(self, lease: Lease) -> None:
         """Discard counts that the live policy does not read; a lease keeps those that it reads."""
@@ -309,7 +311,7 @@ class RouterClient:
 
     # -- called by the link, see LinkOwner ----------------------------------------------------------
 
-    def hold(self, leases: Iterable[Lease]) -> None:
+    def send_leases(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
             self._send(lease, Leased.from_lease(lease))
 
@@ -317,16 +319,16 @@ class RouterClient:
         for lease in self._waiting:
             self._send(lease)
 
-    def settings_changed(self, settings: Settings) -> None:
+    def on_settings(self, settings: Settings) -> None:
         self.scorer.apply_settings(settings)
         if self._link.connected:
             self.send_waiting()
 
-    def channel_lost(self) -> None:
+    def on_channel_lost(self) -> None:
         self._calls.clear()
-        self._waiting.router_lost()
+        self._waiting.wait_again()
 
-    def router_is_unreachable(self) -> None:
+    def on_router_unreachable(self) -> None:
         for lease in self._waiting:
             self._waiting.resume(lease.request_id)
 
@@ -346,8 +348,8 @@ class RouterClient:
         prediction = None if self.scorer.predictor is None else self.scorer.predictor.status
         if prediction == self._reported_prediction:
             prediction = None
-        if self._events or self._finished or prediction is not None:
-            self._link.report(IngressReport(dict(self._events), tuple(self._finished), prediction))
+        if self._events or self._ended_streams or prediction is not None:
+            self._link.report(IngressReport(dict(self._events), tuple(self._ended_streams), prediction))
             self._events.clear()
-            self._finished.clear()
+            self._ended_streams.clear()
             self._reported_prediction = prediction or self._reported_prediction

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from eldr_serve.channel import Channel, OpenCall
 from eldr_serve.router.messages import IngressReport, Place, Restore, Settings, Workers, decoder, encode
+from eldr_serve.router.methods import Arguments, Result, RouterMethod
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.local_fallback import LiveWorkers
 from eldr_serve.router_client.scorer import Scorer
@@ -18,30 +19,34 @@ from eldr_serve.scheduling import Lease
 logger = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.1
-_settings = decoder(Settings)
+_decode_settings = decoder(Settings)
 
 
 class LinkOwner(Protocol):
-    """The owner of a link, which holds the requests of one ingress."""
+    """The owner of a link: the client that has the requests of one ingress.
+
+    Attributes:
+        scorer: the settings and the shape of expert counts that the client knows.
+    """
 
     scorer: Scorer
 
     def held_leases(self) -> list[Lease]:
         """Return the leases that hold a worker."""
 
-    def hold(self, leases: Iterable[Lease]) -> None:
+    def send_leases(self, leases: Iterable[Lease]) -> None:
         """Send leases that the router does not know."""
 
     def send_waiting(self) -> None:
         """Send all waiting requests."""
 
-    def settings_changed(self, settings: Settings) -> None:
+    def on_settings(self, settings: Settings) -> None:
         """Apply new settings."""
 
-    def channel_lost(self) -> None:
+    def on_channel_lost(self) -> None:
         """Let requests wait for the next channel."""
 
-    def router_is_unreachable(self) -> None:
+    def on_router_unreachable(self) -> None:
         """End every request's wait for the router."""
 
     def count(self, event: str) -> None:
@@ -55,7 +60,7 @@ class RouterLink:
         name: id of the ingress at the actor.
         calls: calls to the actor.
         workers: live decode workers, as this process knows them.
-        owner: holds the requests of the ingress, which the link restores.
+        owner: client whose leases the link restores after it has connected.
         timeout_s: maximum time for an answer of the actor, s.
 
     Attributes:
@@ -73,7 +78,7 @@ class RouterLink:
         self._timeout_s = timeout_s
         self._channel: Channel | None = None
         self._subscription: OpenCall | None = None
-        self._answered: asyncio.Future[None] | None = None
+        self._first_settings: asyncio.Future[None] | None = None
         self._reported_workers: tuple[str, ...] = ()
         self._task: asyncio.Task[None] | None = None
         self.connected = self.unreachable = False
@@ -92,11 +97,11 @@ class RouterLink:
                 await task
         self._calls.close()
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call any other method of the actor (status, set_policy, swap_table)."""
+    async def call(self, method: RouterMethod[Arguments, Result], arguments: Arguments) -> Result:
+        """Call a method of the actor and return its result; see RouterCalls.call."""
         # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer.
         async with asyncio.timeout(10 * self._timeout_s):
-            return await self._calls.call(method, *args)
+            return await self._calls.call(method, arguments)
 
     def place(
         self, message: Place, on_message: Callable[[bytes], None], on_failed: Callable[[Exception], None]
@@ -124,8 +129,8 @@ class RouterLink:
             logger.warning("DecodeRouter does not answer (%s); placing locally", type(error).__name__)
             self._owner.count("router_lost")
         self.unreachable = True
-        self._drop()
-        self._owner.router_is_unreachable()
+        self._close_channel()
+        self._owner.on_router_unreachable()
 
     # -- internals -------------------------------------------------------------------------------
 
@@ -139,16 +144,16 @@ class RouterLink:
 
     async def _serve(self) -> None:
         """Connect and subscribe, then wait until the channel is lost."""
-        answered = self._answered = asyncio.get_running_loop().create_future()
+        first_settings = self._first_settings = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(self._timeout_s):
                 channel = await self._calls.get_channel()
             self._subscribe(channel)
             async with asyncio.timeout(self._timeout_s):
-                await answered
+                await first_settings
             await asyncio.shield(channel.closed)
         finally:
-            self._drop()
+            self._close_channel()
 
     def _subscribe(self, channel: Channel) -> None:
         self._reported_workers = self._workers.live
@@ -160,14 +165,16 @@ class RouterLink:
             self._owner.scorer.settings,
             self._owner.scorer.shape,
         )
-        self._subscription = channel.open_call("subscribe", encode(message), self._received, self._on_failed)
+        self._subscription = channel.open_call(
+            "subscribe", encode(message), self._on_settings, self._on_failed
+        )
         self._channel = channel
-        self._owner.hold(leases)
+        self._owner.send_leases(leases)
 
-    def _received(self, payload: bytes) -> None:
+    def _on_settings(self, payload: bytes) -> None:
         """Apply new settings; the first ones answer the subscription."""
         try:
-            self._owner.settings_changed(_settings(payload))
+            self._owner.on_settings(_decode_settings(payload))
         except Exception as error:  # such as a table of a newer version
             logger.exception("the settings of DecodeRouter cannot be used")
             self.give_up(error)
@@ -175,18 +182,18 @@ class RouterLink:
         if not self.connected:
             self.connected, self.unreachable = True, False
             self._owner.send_waiting()
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_result(None)
+        if self._first_settings is not None and not self._first_settings.done():
+            self._first_settings.set_result(None)
 
     def _on_failed(self, error: Exception) -> None:
-        self._drop()
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_exception(error)
+        self._close_channel()
+        if self._first_settings is not None and not self._first_settings.done():
+            self._first_settings.set_exception(error)
 
-    def _drop(self) -> None:
+    def _close_channel(self) -> None:
         """Close the channel; it is lost, or the router does not answer."""
         channel, self._channel = self._channel, None
         if channel is not None:
             self._subscription, self.connected = None, False
             channel.close("the router does not answer in time")
-            self._owner.channel_lost()
+            self._owner.on_channel_lost()

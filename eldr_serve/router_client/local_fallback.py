@@ -46,13 +46,13 @@ class LocalFallback:
         Raises:
             OverloadedError: no decode replica is known.
         """
-        live = self._workers.live
-        candidates = [r for r in live if r not in lease.request.exclude] or list(live)
+        workers = self._workers.live
+        candidates = [name for name in workers if name not in lease.request.exclude] or list(workers)
         if not candidates:
             raise OverloadedError("no decode replica is running yet", retry_after_s=5)
         in_flight = self._ledger.loads(self._ledger.rows(candidates)).in_flight
         lease.become(State.LEASED)
-        least = np.flatnonzero(in_flight == in_flight.min())
-        lease.worker, lease.position = candidates[int(random.choice(least))], -1
+        least_loaded = np.flatnonzero(in_flight == in_flight.min())
+        lease.worker, lease.position = candidates[int(random.choice(least_loaded))], -1
         lease.num_candidates, lease.reason, lease.policy = len(candidates), reason, LOCAL_FALLBACK
         self.add(lease)

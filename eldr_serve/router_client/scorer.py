@@ -46,15 +46,15 @@ class Scorer:
 
     def apply_settings(self, settings: Settings) -> None:
         """Score by other settings."""
-        before, self.settings = self.settings, settings
-        if settings.table != (before and before.table):
+        previous, self.settings = self.settings, settings
+        if settings.table != (previous and previous.table):
             self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
-        if settings.predictor != (before and before.predictor):
-            self.predictor = self._load(settings.predictor)
+        if settings.predictor != (previous and previous.predictor):
+            self.predictor = self._load_predictor(settings.predictor)
             if self.predictor is not None:
                 self._on_predictor()
 
-    def _load(self, predictor: bytes | None) -> OnlinePredictor | None:
+    def _load_predictor(self, predictor: bytes | None) -> OnlinePredictor | None:
         if predictor is None:
             return None
         artifact = SignaturePredictor.from_bytes(predictor)
@@ -69,7 +69,7 @@ class Scorer:
         """Set the fingerprint of the served tokenizer; a predictor for another one is discarded."""
         self.tokenizer = fingerprint
         if self.predictor is not None and self.predictor.predictor.tokenizer != fingerprint:
-            self.predictor = self._load(self.settings.predictor if self.settings else None)
+            self.predictor = self._load_predictor(self.settings.predictor if self.settings else None)
 
     def predict(self, token_ids: NDArray[np.uint32] | None) -> NDArray[Any] | None:
         """Return the predicted counts of a prompt, float[L, E], if they can be predicted."""

@@ -12,8 +12,8 @@ from eldr_serve.scheduling import Lease, State
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
-    """One request.
+class _WaitingRequest:
+    """A request that waits.
 
     Attributes:
         answer: done when the wait is over.
@@ -41,7 +41,7 @@ class WaitingRequests:
     ) -> None:
         self._timeout_s = timeout_s
         self._on_late, self._on_expired = on_late, on_expired
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _WaitingRequest] = {}
         self._in_queue = 0
         self._estimator = WaitEstimator(clock=lambda: asyncio.get_running_loop().time())
         self._timer: asyncio.TimerHandle | None = None  # of the oldest unanswered request
@@ -63,8 +63,8 @@ class WaitingRequests:
             CancelledError: `cancel` was called.
         """
         loop, request_id = asyncio.get_running_loop(), lease.request_id
-        waiting = self._waiting[request_id] = _Waiting(lease, loop.create_future(), loop.time())
-        self._watch()
+        waiting = self._waiting[request_id] = _WaitingRequest(lease, loop.create_future(), loop.time())
+        self._start_timer()
         try:
             # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer, and the
             # request of a disconnected client would keep running.
@@ -100,7 +100,7 @@ class WaitingRequests:
             waiting.expiry = loop.call_at(deadline_s, self._expire, waiting)
             self._in_queue += 1
 
-    def router_lost(self) -> None:
+    def wait_again(self) -> None:
         """Let all requests wait for an answer again, including those that were in the decode queue."""
         now = asyncio.get_running_loop().time()
         for waiting in self._waiting.values():
@@ -109,21 +109,21 @@ class WaitingRequests:
             if waiting.lease.state in (State.SENT, State.QUEUED):
                 waiting.lease.become(State.UNSENT)
         if self._waiting:
-            self._watch()
+            self._start_timer()
 
     def stop(self) -> None:
         """Stop watching the router."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _expire(self, waiting: _Waiting) -> None:
+    def _expire(self, waiting: _WaitingRequest) -> None:
         if not waiting.answer.done():
             self._on_expired()
             retry_after_s = self._estimator.retry_after_s(self._in_queue + 1)
             reason = "no decode worker is free for this request in time"
             waiting.answer.set_exception(OverloadedError(reason, retry_after_s=retry_after_s))
 
-    def _watch(self) -> None:
+    def _start_timer(self) -> None:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._check_time)
 

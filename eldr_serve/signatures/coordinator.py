@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GROWTH = 1.5  # a refused first table is fitted again with this many times the samples, or after every_s
+_GROWTH = 1.5  # a refused first table is fitted again at this growth of the samples, or after every_s
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RouterView:
 
     Attributes:
         epoch: identifies the router's state; a table is only swapped in within the same epoch.
-        workers: number of live decode replicas.
+        workers: number of live decode workers.
         ingresses: number of connected ingresses. Without any, a restarted router may lack its settings.
         pool: current settings of the pool.
     """
@@ -59,7 +59,14 @@ class Coordinator:
     """Fits the first table, and refits on drift, on scaling and on request.
 
     Args:
+        settings: start settings of the pool; the router sends newer ones.
+        router: the router that uses the tables.
         trace: returns all samples of the pool.
+
+    Attributes:
+        settings: current settings of the pool.
+        samples: number of samples over all actors, which the pool sets before each call.
+        view: newest state of the router; None until it is known.
     """
 
     def __init__(
@@ -71,21 +78,21 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
-        self.samples = 0  # total over all actors
+        self.samples = 0
         self.view: RouterView | None = None
         self._router = router
         self._trace = trace
         self._clock = clock
-        self._working = asyncio.Lock()
-        self._last_workers: int | None = None  # number of decode replicas at the last poll
+        self._fit_lock = asyncio.Lock()
+        self._last_workers: int | None = None  # number of decode workers at the last poll
         self._not_before = 0.0
-        self._tried = 0  # samples at the last attempt
+        self._samples_at_attempt = 0
         self._table: dict[str, Any] | None = None
         self._last_refusal: dict[str, Any] | None = None
         self._refits = self._refused = 0
 
     @property
-    def needed(self) -> int:
+    def needed_samples(self) -> int:
         """Return the number of samples needed to fit a table automatically."""
         workers = self.view.workers if self.view else 0
         return max(self.settings.options.first_table, MIN_REQUESTS_PER_WORKER * workers)
@@ -95,7 +102,7 @@ class Coordinator:
         return {
             "samples": self.samples,
             "window": self.settings.options.window,
-            "needed": self.needed,
+            "needed": self.needed_samples,
             "note": self._note(),
             "table": self._table,
             "refits": self._refits,
@@ -111,9 +118,9 @@ class Coordinator:
             return f"table version {view.table_version} is live"
         if view.workers < 2:
             return f"no table yet: {view.workers} decode replica(s) serve, and a table needs 2 or more"
-        if self.samples >= self.needed and self._last_refusal is not None:
+        if self.samples >= self.needed_samples and self._last_refusal is not None:
             return f"no table yet: {self._last_refusal['why']}"
-        return f"no table yet: {min(self.samples, self.needed)} of {self.needed} samples"
+        return f"no table yet: {min(self.samples, self.needed_samples)} of {self.needed_samples} samples"
 
     async def poll(self, status: dict[str, Any]) -> RouterView:
         """Report the status to the router, and fit a table if one is due.
@@ -123,22 +130,22 @@ class Coordinator:
         """
         view = self.view = await self._router.report_status(status)
         self.settings = view.pool
-        if view.workers != self._last_workers:  # replicas may still be starting or stopping
+        if view.workers != self._last_workers:  # workers may still be starting or stopping
             self._last_workers, self._not_before = view.workers, 0.0
             return view
-        if not view.ingresses or view.workers < 2 or self._working.locked() or not self._due(view):
+        if not view.ingresses or view.workers < 2 or self._fit_lock.locked() or not self._is_due(view):
             return view
         self._not_before = self._clock() + self.settings.options.every_s
-        self._tried = self.samples
+        self._samples_at_attempt = self.samples
         try:
             await self._fit_and_swap(view, requested=False)
         except SwapRefusedError as error:
             logger.warning("no table was swapped in: %s", error)
         return view
 
-    def _due(self, view: RouterView) -> bool:
-        grown = not view.has_table and self.samples >= _GROWTH * self._tried
-        return self.samples >= self.needed and (grown or self._clock() >= self._not_before)
+    def _is_due(self, view: RouterView) -> bool:
+        has_grown = not view.has_table and self.samples >= _GROWTH * self._samples_at_attempt
+        return self.samples >= self.needed_samples and (has_grown or self._clock() >= self._not_before)
 
     async def refit(self, status: dict[str, Any]) -> dict[str, Any]:
         """Fit IDF, mask and centroids to the pool's samples now; return the new table's entry in the status.
@@ -165,7 +172,7 @@ class Coordinator:
         return self._table
 
     async def _fit_and_swap(self, view: RouterView, *, requested: bool) -> None:
-        async with self._working:
+        async with self._fit_lock:
             live = await self._router.table() if view.has_table else None
             trace = await self._trace()
             try:
@@ -174,7 +181,7 @@ class Coordinator:
                     _fit, live, trace, view.workers, self.settings.options.min_gain, requested
                 )
             except ValueError as error:
-                self._refuse(str(error))
+                self._record_refusal(str(error))
                 raise SwapRefusedError(str(error)) from error
             if fitted is None:
                 return
@@ -182,13 +189,15 @@ class Coordinator:
                 version = await self._router.swap(fitted.file, view, refit=live is not None)
             except SwapRefusedError as error:
                 why = f"the router refuses the table: {getattr(error, 'cause', None) or error}"
-                self._refuse(why)
+                self._record_refusal(why)
                 raise SwapRefusedError(why) from None
             if version is None:
                 raise SwapRefusedError("the live table was changed while a new one was fitted")
-            self._swapped(fitted, version, len(trace.ids), view.workers, refit=live is not None)
+            self._record_table(fitted, version, len(trace.ids), view.workers, refit=live is not None)
 
-    def _swapped(self, fitted: FittedTable, version: int, samples: int, workers: int, *, refit: bool) -> None:
+    def _record_table(
+        self, fitted: FittedTable, version: int, samples: int, workers: int, *, refit: bool
+    ) -> None:
         self._refits += refit
         self._table = {
             "version": version,
@@ -204,7 +213,7 @@ class Coordinator:
         }
         logger.warning("%s: table version %d is live", fitted.why, version)
 
-    def _refuse(self, why: str) -> None:
+    def _record_refusal(self, why: str) -> None:
         self._refused += 1
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._last_refusal = {"at": at, "why": why}

@@ -40,7 +40,7 @@ class SignaturePool:
         self._configure(settings)
         self._last_contact = time.monotonic()  # with the router
         self._others: dict[int, Any] = {}  # index -> handle
-        self._alive = 1
+        self._num_alive = 1
         self._refused: dict[str, int] = {}  # refused samples by reason, over all actors
         self._tasks = [start_supervised("the exit of an actor without a router", self._exit_without_router)]
         if index == 0:
@@ -60,15 +60,15 @@ class SignaturePool:
         """Add samples; return the share of requests to sample next."""
         self._window.add(samples)
         self._share.count(len(samples))
-        return self._share.now
+        return self._share.current
 
     async def apply_settings(self, settings: PoolSettings, has_table: bool) -> dict[str, Any]:
         """Apply the coordinator's settings; return this actor's status."""
         self._last_contact = time.monotonic()
         if settings != self._settings:
             self._configure(settings)
-        self._share.all = not has_table
-        return {"samples": len(self._window), "share": self._share.now, "refused": self._window.refused}
+        self._share.sample_all = not has_table
+        return {"samples": len(self._window), "share": self._share.current, "refused": self._window.refused}
 
     async def samples(self) -> list[KeptSample]:
         """Return the samples of this actor, oldest first."""
@@ -90,13 +90,13 @@ class SignaturePool:
         return await asyncio.to_thread(trace.to_bytes)
 
     async def refit(self) -> dict[str, Any]:
-        """Fit a table now; see Coordinator.refit."""
+        """Fit a table now and return its entry in the status; see Coordinator.refit."""
         await self._poll_actors()
         return await self._coordinator.refit(self._status())
 
     async def _trace(self, tokenizer: str = "", vocabulary: int = 0) -> CalibrationTrace:
-        found = await self._call_others("samples")
-        samples = [*self._window.samples, *(sample for shard in found.values() for sample in shard)]
+        shards = await self._call_others("samples")
+        samples = [*self._window.samples, *(sample for shard in shards.values() for sample in shard)]
         samples.sort(key=lambda kept: kept.arrived_at)
         return await asyncio.to_thread(
             trace_of, samples, self._settings.model_id, tokenizer=tokenizer, vocabulary=vocabulary
@@ -114,15 +114,16 @@ class SignaturePool:
         await self._poll_actors()
         status = self._status()
         view = await self._coordinator.poll(status)
-        if (now := self._status())["table"] != status["table"]:  # report it at once
-            view = await self._coordinator.poll(now)
+        new_status = self._status()
+        if new_status["table"] != status["table"]:  # report it at once
+            view = await self._coordinator.poll(new_status)
         await self.apply_settings(view.pool, view.has_table)
 
     def _status(self) -> dict[str, Any]:
         return self._coordinator.status() | {
-            "actors": self._alive,
+            "actors": self._num_alive,
             "of": self._settings.options.actors,
-            "share": round(self._share.now, 4),
+            "share": round(self._share.current, 4),
             "samples_refused": dict(self._refused),
         }
 
@@ -130,14 +131,14 @@ class SignaturePool:
         """Send the current settings to all actors, and count their samples."""
         view = self._coordinator.view
         has_table = view is not None and view.has_table
-        found = await self._call_others("apply_settings", self._settings, has_table)
-        shards = [await self.apply_settings(self._settings, has_table), *found.values()]
-        self._coordinator.samples = sum(shard["samples"] for shard in shards)
-        self._alive = len(shards)
+        others = await self._call_others("apply_settings", self._settings, has_table)
+        statuses = [await self.apply_settings(self._settings, has_table), *others.values()]
+        self._coordinator.samples = sum(status["samples"] for status in statuses)
+        self._num_alive = len(statuses)
         self._refused = {}
-        for shard in shards:
-            for why, count in shard["refused"].items():
-                self._refused[why] = self._refused.get(why, 0) + count
+        for status in statuses:
+            for reason, count in status["refused"].items():
+                self._refused[reason] = self._refused.get(reason, 0) + count
 
     async def _call_others(self, method: str, *args: Any) -> dict[int, Any]:
         """Call a method of all other live actors; return their answers by index."""
@@ -151,7 +152,7 @@ class SignaturePool:
                 name = pool_actor_name(self._settings.application, index)
                 self._others[index] = await asyncio.to_thread(find_actor, name)
             return await asyncio.wait_for(getattr(self._others[index], method).remote(*args), 30)
-        except (RayError, ValueError, TimeoutError) as error:  # new requests replace its samples
+        except (RayError, ValueError, TimeoutError) as error:  # later requests replace its samples
             self._others.pop(index, None)
             logger.info("signature pool: actor %d cannot be reached: %s", index, one_line_message(error))
             return None
@@ -209,9 +210,9 @@ def start_pool(settings: PoolSettings) -> None:
         start_actor(SignaturePool, pool_actor_name(settings.application, index), settings, index)
 
 
-def end_pool(settings: PoolSettings, beyond: int = 0) -> None:
-    """Stop the actors whose index is `beyond` or higher."""
-    for index in range(beyond, settings.options.actors):
+def end_pool(settings: PoolSettings, first_index: int = 0) -> None:
+    """Stop the actors whose index is `first_index` or higher."""
+    for index in range(first_index, settings.options.actors):
         try:
             ray.kill(find_actor(pool_actor_name(settings.application, index)))
         except ValueError:

@@ -12,30 +12,31 @@ _MIN_SHARE = 1e-4
 class SampleShare:
     """Adjusts the share to the request rate, which is estimated as samples/s divided by the share.
 
-    Args:
+    Attributes:
         rate: desired number of samples, 1/s.
+        sample_all: whether every request is sampled, whatever the rate.
     """
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate = rate
-        self.all = True  # sample every request
+        self.sample_all = True
         self._share = 1.0
         self._clock = clock
         self._since = clock()
         self._samples = 0
 
     @property
-    def now(self) -> float:
+    def current(self) -> float:
         """Return the share of requests to sample next."""
-        return 1.0 if self.all else self._share
+        return 1.0 if self.sample_all else self._share
 
     def count(self, samples: int) -> None:
         """Count new samples, and adjust the share every few seconds."""
         self._samples += samples
         now = self._clock()
-        passed = now - self._since
-        if passed < _PERIOD_S:
+        elapsed_s = now - self._since
+        if elapsed_s < _PERIOD_S:
             return
-        requests = self._samples / passed / self.now
-        self._share = max(_MIN_SHARE, min(1.0, self.rate / requests if requests else 1.0))
+        requests_per_s = self._samples / elapsed_s / self.current
+        self._share = max(_MIN_SHARE, min(1.0, self.rate / requests_per_s if requests_per_s else 1.0))
         self._since, self._samples = now, 0

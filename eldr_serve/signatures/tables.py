@@ -43,13 +43,13 @@ def fit_new_table(live: bytes | None, trace: CalibrationTrace, workers: int, why
     """
     seen, unseen = halves(len(trace.ids))
     trial, _ = fit_table(trace.subset(seen), workers)
-    verdict = _checked(trial, trace.subset(unseen))
+    verdict = _require_better_than_load(trial, trace.subset(unseen))
     table, _ = fit_table(trace, workers)
     if live is not None:
-        before = RoutingTable.from_bytes(live)
-        table = replace(table, band=before.band)
-        if before.spec.idf.shape == trace.prefill_counts.shape[1:]:
-            table = keep_positions(table, before, trace.prefill_counts)
+        live_table = RoutingTable.from_bytes(live)
+        table = replace(table, band=live_table.band)
+        if live_table.spec.idf.shape == trace.prefill_counts.shape[1:]:
+            table = keep_positions(table, live_table, trace.prefill_counts)
     return FittedTable(table.to_bytes(), why, verdict)
 
 
@@ -70,11 +70,11 @@ def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: f
     if why is None:
         return None
     seen, unseen = halves(len(trace.ids))
-    verdict = _checked(refit_centroids(table, counts[seen], workers), trace.subset(unseen))
+    verdict = _require_better_than_load(refit_centroids(table, counts[seen], workers), trace.subset(unseen))
     return FittedTable(refit_centroids(table, counts, workers).to_bytes(), why, verdict)
 
 
-def _checked(table: RoutingTable, held_out: CalibrationTrace) -> Verdict:
+def _require_better_than_load(table: RoutingTable, held_out: CalibrationTrace) -> Verdict:
     verdict = judge(table, held_out)
     if not verdict.better:
         raise RefusedTableError(f"a fitted table is no better than load: {verdict}")

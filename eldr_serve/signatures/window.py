@@ -55,27 +55,31 @@ class SampleWindow:
     """The newest samples, all of one shape [L, E].
 
     Args:
-        max_samples: maximum number of samples.
-        max_bytes: maximum size of their arrays, bytes; the newest sample is always kept.
+        max_bytes: maximum size of the samples' arrays, bytes; the newest sample is always kept.
         keep_token_ids: whether to keep the token ids of prompts.
+
+    Attributes:
+        max_samples: maximum number of samples.
+        shape: [L, E] of the samples' counts; None until there is one.
+        refused: number of refused samples by Reason.
     """
 
     def __init__(self, max_samples: int, max_bytes: int = 1 << 62, *, keep_token_ids: bool = True) -> None:
         self.max_samples = max_samples
         self.shape: tuple[int, int] | None = None
-        self.refused: Counter[str] = Counter()  # Reason -> number of samples
+        self.refused: Counter[str] = Counter()
         self._max_bytes = max_bytes
         self._keep_token_ids = keep_token_ids
-        self._kept: OrderedDict[str, KeptSample] = OrderedDict()
+        self._samples: OrderedDict[str, KeptSample] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._samples)
 
     @property
     def samples(self) -> list[KeptSample]:
         """Return the samples, oldest first."""
-        return list(self._kept.values())
+        return list(self._samples.values())
 
     @property
     def bytes(self) -> int:
@@ -89,34 +93,36 @@ class SampleWindow:
 
     def add(self, samples: Iterable[ExpertSample]) -> int:
         """Add samples; return how many were accepted. Others are counted in `refused`."""
-        kept = 0
+        num_kept = 0
         for sample in samples:
             try:
-                self._put(self._checked(sample))
-                kept += 1
+                self._put(self._validate(sample))
+                num_kept += 1
             except SampleError as error:
                 if error.reason not in self.refused:
                     logger.warning("expert samples are refused (%s): %s", error.reason, error)
                 self.refused[error.reason] += 1
-        return kept
+        return num_kept
 
     def _put(self, sample: KeptSample) -> None:
         name = sample.sample.request_id
         self._drop(name)
-        self._kept[name] = sample
+        self._samples[name] = sample
         self._bytes += sample.size
         self._trim()
 
     def _trim(self) -> None:
-        while len(self._kept) > self.max_samples or (self._bytes > self._max_bytes and len(self._kept) > 1):
-            self._drop(next(iter(self._kept)))
+        while len(self._samples) > self.max_samples or (
+            self._bytes > self._max_bytes and len(self._samples) > 1
+        ):
+            self._drop(next(iter(self._samples)))
 
     def _drop(self, request_id: str) -> None:
-        old = self._kept.pop(request_id, None)
-        if old is not None:
-            self._bytes -= old.size
+        sample = self._samples.pop(request_id, None)
+        if sample is not None:
+            self._bytes -= sample.size
 
-    def _checked(self, sample: ExpertSample) -> KeptSample:
+    def _validate(self, sample: ExpertSample) -> KeptSample:
         prefill, decode = sample.prefill_counts, sample.decode_counts
         if prefill.ndim != 2 or not prefill.size or decode.shape != prefill.shape:
             shapes = f"{prefill.shape} and {decode.shape}"
@@ -168,7 +174,7 @@ def trace_of(
         raise ValueError("the signature pool holds no sample yet")
     if len({(kept.top_k, kept.sample.prefill_counts.shape) for kept in newest}) > 1:
         raise ValueError("the samples are of different models")
-    whole = bool(tokenizer) and all(len(kept.sample.token_ids) for kept in newest)
+    has_token_ids = bool(tokenizer) and all(len(kept.sample.token_ids) for kept in newest)
     return CalibrationTrace(
         model=model,
         top_k=newest[0].top_k,
@@ -178,9 +184,9 @@ def trace_of(
         prompt_tokens=np.array([kept.prompt_tokens for kept in newest], np.uint32),
         domains=[kept.sample.domain for kept in newest],
         ids=[kept.sample.request_id for kept in newest],
-        token_ids=np.concatenate([kept.sample.token_ids for kept in newest]) if whole else None,
-        tokenizer=tokenizer if whole else "",
-        vocabulary=vocabulary if whole else 0,
+        token_ids=np.concatenate([kept.sample.token_ids for kept in newest]) if has_token_ids else None,
+        tokenizer=tokenizer if has_token_ids else "",
+        vocabulary=vocabulary if has_token_ids else 0,
     )
 
 
@@ -192,8 +198,8 @@ def _sum_of_each_layer(counts: NDArray[np.unsignedinteger], phase: str) -> int:
     return int(sums[0])
 
 
-def _quotient(total: int, of: int, name: str, unit: str) -> int:
-    quotient, rest = divmod(total, of) if of else (0, 1)
+def _quotient(total: int, divisor: int, name: str, unit: str) -> int:
+    quotient, rest = divmod(total, divisor) if divisor else (0, 1)
     if rest or not quotient:
         message = f"{name} add up to {total} in a layer, which is no multiple of {unit}"
         raise SampleError("odd_total", message)

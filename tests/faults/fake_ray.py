@@ -105,11 +105,11 @@ class Remote:
 
 
 async def open_channel_without_ray(
-    handler: Any, *, limit: int = 10**6, **options: Any
+    handler: Any, *, max_calls: int = 10**6, **options: Any
 ) -> tuple[Address, ChannelServer]:
     """Open a channel as address.open_channel does, but without Ray."""
     host = current().name
-    server = ChannelServer("secret", handler, limit=limit, full=RuntimeError, **options)
+    server = ChannelServer("secret", handler, max_calls=max_calls, full_error=RuntimeError, **options)
     return Address(host, await server.start(host), "secret"), server
 
 

@@ -135,7 +135,7 @@ MUTATIONS = (
     Mutation(
         "a request whose router is away waits for it",
         "eldr_serve.router_client.link",
-        "self._owner.router_is_unreachable()",
+        "self._owner.on_router_unreachable()",
     ),
     Mutation(
         "a router that does not answer is not given up",
@@ -148,12 +148,12 @@ MUTATIONS = (
     Mutation(
         "leases are not told over the next channel",
         "eldr_serve.router_client.link",
-        "self._owner.hold(leases)",
+        "self._owner.send_leases(leases)",
     ),
     Mutation(
         "leases by own load are told only over the next channel",
         "eldr_serve.router_client.client",
-        "self.hold([lease])",
+        "self.send_leases([lease])",
     ),
     Mutation(
         "an event loop waits for GCS while it looks up the router",
@@ -165,8 +165,8 @@ MUTATIONS = (
     Mutation(
         "leases of a dead ingress are kept",
         "eldr_serve.router.state",
-        "for request_id in lost + queued:",
-        "for request_id in queued:",
+        "for request_id in running_ids + queued_ids:",
+        "for request_id in queued_ids:",
     ),
     Mutation(
         "leases that clients made are not taken",
@@ -186,7 +186,7 @@ MUTATIONS = (
     Mutation(
         "a connection that its client has left is still served",
         "eldr_serve.router.sessions",
-        'before.answer.peer.close("its ingress has connected again")',
+        'previous.answer.peer.close("its ingress has connected again")',
     ),
     Mutation(
         "a request that is given up stays in the decode queue",

@@ -128,11 +128,12 @@ def _state(process: Process) -> Any:
 
 def _policy(world: World, process: Process, fault: Fault) -> None:
     name = POLICIES[int(fault.choice * len(POLICIES))]
-    process.soon(lambda: _state(process).set_policy(name, world.parameters(name)))
+    process.soon(lambda: _state(process).live_settings.set_policy(name, world.parameters(name)))
 
 
 def _swap(world: World, process: Process, fault: Fault) -> None:
-    process.soon(lambda: _state(process).swap_table(table(2 + int(fault.choice * 3)).to_bytes()))
+    file = table(2 + int(fault.choice * 3)).to_bytes()
+    process.soon(lambda: _state(process).live_settings.swap_table(file))
 
 
 def _configure(world: World, process: Process, fault: Fault) -> None:

@@ -340,7 +340,7 @@ class _Simulation:
             return
         loop = self.world.loop
         # A policy with a decode queue would let some requests overtake others.
-        router_state(self.world).set_policy("round-robin", {})
+        router_state(self.world).live_settings.set_policy("round-robin", {})
 
         def plan(number: int, tenant: str) -> Plan:
             return Plan(0.0, "completions", f"{number} 7", 8, stream=True, token_s=0.05, tenant=tenant)

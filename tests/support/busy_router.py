@@ -26,7 +26,7 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
     state = actor.state
     state.expect_counts(L, E)
     state.restore(Restore("c", ("r0", "r1")))
-    state.set_shadow(NamedPolicy("shortest-queue"))
+    state.live_settings.set_shadow(NamedPolicy("shortest-queue"))
     favourites = [rng.permutation(E)[:5] for _ in DOMAINS]
     for number in range(90):
         now[0] += 6

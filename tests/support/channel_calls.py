@@ -25,9 +25,9 @@ class Engine:
         self.server = ChannelServer(
             SECRET,
             self.answer,
-            describe=lambda error: (400 if isinstance(error, ValueError) else 500, f"{error}".encode()),
-            limit=limit,
-            full=lambda: RuntimeError("full"),
+            error_response=lambda error: (400 if isinstance(error, ValueError) else 500, f"{error}".encode()),
+            max_calls=limit,
+            full_error=lambda: RuntimeError("full"),
             report=report,
         )
 

@@ -12,7 +12,7 @@ from eldr_serve.channel import Call, Channel
 from eldr_serve.channel.address import Address
 from eldr_serve.engine.calls import decode_header
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
-from eldr_serve.fleet.fleet import METADATA
+from eldr_serve.fleet.report_fields import ADDRESS
 
 COUNTS = np.arange(24, dtype=np.uint32).reshape(2, 3, 4)
 
@@ -44,7 +44,7 @@ async def serving(
             stall_timeout_s=stall_timeout_s,
             **arguments,
         )
-    address = Address(**(await server.record_replica_metadata())[METADATA])
+    address = Address(**(await server.record_replica_metadata())[ADDRESS])
     channel = await address.connect()
     try:
         yield server, channel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import Mock
@@ -14,9 +14,10 @@ from eldr_serve.channel import Answer, Channel, ChannelLostError, ChannelServer
 from eldr_serve.channel.server import _Connection
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.router.actor import _ARGUMENTS, _describe
+from eldr_serve.router import methods
+from eldr_serve.router.actor import _error_response
 from eldr_serve.router.decode_loads import decode_loads
-from eldr_serve.router.messages import Counted, Place, Restore, decoder, encode
+from eldr_serve.router.messages import Counted, Place, Restore, decoder
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status
@@ -24,8 +25,6 @@ from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Decision, Lease, Loads, PlacementRequest, QueuedPolicy, State
 from tests.support.tables import counts_for, request, unit_table
-
-_REPORTS: dict[str, Callable[[RouterState], dict[str, Any]]] = {"status": router_status, "live": live_status}
 
 
 def router_state(
@@ -132,9 +131,9 @@ class FakeActor(RouterCalls):
         self.server = ChannelServer(
             "secret",
             self._answer,
-            describe=_describe,
-            limit=10**6,
-            full=RuntimeError,
+            error_response=_error_response,
+            max_calls=10**6,
+            full_error=RuntimeError,
             open_methods={"subscribe": self._subscribe, "place": self._place},
         )
         self._alive = True
@@ -188,14 +187,36 @@ class FakeActor(RouterCalls):
         return Mock(on_note=on_note, on_close=handler.on_close, on_lost=handler.on_lost)
 
     async def _answer(self, method: str, header: Any, body: bytes, answer: Answer) -> None:
-        if method in _REPORTS:
-            result = _REPORTS[method](self.state)
-        elif method == "decode_loads":
-            result = decode_loads(self.state, *_ARGUMENTS[method](body))
-        else:
-            member = getattr(self.state, method)
-            result = member(*_ARGUMENTS[method](body)) if callable(member) else member
-        answer.send(encode(result))
+        answer.send(await self._methods()[method](body))
+
+    def _methods(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
+        state, live = self.state, self.state.live_settings
+
+        def bind(method: Any, function: Callable[[Any], Any]) -> Any:
+            async def run(arguments: Any) -> Any:
+                return function(arguments)
+
+            return method.bind(run)
+
+        return dict(
+            [
+                bind(methods.SETTINGS, lambda call: state.settings),
+                bind(methods.STATUS, lambda call: router_status(state)),
+                bind(methods.LIVE, lambda call: live_status(state)),
+                bind(
+                    methods.EXPECT_COUNTS,
+                    lambda call: state.expect_counts(call.num_layers, call.num_experts),
+                ),
+                bind(methods.SET_POLICY, lambda call: live.set_policy(call.policy, call.parameters)),
+                bind(methods.SET_SHADOW, lambda call: live.set_shadow(call.shadow)),
+                bind(methods.SWAP_TABLE, lambda call: live.swap_table(call.table)),
+                bind(
+                    methods.SWAP_PREDICTOR,
+                    lambda call: live.swap_predictor(call.predictor, call.tokenizer),
+                ),
+                bind(methods.DECODE_LOADS, lambda call: decode_loads(state, call.blocks)),
+            ]
+        )
 
     async def configure(self, settings: Any) -> None:
         """Ignore a redeployment."""

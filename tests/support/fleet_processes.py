@@ -17,7 +17,7 @@ from ray import serve
 from eldr_serve.channel.address import Address
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.fleet.directory import directory
-from eldr_serve.fleet.fleet import METADATA
+from eldr_serve.fleet.report_fields import ADDRESS
 from eldr_serve.ingress import deployment as ingress
 from eldr_serve.ingress.http_application import application
 from eldr_serve.ingress.http_server import HttpServer
@@ -50,7 +50,7 @@ class Replica:
 
     async def running(self) -> list[str]:
         """Return the requests that the engine reports to be running."""
-        channel = await Address(**self.metadata[METADATA]).connect()
+        channel = await Address(**self.metadata[ADDRESS]).connect()
         try:
             chunk = await channel.call("running", {}).read()
             assert chunk is not None

@@ -18,7 +18,7 @@ from benchmarks.__main__ import NAMES
 from benchmarks.papers.reproduce import PAPERS
 from docs.generate.reference import MODULES, locust_help, module_app
 from eldr_serve.cli import app
-from eldr_serve.commands.lazy import imported
+from eldr_serve.commands.lazy import resolve
 from eldr_serve.metrics import METRICS, PREFIX
 from eldr_serve.scheduling import make_policy
 from tests.support.pages import PAGES, code_lines
@@ -142,7 +142,7 @@ def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
         elif len(words) < 2 or words[1].startswith("-"):
             ok = options <= {option for param in group.params for option in param.opts}
         elif ok := words[1] in group.commands:
-            command = imported(group.commands[words[1]])
+            command = resolve(group.commands[words[1]])
             command = getattr(command, "commands", {}).get(words[2] if words[2:] else "", command)
             known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
             ok = options <= known and (words[1] not in ("bench", "reproduce") or _has_target(words))

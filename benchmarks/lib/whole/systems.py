@@ -76,7 +76,7 @@ def _server_times(urls: Sequence[str]) -> dict[str, float]:
 def _step_totals(service: Client) -> dict[str, float]:
     """Return our engines' sums over decode steps so far, and the number of steps."""
     service.wait_idle()
-    totals = service.settled_totals(at_rest=True) or {}
+    totals = service.wait_for_final_totals(at_rest=True) or {}
     return {key: float(totals[key]) for key in ("steps", *STEPS.values()) if key in totals}
 
 

@@ -16,7 +16,7 @@ from eldr_serve.commands import client as operator
 from eldr_serve.commands.client import Client
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.fleet.drain import METHOD, drain
-from eldr_serve.fleet.fleet import METADATA
+from eldr_serve.fleet.report_fields import ADDRESS
 from eldr_serve.replicas import servers
 from tests.support.engine_server import generate, serving
 from tests.support.fake_fleet import FakeFleet, Sent
@@ -46,7 +46,7 @@ async def test_a_drained_replica_counts_its_calls_and_refuses_others_on_every_ch
             assert msgspec.msgpack.decode(chunk.payload) == 1
         await wait_until(lambda: not channel.open)
         assert call.leaving
-        later = await Address(**(await server.record_replica_metadata())[METADATA]).connect()
+        later = await Address(**(await server.record_replica_metadata())[ADDRESS]).connect()
         await wait_until(lambda: not later.open)
         later.close("the test ends")
         await server.check_health()  # Serve keeps it

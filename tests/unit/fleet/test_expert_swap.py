@@ -15,8 +15,9 @@ from eldr_serve.engine.fake import FakeEngine
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.parallel.placement import placement_id
 from eldr_serve.experts.routing_table import ExpertPlacement
-from eldr_serve.fleet.directory import EXPERTS, ReplicaDirectory
+from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.fleet.expert_swap import METHOD, place_everywhere
+from eldr_serve.fleet.report_fields import EXPERTS
 from eldr_serve.replicas import servers
 from eldr_serve.replicas.expert_placement import place_experts
 from tests.support.engine_server import serving

@@ -11,7 +11,8 @@ from eldr_serve.channel import ChannelLostError
 from eldr_serve.channel.address import Address
 from eldr_serve.fleet import fleet as fleet_module
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.fleet.fleet import METADATA, SLOT_METHODS, Fleet
+from eldr_serve.fleet.fleet import SLOT_METHODS, Fleet
+from eldr_serve.fleet.report_fields import ADDRESS
 from tests.support.fake_router import wait_until
 
 
@@ -32,7 +33,7 @@ async def test_a_replica_that_refuses_connections_is_logged_once_and_tried_less_
     monkeypatch.setattr(fleet_module, "_RETRY_S", 0.01)
     monkeypatch.setattr(fleet_module, "_MAX_RETRY_S", 0.04)
     directory = ReplicaDirectory()
-    directory.publish({"r0": {METADATA: {"host": "h", "port": 1, "secret": "s"}}})
+    directory.publish({"r0": {ADDRESS: {"host": "h", "port": 1, "secret": "s"}}})
     fleet = Fleet(directory)
     fleet.start()
     await wait_until(lambda: fleet.live == ("r0",))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from eldr_serve.fleet.kv_usage import KV_USAGE, REPORT_NUMBER, KvUsage
+from eldr_serve.fleet.kv_usage import KvUsage
+from eldr_serve.fleet.report_fields import KV_USAGE, REPORT_NUMBER
 
 
 class TimedKvUsage(KvUsage):

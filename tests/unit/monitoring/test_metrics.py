@@ -165,7 +165,7 @@ def test_counters_begin_near_zero_and_follow_the_status(made: dict[str, FakeMetr
     (reason,) = made[NAMED["reason"].name].samples
     assert dict(reason)["policy"] == "shortest-queue"
     assert counters[f"reason:{dict(reason)['reason']}"] == 1
-    state.set_policy("random", {})
+    state.live_settings.set_policy("random", {})
     metrics.export(state)
     other = made["eldr_policy_changes_total"].samples[(("policy", "random"),)]
     assert sum(other) == 1
@@ -174,10 +174,10 @@ def test_counters_begin_near_zero_and_follow_the_status(made: dict[str, FakeMetr
 def test_the_router_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None:
     state, metrics = router_state(policy="shortest-queue", shadow=NamedPolicy("random")), RouterMetrics()
     (lease,) = place(state, request("a"))
-    metrics.placed(state, 1e-4)
-    metrics.leased(state, [lease])
-    metrics.waited(state, lease)
-    metrics.answered(state, [StreamLatencies(0.5, None), StreamLatencies(0.5, 0.1)])
+    metrics.record_placement(state, 1e-4)
+    metrics.record_leases(state, [lease])
+    metrics.record_wait(state, lease)
+    metrics.record_streams(state, [StreamLatencies(0.5, None), StreamLatencies(0.5, 0.1)])
     state.report("c", IngressReport({"failed_work:the export": 1}))
     status = router_status(state) | {
         "step_cost": {"steps": 1.0, "relative_error": 0.1},

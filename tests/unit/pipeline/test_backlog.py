@@ -12,13 +12,12 @@ import msgspec
 import pytest
 
 from eldr_serve.errors import OverloadedError
-from eldr_serve.fleet.decode_start import SLOTS
-from eldr_serve.fleet.kv_usage import KV_USAGE, REPORT_NUMBER, KvUsage
+from eldr_serve.fleet.kv_usage import KvUsage
+from eldr_serve.fleet.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER, SLOTS
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.queues.reports import QUEUE
 from eldr_serve.request import Request, RequestFields
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with, prefill_result
 from tests.support.request_path import FakeRouterClient, good_decode, on_virtual_time, request_context

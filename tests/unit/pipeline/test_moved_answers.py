@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from eldr_serve.channel import ChannelLostError, Chunk
-from eldr_serve.fleet.decode_start import SLOTS, DecodeStartEstimator
+from eldr_serve.fleet.decode_start import DecodeStartEstimator
+from eldr_serve.fleet.report_fields import SLOTS
 from eldr_serve.pipeline.move_limiter import MAX_MOVES, MoveLimiter
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with
 from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, packed, request_context

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.errors import OverloadedError
-from eldr_serve.fleet.decode_start import SLOTS
-from eldr_serve.fleet.directory import BLOCK_TOKENS
+from eldr_serve.fleet.report_fields import BLOCK_TOKENS, QUEUE, SLOTS
 from eldr_serve.objective import Objective
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
@@ -22,7 +21,6 @@ from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.prediction import WINDOW_S
-from eldr_serve.queues.reports import QUEUE
 from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, WorkerLoads
 from tests.support.fake_fleet import FakeFleet, Sent, prefill_result
 from tests.support.request_path import FakeRouterClient, on_virtual_time, packed, request_context

@@ -16,8 +16,8 @@ from eldr_serve.engine.calls import CACHED_TOKENS
 from eldr_serve.errors import OverloadedError
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.fleet import measured_counts
-from eldr_serve.fleet.directory import BLOCK_TOKENS
 from eldr_serve.fleet.outliers import FAILURES
+from eldr_serve.fleet.report_fields import BLOCK_TOKENS
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.queues.throughput import DEFAULT_RATE

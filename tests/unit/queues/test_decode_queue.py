@@ -21,7 +21,7 @@ def router(workers: int = 2, **options: Any) -> RouterState:
     """Return a router with SlotPolicy that collects its leases for `new_leases`."""
     state = router_state(workers=workers, table=2, policy=SLOTS, **options)
     state.granted = []
-    state.on_leases = state.granted.extend
+    state.set_callbacks(on_leases=state.granted.extend)
     return state
 
 
@@ -115,7 +115,7 @@ def test_a_table_swap_invalidates_the_scores_of_queued_requests() -> None:
     score = unit_table(2).similarity(counts_for(1))
     assert queued(place(state, request("b", similarity=score, table_version=1, may_wait=True))) == {"b"}
     assert policy(state).waiting[0].similarity is not None
-    state.swap_table(unit_table(3).to_bytes())
+    state.live_settings.swap_table(unit_table(3).to_bytes())
     assert policy(state).waiting[0].similarity is None
     release(state, "a")
     assert not new_leases(state)["b"].is_best_match
@@ -148,7 +148,7 @@ def test_running_requests_survive_a_change_of_workers_and_of_policy() -> None:
     state.update_workers("c", ["r1", "r2"])
     assert policy(state).running == {"b": 1}  # r2 has the position of r0
     assert policy(state).lengths == [0]  # of "a", whose worker is gone
-    state.set_policy(SLOTS, {"slots": 3})
+    state.live_settings.set_policy(SLOTS, {"slots": 3})
     assert policy(state).running == {"b": 1}
     assert policy(state).generated == {"b": 4}
     assert policy(state).lengths == []
@@ -181,7 +181,7 @@ class Conservation(RuleBasedStateMachine):
         self.waits: dict[str, str] = {}  # request -> client, in the clients' view
         self.leases: dict[str, tuple[str, str]] = {}  # request -> client, replica
         self.tokens: dict[str, int] = {}  # generated tokens of requests with a lease
-        self.state.on_leases = self.granted
+        self.state.set_callbacks(on_leases=self.granted)
 
     def granted(self, leases: list[Lease]) -> None:
         for lease in leases:
@@ -245,11 +245,11 @@ class Conservation(RuleBasedStateMachine):
 
     @rule(change=st.sampled_from(_POLICIES))
     def change_policy(self, change: tuple[str, dict[str, Any]]) -> None:
-        self.state.set_policy(*change)
+        self.state.live_settings.set_policy(*change)
 
     @rule(k=st.integers(1, 3))
     def swap(self, k: int) -> None:
-        self.state.swap_table(unit_table(k).to_bytes())
+        self.state.live_settings.swap_table(unit_table(k).to_bytes())
 
     @rule(client=_CLIENTS)
     def lose(self, client: str) -> None:

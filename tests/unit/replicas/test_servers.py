@@ -16,9 +16,8 @@ from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.calls import expert_counts_of, prefill_header
 from eldr_serve.fleet import measured_counts
 from eldr_serve.fleet.fleet import SLOT_METHODS
-from eldr_serve.fleet.kv_usage import KV_USAGE, REPORT_NUMBER
+from eldr_serve.fleet.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER
 from eldr_serve.pipeline.split_prefill import prefill_answer
-from eldr_serve.queues.reports import QUEUE
 from eldr_serve.replicas import servers
 from eldr_serve.scheduling import BlockChanges, StepSums
 from tests.support.channel_calls import read_all

@@ -49,20 +49,21 @@ def test_an_invalid_shadow_is_refused_and_the_old_one_stays(bad: NamedPolicy) ->
     state = router_state(shadow=NamedPolicy("random"))
     before = state.settings
     with pytest.raises(SwapRefusedError, match=r"\A.+\Z"):
-        state.set_shadow(bad)
+        state.live_settings.set_shadow(bad)
     assert state.settings is before
 
 
 def test_each_change_begins_a_comparison_and_the_status_keeps_the_last_one() -> None:
     state = router_state(policy="shortest-queue")
-    state.set_shadow(NamedPolicy("locality-band", {"band": 0.3}))
+    state.live_settings.set_shadow(NamedPolicy("locality-band", {"band": 0.3}))
     run(state, "a")
     assert tokens_of(state) == 9
-    state.set_policy("locality-band", {"band": 0.3})
-    state.set_shadow(NamedPolicy("shortest-queue"))  # not remembered: no token was generated in between
+    state.live_settings.set_policy("locality-band", {"band": 0.3})
+    # This comparison is not kept, since no token is generated during it.
+    state.live_settings.set_shadow(NamedPolicy("shortest-queue"))
     run(state, "b")
     assert tokens_of(state) == 9 + 9  # earlier tokens of "a" do not count again
-    state.set_shadow(None)
+    state.live_settings.set_shadow(None)
     assert tokens_of(state) is None
     past = router_status(state)["comparison"]["past"]
     assert (past[0]["live"]["name"], past[0]["shadow"]["name"]) == ("shortest-queue", "locality-band")
@@ -75,7 +76,7 @@ def test_a_comparison_of_a_policy_with_itself_is_not_kept() -> None:
     for number, (policy, parameters) in enumerate(turns):  # the first equals the shadow
         run(state, f"request{number}")
         assert tokens_of(state)
-        state.set_policy(policy, parameters)
+        state.live_settings.set_policy(policy, parameters)
     past = [entry["live"] for entry in router_status(state)["comparison"]["past"]]
     assert past == [{"name": "shortest-queue", "parameters": {}}, {"name": "locality-band", "parameters": {}}]
 
@@ -84,13 +85,13 @@ def test_a_new_shadow_keeps_the_state_of_the_live_policy() -> None:
     state = router_state(policy="marginal-cost", table=None)
     run(state, "a")
     policy = state.placer.policy
-    state.set_shadow(NamedPolicy("random"))
+    state.live_settings.set_shadow(NamedPolicy("random"))
     assert state.placer.policy is policy
 
 
 def test_a_restarted_router_restores_the_shadow_from_a_client() -> None:
     old = router_state(policy="random")
-    old.set_shadow(NamedPolicy("least-tokens"))
+    old.live_settings.set_shadow(NamedPolicy("least-tokens"))
     new = router_state(policy="random", clients="")
     new.restore(Restore("c", ("r0",), settings=old.settings))
     assert new.settings.shadow == NamedPolicy("least-tokens")

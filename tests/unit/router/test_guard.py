@@ -34,7 +34,7 @@ def test_requests_of_absurd_size_are_placed_and_so_are_later_ones(policy: str, t
         assert place_one(state, str(number)).state is State.LEASED
         state.progress({"absurd": 1 + number})
         state.hold(client_lease("elsewhere", "r1", max_new_tokens=tokens))
-    state.set_policy(policy, {})
+    state.live_settings.set_policy(policy, {})
     assert loads(state)["r1"][0] >= 1
     release(state, "absurd", "elsewhere", "0", "1", "2")
     assert set(loads(state).values()) == {(0, 0)}

@@ -131,7 +131,7 @@ async def test_charts_do_not_connect_points_across_idle_minutes() -> None:
     clock = Clock()
     view = actor.state.view = LiveView(clock)
     for clock.now in (0, 5, 10, 200, 205):
-        view.answered([StreamLatencies(0.1, 0.01)])
+        view.add_answers([StreamLatencies(0.1, 0.01)])
     for clock.now in (206, 207, 230):
         view.observe_steps("r0", StepSums.from_steps([1], [1], [4], [0.1]))
     async with opened(actor) as (_, page):

@@ -90,7 +90,7 @@ def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays() -> Non
     state = router_state(table=None, policy="marginal-cost")
     state.expect_counts(L, E)
     assert router_status(state)["predictor"] is None
-    live = state.swap_predictor(FILE, "t")
+    live = state.live_settings.swap_predictor(FILE, "t")
     assert (live.predictor, live.predictor_version) == (FILE, 1)
     for bad, tokenizer, message in (
         (b"nonsense", "t", "not an eldr-serve file"),
@@ -99,7 +99,7 @@ def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays() -> Non
         (narrow(), "t", "layers and experts"),
     ):
         with pytest.raises(SwapRefusedError, match=message) as refused:
-            state.swap_predictor(bad, tokenizer)
+            state.live_settings.swap_predictor(bad, tokenizer)
         assert "\n" not in str(refused.value)
         assert state.settings is live
     with pytest.raises(SwapRefusedError, match="model n"):
@@ -110,7 +110,7 @@ def test_settings_larger_than_a_message_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(settings_check, "MAX_SETTINGS_BYTES", len(FILE))
     state = router_state(table=3, policy="marginal-cost")
     with pytest.raises(SwapRefusedError, match="MiB together"):
-        state.swap_predictor(FILE, "t")
+        state.live_settings.swap_predictor(FILE, "t")
     assert state.settings.predictor is None
 
 
@@ -140,7 +140,7 @@ def test_the_status_has_the_prediction_quality_of_connected_clients() -> None:
     assert router_status(state)["predictor"] == expected
     state.drop("b")
     assert router_status(state)["predictor"]["ingresses"] == 1
-    state.swap_predictor(FILE, "t")
+    state.live_settings.swap_predictor(FILE, "t")
     assert router_status(state)["predictor"] == {
         "version": 2,
         "ingresses": 0,
@@ -185,17 +185,17 @@ def test_a_configured_table_of_another_shape_is_dropped_with_the_predictor(resto
         state.restore(Restore("c", counts_shape=(L, E)))
     else:
         state.expect_counts(L, E)
-    assert (state.settings.table, state.table, state.settings.predictor) == (None, None, None)
+    assert (state.settings.table, state.live_settings.table, state.settings.predictor) == (None, None, None)
     assert state.counters["tables_discarded"] == 1
-    state.set_policy("least-tokens", {})
-    state.swap_predictor(FILE, "t")
+    state.live_settings.set_policy("least-tokens", {})
+    state.live_settings.swap_predictor(FILE, "t")
 
 
 async def test_a_client_rejects_a_predictor_of_another_shape(caplog: pytest.LogCaptureFixture) -> None:
     async with router_and_client("r0", policy="marginal-cost", table=None) as (actor, client):
         await client.expect_counts(L, E)
         actor.state.check.shape = None  # as after a restart of the router
-        actor.state.swap_predictor(narrow(), "t")
+        actor.state.live_settings.swap_predictor(narrow(), "t")
         await client.place(request("a", 3), None, token_ids=IDS)
         assert client.scorer.predictor is None
         assert "layers and experts" in caplog.text
@@ -207,7 +207,7 @@ def test_a_policy_keeps_its_state_when_only_the_predictor_is_swapped() -> None:
     for name, token in (("a", 1), ("b", 5)):
         place(state, request(name, 3, expert_counts=counts(token)))
     policy = marginal_cost(state)
-    state.swap_predictor(FILE, "t")
+    state.live_settings.swap_predictor(FILE, "t")
     assert state.placer.policy is policy
     assert policy.profiles.profile.any()
 
@@ -233,7 +233,7 @@ async def test_predictions_replace_missing_counts_and_measured_counts_train_the_
 
 async def test_measured_counts_reach_the_router_and_its_restart() -> None:
     actor = FakeActor(policy="marginal-cost", table=None)
-    actor.state.swap_predictor(FILE, "t")
+    actor.state.live_settings.swap_predictor(FILE, "t")
     async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
         await client.place(request("first"), counts(0))
         await client.place(request("a", 3), None, token_ids=IDS)
@@ -336,7 +336,7 @@ async def test_an_ingress_loads_the_tokenizer_for_a_predictor(monkeypatch: pytes
     async with running_app(actor=actor) as app:
         client = app.ingress._client
         assert client.scorer.tokenizer is None
-        actor.state.swap_predictor(FILE, "t")
+        actor.state.live_settings.swap_predictor(FILE, "t")
         assert (await app.post(COMPLETIONS, HELLO)).status_code == 200
         await wait_until(lambda: client.scorer.tokenizer == "t")
         client.scorer.predictor = OnlinePredictor(predictor())

@@ -128,15 +128,15 @@ def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: Any) ->
     state.expect_counts(2, 8)
     before = state.settings
     with pytest.raises(SwapRefusedError, match=r"\A.+\Z"):  # one line
-        state.swap_table(bad if isinstance(bad, bytes) else unit_table(3, **bad).to_bytes())
+        state.live_settings.swap_table(bad if isinstance(bad, bytes) else unit_table(3, **bad).to_bytes())
     assert state.settings is before
     assert place_one(state, "a", 1).state is State.LEASED
 
 
 def test_a_restarted_router_restores_settings_and_leases_from_its_clients() -> None:
     old = router_state()
-    old.set_policy("locality-band", {"band": 0.0})
-    old.swap_table(unit_table(2).to_bytes())
+    old.live_settings.set_policy("locality-band", {"band": 0.0})
+    old.live_settings.swap_table(unit_table(2).to_bytes())
     lease = place_one(old, "a", 1)
     new = RouterState(model_id="m", policy="random", table=None)
     for _ in range(2):  # a second time, after another loss of the channel
@@ -151,8 +151,8 @@ def test_a_restored_table_of_another_shape_is_discarded_and_the_rest_is_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     old = router_state()
-    old.set_policy("locality-band", {"band": 0.0})
-    old.swap_table(unit_table(3, num_layers=5).to_bytes())  # before engines report their shape
+    old.live_settings.set_policy("locality-band", {"band": 0.0})
+    old.live_settings.swap_table(unit_table(3, num_layers=5).to_bytes())  # before engines report their shape
     lease = place_one(old, "a")
     new = router_state(policy="random", clients="d")
     new.expect_counts(2, 8)
@@ -165,14 +165,14 @@ def test_a_restored_table_of_another_shape_is_discarded_and_the_rest_is_kept(
     kept = replace(old.settings, table=None, table_version=old.settings.table_version + 1)
     assert new.settings == replace(kept, version=new.settings.version)
     assert new.settings.version > old.settings.version  # so that ingresses do not restore the table again
-    assert (new.table, loads(new)) == (None, loads(old))
+    assert (new.live_settings.table, loads(new)) == (None, loads(old))
 
 
 def test_a_late_client_does_not_undo_an_operators_change_after_a_restart() -> None:
     old = router_state()
-    old.set_policy("random", {})
+    old.live_settings.set_policy("random", {})
     new = RouterState(model_id="m", policy="locality-band", table=None)
-    new.set_policy("least-tokens", {})
+    new.live_settings.set_policy("least-tokens", {})
     new.restore(Restore("late", settings=old.settings))
     assert router_status(new)["policy"] == "least-tokens"
 
@@ -205,7 +205,7 @@ def test_the_policy_uses_the_measured_step_cost() -> None:
     assert cost["per_expert_s"] == pytest.approx(2e-5, rel=0.01)
     assert cost["relative_error"] < 0.05
     assert state.placer.policy.cost.per_expert_s == cost["per_expert_s"]
-    state.set_policy("marginal-cost", {"affinity": 0.0})
+    state.live_settings.set_policy("marginal-cost", {"affinity": 0.0})
     assert state.placer.policy.cost.per_expert_s == cost["per_expert_s"]
 
 
@@ -215,7 +215,7 @@ def test_measured_steps_replace_the_prior_cost() -> None:
     state = router_state(policy="marginal-cost", cost=prior)
     assert state.placer.policy.cost == prior
     assert router_status(state)["step_cost"] == {"steps": 0.0} | prior.as_dict()
-    state.set_policy("marginal-cost", {"affinity": 0.0})
+    state.live_settings.set_policy("marginal-cost", {"affinity": 0.0})
     assert state.placer.policy.cost == prior
     rng = np.random.default_rng(0)
     batch, experts = rng.integers(1, 30, 300), rng.integers(10, 200, 300)
@@ -266,7 +266,7 @@ def test_failures_of_the_length_predictor_are_in_the_status() -> None:
         place_one(state, name)
     failures = router_status(state)["counters"]["predictor_failures"]
     assert failures > 0
-    state.set_policy("shortest-queue", {})
+    state.live_settings.set_policy("shortest-queue", {})
     assert router_status(state)["counters"]["predictor_failures"] == failures
 
 
@@ -276,7 +276,7 @@ def test_only_recent_expert_counts_are_kept_for_a_refit() -> None:
         place(state, request(f"r{number}", expert_counts=np.full((2, 8), number, np.uint16)))
         release(state, f"r{number}")
     place(state, request("bare"))
-    assert [int(counts[0, 0]) for counts in state.recent] == list(range(76, 1100))
+    assert [int(counts[0, 0]) for counts in state.recent_counts] == list(range(76, 1100))
 
 
 def test_pending_counts_are_of_the_requests_that_decode_or_wait() -> None:

@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.fleet.directory import ReplicaDirectory
+from eldr_serve.router import methods
 from eldr_serve.router.actor import DecodeRouter
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router_client.calls import RouterCalls
@@ -69,15 +70,16 @@ async def running() -> AsyncIterator[tuple[Cluster, RouterCalls]]:
 async def test_calls_return_the_actors_results_and_raise_its_errors() -> None:
     async with running() as (cluster, calls):
         table = unit_table(3).to_bytes()
-        assert (await calls.call("swap_table", table)).table == table
+        assert (await calls.call(methods.SWAP_TABLE, methods.TableArguments(table))).table == table
         with pytest.raises(SwapRefusedError, match="unknown policy 'nonsense'"):
-            await calls.call("set_policy", "nonsense", {})
-        for method in ("observe_steps", "nonsense"):
-            with pytest.raises(CallFailedError, match=f"no method '{method}'"):
-                await calls.call(method, "nonsense")
+            await calls.call(methods.SET_POLICY, methods.PolicyArguments("nonsense", {}))
+        for name in ("observe_steps", "nonsense"):
+            method = methods.RouterMethod(name, methods.NoArguments, type(None))
+            with pytest.raises(CallFailedError, match=f"no method '{name}'"):
+                await calls.call(method, methods.NoArguments())
         with pytest.raises(CallFailedError, match="Expected `str`"):
-            await calls.call("set_policy", 1, {})
-        settings = await calls.call("settings")
+            await calls.call(methods.SET_POLICY, methods.PolicyArguments(1, {}))  # type: ignore[arg-type]
+        settings = await calls.call(methods.SETTINGS, methods.NoArguments())
         assert (settings.policy, settings.table) == ("locality-band", table)
         assert cluster.look_ups == cluster.addresses == 1
 
@@ -86,8 +88,8 @@ async def test_a_large_table_is_returned_whole() -> None:
     async with running() as (_, calls):
         table = unit_table(900, num_layers=48, num_experts=128).to_bytes()
         assert len(table) > 2 * 2**20
-        await calls.call("swap_table", table)
-        assert (await calls.call("settings")).table == table
+        await calls.call(methods.SWAP_TABLE, methods.TableArguments(table))
+        assert (await calls.call(methods.SETTINGS, methods.NoArguments())).table == table
 
 
 @asynccontextmanager
@@ -116,15 +118,15 @@ async def test_a_router_client_continues_after_a_restart() -> None:
 
 async def test_a_lost_channel_ends_its_calls_and_the_next_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as (cluster, calls):
-        await calls.call("settings")
+        await calls.call(methods.SETTINGS, methods.NoArguments())
         monkeypatch.setattr(cluster.router, "live", lambda: asyncio.sleep(60))
-        waiting = asyncio.create_task(calls.call("live"))
+        waiting = asyncio.create_task(calls.call(methods.LIVE, methods.NoArguments()))
         channel = await calls.get_channel()
         await wait_until(lambda: channel.in_flight)
         await cluster.restart()
         with pytest.raises(ChannelLostError):
             await waiting
-        assert (await calls.call("settings")).policy == "random"
+        assert (await calls.call(methods.SETTINGS, methods.NoArguments())).policy == "random"
         assert (cluster.look_ups, cluster.addresses) == (1, 2)
 
 
@@ -141,7 +143,7 @@ async def test_a_cancelled_call_ends_in_the_actor(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(cluster.router, "live", live)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await calls.call("live")
+                await calls.call(methods.LIVE, methods.NoArguments())
         async with asyncio.timeout(5):
             await ended.wait()
 
@@ -170,9 +172,9 @@ async def test_a_slow_lookup_does_not_block_the_loop_and_is_shared() -> None:
         for _ in range(2):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.02):
-                    await calls.call("settings")
+                    await calls.call(methods.SETTINGS, methods.NoArguments())
         loop_runs.set()
-        await calls.call("settings")
+        await calls.call(methods.SETTINGS, methods.NoArguments())
         assert free == [True]
         calls.close()
 
@@ -190,10 +192,10 @@ async def test_a_failure_that_no_caller_awaited_does_not_fail_a_later_call() -> 
         calls = RouterCalls(find)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.02):
-                await calls.call("settings")
+                await calls.call(methods.SETTINGS, methods.NoArguments())
         free.set()
         await asyncio.sleep(0.2)
-        await calls.call("settings")
+        await calls.call(methods.SETTINGS, methods.NoArguments())
         calls.close()
 
 
@@ -210,7 +212,7 @@ async def test_close_closes_a_channel_that_has_just_been_opened() -> None:
 async def test_no_call_starts_ray_after_its_shutdown() -> None:
     handle = Mock(spec=ActorHandle)
     with pytest.raises(ConnectionError, match="Ray is shut down"):
-        await RouterCalls(lambda: handle).call("settings")
+        await RouterCalls(lambda: handle).call(methods.SETTINGS, methods.NoArguments())
     assert not ray.is_initialized()
 
 
@@ -219,13 +221,13 @@ async def test_no_call_starts_ray_after_its_shutdown() -> None:
 )
 async def test_the_actor_is_looked_up_again_only_after_it_died(error: Exception, look_ups: int) -> None:
     async with running() as (cluster, calls):
-        await calls.call("settings")
+        await calls.call(methods.SETTINGS, methods.NoArguments())
         cluster.error = error
         await cluster.restart()
         with pytest.raises((type(error), ChannelLostError)):
-            await calls.call("settings")
+            await calls.call(methods.SETTINGS, methods.NoArguments())
         with pytest.raises(type(error)):
-            await calls.call("settings")
+            await calls.call(methods.SETTINGS, methods.NoArguments())
         cluster.error = None
-        await calls.call("settings")
+        await calls.call(methods.SETTINGS, methods.NoArguments())
         assert cluster.look_ups == look_ups

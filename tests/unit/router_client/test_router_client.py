@@ -29,7 +29,7 @@ async def test_a_client_scores_counts_and_the_router_places_it() -> None:
             assert (lease.worker, lease.reason, lease.is_best_match) == ("r1", "locality-band", True)
         assert actor.requests[-1].similarity.shape == (2,)
         # A swap between scoring and placing: it is scored again.
-        actor.state.swap_table(unit_table(2, band=0.0).to_bytes())
+        actor.state.live_settings.swap_table(unit_table(2, band=0.0).to_bytes())
         lease = await client.place(request("c"), counts_for(1))
         assert (lease.worker, lease.reason) == ("r1", "locality-band")
         assert not actor.state.counters["counts_missing"]
@@ -78,7 +78,7 @@ async def test_concurrent_requests_are_placed_together(monkeypatch: pytest.Monke
 async def test_local_fallback_decides_without_the_actor_which_later_restores_all_leases(how: str) -> None:
     async with router_and_client("r0", "r1", timeout_s=0.1) as (actor, client):
         kept = await client.place(request("before"), counts_for(1))
-        actor.state.set_policy("locality-band", {"band": 0.0})
+        actor.state.live_settings.set_policy("locality-band", {"band": 0.0})
         await client.place(request("update"), None)
         policy = actor.state.settings
         if how == "dead":
@@ -137,7 +137,7 @@ async def test_a_restarted_actor_learns_the_shape_and_refuses_tables_of_another(
         actor.restart()
         await wait_until(lambda: actor.sessions.by_peer)
         with pytest.raises(SwapRefusedError, match="report 2 x 8"):
-            actor.state.swap_table(other)
+            actor.state.live_settings.swap_table(other)
         with pytest.raises(SwapRefusedError, match="report 2 x 8"):
             await client.swap_table(other)
         assert (await client.swap_table(unit_table(2).to_bytes())).table_version > 1
@@ -229,7 +229,7 @@ async def test_queued_requests_are_scored_again_after_a_swap() -> None:
     async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None, wait_s=30.0)
         task = await waiting(client, actor, "b", counts_for(0))
-        version = actor.state.swap_table(unit_table(3).to_bytes()).table_version
+        version = actor.state.live_settings.swap_table(unit_table(3).to_bytes()).table_version
         await wait_until(lambda: actor.state.placer.queue["b"].request.table_version == version)
         assert actor.state.placer.queue["b"].request.similarity.shape == (3,)
         assert actor.state.counters["queued"] == 1
@@ -284,9 +284,9 @@ async def test_each_request_ends_once_and_leaves_nothing_behind(seed: int) -> No
                 await asyncio.sleep(0.08)
                 match rng.choice(["swap", "policy", "restart", "die", "disconnect"]):
                     case "swap":
-                        actor.state.swap_table(unit_table(rng.randrange(1, 4)).to_bytes())
+                        actor.state.live_settings.swap_table(unit_table(rng.randrange(1, 4)).to_bytes())
                     case "policy":
-                        actor.state.set_policy(SLOTS, {"slots": rng.randrange(1, 4)})
+                        actor.state.live_settings.set_policy(SLOTS, {"slots": rng.randrange(1, 4)})
                     case "disconnect":
                         actor.disconnect()
                     case "restart":

@@ -67,7 +67,7 @@ class Traffic:
             seed=self.seed,
             clock=lambda: self.now,
         )
-        self.state.on_leases = self.leased.extend
+        self.state.set_callbacks(on_leases=self.leased.extend)
         self.state.expect_counts(L, E)
         for client, leases in self.held.items():
             replicas = tuple(self.replicas) if client == "a" else ()  # "b" reports none, so it reaches all
@@ -164,11 +164,12 @@ class Traffic:
                 self.state.update_workers("a", self.replicas)
                 self.exchange(client, ())
             if step % 90 == 45:
-                self.settings = self.state.swap_table(unit_table(4, band=0.05 + step / 1000).to_bytes())
+                table = unit_table(4, band=0.05 + step / 1000)
+                self.settings = self.state.live_settings.swap_table(table.to_bytes())
                 self.exchange(client, ())
             if step % 110 == 70:
                 for policy, parameters in (("shortest-queue", {}), (self.policy, self.parameters)):
-                    self.settings = self.state.set_policy(policy, parameters)
+                    self.settings = self.state.live_settings.set_policy(policy, parameters)
                     self.exchange(client, ())
             if step % 130 == 99:
                 self.start()

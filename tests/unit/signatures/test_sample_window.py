@@ -120,12 +120,12 @@ def test_the_share_follows_the_rate_of_requests() -> None:
     def serve(requests_per_s: float) -> None:
         for _ in range(10):
             clock.now += 1.0
-            share.count(round(requests_per_s * share.now))
+            share.count(round(requests_per_s * share.current))
 
     serve(100)
-    assert share.now == 1.0  # until the first table
-    share.all = False
+    assert share.current == 1.0  # until the first table
+    share.sample_all = False
     serve(100)
-    assert share.now == pytest.approx(0.02, rel=0.3)
+    assert share.current == pytest.approx(0.02, rel=0.3)
     serve(0)
-    assert share.now == 1.0
+    assert share.current == 1.0

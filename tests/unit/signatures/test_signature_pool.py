@@ -295,7 +295,7 @@ async def test_the_status_shows_that_the_pool_does_not_answer(monkeypatch: pytes
     local = LocalPool()
     await local.poll(1)
     assert (await local.router.status())["signatures"]["note"].startswith("no table")
-    monkeypatch.setattr(link, "_AWAY_S", 0.0)
+    monkeypatch.setattr(link, "_UNREACHABLE_S", 0.0)
     signatures = (await local.router.status())["signatures"]
     assert "has not answered" in signatures["note"]
     assert signatures["actors"] == 0
@@ -319,13 +319,13 @@ async def test_an_unreachable_actor_loses_only_its_own_samples(monkeypatch: pyte
 
     monkeypatch.setattr(pool, "find_actor", find)
     await first._poll_actors()
-    assert (first._coordinator.samples, first._alive) == (10, 2)
+    assert (first._coordinator.samples, first._num_alive) == (10, 2)
     assert list(first._refused.values()) == [1]
     trace = CalibrationTrace.from_bytes(await first.trace("t", 50))
     assert len(trace.ids) == 10
     assert await second.add([]) == 1.0
     await first.apply_settings(settings, True)
-    assert first._share.all is False
+    assert first._share.sample_all is False
 
 
 def test_invalid_options_are_named() -> None:

@@ -1,0 +1,172 @@
+"""The live settings of a router: their versions, and their changes by operators and ingresses."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from eldr_serve.errors import SwapRefusedError
+from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.router.messages import NamedPolicy, Settings
+from eldr_serve.router.settings_check import Policies, SettingsCheck
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SettingsChange:
+    """A change of the live settings.
+
+    Attributes:
+        before, now: the settings before and after the change.
+        policies: the policies of the new settings.
+        new_policy: whether the live policy is replaced; otherwise it stays, with its state.
+        new_comparison: whether the comparison with the shadow begins again.
+    """
+
+    before: Settings
+    now: Settings
+    policies: Policies
+    new_policy: bool = False
+    new_comparison: bool = False
+
+
+class LiveSettings:
+    """The live settings and the table that they contain.
+
+    A method that gets settings which do not fit raises SwapRefusedError, and changes nothing.
+
+    Args:
+        first: the settings to start with, which `check` has accepted.
+        table: their table.
+        check: validation of further settings.
+        counters: counters of the status, in which changes are counted.
+        on_change: called with each change, to apply it.
+        dispatch: called after a change by an operator, to place queued requests by the new policy.
+
+    Attributes:
+        current: the live settings.
+        table: the live table; None: requests are placed without one.
+    """
+
+    def __init__(
+        self,
+        first: Settings,
+        table: RoutingTable | None,
+        *,
+        check: SettingsCheck,
+        counters: Counter[str],
+        on_change: Callable[[SettingsChange], None],
+        dispatch: Callable[[], None],
+    ) -> None:
+        self.current = first
+        self.table = table
+        self._check = check
+        self._counters = counters
+        self._on_change = on_change
+        self._dispatch = dispatch
+
+    # -- changes by operators ----------------------------------------------------------------------
+
+    def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
+        """Change the policy, and return the new settings."""
+        self._replace_policy(replace(self._next_version(), policy=policy, parameters=dict(parameters)))
+        self._counters["policy_changes"] += 1
+        self._dispatch()
+        return self.current
+
+    def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
+        """Compare the live policy with another one or with none, and return the new settings."""
+        settings = replace(self._next_version(), shadow=shadow)
+        self._change(settings, self._check.build_policies(settings), new_comparison=True)
+        return settings
+
+    def swap_table(self, table: bytes) -> Settings:
+        """Make a RoutingTable file live, and return the new settings."""
+        version = self.current.table_version + 1
+        self._replace_policy(replace(self._next_version(), table=table, table_version=version))
+        self._counters["table_swaps"] += 1
+        self._dispatch()
+        return self.current
+
+    def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
+        """Make a SignaturePredictor file live, keep the policy, and return the new settings.
+
+        Args:
+            tokenizer: fingerprint of the served tokenizer.
+        """
+        self._check.require_predictor_fits(predictor, tokenizer)
+        version = self.current.predictor_version + 1
+        settings = replace(self._next_version(), predictor=predictor, predictor_version=version)
+        self._change(settings, self._check.build_policies(settings))
+        self._counters["predictor_swaps"] += 1
+        return settings
+
+    # -- other changes ---------------------------------------------------------------------------
+
+    def set_deployed(self, deployed: str, older: Settings | None) -> None:
+        """Mark the settings as those of the deployment with this fingerprint.
+
+        Args:
+            older: settings that these override when an ingress restores them; None: ingresses' settings win.
+        """
+        version = 0 if older is None else _version_after(older)
+        self.current = replace(self.current, deployed=deployed, version=version)
+
+    def restore(self, settings: Settings) -> None:
+        """Adopt an ingress's settings if they are newer, without a table or predictor that does not fit."""
+        if settings.version > self.current.version:
+            self._replace_policy(self._without_unfit_artifacts(settings))
+            self._counters["settings_restored"] += 1
+
+    def discard_unfit_artifacts(self) -> None:
+        """Discard the live table and predictor if they do not fit, and make the policy again without them."""
+        settings = self._without_unfit_artifacts(self.current)
+        if settings is not self.current:
+            self._replace_policy(settings)
+
+    def _without_unfit_artifacts(self, settings: Settings) -> Settings:
+        """Return the settings, or newer ones without a table or predictor that does not fit."""
+        fitting = settings
+        try:
+            if fitting.table is not None:
+                self._check.read_table(fitting.table)
+        except SwapRefusedError as error:
+            logger.error("requests are placed without a table: %s", error)
+            fitting = replace(fitting, table=None, table_version=fitting.table_version + 1)
+            self._counters["tables_discarded"] += 1
+        try:
+            if fitting.predictor is not None:
+                self._check.require_predictor_fits(fitting.predictor)
+        except SwapRefusedError as error:
+            logger.error("nothing is predicted: %s", error)
+            fitting = replace(fitting, predictor=None, predictor_version=fitting.predictor_version + 1)
+        return fitting if fitting is settings else replace(fitting, version=_version_after(settings))
+
+    def _next_version(self) -> Settings:
+        return replace(self.current, version=_version_after(self.current))
+
+    def _replace_policy(self, settings: Settings) -> None:
+        policies = self._check.build_policies(settings)
+        self._change(settings, policies, new_policy=True, new_comparison=True)
+
+    def _change(
+        self,
+        settings: Settings,
+        policies: Policies,
+        *,
+        new_policy: bool = False,
+        new_comparison: bool = False,
+    ) -> None:
+        before, self.current = self.current, settings
+        self.table = policies.table
+        self._on_change(SettingsChange(before, settings, policies, new_policy, new_comparison))
+
+
+def _version_after(settings: Settings) -> int:
+    # Milliseconds, so that settings made after a restart are newer than those that ingresses restore.
+    return max(settings.version + 1, time.time_ns() // 1_000_000)
