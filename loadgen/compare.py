@@ -39,7 +39,7 @@ from loadgen.load import LATE_S, verdict
 from loadgen.report import figures_table, html_report
 from loadgen.results import environment, print_table, write_result
 from loadgen.sentences import client_sentences, step_sentences
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.trial import (
     JOURNAL,
     RESTORE,
@@ -137,9 +137,9 @@ def compare(
         except KeyboardInterrupt:
             console.print(f"stopped; the same command resumes from the trials in {out}")
             raise typer.Exit(130) from None
-    slo = Slo(slo_ttft_ms, slo_tpot_ms)
+    objective = LatencyObjective(slo_ttft_ms, slo_tpot_ms)
     trials = [Trial(**journal.get(slot.key)) for slot in scheduled]
-    good = _publish(console, out, names, trials, load, slo, settings, seed)
+    good = _publish(console, out, names, trials, load, objective, settings, seed)
     if not good:
         raise typer.Exit(1)
 
@@ -250,13 +250,13 @@ def _publish(
     names: list[str],
     trials: list[Trial],
     load: LoadSpec,
-    slo: Slo,
+    objective: LatencyObjective,
     settings: dict[str, Any],
     seed: int,
 ) -> bool:
     """Print and write the figures; return False if requests failed."""
     measured = {"warm_up_s": load.warm_up_s, "seconds": load.seconds}
-    rows = policy_rows(names, trials, **measured, slo=slo, seed=seed)
+    rows = policy_rows(names, trials, **measured, objective=objective, seed=seed)
     for row in rows:
         row["domains"] = tpot_by_domain(row["policy"], trials, **measured)
     failures = sum(row["failures"] for row in rows)
@@ -275,7 +275,7 @@ def _publish(
         figures_table(rows),
         lines=True,
     )
-    inputs = settings | {"slo_ttft_ms": slo.ttft_ms, "slo_tpot_ms": slo.tpot_ms}
+    inputs = settings | {"slo_ttft_ms": objective.ttft_ms, "slo_tpot_ms": objective.tpot_ms}
     write_result(out / "compare.json", "compare", rows, inputs=inputs, seed=seed, notes=notes)
     report = html_report(
         rows,

@@ -13,7 +13,7 @@ from loadgen.statistics import (
     Floats,
     Interval,
     Sample,
-    Slo,
+    LatencyObjective,
     interval,
     paired_ratio_percent,
     relative_percent,
@@ -45,7 +45,13 @@ def method(rounds: int) -> str:
 
 
 def policy_rows(
-    policies: list[str], trials: list[Trial], *, warm_up_s: int, seconds: int, slo: Slo, seed: int
+    policies: list[str],
+    trials: list[Trial],
+    *,
+    warm_up_s: int,
+    seconds: int,
+    objective: LatencyObjective,
+    seed: int,
 ) -> list[dict[str, Any]]:
     """Return one row per policy, in the order of `policies`; missing figures are None.
 
@@ -101,7 +107,7 @@ def policy_rows(
             if best is not None and best != number:
                 _put(row, f"{name}_change_pct", _paired(by_round[number], by_round[best]))
                 row[f"{name}_baseline"] = policies[best]
-    good = [_good(records[p], unit, slo) for p in policies]
+    good = [_good(records[p], unit, objective) for p in policies]
     add("goodput_rps", [(g.sum() / measured_s, counts @ g / measured_s) for g in good], more_is_better=True)
     return [{key: _known(value) for key, value in row.items()} for row in rows]
 
@@ -172,10 +178,14 @@ def _sample(records: list[tuple[int, dict[str, Any]]], unit: dict[tuple[int, int
     return Sample(np.array(values, float), np.array(units, int))
 
 
-def _good(records: list[tuple[int, dict[str, Any]]], unit: dict[tuple[int, int], int], slo: Slo) -> Floats:
+def _good(
+    records: list[tuple[int, dict[str, Any]]],
+    unit: dict[tuple[int, int], int],
+    objective: LatencyObjective,
+) -> Floats:
     good = np.zeros(len(unit))
     for round_, record in records:
-        good[unit[round_, record["number"]]] = slo.met(record)
+        good[unit[round_, record["number"]]] = objective.is_met_by(record)
     return good
 
 

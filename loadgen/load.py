@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from eldr_serve.commands.errors import UserInputError
 from loadgen.arrivals import Arrival, closed_loop, open_loop, share
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.traces import read_trace, replay
 from loadgen.workload import read_prompts
 
@@ -35,8 +35,8 @@ class Load:
         self, options: Any, *, index: int = 0, workers: int = 1, horizon_s: float | None = None
     ) -> None:
         self.options = options
-        self.slo = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
-        self.good = 0  # requests that met the objectives
+        self.objective = LatencyObjective(options.slo_ttft_ms, options.slo_tpot_ms)
+        self.good = 0  # requests that met the objective
         self._in_flight = 0
         self._ended = False  # whether the arrivals are exhausted
         self._reported_over = False
@@ -114,7 +114,7 @@ class Load:
         """Record a request that has ended, also one that failed."""
         with self._lock:
             self._in_flight -= 1
-            self.good += self.slo.met(line)
+            self.good += self.objective.is_met_by(line)
             if self._file is not None and not self._file.closed:
                 self._file.write(json.dumps(line) + "\n")
                 self._file.flush()

@@ -25,10 +25,10 @@ _UNACCEPTED = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # of connection
 
 def with_role(role: str) -> list[psutil.Process]:
     """Return the live processes of a role of the application `eldr`, oldest first."""
-    return named(_TITLES[role])
+    return find_processes(_TITLES[role])
 
 
-def named(name: str) -> list[psutil.Process]:
+def find_processes(name: str) -> list[psutil.Process]:
     """Return live processes whose command contains `name`; only children of this process."""
     started = []
     for process in psutil.Process().children(recursive=True):

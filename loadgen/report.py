@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from eldr_serve.dashboard import style
 from loadgen.figures import changes_by_round, step_figure_by_round
-from loadgen.plots import Change, changes, policy_colour, rendered
+from loadgen.plots import Change, changes, policy_colour, render
 from loadgen.results import cell
 from loadgen.trial import Trial
 
@@ -172,7 +172,7 @@ def _cells(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def _png(figure: Figure) -> str:
-    return base64.b64encode(rendered(figure, dpi=110)).decode()
+    return base64.b64encode(render(figure, dpi=110)).decode()
 
 
 def _with_interval(row: dict[str, Any], key: str) -> str:

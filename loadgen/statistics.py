@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# scipy.stats is imported where it is used: each process of the load generator imports this module for Slo,
-# and would take a second longer to start.
+# scipy.stats is imported where it is used. Each process of the load generator imports this module for
+# LatencyObjective, and would take a second longer to start.
 CONFIDENCE = 0.95
 DRAWS = 2000
 ROUNDS_TO_RESAMPLE = 4  # fewer rounds say too little about differences between rounds
@@ -32,14 +32,14 @@ class Interval(NamedTuple):
     high: float
 
 
-class Slo(NamedTuple):
-    """Latency objectives of a good request, ms."""
+class LatencyObjective(NamedTuple):
+    """The maximum TTFT and TPOT of a good request, ms."""
 
     ttft_ms: float
     tpot_ms: float
 
-    def met(self, record: dict[str, Any]) -> bool:
-        """Return whether a request is good: no error, a first token, and both times within the objectives."""
+    def is_met_by(self, record: dict[str, Any]) -> bool:
+        """Return whether a request has a first token, no error, and both times within the objective."""
         ttft_s, tpot_s = record.get("ttft_s"), record.get("tpot_s")
         if "error" in record or ttft_s is None:
             return False

@@ -20,10 +20,10 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import Captured, captured
+from benchmarks.lib.capture import CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.ranks import device, on_ranks
 from benchmarks.lib.ep.timing import STAGES, Arm, Plan, layers_together, messages, rank_alone, shares_alone
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.errors import UserInputError, run
 from loadgen.plots import lines
 from loadgen.results import publish
@@ -51,15 +51,15 @@ def ep_layer(
     batches: Annotated[int, typer.Option(min=4, help="Batches drawn from the held-out requests.")] = 24,
     rounds: Annotated[int, typer.Option(min=3, help="Timed calls of each point.")] = 5,
     intermediate: options.Intermediate = 1024,
-    requests: options.Captured = 2400,
+    requests: options.CapturedRequests = 2400,
     work: options.Work = options.WORK,
     cost_out: Annotated[Path | None, typer.Option(help="JSON of the fitted layer cost to write.")] = None,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
     """Time a layer's stages on real ranks, by replication and choice of replicas; fit its cost."""
-    data = captured(prompts, work, requests=requests, seed=seed)
-    model = widened(intermediate, work)
+    data = load_or_capture(prompts, work, requests=requests, seed=seed)
+    model = widen_model(intermediate, work)
 
     def plan(ranks: int, tokens: int, arms: Sequence[tuple[str, str]]) -> Plan:
         compared = tuple((ratio, *arm) for ratio in RATIOS for arm in arms)
@@ -158,7 +158,7 @@ def _rank_rows(points: list[dict[str, Any]], compute: LayerCost) -> list[dict[st
 
 
 def _plan(
-    data: Captured,
+    data: CapturedRoutes,
     model: Path,
     ranks: int,
     tokens: int,

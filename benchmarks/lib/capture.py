@@ -50,7 +50,7 @@ def groups_of(names: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedRoutes:
     """A trace with routes, and the token ids of its prompts."""
 
     trace: CalibrationTrace
@@ -75,9 +75,9 @@ class Captured:
         return self.trace.routes[start:end]
 
 
-def captured(
+def load_or_capture(
     prompts: Path, work: Path, *, requests: int, output_tokens: int = 64, seed: int = 0, device: str = "cpu"
-) -> Captured:
+) -> CapturedRoutes:
     """Load the capture with these settings; run it first if it does not exist.
 
     Another device generates other texts.
@@ -96,7 +96,7 @@ def captured(
         )
         if done.returncode:
             raise UserInputError(f"the capture of {prompts} failed")
-    return Captured(CalibrationTrace.load(trace), json.loads(tokens.read_text()))
+    return CapturedRoutes(CalibrationTrace.load(trace), json.loads(tokens.read_text()))
 
 
 def capture(

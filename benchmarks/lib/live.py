@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.cluster import local_ray, wait_ready
-from benchmarks.lib.cpu_speed import probed
+from benchmarks.lib.cpu_speed import record_cpu_speed
 from benchmarks.lib.engines import engine_roles, our_arguments
-from benchmarks.lib.normalised_time import NormalisedTime, felt_by_engines, normalised
+from benchmarks.lib.normalised_time import NormalisedTime, fit_engine_sensitivity, normalise_trial
 from benchmarks.lib.prompts import no_longer_than
 from eldr_serve.commands.client import Client
 from eldr_serve.commands.errors import UserInputError
@@ -27,7 +27,7 @@ from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.figures import BASELINES, policy_rows
 from loadgen.journal import Journal
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.trial import read_trials
 from loadgen.workload import Prompt, read_prompts
 
@@ -35,12 +35,12 @@ KEY = "live"
 _KV_BYTES = 2**28  # for each engine; wide experts take the rest of the memory
 
 
-def lengths(mean: int) -> dict[str, int]:
+def length_options(mean: int) -> dict[str, int]:
     """Return options of loadgen.compare. With equal lengths a closed loop would start requests in waves."""
     return {"min-tokens": mean // 2, "max-tokens": mean + mean // 2}
 
 
-def workers_of(arguments: dict[str, Any]) -> int:
+def decode_replicas_of(arguments: dict[str, Any]) -> int:
     """Return the number of decode workers in a deployment's `args`."""
     return int(arguments["decode_config"]["deployment_config"]["num_replicas"])
 
@@ -59,14 +59,14 @@ def wide_arguments(
     return arguments
 
 
-def fitting(prompts: Path, ids: Iterable[str], max_tokens: int) -> list[Prompt]:
+def select_prompts(prompts: Path, ids: Iterable[str], max_tokens: int) -> list[Prompt]:
     """Return the prompts with these ids, except those that are too long."""
     wanted = set(ids)
     return no_longer_than((p for p in read_prompts([prompts]) if p.id in wanted), max_tokens, chat=True)
 
 
 @contextmanager
-def served(arguments: dict[str, Any], *, port: int) -> Iterator[Client]:
+def serve_application(arguments: dict[str, Any], *, port: int) -> Iterator[Client]:
     """Run the application with these `args`, ready at `port`; Serve's proxy listens on the next port."""
     with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
@@ -79,9 +79,9 @@ def served(arguments: dict[str, Any], *, port: int) -> Iterator[Client]:
         yield Client(f"http://127.0.0.1:{port}", KEY)
 
 
-def serving(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[Client]:
+def serve_without_table(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[Client]:
     """Run the application as `served`, ready for a benchmark's own tables: it fits none itself."""
-    return served(
+    return serve_application(
         {"signatures": {"actors": 0}} | arguments | {"router": {"policy": "shortest-queue"}}, port=port
     )
 
@@ -107,7 +107,7 @@ class Comparison:
         table.save(self.folder / "table.safetensors")
         Client(url, KEY).swap_table(table.to_bytes())
         options = load | {"host": url, "out": out}
-        with probed(self.folder / "cpu_speed"):
+        with record_cpu_speed(self.folder / "cpu_speed"):
             done = subprocess.run(
                 [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
                 env=os.environ | {"ELDR_ADMIN_KEY": KEY},
@@ -122,12 +122,12 @@ class Comparison:
         assert self.result is not None
         asked, trials = self.result["inputs"], read_trials(self.folder / "comparison")
         notes = NormalisedTime.read(self.folder / "cpu_speed")
-        felt = felt_by_engines(trials, notes, BASELINES)
-        clock = notes.as_felt(felt)
+        felt = fit_engine_sensitivity(trials, notes, BASELINES)
+        clock = notes.with_sensitivity(felt)
         rows = policy_rows(
             asked["policies"],
-            [normalised(trial, clock) for trial in trials],
-            slo=Slo(asked["slo_ttft_ms"], asked["slo_tpot_ms"]),
+            [normalise_trial(trial, clock) for trial in trials],
+            objective=LatencyObjective(asked["slo_ttft_ms"], asked["slo_tpot_ms"]),
             **{name: asked[name] for name in ("warm_up_s", "seconds", "seed")},
         )
         return [{"clock": "wall", **row} for row in self.result["rows"]] + [

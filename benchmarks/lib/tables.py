@@ -57,7 +57,7 @@ _NAMES = {
 }
 
 
-def filled(page: str) -> str:
+def fill_blocks(page: str) -> str:
     """Return the page with every table regenerated."""
 
     def block(match: re.Match[str]) -> str:
@@ -194,9 +194,9 @@ _KINDS = {"table": _table, "claims": _claims, "pages": _pages, "parameters": _pa
 def main() -> None:
     """Rewrite the pages."""
     for page in PAGES:
-        write_whole(page, filled(page.read_text()))
+        write_whole(page, fill_blocks(page.read_text()))
     for name in filter(has_result, GPU_PAGES):
-        write_whole(TABLES / f"{name}.md", filled(_gpu_page(name)))
+        write_whole(TABLES / f"{name}.md", fill_blocks(_gpu_page(name)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import captured
+from benchmarks.lib.capture import load_or_capture
 from benchmarks.papers.figures.common import mean
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -64,7 +64,7 @@ def shadow_simulated(
         typer.Option(help="Calibration trace with routes.", show_default="a capture of --prompts"),
     ] = None,
     prompts: options.Prompts = options.PROMPTS,
-    captured_prompts: options.Captured = 2400,
+    captured_prompts: options.CapturedRequests = 2400,
     work: options.Work = options.WORK,
     policies: options.TwoPolicies = "marginal-cost,shortest-queue",
     per_expert_us: Annotated[str, typer.Option(help="Costs of an active expert, us.")] = "2,15,100",
@@ -79,7 +79,7 @@ def shadow_simulated(
     """Simulate two policies, each with the other as its shadow, in a closed and in an open loop."""
     names = options.two_policies(policies)
     observed = CalibrationTrace.load(trace) if trace else None
-    observed = observed or captured(prompts, work, requests=captured_prompts, seed=seed).trace
+    observed = observed or load_or_capture(prompts, work, requests=captured_prompts, seed=seed).trace
     experts = Experts.replayed(observed)
     rows = []
     for count, per_expert in product(map(int, workers.split(",")), map(float, per_expert_us.split(","))):

@@ -25,7 +25,7 @@ from benchmarks.lib import options
 from benchmarks.lib.client import allow_open_files, session
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
-from benchmarks.lib.live import served
+from benchmarks.lib.live import serve_application
 from benchmarks.lib.prompts import MODEL
 from eldr_serve.commands.errors import run
 from loadgen.results import publish
@@ -144,7 +144,7 @@ def backlog(
     allow_open_files(8192)
     bodies = texts(prompts, warm_up + requests, tokens, seed, model)
     arguments = our_arguments(deployment, model, decode_replicas=1)
-    with served(arguments, port=port) as client:
+    with serve_application(arguments, port=port) as client:
         url, status = client.url, client.status
         if warm_up:
             asyncio.run(send_all(url, bodies[:warm_up], timeout_s))

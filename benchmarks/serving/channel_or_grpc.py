@@ -236,7 +236,7 @@ def _client(way: str, port: int, load: Load, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_with_channel(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add to each row of a round its multiples of the channel's row."""
     base = {row["streams"]: row for row in rows if row["way"] == "channel"}
     for row in rows:
@@ -276,7 +276,7 @@ def channel_or_grpc(
                 f"{found[-1]['peak_tokens_per_s']:.0f} tokens/s at most",
                 err=True,
             )
-        rows += sorted(compared(found), key=lambda row: (row["streams"], WAYS.index(row["way"])))
+        rows += sorted(compare_with_channel(found), key=lambda row: (row["streams"], WAYS.index(row["way"])))
     publish(
         "channel_or_grpc",
         medians(rows, keys=("way", "streams"), with_interval=_SURE),

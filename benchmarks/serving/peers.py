@@ -54,7 +54,7 @@ from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.engines import ray_pd_arguments, vllm_router, vllm_servers
 from benchmarks.lib.live import wide_arguments
 from benchmarks.lib.prompts import bodies
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.config.ray_settings import QUIET
 from loadgen.journal import Journal
@@ -246,7 +246,7 @@ def peers(
     unwind_on_sigterm()
     client.allow_open_files(8192)
     chosen = _chosen(systems, vllm_router_venv, router_policies)
-    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval, decode_replicas)
+    arguments = wide_arguments(deployment, widen_model(intermediate, work), stream_interval, decode_replicas)
     lengths: dict[str, Any] = {
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,

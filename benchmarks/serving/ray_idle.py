@@ -50,7 +50,7 @@ def _measure(environment: dict[str, str], idle_s: float, settle_s: float, port: 
     return {part: 100 * (after[part] - before[part]) / took_s for part in after}
 
 
-def summarised(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarise(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per setting, from starts in chronological order."""
     parts = sorted({*PARTS.values(), "ray"})
     rows = [
@@ -103,7 +103,7 @@ def ray_idle(
         )
     publish(
         "ray_idle",
-        summarised(starts),
+        summarise(starts),
         inputs=inputs,
         seed=0,
         out=out,

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import unwind_on_sigterm
-from benchmarks.lib.live import lengths, serving, wide_arguments
+from benchmarks.lib.live import length_options, serve_without_table, wide_arguments
 from benchmarks.lib.prompts import MODEL, no_longer_than
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.client import Client
 from eldr_serve.commands.errors import UserInputError, run
 from loadgen.journal import Journal
@@ -158,7 +158,7 @@ def shadow(
     about |= {"max_prompt_tokens": max_prompt_tokens, "seed": seed}
     journal = Journal(work / "shadow.jsonl", about)
     steps = schedule_trials([*names], rounds, seed)
-    sent, drawn = work / "shadow_prompts.jsonl", lengths(output_tokens)
+    sent, drawn = work / "shadow_prompts.jsonl", length_options(output_tokens)
     work.mkdir(parents=True, exist_ok=True)
     write_prompts(sent, no_longer_than(read_prompts([prompts]), max_prompt_tokens, chat=True))
     most, least = drawn["max-tokens"], drawn["min-tokens"]
@@ -167,8 +167,8 @@ def shadow(
     for width in widths:
         key = partial("{}, {}".format, width)
         if left := [step for step in steps if journal.get(key(step.key)) is None]:
-            arguments = wide_arguments(deployment, widened(width, work), stream_interval)
-            with serving(arguments, port=port) as service:
+            arguments = wide_arguments(deployment, widen_model(width, work), stream_interval)
+            with serve_without_table(arguments, port=port) as service:
                 for step in left:
                     (other,) = {*names} - {step.policy}
                     typer.echo(f"experts of {width}: {step.policy}, round {step.round + 1}", err=True)

@@ -30,7 +30,7 @@ Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with 
 Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the same command resumes.")]
 
 
-def in_turns(
+def measure_in_turns(
     journal: Journal,
     keys: Iterable[Key],
     engine: Callable[[], EpEngine],
@@ -61,7 +61,7 @@ def _name(key: tuple[Hashable, ...]) -> str:
     return "/".join(map(str, key))
 
 
-def disjoint(among: Ints, size: int, number: int, rng: np.random.Generator) -> list[Ints]:
+def draw_disjoint_batches(among: Ints, size: int, number: int, rng: np.random.Generator) -> list[Ints]:
     """Return `number` batches of `size`, which share no request while enough requests are left."""
     drawn: list[Ints] = []
     left = among[:0]

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.active_experts import active_experts
-from benchmarks.lib.capture import Captured, captured, groups_of
+from benchmarks.lib.capture import CapturedRoutes, load_or_capture, groups_of
 from benchmarks.lib.engine_pool import Replays
 from benchmarks.lib.engines import weights_name
 from benchmarks.lib.replay.engine import ENGINE_ENV, Arrival, Steps
@@ -174,7 +174,7 @@ class Bench:
     ) -> None:
         self._journal = journal
         self._engine_pool = engine_pool
-        self.data: Captured = captured(
+        self.data: CapturedRoutes = load_or_capture(
             prompts, work, requests=requests, output_tokens=output_tokens, seed=seed, device=device
         )
         self._output_tokens = output_tokens
@@ -384,7 +384,7 @@ def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Loa
     return [Load(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]
 
 
-def widened(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
+def widen_model(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
     """Return the demo model with experts of `intermediate` neurons and `heads` heads; make it if needed."""
     if intermediate == 32 and heads is None:
         return WEIGHTS

@@ -44,7 +44,7 @@ def at_mean_speed(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> d
     cases = [key.partition("/")[2] for key in trials]
     slowdowns = [clock.slowdown(*trial["span"]) for trial in trials.values()]
     took = [trial["engine_ms_per_token"] for trial in trials.values()]
-    clock = clock.as_felt(felt(cases, slowdowns, took))
+    clock = clock.with_sensitivity(felt(cases, slowdowns, took))
     normalised = {}
     for key, trial in trials.items():
         start, end = trial["span"]

@@ -10,7 +10,7 @@ from scipy import stats
 from loadgen.statistics import (
     DRAWS,
     Sample,
-    Slo,
+    LatencyObjective,
     interval,
     median_ci,
     paired_change_percent,
@@ -78,13 +78,13 @@ def test_pairing_removes_common_variation() -> None:
 
 
 def test_goodput_needs_both_objectives() -> None:
-    slo = Slo(ttft_ms=100, tpot_ms=20)
-    assert slo.met({"ttft_s": 0.1, "tpot_s": 0.02})
-    assert slo.met({"ttft_s": 0.1, "tpot_s": None})  # one token
+    objective = LatencyObjective(ttft_ms=100, tpot_ms=20)
+    assert objective.is_met_by({"ttft_s": 0.1, "tpot_s": 0.02})
+    assert objective.is_met_by({"ttft_s": 0.1, "tpot_s": None})  # one token
     for ttft_s, tpot_s in ((0.11, 0.01), (0.05, 0.021), (None, None)):
-        assert not slo.met({"ttft_s": ttft_s, "tpot_s": tpot_s})
-    assert not slo.met({"ttft_s": 0.05, "tpot_s": 0.01, "error": "lost"})
-    assert not slo.met({"error": "HTTP 503"})
+        assert not objective.is_met_by({"ttft_s": ttft_s, "tpot_s": tpot_s})
+    assert not objective.is_met_by({"ttft_s": 0.05, "tpot_s": 0.01, "error": "lost"})
+    assert not objective.is_met_by({"error": "HTTP 503"})
 
 
 @pytest.mark.parametrize("rounds", [2, 3, 6, 20])
