@@ -124,7 +124,7 @@ def compare(
     journal = Journal(out / JOURNAL, settings)
     scheduled = schedule_trials(names, rounds, seed)
     console = Console(soft_wrap=True)
-    if left := [slot for slot in scheduled if slot.key not in journal.known]:
+    if left := [slot for slot in scheduled if slot.key not in journal.entries]:
         if rate is None and in_flight is None:
             console.print(f"closed loop of {users} requests in flight; change it with --in-flight or --rate")
         try:

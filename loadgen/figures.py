@@ -12,8 +12,8 @@ from loadgen.statistics import (
     ROUNDS_TO_RESAMPLE,
     Floats,
     Interval,
-    Sample,
     LatencyObjective,
+    Sample,
     interval,
     paired_ratio_percent,
     relative_percent,
@@ -61,7 +61,7 @@ def policy_rows(
     baselines together, if there are several.
     """
     records = {
-        p: [(b.round, r) for b in trials if b.policy == p for r in b.measured(warm_up_s, seconds)]
+        p: [(b.round, r) for b in trials if b.policy == p for r in b.measured_requests(warm_up_s, seconds)]
         for p in policies
     }
     arrivals = sorted({(round_, r["number"]) for of_policy in records.values() for round_, r in of_policy})
@@ -88,13 +88,13 @@ def policy_rows(
     baselines = [p for p in policies if _is_baseline(p)]
     for key in TIMES:
         samples = [_sample(records[p], unit, key) for p in policies]
-        drawn = [s.resampled(counts, QUANTILES) for s in samples]
+        draws_by_policy = [s.resample(counts, QUANTILES) for s in samples]
         if len(baselines) > 1:
             pool = _sample([record for p in baselines for record in records[p]], unit, key)
-            pool_drawn = pool.resampled(counts, QUANTILES)
+            pool_drawn = pool.resample(counts, QUANTILES)
         for column, q in enumerate(QUANTILES):
             name = f"{key}_p{100 * q:.0f}_ms"
-            values = [(s.quantile(q), d[:, column]) for s, d in zip(samples, drawn, strict=True)]
+            values = [(s.quantile(q), d[:, column]) for s, d in zip(samples, draws_by_policy, strict=True)]
             add(name, values)
             if len(baselines) > 1:
                 for row, (value, draws) in zip(rows, values, strict=True):
@@ -105,17 +105,17 @@ def policy_rows(
         best = _best(policies, [row[name] for row in rows], more_is_better=False)
         for number, row in enumerate(rows):
             if best is not None and best != number:
-                _put(row, f"{name}_change_pct", _paired(by_round[number], by_round[best]))
+                _put(row, f"{name}_change_pct", _paired_change(by_round[number], by_round[best]))
                 row[f"{name}_baseline"] = policies[best]
     good = [_good(records[p], unit, objective) for p in policies]
     add("goodput_rps", [(g.sum() / measured_s, counts @ g / measured_s) for g in good], more_is_better=True)
-    return [{key: _known(value) for key, value in row.items()} for row in rows]
+    return [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
 
 
 def tpot_by_domain(policy: str, trials: list[Trial], *, warm_up_s: int, seconds: int) -> list[dict[str, Any]]:
     """Return a row for each domain: the policy's measured requests that have a TPOT, its p50 and p99."""
     times: dict[str, list[float]] = {}
-    for record in (r for b in trials if b.policy == policy for r in b.measured(warm_up_s, seconds)):
+    for record in (r for b in trials if b.policy == policy for r in b.measured_requests(warm_up_s, seconds)):
         if "error" not in record and record.get("tpot_s") is not None:
             times.setdefault(record.get("domain", ""), []).append(1000 * record["tpot_s"])
     return [
@@ -137,13 +137,13 @@ def step_figure_by_round(policy: str, trials: list[Trial], name: str) -> dict[in
 
 def changes_by_round(policy: str, baseline: str, trials: list[Trial], name: str) -> list[float]:
     """Return the changes of one of STEPS against the baseline, %, one for each common round."""
-    mine, its = (step_figure_by_round(p, trials, name) for p in (policy, baseline))
-    return [100 * (mine[round_] / its[round_] - 1) for round_ in sorted(mine.keys() & its.keys())]
+    values, base = (step_figure_by_round(p, trials, name) for p in (policy, baseline))
+    return [100 * (values[round_] / base[round_] - 1) for round_ in sorted(values.keys() & base.keys())]
 
 
-def _paired(mine: dict[int, float], its: dict[int, float]) -> Interval:
-    rounds = sorted(mine.keys() & its.keys())
-    return paired_ratio_percent([mine[r] for r in rounds], [its[r] for r in rounds])
+def _paired_change(values: dict[int, float], base: dict[int, float]) -> Interval:
+    rounds = sorted(values.keys() & base.keys())
+    return paired_ratio_percent([values[r] for r in rounds], [base[r] for r in rounds])
 
 
 def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -190,9 +190,9 @@ def _good(
 
 
 def _best(policies: list[str], values: list[float], more_is_better: bool) -> int | None:
-    known = [n for n, p in enumerate(policies) if _is_baseline(p) and math.isfinite(values[n])]
+    candidates = [n for n, p in enumerate(policies) if _is_baseline(p) and math.isfinite(values[n])]
     choose: Callable[..., int] = max if more_is_better else min
-    return choose(known, key=values.__getitem__) if known else None
+    return choose(candidates, key=values.__getitem__) if candidates else None
 
 
 def _is_baseline(policy: str) -> bool:
@@ -203,5 +203,5 @@ def _put(row: dict[str, Any], name: str, interval: Interval) -> None:
     row[name], row[f"{name}_low"], row[f"{name}_high"] = interval
 
 
-def _known(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

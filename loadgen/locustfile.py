@@ -195,7 +195,7 @@ def _load_ended(environment: Environment, **_: Any) -> None:
 
 
 @events.quitting.add_listener
-def _quitting(environment: Environment, **_: Any) -> None:
+def _before_quit(environment: Environment, **_: Any) -> None:
     if isinstance(environment.runner, MasterRunner):
         _summarise(environment)  # only now have all workers sent their last report
     if environment.stats.total.num_failures and not environment.process_exit_code:

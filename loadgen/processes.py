@@ -47,16 +47,16 @@ def kill(process: psutil.Process) -> set[int]:
     Return after its death: until then its socket accepts connections, which die with it.
     """
     stop(process)  # so that it accepts no more connections meanwhile
-    held = set()
+    ports = set()
     for connection in psutil.net_connections("tcp"):
-        taken = connection.pid == process.pid
-        if connection.raddr and (taken or (connection.pid is None and connection.status in _UNACCEPTED)):
-            held.add(connection.raddr.port)
+        is_own = connection.pid == process.pid
+        if connection.raddr and (is_own or (connection.pid is None and connection.status in _UNACCEPTED)):
+            ports.add(connection.raddr.port)
     os.kill(process.pid, signal.SIGKILL)
     until = time.monotonic() + _MAX_EXIT_S
     while is_alive(process) and time.monotonic() < until:
         time.sleep(0.001)
-    return held
+    return ports
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -212,7 +212,9 @@ def distributions(policies: list[str], trials: list[Trial], warm_up_s: int, seco
     figure, ((tpot, ttft),) = _figure(2)
     for axes, key in ((tpot, "tpot"), (ttft, "ttft")):
         for policy in policies:
-            records = [r for b in trials if b.policy == policy for r in b.measured(warm_up_s, seconds)]
+            records = [
+                r for b in trials if b.policy == policy for r in b.measured_requests(warm_up_s, seconds)
+            ]
             values = [1000 * r[f"{key}_s"] for r in records if r.get(f"{key}_s") is not None]
             if values:
                 axes.ecdf(values, label=policy)

@@ -62,8 +62,8 @@ def paired_change_percent(
         statistic: statistic(array, axis=...), as np.mean.
     """
 
-    def change(mine: Floats, its: Floats, axis: int = -1) -> Any:
-        return 100 * (statistic(mine, axis=axis) / statistic(its, axis=axis) - 1)
+    def change(sample: Floats, base_sample: Floats, axis: int = -1) -> Any:
+        return 100 * (statistic(sample, axis=axis) / statistic(base_sample, axis=axis) - 1)
 
     return _bootstrap(float(change(values, base)), (values, base), change, seed)
 
@@ -153,7 +153,7 @@ class Sample:
         """Return a quantile of the values; NaN without values."""
         return float(np.quantile(self.values, q)) if len(self.values) else float("nan")
 
-    def resampled(self, counts: NDArray[np.int32], quantiles: Sequence[float]) -> Floats:
+    def resample(self, counts: NDArray[np.int32], quantiles: Sequence[float]) -> Floats:
         """Return [draws, quantiles] of the resamples, by linear interpolation as in np.quantile."""
         order = np.argsort(self.values, kind="stable")
         values, units = self.values[order], self.units[order]

@@ -246,7 +246,7 @@ def _rounds(service: Client, plan: _Plan) -> list[Trial]:
                 f"{cost:.2f} ms of {plan.clock} per token",
                 style="dim",
             )
-        if not trial.measured(plan.load.warm_up_s, plan.load.seconds):
+        if not trial.measured_requests(plan.load.warm_up_s, plan.load.seconds):
             console.print(f"     no answer ended in the measured {plan.load.seconds} s: give more --seconds")
     return trials
 

@@ -5,11 +5,13 @@
 
 The parts run our own code on tensors of Qwen3-30B-A3B's shape, as in the paper's Table 1, with a prompt
 prefilled in one step. The paper's total is 0.86 ms per request, 1.2 % of TTFT. On a GPU (--device cuda) the
-device counts; on a CPU one core counts, so `count scatter` is far larger there. The engine rows use one
-engine with the demo model. A switch selects our connector and scheduler or vLLM's own
-(benchmarks/lib/replay/switched.py), for each pair of prompts in random order; the two prompts differ in their
-first token, so neither is found in the prefix cache. The wide engine's rows use layers of Qwen3-30B-A3B at
-full width (two of 48 unless --wide-layers says more) with random weights. Goal: below 0.5 % of TTFT.
+device counts. On a CPU one core counts, so `count scatter` is far larger there.
+
+The engine rows use one engine with the demo model. A switch selects our connector and scheduler or vLLM's own
+(benchmarks/lib/replay/switched.py), for each pair of prompts in random order. The two prompts of a pair
+differ in their first token, so neither is found in the prefix cache. The wide engine's rows use layers of
+Qwen3-30B-A3B at full width, with random weights; it has two of the 48 layers, or as many as --wide-layers
+says. Capture should add less than 0.5 % of TTFT.
 """
 
 from __future__ import annotations
@@ -248,9 +250,9 @@ def capture_overhead(
     }
     if wide_requests:
         with tempfile.TemporaryDirectory() as folder:
-            made = write_config(Path(folder), **wide)
+            model_folder = write_config(Path(folder), **wide)
             room = {"kv_cache_memory_bytes": _KEPT * engine_tokens * KV_BYTES} if device == "cuda" else {}
-            job |= {"model": str(made), "arguments": DUMMY | room}
+            job |= {"model": str(model_folder), "arguments": DUMMY | room}
             rows += _engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
     publish(
         "capture_overhead",

@@ -103,12 +103,14 @@ def activation_by_domain(data: CapturedRoutes, seed: int) -> list[Result]:
         axes.set(yticks=range(len(present)), yticklabels=present, xlabel=f"expert of layer {layer}, by owner")
         axes.set_title(f"{workload}: activation over the mean of the domains (white: below, dark: 4x)")
         for number, name in enumerate(present):
-            own = owner == number
-            mine = share[number, layer]
+            is_own = owner == number
+            share_in_layer = share[number, layer]
             row: dict[str, Any] = {"workload": workload, "domain": name, "layer": layer}
-            row |= {"requests": int((domains == name).sum()), "own_experts": int(own.sum())}
-            row["own_excess"] = float(relative[number, layer][own].mean()) if own.any() else 0.0
-            rows.append(row | {"share_on_own_experts": float(mine[own].sum() / mine.sum())})
+            row |= {"requests": int((domains == name).sum()), "own_experts": int(is_own.sum())}
+            row["own_excess"] = float(relative[number, layer][is_own].mean()) if is_own.any() else 0.0
+            rows.append(
+                row | {"share_on_own_experts": float(share_in_layer[is_own].sum() / share_in_layer.sum())}
+            )
     return [Result(rows, partial(save, figure), "decode counts of the demo model on real prompts")]
 
 

@@ -287,10 +287,10 @@ class Reference:
             return None
         forced = torch.from_numpy(self._forced[:, len(self._seen) - 1]).to(ids)
         # A forced expert gets the weight of the expert that it replaces: they are near a tie.
-        new = ~(forced[:, :, None] == ids[:, None]).any(-1)
-        gone = ~(ids[:, :, None] == forced[:, None]).any(-1)
+        is_new = ~(forced[:, :, None] == ids[:, None]).any(-1)
+        replaced = ~(ids[:, :, None] == forced[:, None]).any(-1)
         ids = ids.clone()
-        ids[gone] = forced[new]
+        ids[replaced] = forced[is_new]
         return hidden, ids, weights, *others
 
     @torch.no_grad()

@@ -140,15 +140,15 @@ def _normalise_request(record: dict[str, Any], clock: NormalisedTime) -> dict[st
     return record | times
 
 
-def _speed(
-    records: np.ndarray, edges: np.ndarray, sensitivity: float
-) -> tuple[np.ndarray, np.ndarray]:
+def _speed(records: np.ndarray, edges: np.ndarray, sensitivity: float) -> tuple[np.ndarray, np.ndarray]:
     """Return a core's speed in each window, s**-sensitivity, and the share of time that was not stolen."""
     windows = len(edges) - 1
     # An interrupted record can be many times as long, or 0: hence the median of the positive ones.
     timed = records[records[:, 1] > 0]
     window = np.clip(np.searchsorted(edges, timed[:, 0], side="right") - 1, 0, windows - 1)
-    known = np.unique(window)
-    seconds = [np.median(timed[window == w, 1]) for w in known]
+    windows_with_records = np.unique(window)
+    seconds = [np.median(timed[window == w, 1]) for w in windows_with_records]
     stolen, ticks = (np.diff(np.interp(edges, records[:, 0], records[:, column])) for column in (2, 3))
-    return np.interp(np.arange(windows), known, seconds) ** -sensitivity, 1 - stolen / np.maximum(ticks, 1)
+    return np.interp(
+        np.arange(windows), windows_with_records, seconds
+    ) ** -sensitivity, 1 - stolen / np.maximum(ticks, 1)

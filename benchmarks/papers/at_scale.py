@@ -97,7 +97,7 @@ def figures_in_window(outcomes: Sequence[Outcome], objective: LatencyObjective) 
 
 
 def smallest_that_meets(counts: Sequence[int], meets: Callable[[int], bool]) -> int | None:
-    """Return the smallest of ascending counts that meets a goal, as all larger ones must; None if none does."""
+    """Return the smallest of ascending counts that meets a goal, or None; all larger ones must meet it."""
     low, high = 0, len(counts)
     while low < high:
         middle = (low + high) // 2

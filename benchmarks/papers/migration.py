@@ -176,14 +176,14 @@ class _Timetable:
         sources: dict[int, int] = {}
         sends = self._free[0].copy()
         for slot in np.flatnonzero(old != new).tolist():
-            held = np.flatnonzero(old == new[slot])
-            if not len(held):
+            holders = np.flatnonzero(old == new[slot])
+            if not len(holders):
                 raise ValueError(f"expert {new[slot]} of layer {layer} is on no rank")
             rank = slot // size
-            cost = np.array([self._time(int(h) // size, rank) for h in held])
-            best = int(np.lexsort((sends[held // size], cost))[0])
-            sources[slot] = int(held[best])
-            sends[held[best] // size] += cost[best]
+            cost = np.array([self._time(int(h) // size, rank) for h in holders])
+            best = int(np.lexsort((sends[holders // size], cost))[0])
+            sources[slot] = int(holders[best])
+            sends[holders[best] // size] += cost[best]
         return sources
 
     def _transfer(self, sender: int, rank: int, after: float) -> tuple[float, float]:

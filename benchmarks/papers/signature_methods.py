@@ -44,7 +44,7 @@ class Prompts:
 Method = Callable[[Prompts, Prompts], Floats]  # fits the first, returns float64[n, L*E] of the second
 
 
-def served(rank: int = 64) -> Method:
+def served_predictor(rank: int = 64) -> Method:
     """Return the predictor of eldr_serve."""
 
     def predicted(fit: Prompts, test: Prompts) -> Floats:
@@ -185,8 +185,8 @@ def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
     """Return all methods by name; those that need the demo model's weights only for traces of that model."""
     found: dict[str, Method] = {
         "prefill": lambda fit, test: test.frequencies,
-        "served predictor, rank 64": served(),
-        "served predictor, rank 16": served(16),
+        "served predictor, rank 64": served_predictor(),
+        "served predictor, rank 16": served_predictor(16),
         "ridge, weighted histogram": chi_square_ridge,
         "ridge, histogram": histogram_ridge,
         "ridge, fitted to decode": decode_ridge,

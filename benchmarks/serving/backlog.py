@@ -3,9 +3,9 @@
     python -m benchmarks.serving.backlog
 
 All prompts are sent to a real prefill engine at the same moment, with one token to generate. A refused client
-retries after the answer's Retry-After until it gets 200. Goals: the slowest refusal comes within 2 s;
-most_tries is 2, so that the first retry succeeds; ejected, duplicate_prefills and errors are 0, since no
-engine fails.
+retries after the answer's Retry-After until it gets 200. The slowest refusal should come within 2 s. The
+first retry should succeed, so most_tries should be 2. As no engine fails, ejected, duplicate_prefills and
+errors should be 0.
 """
 
 from __future__ import annotations

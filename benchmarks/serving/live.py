@@ -23,12 +23,20 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import load_or_capture, groups_of
+from benchmarks.lib.capture import groups_of, load_or_capture
 from benchmarks.lib.cluster import unwind_on_sigterm
-from benchmarks.lib.live import Comparison, select_prompts, length_options, serve_without_table, wide_arguments, decode_replicas_of
+from benchmarks.lib.live import (
+    Comparison,
+    decode_replicas_of,
+    length_options,
+    select_prompts,
+    serve_without_table,
+    wide_arguments,
+)
+from benchmarks.lib.normalised_time import NORMALISED
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.errors import run
-from eldr_serve.experts.select_prompts.table import fit_table
+from eldr_serve.experts.fitting.table import fit_table
 from loadgen.figures import BASELINES
 from loadgen.plots import bars
 from loadgen.results import publish
@@ -60,7 +68,8 @@ def live(
 ) -> None:
     """Fit a table, serve, and compare policies under the same load."""
     unwind_on_sigterm()
-    load: dict[str, Any] = {"policies": policies, "rounds": rounds, "seed": seed, **length_options(output_tokens)}
+    load: dict[str, Any] = {"policies": policies, "rounds": rounds, "seed": seed}
+    load |= length_options(output_tokens)
     load |= {"rate": rate} if rate else {"in-flight": in_flight}
     load |= {"trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds}
     load |= {"burn-in-seconds": burn_in_seconds}
@@ -72,9 +81,9 @@ def live(
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     fit_in = select_prompts(prompts, data.trace.ids, max_prompt_tokens)
     arguments = wide_arguments(deployment, widen_model(intermediate, work), stream_interval)
-    if missing := {group: c for group, c in comparisons.items() if c.result is None}:
+    if unfinished := {group: c for group, c in comparisons.items() if c.result is None}:
         with serve_without_table(arguments, port=port):
-            for group, comparison in missing.items():
+            for group, comparison in unfinished.items():
                 fit, rest = data.split(group, 0.4, seed)
                 held_out = {data.trace.ids[i] for i in rest}
                 prompts_file = work / f"live_{group}_prompts.jsonl"
@@ -89,7 +98,7 @@ def live(
     value = "tpot_p50_ms_change_pct"
     interval = (f"{value}_low", f"{value}_high")
     unchanged = dict.fromkeys((value, *interval), 0.0)  # the best balancer
-    plotted = [unchanged | row for row in rows if row["clock"] == "even"]
+    plotted = [unchanged | row for row in rows if row["clock"] == NORMALISED]
     bars(plotted, "policy", value, path.with_suffix(".png"), interval=interval)
     for comparison in comparisons.values():
         comparison.finish()

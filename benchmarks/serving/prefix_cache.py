@@ -17,10 +17,18 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.capture import load_or_capture
 from benchmarks.lib.cluster import unwind_on_sigterm
-from benchmarks.lib.live import Comparison, select_prompts, length_options, serve_without_table, wide_arguments, decode_replicas_of
+from benchmarks.lib.live import (
+    Comparison,
+    decode_replicas_of,
+    length_options,
+    select_prompts,
+    serve_without_table,
+    wide_arguments,
+)
+from benchmarks.lib.normalised_time import NORMALISED
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.errors import run
-from eldr_serve.experts.select_prompts.table import fit_table
+from eldr_serve.experts.fitting.table import fit_table
 from loadgen.plots import bars
 from loadgen.results import publish
 from loadgen.workload import balanced_sample, write_prompts
@@ -75,10 +83,10 @@ def prefix_cache(
     last = comparisons["off"].result or {}
     inputs = last["inputs"] | about
     path = publish("prefix_cache", rows, seed=seed, out=out, notes=last["notes"], inputs=inputs)
-    even = [row for row in rows if row["clock"] == "even"]
-    named = [row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in even]
+    normalised = [row for row in rows if row["clock"] == NORMALISED]
+    plotted = [row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in normalised]
     interval = ("tpot_p50_ms_low", "tpot_p50_ms_high")
-    bars(named, "policy", "tpot_p50_ms", path.with_suffix(".png"), interval=interval)
+    bars(plotted, "policy", "tpot_p50_ms", path.with_suffix(".png"), interval=interval)
     for comparison in comparisons.values():
         comparison.finish()
 

@@ -2,12 +2,12 @@
 
     python -m benchmarks.serving.scaling
 
-Real engines, each kind with an `autoscaling_config`, and clients that stream one answer after another: few
-clients, then many until there are three engines of each kind, then few until there is one of each again. Each
-row is such a phase: the results of its requests, and the time until the number of engines was reached
-(`after_s`, s; the first phase starts with it). If a request fails, or a greedy text differs from that of the
-first engines, the exit status is 1. New engines start on the serving cores, so a phase's times include that
-cost.
+Both kinds of real engines have an `autoscaling_config`, and clients stream one answer after another. A few
+clients send requests first, then many clients until there are three engines of each kind, then a few until
+there is one engine of each kind again. Each row is such a phase, with the results of its requests and
+`after_s`, the time until the number of engines was reached, s; the first phase begins with that number. New
+engines start on the serving cores, so a phase's times include that cost. The exit status is 1 if a request
+fails, or if a greedy text differs from that of the first engines.
 """
 
 from __future__ import annotations

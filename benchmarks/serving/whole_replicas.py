@@ -20,8 +20,8 @@ over rounds with 95 % intervals. A row with `clock` wall has wall-clock times. O
 normalised for CPU speed (benchmarks/lib/normalised_time.py). `--record` keeps the trials, and beside them the
 cores' speed, so that a stopped run can resume.
 
-    ours_KEY_pct            how far `eldr/marginal-cost` is above the row's system in the same round, median and
-                            interval; negative is better for ours, except for requests/s
+    ours_KEY_pct            how far `eldr/marginal-cost` is above the row's system in the same round, median
+                            and interval; negative is better for ours, except for requests/s
     engine_ms_per_token     CPU time of the engines' processes, including prefill
     server_..._mean_ms      metrics of the plain servers over a whole trial
     active_experts          mean over the decode steps of our engines in a trial, as is batch_size
@@ -274,7 +274,7 @@ class _Comparison:
         """
         record = self.settings.record
         journal = Journal(record, self.settings.inputs()) if record else None
-        trials: dict[str, dict[str, Any]] = dict(journal.known) if journal else {}
+        trials: dict[str, dict[str, Any]] = dict(journal.entries) if journal else {}
 
         def keep(key: str, row: dict[str, Any]) -> None:
             trials[key] = row
@@ -365,12 +365,13 @@ def _publish(
         for name, by_clock in (("wall", trials), (NORMALISED, normalised))
         for row in rows(by_clock, systems, workloads)
     ]
-    divisors = {key: {name: trial[name] for name in ("slow", "slow_cpu")} for key, trial in normalised.items()}
+    divisors = {
+        key: {name: trial[name] for name in ("slow", "slow_cpu")} for key, trial in normalised.items()
+    }
     publish(
         "whole_replicas",
         table,
-        inputs=settings.inputs()
-        | {"trials": {key: trial | divisors[key] for key, trial in trials.items()}},
+        inputs=settings.inputs() | {"trials": {key: trial | divisors[key] for key, trial in trials.items()}},
         seed=settings.seed,
         out=settings.out,
         notes="closed loop, greedy; two sets of four whole engines, of which one has requests at a time, "

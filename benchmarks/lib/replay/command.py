@@ -59,12 +59,13 @@ def against(
 
     def report(run: Replayed) -> None:
         labels = list(run.cases[0].outcomes)
-        used = [label for label in baselines if label in labels] or labels[:1]
-        rows = [row for case in run.cases for row in arm_rows(case, used, run.seed)]
+        baselines_of_run = [label for label in baselines if label in labels] or labels[:1]
+        rows = [row for case in run.cases for row in arm_rows(case, baselines_of_run, run.seed)]
         alone = "on its own core" if run.inputs["device"] == "cpu" else "alone on the GPU"
         notes = (
             f"placed in simulation, steps measured on real engines, each {alone}; "
-            f"changes against the best of {', '.join(used)} at that percentile, 95 % intervals by bootstrap"
+            f"changes against the best of {', '.join(baselines_of_run)} at that percentile, "
+            "95 % intervals by bootstrap"
         )
         notes += f"; {note(rows)}" if note is not None else ""
         path = publish(run.name, rows, inputs=run.inputs, seed=run.seed, out=run.out, notes=notes)

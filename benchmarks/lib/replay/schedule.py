@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.active_experts import active_experts
-from benchmarks.lib.capture import CapturedRoutes, load_or_capture, groups_of
+from benchmarks.lib.capture import CapturedRoutes, groups_of, load_or_capture
 from benchmarks.lib.engine_pool import Replays
 from benchmarks.lib.engines import weights_name
 from benchmarks.lib.replay.engine import ENGINE_ENV, Arrival, Steps
@@ -128,7 +128,7 @@ class _Replay:
     def jobs(self) -> NDArray[np.int64]:
         return np.flatnonzero(self.case.outcomes[self.label].worker == self.worker)
 
-    def measured(self, times: dict[str, NDArray[np.float64]], steps: Steps) -> dict[str, Any]:
+    def entry_of(self, times: dict[str, NDArray[np.float64]], steps: Steps) -> dict[str, Any]:
         """Return the engine's answer as the journal stores it."""
         at = [times[str(j)] for j in self.jobs]
         return {
@@ -137,14 +137,14 @@ class _Replay:
             "steps": vars(steps),
         }
 
-    def keep(self, known: dict[str, Any]) -> None:
+    def copy_into_case(self, entry: dict[str, Any]) -> None:
         """Copy the journal's entry into the case."""
-        self.case.replayed_tpot_s[self.label][self.repeat, self.jobs] = known["tpot_s"]
-        self.case.replayed_first_s[self.label][self.repeat, self.jobs] = known["first_s"]
-        self.case.steps[self.label].extend(Steps(**known["steps"]))
+        self.case.replayed_tpot_s[self.label][self.repeat, self.jobs] = entry["tpot_s"]
+        self.case.replayed_first_s[self.label][self.repeat, self.jobs] = entry["first_s"]
+        self.case.steps[self.label].extend(Steps(**entry["steps"]))
 
 
-class _Placed(Policy):
+class _RepeatPlacements(Policy):
     """Repeat earlier placements; request ids are the simulator's numbers."""
 
     def __init__(self, worker: NDArray[np.int64]) -> None:
@@ -210,7 +210,7 @@ class Bench:
             for worker in range(case.load.workers)
             for n in self._rng.permutation(len(arms))
         ]
-        asked = {
+        futures = {
             replay.key: self._engine_pool.replay(self._arrivals(replay), self._probe_s)
             for replay in schedule
             if self._journal.get(replay.key) is None
@@ -220,9 +220,9 @@ class Bench:
             for replay in schedule:
                 load = replay.case.load
                 progress.update(bar, description=f"{load.group}, K={load.workers}, worker {replay.worker}")
-                if replay.key in asked:
-                    self._journal.put(replay.key, replay.measured(*asked.pop(replay.key).result()))
-                replay.keep(self._journal.get(replay.key))
+                if replay.key in futures:
+                    self._journal.put(replay.key, replay.entry_of(*futures.pop(replay.key).result()))
+                replay.copy_into_case(self._journal.get(replay.key))
                 progress.advance(bar)
         return cases
 
@@ -241,9 +241,9 @@ class Bench:
             regret = np.zeros(len(case.requests))
             for j in np.argsort(case.arrival_s):
                 while ends and ends[0][0] <= case.arrival_s[j]:
-                    gone = str(heapq.heappop(ends)[1])
-                    judge.on_finished(gone)
-                    ledger.release(gone)
+                    request_id = str(heapq.heappop(ends)[1])
+                    judge.on_finished(request_id)
+                    ledger.release(request_id)
                 i = int(case.requests[j])
                 request = PlacementRequest(
                     str(j), trace.decode_counts[i], int(trace.decode_steps[i]), self._output_tokens
@@ -257,10 +257,10 @@ class Bench:
             by_arm[label] = regret
         return by_arm
 
-    def simulated_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
+    def simulate_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
         """Simulate the arm's placements again with another step cost."""
-        policy = _Placed(case.outcomes[label].worker)
-        return self._simulated(case.load, case.requests, case.arrival_s, policy, cost)
+        policy = _RepeatPlacements(case.outcomes[label].worker)
+        return self._simulate(case.load, case.requests, case.arrival_s, policy, cost)
 
     def step_lines(self) -> str:
         """Return the steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
@@ -323,7 +323,7 @@ class Bench:
             parameters = dict(arm.parameters) | (mix if arm.policy == "domain" else {})
             policy = make_policy(arm.policy, **parameters).with_table(table)
             policy.update_cost_model(self.cost)
-            outcomes[arm.label] = self._simulated(
+            outcomes[arm.label] = self._simulate(
                 load, chosen, arrival_s, policy, self.cost, true_decode=arm.true_decode
             )
         empty = {arm.label: np.zeros((repeats, number)) for arm in arms}
@@ -346,7 +346,7 @@ class Bench:
         clusters = kmeans(table.spec.encode(trace.prefill_counts), workers, seed=self._seed)
         return replace(table, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
 
-    def _simulated(
+    def _simulate(
         self,
         load: Load,
         chosen: NDArray[np.int64],

@@ -67,8 +67,8 @@ def _server_times(urls: Sequence[str]) -> dict[str, float]:
     """Return the plain servers' sums so far by vLLM's own clock, s, and their requests."""
     pages = "\n".join(httpx.get(f"{url}/metrics", timeout=30).text for url in urls)
     return {
-        f"{ours}_{part}": total(pages, f"vllm:{theirs}_seconds_{part}")
-        for ours, theirs in SERVER_TIMES.items()
+        f"{name}_{part}": total(pages, f"vllm:{metric}_seconds_{part}")
+        for name, metric in SERVER_TIMES.items()
         for part in ("sum", "count")
     }
 

@@ -74,12 +74,12 @@ def arms() -> list[Arm]:
 
 def table1(options: Options) -> Rows:
     """Compare all methods at G = 4, 8 (the paper's) and 16, for each trace."""
-    return _compared(options, TABLE_1_WORKERS, arms())
+    return _compare(options, TABLE_1_WORKERS, arms())
 
 
 def table2(options: Options) -> Rows:
     """Compare all methods at G = 8, 16, 32 and 144."""
-    return _compared(options, [8, 16, 32, 144], arms())
+    return _compare(options, [8, 16, 32, 144], arms())
 
 
 def table3(options: Options) -> Rows:
@@ -96,29 +96,33 @@ def table3(options: Options) -> Rows:
         rng = np.random.default_rng(options.seeds[0])
         test = [played[i] for i in rng.choice(len(played), min(4000, len(played)), replace=False)]
         ages = np.array([int(rng.integers(r.output_tokens)) for r in test])
-        left = np.array([r.output_tokens for r in test]) - ages
-        ends = left <= horizon
-        for name, made in PREDICTORS.items():
+        remaining_tokens = np.array([r.output_tokens for r in test]) - ages
+        ends = remaining_tokens <= horizon
+        for name, predictor_class in PREDICTORS.items():
             # A router fits trees in a background thread; here they are awaited.
-            predictor = BoostedTrees(horizon, background=False) if made is BoostedTrees else made(horizon)
+            predictor = (
+                BoostedTrees(horizon, background=False)
+                if predictor_class is BoostedTrees
+                else predictor_class(horizon)
+            )
             traffic.teach(predictor)
             p, mu = predictor.predict(
                 ages, list(traffic.keys(test)), np.array([r.prompt_tokens for r in test])
             )
             row = {"trace": path.name, "predictor": name, "ends_within_horizon_pct": 100 * float(ends.mean())}
             row |= {"auc": float(roc_auc_score(ends, p)), "brier": float(np.mean((p - ends) ** 2))}
-            rows.append(row | {"mae_tokens": float(np.abs(mu - left)[ends].mean())})
+            rows.append(row | {"mae_tokens": float(np.abs(mu - remaining_tokens)[ends].mean())})
     return rows
 
 
 def sensitivity(options: Options) -> Rows:
     """Vary alpha and gamma around (48, 0.9), with the oracle, at G = 16 and 144."""
     cross = [(a, 0.9) for a in (1, 24, 48, 96)] + [(48, g) for g in (0.5, 0.7, 1.0)]
-    chosen = [
+    varied = [
         Arm(f"alpha {a}, gamma {g}", "balance-route-horizon", {"slots": SLOTS, "alpha": a, "gamma": g}, True)
         for a, g in cross
     ]
-    return _compared(options, [16, 144], [Arm("shortest-queue", "shortest-queue", {}), *chosen])
+    return _compare(options, [16, 144], [Arm("shortest-queue", "shortest-queue", {}), *varied])
 
 
 def forms(options: Options) -> Rows:
@@ -134,7 +138,7 @@ def forms(options: Options) -> Rows:
         Arm(name, "balance-route-horizon", {"slots": SLOTS} | change, oracle=True)
         for name, change in changes.items()
     ]
-    return _compared(options, [PAPER_WORKERS, 16], [Arm("shortest-queue", "shortest-queue", {}), *chosen])
+    return _compare(options, [PAPER_WORKERS, 16], [Arm("shortest-queue", "shortest-queue", {}), *chosen])
 
 
 def panels(options: Options) -> Rows:
@@ -153,7 +157,7 @@ def panels(options: Options) -> Rows:
     return rows
 
 
-def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> Rows:
+def _compare(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> Rows:
     traffics = {path: Traffic(path) for path in _traces(options)}
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:

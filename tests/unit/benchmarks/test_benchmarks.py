@@ -268,7 +268,9 @@ def test_a_page_of_a_gpus_result_is_written_with_its_table(
 def _in(claim: dict[str, Any], row: dict[str, Any]) -> bool:
     """Return whether the row is in one of the claim's cells."""
     own = [cell for cell in claim["cells"] if isinstance(cell, dict)]
-    return tables.selected(row, claim) and (not own or any(tables.selected(row, cell) for cell in own))
+    return tables.matches_claim(row, claim) and (
+        not own or any(tables.matches_claim(row, cell) for cell in own)
+    )
 
 
 def test_a_claim_shows_every_policy_that_beats_a_shown_one() -> None:

@@ -46,7 +46,9 @@ def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: 
         return f"{key[1]}{key[0]}"
 
     def turns(minutes: float | None) -> dict[tuple[int, str], str]:
-        return measure_in_turns(Journal(tmp_path / "j.jsonl", {"seed": 0}), keys, lambda: engine, measure, minutes)
+        return measure_in_turns(
+            Journal(tmp_path / "j.jsonl", {"seed": 0}), keys, lambda: engine, measure, minutes
+        )
 
     with pytest.raises(UserInputError, match="died"):
         turns(None)

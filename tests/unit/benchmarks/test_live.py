@@ -85,7 +85,9 @@ def test_rows_exist_for_both_clocks_until_they_are_published(tmp_path: Path) -> 
         engines["token_seconds"] = 12 * engines["seconds"]
         journal.put(step.key, asdict(Trial(step.policy, 0, requests, engines)))
     trials = read_trials(tmp_path / "comparison")
-    wall = policy_rows(policies, trials, warm_up_s=0, seconds=100, objective=LatencyObjective(1e3, 1e2), seed=0)
+    wall = policy_rows(
+        policies, trials, warm_up_s=0, seconds=100, objective=LatencyObjective(1e3, 1e2), seed=0
+    )
     asked = Journal(tmp_path / "asked.jsonl", {})
     asked.put("result", {"inputs": shape | {"policies": policies}, "rows": wall})
     cpu_speed = tmp_path / "cpu_speed"

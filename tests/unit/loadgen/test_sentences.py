@@ -91,7 +91,9 @@ def test_each_figure_of_a_trial_has_a_sentence() -> None:
         for policy, (tpot_s, ttft_s) in times.items()
         for round_ in range(4)
     ]
-    rows = policy_rows(list(times), trials, warm_up_s=0, seconds=20, objective=LatencyObjective(500, 50), seed=0)
+    rows = policy_rows(
+        list(times), trials, warm_up_s=0, seconds=20, objective=LatencyObjective(500, 50), seed=0
+    )
     random, shortest, ours = client_sentences(rows, rounds=4)
     assert "TPOT p50 worse, +100.0 %" in random
     assert "TTFT" not in random
@@ -150,7 +152,9 @@ def test_steps_of_a_round_are_paired_and_the_best_balancer_is_the_baseline() -> 
         for policy, factor in share.items()
         for round_, size in enumerate((1.0, 3.0, 10.0, 2.0))
     ]
-    rows = policy_rows(list(share), trials, warm_up_s=0, seconds=20, objective=LatencyObjective(500, 50), seed=0)
+    rows = policy_rows(
+        list(share), trials, warm_up_s=0, seconds=20, objective=LatencyObjective(500, 50), seed=0
+    )
     random, shortest, ours = rows
     assert "active_experts_baseline" not in shortest
     for row, change in ((random, 25.0), (ours, -25.0)):
