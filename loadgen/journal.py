@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,12 @@ class Journal:
     def get(self, key: str) -> Any:
         """Return the key's last value, None if it has none."""
         return self._entries.get(key)
+
+    def get_or_put(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return the key's last value; if it has none, store and return the result of `make`."""
+        if self.get(key) is None:
+            self.put(key, make())
+        return self.get(key)
 
     def put(self, key: str, value: Any) -> None:
         """Store the value; it is on disk when this returns."""

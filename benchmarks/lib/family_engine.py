@@ -49,13 +49,13 @@ class ObservedChoices:
         self._runner = runner = core.model_executor.driver_worker.worker.model_runner
         self._step: dict[int, list[list[int]]] = {}
         for layer, (_, router) in enumerate(moe_routers(runner.vllm_config)):
-            before_eplb_mapping(router, partial(self._chose, layer))
-        self._execute, runner.execute_model = runner.execute_model, self._executed
+            before_eplb_mapping(router, partial(self._store_choices, layer))
+        self._execute, runner.execute_model = runner.execute_model, self._execute_and_observe
 
-    def _chose(self, layer: int, experts: Any) -> None:
+    def _store_choices(self, layer: int, experts: Any) -> None:
         self._step[layer] = experts.tolist()
 
-    def _executed(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute_and_observe(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         output = self._execute(scheduled, *args, **kwargs)
         if scheduled.total_num_scheduled_tokens:
             state = getattr(self._runner, "execute_model_state", None)  # V2 has the batch's order here

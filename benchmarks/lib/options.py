@@ -101,7 +101,7 @@ def policy(option: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def numbers(option: str, value: str) -> list[int]:
-    """Return an option's positive numbers, separated by commas; raise UserInputError on anything else."""
+    """Return the positive numbers of an option, separated by commas; raise UserInputError on others."""
     parts = value.split(",")
     if not all(part.isdigit() and int(part) for part in parts):
         raise UserInputError(f"{option} is {value!r}, it must be positive numbers with commas")

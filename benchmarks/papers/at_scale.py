@@ -159,17 +159,16 @@ class Runs:
 
     def placement_us(self, policy: str) -> float:
         """Return the CPU time of a placement by this policy on the workers of one router, us."""
-        key = self._key(policy, "placement_us")
-        time_us = self._stored(key)
-        if time_us is None:
+
+        def measure() -> float:
             work, share = self._work(0), self.size.share
             requests = divide_among_routers(work.requests, self.size.routers, 0)[0]
             in_flight = self._study.batch * share
-            time_us = 1e6 * placement_s(
+            return 1e6 * placement_s(
                 self._policy(work, policy, share), requests, work.experts, share, in_flight
             )
-            self._journal.put(key, time_us)
-        return float(time_us)
+
+        return float(self._get_or_make(self._key(policy, "placement_us"), measure))
 
     def router_s(self, policy: str) -> float:
         """Return the time of a router for a placement, s."""
@@ -182,12 +181,12 @@ class Runs:
     def of_seed(self, policy: str, seed: int, workers: int) -> dict[str, float]:
         """Return the figures of a run on this number of workers, at the arrivals for all workers."""
         key = self._key(policy, f"{workers}/{seed}")
-        row = self._stored(key)
-        if row is None:
+
+        def run() -> dict[str, float]:
             self._on_run(key)
-            row = self._run(policy, seed, workers)
-            self._journal.put(key, row)
-        return dict(row)
+            return self._run(policy, seed, workers)
+
+        return dict(self._get_or_make(key, run))
 
     def available_seeds(self, policy: str, seeds: int) -> int:
         """Return how many of the seeds can be shown: all, or the finished ones if no runs are to be made."""
@@ -244,11 +243,11 @@ class Runs:
     def _scenario(self, rate_per_s: float, workers: int) -> Scenario:
         return scenario_of(self._study, self.arrivals, workers, rate_per_s)
 
-    def _stored(self, key: str) -> Any:
-        value = self._journal.get(key)
-        if value is None and self._finished_only:
+    def _get_or_make(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return the journal's value; make and store it, or raise UnfinishedError, if it has none."""
+        if self._finished_only and self._journal.get(key) is None:
             raise UnfinishedError(key)
-        return value
+        return self._journal.get_or_put(key, make)
 
     def _key(self, policy: str, rest: str) -> str:
         routers = f"{self.size.simulated} of {self.size.routers}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,7 +56,7 @@ class Point:
         labels: its columns in the table.
         cost: cost of a step.
         balancers: policies that look at load, and on whole replicas at prefixes, by name.
-        prepare: from a seed to the simulation of a policy.
+        prepare: returns a function that simulates a policy with the requests of a seed.
     """
 
     labels: dict[str, Any]
@@ -98,7 +98,7 @@ def tail_price(
         text: partial(make_policy, name, **parameters) for text, (name, parameters) in parsed.items()
     }
     points = [_of_routes(text, per_worker, output_tokens) for text in point or ()]
-    points += [one for text in whole_point or () for one in _of_whole(text)]
+    points += [part for text in whole_point or () for part in _of_whole(text)]
     if not points:
         raise UserInputError("give --point or --whole")
     settings: dict[str, Any] = {"per_worker": per_worker, "output_tokens": output_tokens}
@@ -106,9 +106,9 @@ def tail_price(
     each = each_seed(
         Options(seeds=tuple(range(seed, seed + seeds))),
         points,
-        lambda one, number: _run(one, chosen, number, journal),
+        lambda case, number: _run(case, chosen, number, journal),
     )
-    rows = [row for one, runs in each for row in _rows(one, runs)]
+    rows = [row for case, runs in each for row in _rows(case, runs)]
     inputs = settings | {"seeds": seeds, "points": point or [], "whole": whole_point or []}
     inputs["costs"] = [one.cost.as_dict() for one in points]
     publish("tail_price", rows, inputs=inputs, seed=seed, out=out, notes=_NOTES)
@@ -180,17 +180,16 @@ def _run(
     point: Point, policies: dict[str, Callable[[], Policy]], seed: int, journal: Journal
 ) -> dict[str, Figures]:
     """Return the figures of each policy in a seed; those that the journal has are not simulated again."""
-    simulated: Callable[[Policy], Figures] | None = None
-    found = {}
-    for name, make in (point.balancers | policies).items():
-        key = f"{point}, {seed}, {name}"
-        if (figures := journal.get(key)) is None:
-            simulated = simulated or point.prepare(seed)
-            row = simulated(make())
-            figures = {key: row[key] for key in _STORED}
-            journal.put(key, figures)
-        found[name] = figures
-    return found
+    prepare = cache(point.prepare)
+
+    def figures(make: Callable[[], Policy]) -> Figures:
+        row = prepare(seed)(make())
+        return {key: row[key] for key in _STORED}
+
+    return {
+        name: journal.get_or_put(f"{point}, {seed}, {name}", partial(figures, make))
+        for name, make in (point.balancers | policies).items()
+    }
 
 
 def _rows(point: Point, runs: Sequence[dict[str, Figures]]) -> list[dict[str, Any]]:

@@ -29,8 +29,8 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, session
 from benchmarks.lib.cluster import RAY_ENV, python_path, wait_ready
-from benchmarks.lib.fake_names import APPLICATION
-from benchmarks.lib.fake_service import check_text, request_body
+from benchmarks.lib.fakes.names import APPLICATION
+from benchmarks.lib.fakes.service import check_text, request_body
 from eldr_serve.commands.errors import run
 from loadgen.results import publish
 
@@ -190,7 +190,7 @@ def lost_nodes(
         import ray
         from ray import serve
 
-        from benchmarks.lib.fakes import fake_application
+        from benchmarks.lib.fakes.application import fake_application
 
         nodes = _Nodes()
         try:

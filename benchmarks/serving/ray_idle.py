@@ -23,7 +23,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_time import PARTS, cpu_s
-from benchmarks.lib.fake_service import fake_service, in_new_process
+from benchmarks.lib.fakes.service import fake_service, in_new_process
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.config.ray_settings import QUIET

@@ -26,8 +26,8 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, most_open, session
-from benchmarks.lib.fake_names import APPLICATION
-from benchmarks.lib.fake_service import (
+from benchmarks.lib.fakes.names import APPLICATION
+from benchmarks.lib.fakes.service import (
     HAPROXY,
     NO_DRAINING,
     check_text,

@@ -30,7 +30,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, most_open, session, summary
 from benchmarks.lib.cpu_time import cpu_s
-from benchmarks.lib.fake_service import HAPROXY, NO_DRAINING, fake_service, in_new_process, request_body
+from benchmarks.lib.fakes.service import HAPROXY, NO_DRAINING, fake_service, in_new_process, request_body
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.config.ray_settings import QUIET

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks of EP engines: arms take turns on one engine; a journal keeps results.
+"""Measure arms in turns on one EP engine, and keep the results in a journal.
 
 The model is the demo model with wide experts and an extra head, in 32 bits, so that all arms give equal
 answers.

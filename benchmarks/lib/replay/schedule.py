@@ -4,7 +4,8 @@ A policy places Poisson arrivals of prefilled requests on K workers in simulatio
 first fitted to this engine. A real engine with a core of its own then serves each worker's requests at their
 arrival times, so that workers do not share cores as they would if all ran here. Only the placement is
 simulated; the times are the real engine's. The prompts' KV blocks are in the prefix cache, as if they had
-been transferred; the experts are wide enough to leave the CPU's caches (widened demo model, same function).
+been transferred. The model is the demo model with wider experts, which compute the same function but do not
+fit the CPU's caches.
 """
 
 from __future__ import annotations
@@ -102,12 +103,12 @@ class Case:
 
     @property
     def tpot_s(self) -> dict[str, NDArray[np.float64]]:
-        """Return the median of a job's replays, by arm."""
+        """Return the median TPOT of a job's replays, by arm, s."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_tpot_s.items()}
 
     @property
     def first_s(self) -> dict[str, NDArray[np.float64]]:
-        """Return the same for the first decode step."""
+        """Return the median time from a job's arrival to the end of its first decode step, by arm, s."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_first_s.items()}
 
 
@@ -178,13 +179,10 @@ class Bench:
             prompts, work, requests=requests, output_tokens=output_tokens, seed=seed, device=device
         )
         self._output_tokens = output_tokens
-        self._made: dict[bool, Experts] = {}
+        self._experts_by_truth: dict[bool, Experts] = {}  # with true decode activations or not
         self._seed = seed
         self._rng = np.random.default_rng(seed)
-        if (probe_s := journal.get("probe_s")) is None:
-            probe_s = engine_pool.probe_s()
-            journal.put("probe_s", probe_s)
-        self._probe_s: float = probe_s
+        self._probe_s: float = journal.get_or_put("probe_s", engine_pool.probe_s)
         self._fitted_on = self._fitting_steps(fit_requests)
         self.cost, self.cost_error = self._fit_cost()
         typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
@@ -364,11 +362,11 @@ class Bench:
         return simulate(requests, policy, cluster, experts=experts, seed=self._seed)
 
     def _experts(self, true_decode: bool) -> Experts:
-        if true_decode not in self._made:
-            self._made[true_decode] = Experts.replayed(
+        if true_decode not in self._experts_by_truth:
+            self._experts_by_truth[true_decode] = Experts.replayed(
                 self.data.trace, max_steps=self._output_tokens, true_decode=true_decode
             )
-        return self._made[true_decode]
+        return self._experts_by_truth[true_decode]
 
     def _arrivals(self, replay: _Replay) -> list[Arrival]:
         requests, arrival_s = replay.case.requests.tolist(), replay.case.arrival_s.tolist()

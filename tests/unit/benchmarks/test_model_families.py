@@ -163,7 +163,7 @@ def test_a_step_is_attributed_to_the_tokens_that_it_computed() -> None:
         for name, number in tokens.items():
             requests[name].num_computed_tokens += number
         for layer in range(LAYERS):
-            seen._chose(layer, np.array([[expert + layer] for expert in rows]))
+            seen._store_choices(layer, np.array([[expert + layer] for expert in rows]))
         seen._attribute(order, tokens)
 
     step(["a"], {"a": 2}, [10, 20])

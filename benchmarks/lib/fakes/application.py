@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 
-from benchmarks.lib.fake_names import APPLICATION, MODEL
+from benchmarks.lib.fakes.names import APPLICATION, MODEL
 from benchmarks.lib.synthetic import prompt_counts, random_spec, table_near
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.ingress.deployment import EldrIngress, decode_directory, prefill_directory
