@@ -61,7 +61,12 @@ def policy_rows(
     baselines together, if there are several.
     """
     records = {
-        p: [(b.round, r) for b in trials if b.policy == p for r in b.measured_requests(warm_up_s, seconds)]
+        p: [
+            (trial.round, r)
+            for trial in trials
+            if trial.policy == p
+            for r in trial.measured_requests(warm_up_s, seconds)
+        ]
         for p in policies
     }
     arrivals = sorted({(round_, r["number"]) for of_policy in records.values() for round_, r in of_policy})
@@ -69,7 +74,7 @@ def policy_rows(
     counts = resampled_counts(np.array([round_ for round_, _ in arrivals], int), seed=seed)
     measured_s = seconds * len({round_ for round_, _ in arrivals}) or math.nan
     rows = [
-        _counts(p, [b for b in trials if b.policy == p], [record for _, record in records[p]])
+        _counts(p, [trial for trial in trials if trial.policy == p], [record for _, record in records[p]])
         for p in policies
     ]
 
@@ -115,7 +120,9 @@ def policy_rows(
 def tpot_by_domain(policy: str, trials: list[Trial], *, warm_up_s: int, seconds: int) -> list[dict[str, Any]]:
     """Return a row for each domain: the policy's measured requests that have a TPOT, its p50 and p99."""
     times: dict[str, list[float]] = {}
-    for record in (r for b in trials if b.policy == policy for r in b.measured_requests(warm_up_s, seconds)):
+    for record in (
+        r for trial in trials if trial.policy == policy for r in trial.measured_requests(warm_up_s, seconds)
+    ):
         if "error" not in record and record.get("tpot_s") is not None:
             times.setdefault(record.get("domain", ""), []).append(1000 * record["tpot_s"])
     return [
@@ -129,9 +136,9 @@ def step_figure_by_round(policy: str, trials: list[Trial], name: str) -> dict[in
     """Return one of STEPS for each round of a policy; rounds without reported steps are left out."""
     above, below, factor = STEPS[name]
     return {
-        b.round: factor * b.engines[above] / b.engines[below]
-        for b in trials
-        if b.policy == policy and b.engines and b.engines[below]
+        trial.round: factor * trial.engines[above] / trial.engines[below]
+        for trial in trials
+        if trial.policy == policy and trial.engines and trial.engines[below]
     }
 
 
@@ -148,14 +155,14 @@ def _paired_change(values: dict[int, float], base: dict[int, float]) -> Interval
 
 def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) -> dict[str, Any]:
     late = [1000 * r["late_s"] for r in requests if r["late_s"] is not None]
-    engines = [b.engines for b in trials if b.engines]
+    engines = [trial.engines for trial in trials if trial.engines]
     names = ("steps", "requests", "active_experts", "seconds", "token_seconds")
     totals = {key: sum(e[key] for e in engines) for key in names}
-    placed, best = sum(b.placed for b in trials), sum(b.best for b in trials)
+    placements, best = sum(trial.placed for trial in trials), sum(trial.best for trial in trials)
     return {
         "policy": policy,
         "requests": len(requests),
-        "failures": sum("error" in r for b in trials for r in b.requests),
+        "failures": sum("error" in r for trial in trials for r in trial.requests),
         "late_p99_ms": float(np.quantile(late, 0.99)) if late else math.nan,
         "batch_size": totals["requests"] / (totals["steps"] or math.nan),
         **{
@@ -163,7 +170,7 @@ def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) ->
             for name, (above, below, factor) in STEPS.items()
         },
         # Without a table no worker is known to be the most similar.
-        "best_worker_share": best / placed if best else math.nan,
+        "best_worker_share": best / placements if best else math.nan,
     }
 
 

@@ -21,7 +21,7 @@ def held_resources(url: str, admin_key: str | None) -> list[str]:
 
 
 def held_in_status(status: dict[str, Any]) -> list[str]:
-    """Return what is still held according to a status."""
+    """Return what the service still holds according to its status, one entry each."""
     if "workers" not in status:
         amounts = {key: status["ingress"][key] for key in ("in_flight", "leases")}
         return [f"{what}: {amount}" for what, amount in amounts.items() if amount]

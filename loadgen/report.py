@@ -213,7 +213,10 @@ def distributions(policies: list[str], trials: list[Trial], warm_up_s: int, seco
     for axes, key in ((tpot, "tpot"), (ttft, "ttft")):
         for policy in policies:
             records = [
-                r for b in trials if b.policy == policy for r in b.measured_requests(warm_up_s, seconds)
+                r
+                for trial in trials
+                if trial.policy == policy
+                for r in trial.measured_requests(warm_up_s, seconds)
             ]
             values = [1000 * r[f"{key}_s"] for r in records if r.get(f"{key}_s") is not None]
             if values:
@@ -263,7 +266,7 @@ def load_over_time(policies: list[str], trials: list[Trial]) -> Figure:
     for axes in axes_of.flat[len(policies) :]:
         axes.set_visible(False)
     for axes, policy in zip(axes_of.flat, policies, strict=False):
-        trial = next(b for b in trials if b.policy == policy)
+        trial = next(trial for trial in trials if trial.policy == policy)
         times = [t for t, _ in trial.load]
         for worker in range(max((len(w) for _, w in trial.load), default=0)):
             axes.plot(

@@ -1,8 +1,8 @@
 """Statistics of requests: quantiles, goodput, and their bootstrap intervals.
 
 Sets with the same arrivals are resampled together, so that common chance effects cancel in their
-difference. With few rounds of measurement requests are resampled; with many the rounds are, which also
-includes differences between rounds.
+difference. With few rounds of measurement, requests are resampled. With many rounds, whole rounds are
+resampled, which also includes differences between rounds.
 """
 
 from __future__ import annotations

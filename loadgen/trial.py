@@ -38,7 +38,7 @@ class LoadSpec:
     users: int  # maximum requests in flight; constant in a closed loop
     max_tokens: int
     temperature: float
-    min_tokens: int = 0  # drawn uniformly from this to max_tokens for each request; 0: always max_tokens
+    min_tokens: int = 0  # output tokens are drawn uniformly from this to max_tokens; 0: always max_tokens
     abandon: bool = False  # do not wait for incomplete answers at the end
 
 
@@ -66,7 +66,7 @@ class Trial:
     load: list[tuple[float, list[int]]] = field(default_factory=list)  # s, requests in flight by worker
 
     def measured_requests(self, warm_up_s: float, seconds: float) -> list[dict[str, Any]]:
-        """Return the requests that were due after the warm-up; of a closed loop, those that ended in time.
+        """Return the requests that were due after the warm-up, or in a closed loop those that ended in time.
 
         The last answers of a closed loop are not measured, since they run with ever fewer others.
         """

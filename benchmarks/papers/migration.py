@@ -91,14 +91,14 @@ def plan_migration(
     if not windows.sum():
         raise UserInputError("there is no compute window to move experts in")
     layers = len(before)
-    moved = (before != after).sum(axis=1)
+    num_moves = (before != after).sum(axis=1)
     gain = np.full(layers, np.inf) if gain_s is None else np.asarray(gain_s, np.float64)
     if gain.shape != (layers,) or (gain_s is None) != (steps is None):
         raise UserInputError(f"gain_s must have {layers} numbers, and steps must be given with it")
     timetable = _Timetable(topology, links)
     placement, ready, moves = before.copy(), np.zeros(layers), []
-    for layer in np.argsort(-gain / np.maximum(moved, 1), kind="stable"):
-        if not moved[layer]:
+    for layer in np.argsort(-gain / np.maximum(num_moves, 1), kind="stable"):
+        if not num_moves[layer]:
             placement[layer] = after[layer]
             continue
         trial = timetable.copy()

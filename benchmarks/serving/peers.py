@@ -270,8 +270,8 @@ def peers(
     trials: list[dict[str, Any]] = list(journal.entries.values()) if journal else []
     order = random.Random(seed + len(trials))
 
-    def keep(system: str, found: dict[str, Any]) -> None:
-        trials.append({"system": system, "loads": found})
+    def keep(system: str, rows: dict[str, Any]) -> None:
+        trials.append({"system": system, "loads": rows})
         if journal:
             journal.put(str(len(trials)), trials[-1])
 
@@ -296,13 +296,13 @@ def _measure_round(
 ) -> None:
     """Start each group alone, or all of them together if their systems take turns; keep each trial."""
     shuffled = order.sample(groups, k=len(groups))
-    for up in [shuffled] if turns > 1 else [[group] for group in shuffled]:
-        with start(up) as sends:
+    for groups_to_start in [shuffled] if turns > 1 else [[group] for group in shuffled]:
+        with start(groups_to_start) as sends:
             for turn in range(turns + (turns > 1)):
                 for system in order.sample(list(sends), k=len(sends)):
-                    found = asyncio.run(trial(sends[system]))
+                    loads = asyncio.run(trial(sends[system]))
                     if turn or turns == 1:  # the first of several is a warm-up
-                        keep(system, found)
+                        keep(system, loads)
 
 
 def _groups(systems: list[str], turns: int) -> list[list[str]]:

@@ -79,14 +79,16 @@ class _Service:
 
         users = [asyncio.create_task(user(number)) for number in range(clients)]
         after_s: float | None = None
-        seen: tuple[int, int] | None = None
+        last_engines: tuple[int, int] | None = None
         while after_s is None and time.perf_counter() - start_s < most_s:
             await asyncio.sleep(0.5)
-            now = await asyncio.to_thread(self.engines)
-            if now != seen and all(now):
-                seen = now
-                typer.echo(f"{clients} clients, {time.perf_counter() - start_s:.0f} s: {now}", err=True)
-            if now == (engines, engines):
+            engines_now = await asyncio.to_thread(self.engines)
+            if engines_now != last_engines and all(engines_now):
+                last_engines = engines_now
+                typer.echo(
+                    f"{clients} clients, {time.perf_counter() - start_s:.0f} s: {engines_now}", err=True
+                )
+            if engines_now == (engines, engines):
                 after_s = time.perf_counter() - start_s
         await asyncio.sleep(_STEADY_S)
         over.set()

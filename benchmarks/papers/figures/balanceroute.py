@@ -134,21 +134,21 @@ def forms(options: Options) -> Rows:
         "lookahead 1000": {"lookahead": 1000},
         "as in the paper": {"new_requests_end": False, "lookahead": 10},
     }
-    chosen = [
+    variants = [
         Arm(name, "balance-route-horizon", {"slots": SLOTS} | change, oracle=True)
         for name, change in changes.items()
     ]
-    return _compare(options, [PAPER_WORKERS, 16], [Arm("shortest-queue", "shortest-queue", {}), *chosen])
+    return _compare(options, [PAPER_WORKERS, 16], [Arm("shortest-queue", "shortest-queue", {}), *variants])
 
 
 def panels(options: Options) -> Rows:
     """Record the imbalance over time at G = 16, first trace."""
     traffic = Traffic(_traces(options)[0])
     requests = _requests(traffic, 16, options, 0)
-    chosen = {a.label: a for a in arms() if a.label in ("shortest-queue", "balance-route", SURVIVAL)}
+    arms_by_label = {a.label: a for a in arms() if a.label in ("shortest-queue", "balance-route", SURVIVAL)}
     rows: Rows = []
-    for label in steps(chosen):
-        outcome = simulate(requests, _policy(chosen[label], requests, traffic), _cluster(16, options))
+    for label in steps(arms_by_label):
+        outcome = simulate(requests, _policy(arms_by_label[label], requests, traffic), _cluster(16, options))
         middle = len(outcome.sample_s) // 2
         columns = (outcome.sample_s, outcome.imbalance, outcome.spread)
         for sample in np.stack([column[middle : middle + 600] for column in columns], axis=1).tolist():
@@ -157,13 +157,13 @@ def panels(options: Options) -> Rows:
     return rows
 
 
-def _compare(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> Rows:
+def _compare(options: Options, sizes: Sequence[int], arms_to_compare: Sequence[Arm]) -> Rows:
     traffics = {path: Traffic(path) for path in _traces(options)}
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:
         traffic, g = traffics[case[0]], case[1]
         requests = _requests(traffic, g, options, seed)
-        policies = {arm.label: _policy(arm, requests, traffic) for arm in chosen}
+        policies = {arm.label: _policy(arm, requests, traffic) for arm in arms_to_compare}
         return {
             label: simulate(requests, policy, _cluster(g, options), seed=seed).summary()
             for label, policy in policies.items()
@@ -171,7 +171,9 @@ def _compare(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> R
 
     rows: Rows = []
     for (path, g), runs in each_seed(options, product(traffics, sizes), run):
-        rows += _rows(path.name, g, {arm.label: mean([run[arm.label] for run in runs]) for arm in chosen})
+        rows += _rows(
+            path.name, g, {arm.label: mean([run[arm.label] for run in runs]) for arm in arms_to_compare}
+        )
     return rows
 
 

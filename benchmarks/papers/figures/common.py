@@ -22,7 +22,7 @@ BATCH = 16  # mean requests of a worker that `requests_at_batch` aims at
 Rows = list[dict[str, Any]]
 Plot = Callable[[Rows, Path], None]
 Case = TypeVar("Case")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ def steps(cases: Iterable[Case]) -> Iterator[Case]:
 
 
 def each_seed(
-    options: Options, cases: Iterable[Case], run: Callable[[Case, int], Found]
-) -> Iterator[tuple[Case, list[Found]]]:
+    options: Options, cases: Iterable[Case], run: Callable[[Case, int], Result]
+) -> Iterator[tuple[Case, list[Result]]]:
     """Yield each case with the results of `run` for each seed."""
-    results: list[Found] = []
+    results: list[Result] = []
     for case in steps(case for case in cases for _ in options.seeds):
         results.append(run(case, options.seeds[len(results)]))
         if len(results) == len(options.seeds):

@@ -149,17 +149,17 @@ def figure_5(options: Options) -> Rows:
     rows: Rows = []
     for halves, size in steps(product(_sources(options), (8, 32, 256))):
         cost, ratios = layer_cost(halves[0].trace), halves[0].ratios
-        first: dict[str, float] = {}
+        first_means: dict[str, float] = {}
         for ratio in ratios:
             works = _works(options, halves, ratio, size, ("even",))["even"]
             means = {"activated": _mean(map(worst, works))}
             means["tpot"] = _mean(float(cost.layer_s(work).sum(axis=-1).mean()) for work in works)
-            first, last = first or means, ratio == ratios[-1]
+            first_means, is_last = first_means or means, ratio == ratios[-1]
             row = {"model": halves[0].name, "batch_a_rank": size // RANKS, "replication": ratio}
             row["most_activated"] = means["activated"]
             for name, paper in (("activated", 30), ("tpot", 14)):
-                row[f"{name}_pct"] = change_pct(means[name], first[name])
-                row[f"paper_{name}_pct"] = paper if last else None
+                row[f"{name}_pct"] = change_pct(means[name], first_means[name])
+                row[f"paper_{name}_pct"] = paper if is_last else None
             rows.append(row)
     return rows
 
