@@ -91,13 +91,15 @@ def bench(
     ] = None,
 ) -> None:
     """Run benchmarks, write results to benchmarks/results, and rewrite the tables of the pages."""
-    here = [name for name in NAMES if name not in NOT_HERE]
-    chosen = here if names == ["all"] else names or [n for n in here if n not in SERVING | REPLAYS]
-    unknown = [name for name in chosen if name not in NAMES]
+    runnable = [name for name in NAMES if name not in NOT_HERE]
+    chosen_names = (
+        runnable if names == ["all"] else names or [n for n in runnable if n not in SERVING | REPLAYS]
+    )
+    unknown = [name for name in chosen_names if name not in NAMES]
     if unknown:
         raise UserInputError(f"there is no benchmark {unknown[0]!r}; choose from {', '.join(NAMES)}")
-    grouped = {name for names in _GROUPS.values() for name in names}
-    commands = [[MODULES[name], *([name] if name in grouped else [])] for name in chosen]
+    names_in_groups = {name for names in _GROUPS.values() for name in names}
+    commands = [[MODULES[name], *([name] if name in names_in_groups else [])] for name in chosen_names]
     for module, *rest in [*commands, ["lib.tables"], ["lib.plots"]]:
         typer.echo(f"== {' '.join([module, *rest])}")
         subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *rest], check=True)

@@ -72,19 +72,19 @@ def gpu(
     out: Annotated[Path, typer.Option(help="Folder of results and logs.")] = Path("out/gpu"),
 ) -> None:
     """Run the steps that have no result yet; the exit status is 1 if one failed or timed out."""
-    chosen = [step for step in STEPS if not steps or step.letter in steps]
+    chosen_steps = [step for step in STEPS if not steps or step.letter in steps]
     unknown = sorted(set(steps) - {step.letter for step in STEPS} - set(", "))
     if unknown:
         raise UserInputError(
             f"--steps has {unknown[0]!r}; choose from {''.join(step.letter for step in STEPS)}"
         )
     if dry_run:
-        return print_table("plan", [_planned(step, out) for step in chosen])
+        return print_table("plan", [_plan_row(step, out) for step in chosen_steps])
     if not shutil.which("nvidia-smi"):
         raise UserInputError("there is no nvidia-smi here: run this on a machine with an NVIDIA GPU")
     out.mkdir(parents=True, exist_ok=True)
     unwind_on_sigterm()
-    rows = run_steps(chosen, out.resolve(), seconds)
+    rows = run_steps(chosen_steps, out.resolve(), seconds)
     publish(
         "gpu",
         rows,
@@ -97,7 +97,7 @@ def gpu(
         raise typer.Exit(1)
 
 
-def _planned(step: Step, out: Path) -> dict[str, Any]:
+def _plan_row(step: Step, out: Path) -> dict[str, Any]:
     state = "has a result" if (out / f"{step.name}.json").exists() else "to run"
     row = {"step": step.letter, "state": state, "seconds": step.seconds, "limit_s": step.limit_s}
     return row | {"command": " ".join(["python", *step.command])}
@@ -114,15 +114,15 @@ def run_steps(steps: Sequence[Step], out: Path, seconds: float) -> list[dict[str
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     end, rows = time.monotonic() + seconds, []
     for step in steps:
-        left = end - time.monotonic()
+        remaining_s = end - time.monotonic()
         if (out / f"{step.name}.json").exists():
-            state, took = "done before", 0.0
-        elif left < step.seconds:
-            state, took = "left out", step.seconds
+            state, seconds_of_step = "done before", 0.0
+        elif remaining_s < step.seconds:
+            state, seconds_of_step = "left out", step.seconds
         else:
-            state, took = _run(step, out, min(step.limit_s, left))
-        _say(f"{step.name}: {state}, {took:.0f} s; {end - time.monotonic():.0f} s are left")
-        rows.append({"step": step.name, "state": state, "seconds": round(took, 1)})
+            state, seconds_of_step = _run(step, out, min(step.limit_s, remaining_s))
+        _say(f"{step.name}: {state}, {seconds_of_step:.0f} s; {end - time.monotonic():.0f} s are left")
+        rows.append({"step": step.name, "state": state, "seconds": round(seconds_of_step, 1)})
     return rows
 
 
@@ -151,12 +151,12 @@ def _run(step: Step, out: Path, limit_s: float) -> tuple[str, float]:
         status = process.poll()
     finally:
         _end(process, others)
-    took = time.monotonic() - start
+    seconds = time.monotonic() - start
     if result.exists():
-        return "done", took
+        return "done", seconds
     if status is None:
-        return f"timed out after {limit_s:.0f} s", took
-    return f"failed with {status}: {_last_line(log)}", took
+        return f"timed out after {limit_s:.0f} s", seconds
+    return f"failed with {status}: {_last_line(log)}", seconds
 
 
 def _end(process: subprocess.Popen[bytes], others: set[int]) -> None:
@@ -166,15 +166,15 @@ def _end(process: subprocess.Popen[bytes], others: set[int]) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_S)
     for _ in range(10):  # orphans of a killed process become children of this one
-        left = []
+        orphans = []
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 if not {child.pid, *(parent.pid for parent in child.parents())} & others:
-                    left.append(child)
+                    orphans.append(child)
                     child.kill()
-        if not left:
+        if not orphans:
             break
-        psutil.wait_procs(left, timeout=1)
+        psutil.wait_procs(orphans, timeout=1)
 
 
 def _last_line(log: Path) -> str:

@@ -22,10 +22,10 @@ _POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that t
 
 def check_port(port: int) -> None:
     """Raise UserInputError if another process listens at this port or the next one."""
-    for wanted in (port, port + 1):
+    for needed in (port, port + 1):
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", wanted)) == 0:
-                raise UserInputError(f"something listens at port {wanted} already; give another --port")
+            if probe.connect_ex(("127.0.0.1", needed)) == 0:
+                raise UserInputError(f"something listens at port {needed} already; give another --port")
 
 
 def start(

@@ -6,9 +6,10 @@
 Policies take turns in trials of load, in an order drawn for each round. All policies of a round get the
 same requests at the same times, so that only the policy differs. A run that was stopped resumes when it is
 called again with the same settings. At the end the server's own policy is restored.
-With `--in-flight` instead of `--rate` the load is a closed loop: on engines that share cores, an open loop
-amplifies each difference into a longer queue, while a closed loop keeps batch sizes equal. Without either, it
-is a closed loop with enough requests for each decode worker to form batches.
+
+With `--rate` the load is an open loop, with `--in-flight` a closed one. On engines that share cores, an
+open loop amplifies each difference into a longer queue, while a closed loop keeps batch sizes equal.
+Without either option the load is a closed loop with enough requests for each decode worker to form batches.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from loadgen.load import LATE_S, verdict
 from loadgen.report import figures_table, html_report
 from loadgen.results import environment, print_table, write_result
 from loadgen.sentences import client_sentences, step_sentences
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.trial import (
     JOURNAL,
     RESTORE,
@@ -124,23 +125,23 @@ def compare(
     journal = Journal(out / JOURNAL, settings)
     scheduled = schedule_trials(names, rounds, seed)
     console = Console(soft_wrap=True)
-    if left := [slot for slot in scheduled if slot.key not in journal.known]:
+    if unfinished := [slot for slot in scheduled if slot.key not in journal.entries]:
         if rate is None and in_flight is None:
             console.print(f"closed loop of {users} requests in flight; change it with --in-flight or --rate")
         try:
             with _policy_restored(service, journal, names):
                 if burn_in_seconds:
                     console.print(f"burn-in: {burn_in_seconds} s of load that is not measured")
-                    first = Trial(left[0].policy, left[0].round)
+                    first = Trial(unfinished[0].policy, unfinished[0].round)
                     drive(service, first, replace(load, seconds=burn_in_seconds), seed=seed, scratch=out)
-                _measure(service, journal, left, load, console, scratch=out)
+                _measure(service, journal, unfinished, load, console, scratch=out)
         except KeyboardInterrupt:
             console.print(f"stopped; the same command resumes from the trials in {out}")
             raise typer.Exit(130) from None
-    slo = Slo(slo_ttft_ms, slo_tpot_ms)
+    objective = LatencyObjective(slo_ttft_ms, slo_tpot_ms)
     trials = [Trial(**journal.get(slot.key)) for slot in scheduled]
-    good = _publish(console, out, names, trials, load, slo, settings, seed)
-    if not good:
+    all_answered = _publish(console, out, names, trials, load, objective, settings, seed)
+    if not all_answered:
         raise typer.Exit(1)
 
 
@@ -250,13 +251,13 @@ def _publish(
     names: list[str],
     trials: list[Trial],
     load: LoadSpec,
-    slo: Slo,
+    objective: LatencyObjective,
     settings: dict[str, Any],
     seed: int,
 ) -> bool:
     """Print and write the figures; return False if requests failed."""
     measured = {"warm_up_s": load.warm_up_s, "seconds": load.seconds}
-    rows = policy_rows(names, trials, **measured, slo=slo, seed=seed)
+    rows = policy_rows(names, trials, **measured, objective=objective, seed=seed)
     for row in rows:
         row["domains"] = tpot_by_domain(row["policy"], trials, **measured)
     failures = sum(row["failures"] for row in rows)
@@ -275,7 +276,7 @@ def _publish(
         figures_table(rows),
         lines=True,
     )
-    inputs = settings | {"slo_ttft_ms": slo.ttft_ms, "slo_tpot_ms": slo.tpot_ms}
+    inputs = settings | {"slo_ttft_ms": objective.ttft_ms, "slo_tpot_ms": objective.tpot_ms}
     write_result(out / "compare.json", "compare", rows, inputs=inputs, seed=seed, notes=notes)
     report = html_report(
         rows,
@@ -300,7 +301,9 @@ def _verdict(trials: list[Trial], failures: int) -> tuple[str, bool]:
     late = [r["late_s"] for r in records if r["late_s"] is not None]
     late_s = float(np.quantile(late, 0.99)) if late else None
     foreign = sum(
-        r.get("policy") not in (None, parse_policy(b.policy)[0]) for b in trials for r in b.requests
+        r.get("policy") not in (None, parse_policy(trial.policy)[0])
+        for trial in trials
+        for r in trial.requests
     )
     line = verdict(requests=len(records), failed=failures, late_p99_s=late_s)
     if foreign:

@@ -12,8 +12,8 @@ from loadgen.statistics import (
     ROUNDS_TO_RESAMPLE,
     Floats,
     Interval,
+    LatencyObjective,
     Sample,
-    Slo,
     interval,
     paired_ratio_percent,
     relative_percent,
@@ -45,7 +45,13 @@ def method(rounds: int) -> str:
 
 
 def policy_rows(
-    policies: list[str], trials: list[Trial], *, warm_up_s: int, seconds: int, slo: Slo, seed: int
+    policies: list[str],
+    trials: list[Trial],
+    *,
+    warm_up_s: int,
+    seconds: int,
+    objective: LatencyObjective,
+    seed: int,
 ) -> list[dict[str, Any]]:
     """Return one row per policy, in the order of `policies`; missing figures are None.
 
@@ -55,7 +61,12 @@ def policy_rows(
     baselines together, if there are several.
     """
     records = {
-        p: [(b.round, r) for b in trials if b.policy == p for r in b.measured(warm_up_s, seconds)]
+        p: [
+            (trial.round, r)
+            for trial in trials
+            if trial.policy == p
+            for r in trial.measured_requests(warm_up_s, seconds)
+        ]
         for p in policies
     }
     arrivals = sorted({(round_, r["number"]) for of_policy in records.values() for round_, r in of_policy})
@@ -63,7 +74,7 @@ def policy_rows(
     counts = resampled_counts(np.array([round_ for round_, _ in arrivals], int), seed=seed)
     measured_s = seconds * len({round_ for round_, _ in arrivals}) or math.nan
     rows = [
-        _counts(p, [b for b in trials if b.policy == p], [record for _, record in records[p]])
+        _counts(p, [trial for trial in trials if trial.policy == p], [record for _, record in records[p]])
         for p in policies
     ]
 
@@ -82,13 +93,13 @@ def policy_rows(
     baselines = [p for p in policies if _is_baseline(p)]
     for key in TIMES:
         samples = [_sample(records[p], unit, key) for p in policies]
-        drawn = [s.resampled(counts, QUANTILES) for s in samples]
+        draws_by_policy = [s.resample(counts, QUANTILES) for s in samples]
         if len(baselines) > 1:
             pool = _sample([record for p in baselines for record in records[p]], unit, key)
-            pool_drawn = pool.resampled(counts, QUANTILES)
+            pool_drawn = pool.resample(counts, QUANTILES)
         for column, q in enumerate(QUANTILES):
             name = f"{key}_p{100 * q:.0f}_ms"
-            values = [(s.quantile(q), d[:, column]) for s, d in zip(samples, drawn, strict=True)]
+            values = [(s.quantile(q), d[:, column]) for s, d in zip(samples, draws_by_policy, strict=True)]
             add(name, values)
             if len(baselines) > 1:
                 for row, (value, draws) in zip(rows, values, strict=True):
@@ -99,17 +110,19 @@ def policy_rows(
         best = _best(policies, [row[name] for row in rows], more_is_better=False)
         for number, row in enumerate(rows):
             if best is not None and best != number:
-                _put(row, f"{name}_change_pct", _paired(by_round[number], by_round[best]))
+                _put(row, f"{name}_change_pct", _paired_change(by_round[number], by_round[best]))
                 row[f"{name}_baseline"] = policies[best]
-    good = [_good(records[p], unit, slo) for p in policies]
+    good = [_good(records[p], unit, objective) for p in policies]
     add("goodput_rps", [(g.sum() / measured_s, counts @ g / measured_s) for g in good], more_is_better=True)
-    return [{key: _known(value) for key, value in row.items()} for row in rows]
+    return [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
 
 
 def tpot_by_domain(policy: str, trials: list[Trial], *, warm_up_s: int, seconds: int) -> list[dict[str, Any]]:
     """Return a row for each domain: the policy's measured requests that have a TPOT, its p50 and p99."""
     times: dict[str, list[float]] = {}
-    for record in (r for b in trials if b.policy == policy for r in b.measured(warm_up_s, seconds)):
+    for record in (
+        r for trial in trials if trial.policy == policy for r in trial.measured_requests(warm_up_s, seconds)
+    ):
         if "error" not in record and record.get("tpot_s") is not None:
             times.setdefault(record.get("domain", ""), []).append(1000 * record["tpot_s"])
     return [
@@ -123,33 +136,33 @@ def step_figure_by_round(policy: str, trials: list[Trial], name: str) -> dict[in
     """Return one of STEPS for each round of a policy; rounds without reported steps are left out."""
     above, below, factor = STEPS[name]
     return {
-        b.round: factor * b.engines[above] / b.engines[below]
-        for b in trials
-        if b.policy == policy and b.engines and b.engines[below]
+        trial.round: factor * trial.engines[above] / trial.engines[below]
+        for trial in trials
+        if trial.policy == policy and trial.engines and trial.engines[below]
     }
 
 
 def changes_by_round(policy: str, baseline: str, trials: list[Trial], name: str) -> list[float]:
     """Return the changes of one of STEPS against the baseline, %, one for each common round."""
-    mine, its = (step_figure_by_round(p, trials, name) for p in (policy, baseline))
-    return [100 * (mine[round_] / its[round_] - 1) for round_ in sorted(mine.keys() & its.keys())]
+    values, base = (step_figure_by_round(p, trials, name) for p in (policy, baseline))
+    return [100 * (values[round_] / base[round_] - 1) for round_ in sorted(values.keys() & base.keys())]
 
 
-def _paired(mine: dict[int, float], its: dict[int, float]) -> Interval:
-    rounds = sorted(mine.keys() & its.keys())
-    return paired_ratio_percent([mine[r] for r in rounds], [its[r] for r in rounds])
+def _paired_change(values: dict[int, float], base: dict[int, float]) -> Interval:
+    rounds = sorted(values.keys() & base.keys())
+    return paired_ratio_percent([values[r] for r in rounds], [base[r] for r in rounds])
 
 
 def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) -> dict[str, Any]:
     late = [1000 * r["late_s"] for r in requests if r["late_s"] is not None]
-    engines = [b.engines for b in trials if b.engines]
+    engines = [trial.engines for trial in trials if trial.engines]
     names = ("steps", "requests", "active_experts", "seconds", "token_seconds")
     totals = {key: sum(e[key] for e in engines) for key in names}
-    placed, best = sum(b.placed for b in trials), sum(b.best for b in trials)
+    placements, best = sum(trial.placed for trial in trials), sum(trial.best for trial in trials)
     return {
         "policy": policy,
         "requests": len(requests),
-        "failures": sum("error" in r for b in trials for r in b.requests),
+        "failures": sum("error" in r for trial in trials for r in trial.requests),
         "late_p99_ms": float(np.quantile(late, 0.99)) if late else math.nan,
         "batch_size": totals["requests"] / (totals["steps"] or math.nan),
         **{
@@ -157,7 +170,7 @@ def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) ->
             for name, (above, below, factor) in STEPS.items()
         },
         # Without a table no worker is known to be the most similar.
-        "best_worker_share": best / placed if best else math.nan,
+        "best_worker_share": best / placements if best else math.nan,
     }
 
 
@@ -172,17 +185,21 @@ def _sample(records: list[tuple[int, dict[str, Any]]], unit: dict[tuple[int, int
     return Sample(np.array(values, float), np.array(units, int))
 
 
-def _good(records: list[tuple[int, dict[str, Any]]], unit: dict[tuple[int, int], int], slo: Slo) -> Floats:
+def _good(
+    records: list[tuple[int, dict[str, Any]]],
+    unit: dict[tuple[int, int], int],
+    objective: LatencyObjective,
+) -> Floats:
     good = np.zeros(len(unit))
     for round_, record in records:
-        good[unit[round_, record["number"]]] = slo.met(record)
+        good[unit[round_, record["number"]]] = objective.is_met_by(record)
     return good
 
 
 def _best(policies: list[str], values: list[float], more_is_better: bool) -> int | None:
-    known = [n for n, p in enumerate(policies) if _is_baseline(p) and math.isfinite(values[n])]
+    candidates = [n for n, p in enumerate(policies) if _is_baseline(p) and math.isfinite(values[n])]
     choose: Callable[..., int] = max if more_is_better else min
-    return choose(known, key=values.__getitem__) if known else None
+    return choose(candidates, key=values.__getitem__) if candidates else None
 
 
 def _is_baseline(policy: str) -> bool:
@@ -193,5 +210,5 @@ def _put(row: dict[str, Any], name: str, interval: Interval) -> None:
     row[name], row[f"{name}_low"], row[f"{name}_high"] = interval
 
 
-def _known(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -34,12 +34,16 @@ def differing_answers(
     The last policy remains set.
     """
     different: dict[str, list[str]] = {}
-    first: list[str] = []
+    first_answers: list[str] = []
     for policy in policies:
         service.set_policy(*parse_policy(policy))
-        given = greedy_answers(service, model, prompts, max_tokens)
-        first = first or given
-        different[policy] = [p.id for p, mine, its in zip(prompts, given, first, strict=True) if mine != its]
+        answers = greedy_answers(service, model, prompts, max_tokens)
+        first_answers = first_answers or answers
+        different[policy] = [
+            prompt.id
+            for prompt, answer, first_answer in zip(prompts, answers, first_answers, strict=True)
+            if answer != first_answer
+        ]
     return different
 
 

@@ -21,11 +21,11 @@ def held_resources(url: str, admin_key: str | None) -> list[str]:
 
 
 def held_in_status(status: dict[str, Any]) -> list[str]:
-    """Return what is still held according to a status."""
+    """Return what the service still holds according to its status, one entry each."""
     if "workers" not in status:
-        held = {key: status["ingress"][key] for key in ("in_flight", "leases")}
-        return [f"{what}: {amount}" for what, amount in held.items() if amount]
-    held = {
+        amounts = {key: status["ingress"][key] for key in ("in_flight", "leases")}
+        return [f"{what}: {amount}" for what, amount in amounts.items() if amount]
+    amounts = {
         "requests in flight": status["ingress"]["in_flight"],
         "leases": status["leases"] + status["ingress"]["leases"],
         "requests in the decode queue": status["decode_queue"]["size"],
@@ -34,7 +34,7 @@ def held_in_status(status: dict[str, Any]) -> list[str]:
         "KV usage of prefill": sum(status["ingress"]["prefill_kv_usage"].values()),
         "KV usage of decode": sum(status["ingress"]["decode_kv_usage"].values()),
     }
-    return [f"{what}: {amount}" for what, amount in held.items() if amount]
+    return [f"{what}: {amount}" for what, amount in amounts.items() if amount]
 
 
 def settle(url: str, model: str, admin_key: str | None, timeout_s: float = SETTLE_S) -> list[str]:

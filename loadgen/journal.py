@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,15 @@ class Journal:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
-        wanted = json.loads(json.dumps(settings, default=str))
-        inputs, self._known = _read(path) if path.exists() else ({}, {})
-        if self._known and (other := [k for k in {**inputs, **wanted} if inputs.get(k) != wanted.get(k)]):
+        new_settings = json.loads(json.dumps(settings, default=str))
+        stored_settings, self._entries = _read(path) if path.exists() else ({}, {})
+        names = {**stored_settings, **new_settings}
+        different = [name for name in names if stored_settings.get(name) != new_settings.get(name)]
+        if self._entries and different:
             raise UserInputError(
-                f"{path} has a run with another {', '.join(other)}: give the same, or remove it"
+                f"{path} has a run with another {', '.join(different)}: give the same, or remove it"
             )
-        self._first_line = "" if self._known else json.dumps([_SETTINGS, wanted])
+        self._first_line = "" if self._entries else json.dumps([_SETTINGS, new_settings])
 
     @staticmethod
     def read(path: Path) -> dict[str, Any]:
@@ -44,17 +46,23 @@ class Journal:
         return _read(path)[1]
 
     @property
-    def known(self) -> Mapping[str, Any]:
+    def entries(self) -> Mapping[str, Any]:
         """Return all entries by key, in the order of the first puts."""
-        return self._known
+        return self._entries
 
     def get(self, key: str) -> Any:
         """Return the key's last value, None if it has none."""
-        return self._known.get(key)
+        return self._entries.get(key)
+
+    def get_or_put(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return the key's last value; if it has none, store and return the result of `make`."""
+        if self.get(key) is None:
+            self.put(key, make())
+        return self.get(key)
 
     def put(self, key: str, value: Any) -> None:
         """Store the value; it is on disk when this returns."""
-        self._known[key] = value
+        self._entries[key] = value
         if self._first_line:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, self._first_line)
@@ -73,7 +81,7 @@ class Journal:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return settings and entries; a line that was cut off is dropped, so it is measured again."""
     try:
-        lines = [_parsed(line) for line in path.read_text().splitlines()]
+        lines = [_parse(line) for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserInputError(f"{path} cannot be read: {error}") from error
     entries: dict[str, Any] = dict(entry for entry in lines if isinstance(entry, list) and len(entry) == 2)
@@ -82,7 +90,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return entries.pop(_SETTINGS), entries
 
 
-def _parsed(line: str) -> Any:
+def _parse(line: str) -> Any:
     try:
         return json.loads(line)
     except ValueError:

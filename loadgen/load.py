@@ -1,4 +1,4 @@
-"""The load of one generator process: its share of the arrivals, its clock, its record."""
+"""The load of one process of the load generator: its share of the arrivals, its clock and its record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from eldr_serve.commands.errors import UserInputError
 from loadgen.arrivals import Arrival, closed_loop, open_loop, share
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.traces import read_trace, replay
 from loadgen.workload import read_prompts
 
@@ -35,11 +35,11 @@ class Load:
         self, options: Any, *, index: int = 0, workers: int = 1, horizon_s: float | None = None
     ) -> None:
         self.options = options
-        self.slo = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
-        self.good = 0  # requests that met the objectives
+        self.objective = LatencyObjective(options.slo_ttft_ms, options.slo_tpot_ms)
+        self.good = 0  # requests that met the objective
         self._in_flight = 0
         self._ended = False  # whether the arrivals are exhausted
-        self._reported_over = False
+        self._reported_end = False
         self._lock = threading.Lock()
         self._arrivals = share(self._stream(workers), index, workers)
         self._horizon_s = math.inf if horizon_s is None else horizon_s
@@ -110,21 +110,21 @@ class Load:
     def _due_s(self, arrival: Arrival) -> float:
         return self.now_s() if arrival.due_s is None else arrival.due_s
 
-    def done(self, line: dict[str, Any]) -> None:
+    def record_end(self, line: dict[str, Any]) -> None:
         """Record a request that has ended, also one that failed."""
         with self._lock:
             self._in_flight -= 1
-            self.good += self.slo.met(line)
+            self.good += self.objective.is_met_by(line)
             if self._file is not None and not self._file.closed:
                 self._file.write(json.dumps(line) + "\n")
                 self._file.flush()
 
-    def over(self) -> bool:
-        """Return True once, when every arrival was sent and answered."""
+    def report_end_once(self) -> bool:
+        """Return whether every arrival was sent and answered; after the first True always return False."""
         with self._lock:
-            last = self._ended and self._in_flight == 0 and not self._reported_over
-            self._reported_over = self._reported_over or last
-            return last
+            is_first = self._ended and self._in_flight == 0 and not self._reported_end
+            self._reported_end = self._reported_end or is_first
+            return is_first
 
     def close(self) -> None:
         """Close the record."""

@@ -3,14 +3,17 @@
     locust -f loadgen/locustfile.py --headless --host http://127.0.0.1:8000 \\
         --prompts prompts/ --rate 4 --users 64 --spawn-rate 64 --run-time 60s --record requests.jsonl
 
-Open loop: `--rate R` sends R requests/s with exponential gaps, `--trace FILE` replays a trace. Requests are
-sent by the clock, however slow the server is, as long as one of `--users` is free; the record says how late
-each was sent. Closed loop, without either option: each user sends its next request when its last one has
-ended. Requests due within `--run-time`, or the whole trace, are sent; the run ends with the last answer, or
-with `--abandon` at once. With `--master` and `--worker` each worker sends its share.
+In an open loop, `--rate R` sends R requests/s with exponential gaps, or `--trace FILE` replays a trace.
+Requests are sent by the clock, however slow the server is, as long as one of `--users` is free. The record
+says how late each request was sent. Without either option the loop is closed: each user sends its next
+request when its last one has ended.
 
-`--record` gets one JSON line per request when it ends. Times are in s: due_s, sent_s and late_s from the
-start of the load, sent_unix_s since 1970, the others from the sending. Statistics of type STREAM are in ms.
+All requests that are due within `--run-time`, or the whole trace, are sent. The run ends with the last
+answer, or with `--abandon` at once. With `--master` and `--worker` each worker sends its share.
+
+`--record` gets one JSON line per request when the request ends. Times are in s: due_s, sent_s and late_s from
+the start of the load, sent_unix_s since 1970, and the others from the sending of the request. Statistics of
+type STREAM are in ms.
 """
 
 from __future__ import annotations
@@ -195,7 +198,7 @@ def _load_ended(environment: Environment, **_: Any) -> None:
 
 
 @events.quitting.add_listener
-def _quitting(environment: Environment, **_: Any) -> None:
+def _before_quit(environment: Environment, **_: Any) -> None:
     if isinstance(environment.runner, MasterRunner):
         _summarise(environment)  # only now have all workers sent their last report
     if environment.stats.total.num_failures and not environment.process_exit_code:
@@ -249,7 +252,7 @@ class StreamingUser(HttpUser):
             raise
         finally:
             if not abandoned:
-                load.done(line)
+                load.record_end(line)
                 self._log(line)
                 self._end_if_last(load)
 
@@ -298,7 +301,7 @@ class StreamingUser(HttpUser):
 
     def _end_if_last(self, load: Load) -> None:
         runner = self.environment.runner
-        if not load.over():
+        if not load.report_end_once():
             return
         if isinstance(runner, WorkerRunner):
             runner.send_message("eldr_done", {})

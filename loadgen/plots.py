@@ -37,10 +37,10 @@ def policy_colour(policy: str) -> str:
 
 def save(figure: Figure, path: Path) -> None:
     """Write the figure atomically, in the format of the path's suffix (PNG, SVG, PDF)."""
-    write_whole(path, rendered(figure, path.suffix.lstrip(".") or "png"))
+    write_whole(path, render(figure, path.suffix.lstrip(".") or "png"))
 
 
-def rendered(figure: Figure, kind: str = "png", dpi: int = 90) -> bytes:
+def render(figure: Figure, kind: str = "png", dpi: int = 90) -> bytes:
     """Return the figure in that format (png, svg, pdf)."""
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=dpi)

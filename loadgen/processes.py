@@ -25,10 +25,10 @@ _UNACCEPTED = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # of connection
 
 def with_role(role: str) -> list[psutil.Process]:
     """Return the live processes of a role of the application `eldr`, oldest first."""
-    return named(_TITLES[role])
+    return find_processes(_TITLES[role])
 
 
-def named(name: str) -> list[psutil.Process]:
+def find_processes(name: str) -> list[psutil.Process]:
     """Return live processes whose command contains `name`; only children of this process."""
     started = []
     for process in psutil.Process().children(recursive=True):
@@ -47,16 +47,16 @@ def kill(process: psutil.Process) -> set[int]:
     Return after its death: until then its socket accepts connections, which die with it.
     """
     stop(process)  # so that it accepts no more connections meanwhile
-    held = set()
+    ports = set()
     for connection in psutil.net_connections("tcp"):
-        taken = connection.pid == process.pid
-        if connection.raddr and (taken or (connection.pid is None and connection.status in _UNACCEPTED)):
-            held.add(connection.raddr.port)
+        is_own = connection.pid == process.pid
+        if connection.raddr and (is_own or (connection.pid is None and connection.status in _UNACCEPTED)):
+            ports.add(connection.raddr.port)
     os.kill(process.pid, signal.SIGKILL)
     until = time.monotonic() + _MAX_EXIT_S
     while is_alive(process) and time.monotonic() < until:
         time.sleep(0.001)
-    return held
+    return ports
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from eldr_serve.dashboard import style
 from loadgen.figures import changes_by_round, step_figure_by_round
-from loadgen.plots import Change, changes, policy_colour, rendered
+from loadgen.plots import Change, changes, policy_colour, render
 from loadgen.results import cell
 from loadgen.trial import Trial
 
@@ -172,7 +172,7 @@ def _cells(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def _png(figure: Figure) -> str:
-    return base64.b64encode(rendered(figure, dpi=110)).decode()
+    return base64.b64encode(render(figure, dpi=110)).decode()
 
 
 def _with_interval(row: dict[str, Any], key: str) -> str:
@@ -212,7 +212,12 @@ def distributions(policies: list[str], trials: list[Trial], warm_up_s: int, seco
     figure, ((tpot, ttft),) = _figure(2)
     for axes, key in ((tpot, "tpot"), (ttft, "ttft")):
         for policy in policies:
-            records = [r for b in trials if b.policy == policy for r in b.measured(warm_up_s, seconds)]
+            records = [
+                r
+                for trial in trials
+                if trial.policy == policy
+                for r in trial.measured_requests(warm_up_s, seconds)
+            ]
             values = [1000 * r[f"{key}_s"] for r in records if r.get(f"{key}_s") is not None]
             if values:
                 axes.ecdf(values, label=policy)
@@ -261,7 +266,7 @@ def load_over_time(policies: list[str], trials: list[Trial]) -> Figure:
     for axes in axes_of.flat[len(policies) :]:
         axes.set_visible(False)
     for axes, policy in zip(axes_of.flat, policies, strict=False):
-        trial = next(b for b in trials if b.policy == policy)
+        trial = next(trial for trial in trials if trial.policy == policy)
         times = [t for t, _ in trial.load]
         for worker in range(max((len(w) for _, w in trial.load), default=0)):
             axes.plot(

@@ -1,8 +1,8 @@
 """Statistics of requests: quantiles, goodput, and their bootstrap intervals.
 
 Sets with the same arrivals are resampled together, so that common chance effects cancel in their
-difference. With few rounds of measurement requests are resampled; with many the rounds are, which also
-includes differences between rounds.
+difference. With few rounds of measurement, requests are resampled. With many rounds, whole rounds are
+resampled, which also includes differences between rounds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# scipy.stats is imported where it is used: each process of the load generator imports this module for Slo,
-# and would take a second longer to start.
+# scipy.stats is imported where it is used. Each process of the load generator imports this module for
+# LatencyObjective, and would take a second longer to start.
 CONFIDENCE = 0.95
 DRAWS = 2000
 ROUNDS_TO_RESAMPLE = 4  # fewer rounds say too little about differences between rounds
@@ -32,14 +32,14 @@ class Interval(NamedTuple):
     high: float
 
 
-class Slo(NamedTuple):
-    """Latency objectives of a good request, ms."""
+class LatencyObjective(NamedTuple):
+    """The maximum TTFT and TPOT of a good request, ms."""
 
     ttft_ms: float
     tpot_ms: float
 
-    def met(self, record: dict[str, Any]) -> bool:
-        """Return whether a request is good: no error, a first token, and both times within the objectives."""
+    def is_met_by(self, record: dict[str, Any]) -> bool:
+        """Return whether a request has a first token, no error, and both times within the objective."""
         ttft_s, tpot_s = record.get("ttft_s"), record.get("tpot_s")
         if "error" in record or ttft_s is None:
             return False
@@ -62,8 +62,8 @@ def paired_change_percent(
         statistic: statistic(array, axis=...), as np.mean.
     """
 
-    def change(mine: Floats, its: Floats, axis: int = -1) -> Any:
-        return 100 * (statistic(mine, axis=axis) / statistic(its, axis=axis) - 1)
+    def change(sample: Floats, base_sample: Floats, axis: int = -1) -> Any:
+        return 100 * (statistic(sample, axis=axis) / statistic(base_sample, axis=axis) - 1)
 
     return _bootstrap(float(change(values, base)), (values, base), change, seed)
 
@@ -153,7 +153,7 @@ class Sample:
         """Return a quantile of the values; NaN without values."""
         return float(np.quantile(self.values, q)) if len(self.values) else float("nan")
 
-    def resampled(self, counts: NDArray[np.int32], quantiles: Sequence[float]) -> Floats:
+    def resample(self, counts: NDArray[np.int32], quantiles: Sequence[float]) -> Floats:
         """Return [draws, quantiles] of the resamples, by linear interpolation as in np.quantile."""
         order = np.argsort(self.values, kind="stable")
         values, units = self.values[order], self.units[order]

@@ -1,4 +1,4 @@
-"""Replay of recorded traffic: arrival times, lengths and shared prefixes of a trace, text of a workload.
+"""Replay recorded traffic: times, lengths and shared prefixes of a trace, with the text of a workload.
 
 Traces have no text. A prompt is built from the workload's prompts and depends only on trace, workload and
 seed. If a trace names its prefix blocks, equal leading blocks get equal text, so that prefix caches see the

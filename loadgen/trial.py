@@ -38,7 +38,7 @@ class LoadSpec:
     users: int  # maximum requests in flight; constant in a closed loop
     max_tokens: int
     temperature: float
-    min_tokens: int = 0  # drawn uniformly from this to max_tokens for each request; 0: always max_tokens
+    min_tokens: int = 0  # output tokens are drawn uniformly from this to max_tokens; 0: always max_tokens
     abandon: bool = False  # do not wait for incomplete answers at the end
 
 
@@ -65,8 +65,8 @@ class Trial:
     best: int = 0  # placements on the worker most similar to the signature
     load: list[tuple[float, list[int]]] = field(default_factory=list)  # s, requests in flight by worker
 
-    def measured(self, warm_up_s: float, seconds: float) -> list[dict[str, Any]]:
-        """Return the requests that were due after the warm-up; of a closed loop, those that ended in time.
+    def measured_requests(self, warm_up_s: float, seconds: float) -> list[dict[str, Any]]:
+        """Return the requests that were due after the warm-up, or in a closed loop those that ended in time.
 
         The last answers of a closed loop are not measured, since they run with ever fewer others.
         """
@@ -111,8 +111,8 @@ def read_trials(folder: Path) -> list[Trial]:
     Raises:
         UserInputError: there are none.
     """
-    known = Journal.read(folder / JOURNAL)
-    return [Trial(**known[key]) for key in sorted(known) if key != RESTORE]
+    entries = Journal.read(folder / JOURNAL)
+    return [Trial(**entries[key]) for key in sorted(entries) if key != RESTORE]
 
 
 def drive(
@@ -137,19 +137,21 @@ def drive(
     """
     service.set_policy(*parse_policy(trial.policy))
     service.wait_idle()
-    counters = service.status().get("counters", {})
+    counters_before = service.status().get("counters", {})
     record, log = scratch.resolve() / "running.jsonl", scratch.resolve() / "locust.log"
-    with _watched(service) as seen:
+    with _sample_status(service) as samples:
         _run_locust(_command(service.url, load, seed, record), log, tick)
     service.wait_idle()
-    now = service.status().get("counters", {})
+    counters_after = service.status().get("counters", {})
     trial.requests = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
-    trial.placed, trial.best = (now.get(k, 0) - counters.get(k, 0) for k in ("placed", "best_worker"))
-    start_s = load_start_unix_s(trial.requests, seen)
-    trial.load = [(s.unix_s - start_s, s.in_flight) for s in seen if s.unix_s >= start_s]
+    trial.placed, trial.best = (
+        counters_after.get(name, 0) - counters_before.get(name, 0) for name in ("placed", "best_worker")
+    )
+    start_s = load_start_unix_s(trial.requests, samples)
+    trial.load = [(s.unix_s - start_s, s.in_flight) for s in samples if s.unix_s >= start_s]
     from_s = start_s + load.warm_up_s
-    trial.engines = totals_between(seen, from_s, from_s + load.seconds)
+    trial.engines = totals_between(samples, from_s, from_s + load.seconds)
 
 
 @dataclass(frozen=True)
@@ -161,16 +163,16 @@ class StatusSample:
     totals: dict[str, float] | None  # Client.decode_totals
 
 
-def load_start_unix_s(requests: list[dict[str, Any]], seen: list[StatusSample]) -> float:
+def load_start_unix_s(requests: list[dict[str, Any]], samples: list[StatusSample]) -> float:
     """Return the time at which a load began on an idle service, s since 1970; infinity if it never did.
 
     On a slow machine no request of a short closed loop may end; then the first busy sample is the start.
     """
-    busy_s = next((sample.unix_s for sample in seen if any(sample.in_flight)), math.inf)
+    busy_s = next((sample.unix_s for sample in samples if any(sample.in_flight)), math.inf)
     return min((r["sent_unix_s"] - r["sent_s"] for r in requests), default=busy_s)
 
 
-def totals_between(seen: list[StatusSample], from_s: float, until_s: float) -> dict[str, float] | None:
+def totals_between(samples: list[StatusSample], from_s: float, until_s: float) -> dict[str, float] | None:
     """Return the increase of the totals between the first and the last sample of a period.
 
     If the status was so slow that only one sample lies in the period, in its second half, the last sample
@@ -178,10 +180,10 @@ def totals_between(seen: list[StatusSample], from_s: float, until_s: float) -> d
     Decode engines report once per second, so the result includes up to a second of steps before the period,
     and lacks up to a second at its end. Return None if no step was reported or the router lost its totals.
     """
-    known = [(s.unix_s, s.totals) for s in seen if s.unix_s <= until_s and s.totals]
-    inside = [totals for unix_s, totals in known if unix_s >= from_s]
-    if len(inside) == 1 and known[-1][0] >= (from_s + until_s) / 2:
-        inside = [totals for _, totals in known[-2:]]
+    with_totals = [(s.unix_s, s.totals) for s in samples if s.unix_s <= until_s and s.totals]
+    inside = [totals for unix_s, totals in with_totals if unix_s >= from_s]
+    if len(inside) == 1 and with_totals[-1][0] >= (from_s + until_s) / 2:
+        inside = [totals for _, totals in with_totals[-2:]]
     if not inside or inside[-1]["steps"] <= inside[0]["steps"]:
         return None
     return {key: inside[-1][key] - inside[0][key] for key in inside[0]}
@@ -233,9 +235,9 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
 
 
 @contextmanager
-def _watched(service: Client) -> Iterator[list[StatusSample]]:
+def _sample_status(service: Client) -> Iterator[list[StatusSample]]:
     """Sample the status twice per second until the end of the block."""
-    seen: list[StatusSample] = []
+    samples: list[StatusSample] = []
     stop = threading.Event()
 
     def watch() -> None:
@@ -245,12 +247,12 @@ def _watched(service: Client) -> Iterator[list[StatusSample]]:
             except ServiceError:
                 continue  # leaves a gap in a plot
             in_flight = [worker["in_flight"] for worker in status.get("workers", [])]
-            seen.append(StatusSample(time.time(), in_flight, service.decode_totals(status)))
+            samples.append(StatusSample(time.time(), in_flight, service.decode_totals(status)))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        yield seen
+        yield samples
     finally:
         stop.set()
         watcher.join(2)  # it may be waiting for an answer

@@ -81,8 +81,10 @@ def balanced_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Pr
     for members in by_domain.values():
         rng.shuffle(members)
     chosen: list[Prompt] = []
-    for left, members in zip(range(len(by_domain), 0, -1), sorted(by_domain.values(), key=len), strict=True):
-        chosen += members[: -(-(count - len(chosen)) // left)]
+    for domains_left, members in zip(
+        range(len(by_domain), 0, -1), sorted(by_domain.values(), key=len), strict=True
+    ):
+        chosen += members[: -(-(count - len(chosen)) // domains_left)]
     rng.shuffle(chosen)
     return chosen[:count]
 

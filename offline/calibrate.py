@@ -208,7 +208,7 @@ def calibrate(
         "token_ids": True,
     }
     journal = Journal(out.with_name(f"{out.name}.partial"), settings)
-    todo = [p for p in chosen if p.id not in journal.known]
+    todo = [p for p in chosen if p.id not in journal.entries]
     if len(todo) < len(chosen):
         typer.echo(f"resuming an interrupted run: {len(chosen) - len(todo)} prompts are done")
     if todo:

@@ -41,7 +41,7 @@ from loadgen.plots import signature_space
 from loadgen.report import distributions, figures_table, load_over_time, page, placement_effects
 from loadgen.results import environment, print_table, write_result
 from loadgen.sentences import client_sentences, step_sentences
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.trial import LoadSpec, Trial, drive, schedule_trials
 from loadgen.workload import balanced_sample, read_prompts
 from offline.demo_arguments import demo_arguments
@@ -246,7 +246,7 @@ def _rounds(service: Client, plan: _Plan) -> list[Trial]:
                 f"{cost:.2f} ms of {plan.clock} per token",
                 style="dim",
             )
-        if not trial.measured(plan.load.warm_up_s, plan.load.seconds):
+        if not trial.measured_requests(plan.load.warm_up_s, plan.load.seconds):
             console.print(f"     no answer ended in the measured {plan.load.seconds} s: give more --seconds")
     return trials
 
@@ -266,7 +266,12 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
     """Print the figures, and write demo.json and report.html; raise UserInputError if requests failed."""
     load = plan.load
     rows = policy_rows(
-        POLICIES, trials, warm_up_s=load.warm_up_s, seconds=load.seconds, slo=Slo(1000, 100), seed=plan.seed
+        POLICIES,
+        trials,
+        warm_up_s=load.warm_up_s,
+        seconds=load.seconds,
+        objective=LatencyObjective(1000, 100),
+        seed=plan.seed,
     )
     sentences = step_sentences(rows, clock=plan.clock)
     calibration = CalibrationTrace.load(trace)

@@ -22,7 +22,7 @@ from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.progress import progress_bar
 from loadgen.results import publish
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from offline.scenario import PolicyChoice, Scenario, Work, read_scenario, routes_of
 from offline.simulation.calibration import fit_steps, from_status
 from offline.simulation.cluster import Cluster
@@ -153,7 +153,7 @@ def one_run(
     row = {
         "policy": choice.shown,
         "seed": seed,
-        **outcome.summary(Slo(goals.ttft_ms, goals.tpot_ms) if goals else None),
+        **outcome.summary(LatencyObjective(goals.ttft_ms, goals.tpot_ms) if goals else None),
         "steps": len(outcome.batch),
         "simulated_steps_per_s": len(outcome.batch) / seconds,
     }

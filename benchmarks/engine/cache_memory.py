@@ -3,10 +3,10 @@
     python -m benchmarks.engine.cache_memory
 
 A row of the expert-count cache takes one byte per MoE layer and expert (two if blocks exceed 255 tokens),
-while a KV block grows with its size, so the share falls as 1 / block_size. Read share_of_kv_pct: the goal is
-below 0.5. Under tensor parallelism a rank holds its part of the KV heads, but a whole row. A model with
-sliding windows has several groups of layers; a block belongs to one group at a time and has the size of the
-largest.
+while a KV block grows with its size, so the share falls as 1 / block_size. `share_of_kv_pct` should be below
+0.5. Under tensor parallelism a rank holds its part of the KV heads, but a whole row of counts. A model with
+sliding windows has several groups of layers. A block belongs to one group at a time, and has the size of the
+largest group.
 """
 
 from __future__ import annotations

@@ -5,11 +5,13 @@
 
 The parts run our own code on tensors of Qwen3-30B-A3B's shape, as in the paper's Table 1, with a prompt
 prefilled in one step. The paper's total is 0.86 ms per request, 1.2 % of TTFT. On a GPU (--device cuda) the
-device counts; on a CPU one core counts, so `count scatter` is far larger there. The engine rows use one
-engine with the demo model. A switch selects our connector and scheduler or vLLM's own
-(benchmarks/lib/replay/switched.py), for each pair of prompts in random order; the two prompts differ in their
-first token, so neither is found in the prefix cache. The wide engine's rows use layers of Qwen3-30B-A3B at
-full width (two of 48 unless --wide-layers says more) with random weights. Goal: below 0.5 % of TTFT.
+device counts. On a CPU one core counts, so `count scatter` is far larger there.
+
+The engine rows use one engine with the demo model. A switch selects our connector and scheduler or vLLM's own
+(benchmarks/lib/replay/switched.py), for each pair of prompts in random order. The two prompts of a pair
+differ in their first token, so neither is found in the prefix cache. The wide engine's rows use layers of
+Qwen3-30B-A3B at full width, with random weights; it has two of the 48 layers, or as many as --wide-layers
+says. Capture should add less than 0.5 % of TTFT.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ _NOTES = (
     "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; "
     "wide engine: the same with random weights, bfloat16"
 )
-_KEPT = 80 * L  # prompts times layers whose blocks a GPU engine keeps for a second
+_PROMPTS_TIMES_LAYERS = 80 * L  # prompts times layers whose blocks a GPU engine keeps for a second
 
 
 class _Router:
@@ -184,7 +186,7 @@ def _engine(
 ) -> list[dict[str, Any]]:
     """Serve pairs of prompts, one with capture and one without, in random order; return rows."""
     tokens = job["max_tokens"]
-    timed: list[tuple[float, float, float]] = []  # without capture, with it, counting
+    seconds_of_pairs: list[tuple[float, float, float]] = []  # without capture, with it, counting
     with ExitStack() as stack:
         engine = _Engine(job, port, stack)
         for number in range(-_WARM_UP, requests):
@@ -193,13 +195,13 @@ def _engine(
             for place, capture in enumerate(rng.permutation([False, True]).tolist()):
                 by_capture[capture] = engine.prefill([1 + (first + place) % 3999, *rest], capture)
             if number >= 0:
-                timed.append((by_capture[False][0], *by_capture[True]))
-    plain, captured, counting = map(list, zip(*timed, strict=True))
-    ttft_ms = 1000 * float(np.median(plain))
-    added = [on - off for off, on in zip(plain, captured, strict=True)]
+                seconds_of_pairs.append((by_capture[False][0], *by_capture[True]))
+    without_capture, with_capture, counting = map(list, zip(*seconds_of_pairs, strict=True))
+    ttft_ms = 1000 * float(np.median(without_capture))
+    added = [on - off for off, on in zip(without_capture, with_capture, strict=True)]
     return [
-        _row(level, "TTFT without capture", plain, ttft_ms),
-        _row(level, "TTFT with capture", captured, ttft_ms),
+        _row(level, "TTFT without capture", without_capture, ttft_ms),
+        _row(level, "TTFT with capture", with_capture, ttft_ms),
         _row(level, "added by capture, prompt by prompt", added, ttft_ms),
         _row(level, "counting, as the engine times it", counting, ttft_ms),
     ]
@@ -208,8 +210,8 @@ def _engine(
 def _part_rows(measured: dict[str, list[float]], ttft_ms: float) -> list[dict[str, Any]]:
     """Return a row for each part, and one for the sum of the parts of each call."""
     per_call = zip(*(v for name, v in measured.items() if not name.startswith("of it")), strict=True)
-    timed = measured | {"sum": [sum(call) for call in per_call]}
-    return [_row("part", name, seconds, ttft_ms) for name, seconds in timed.items()]
+    parts_and_sum = measured | {"sum": [sum(call) for call in per_call]}
+    return [_row("part", name, seconds, ttft_ms) for name, seconds in parts_and_sum.items()]
 
 
 def capture_overhead(
@@ -248,9 +250,13 @@ def capture_overhead(
     }
     if wide_requests:
         with tempfile.TemporaryDirectory() as folder:
-            made = write_config(Path(folder), **wide)
-            room = {"kv_cache_memory_bytes": _KEPT * engine_tokens * KV_BYTES} if device == "cuda" else {}
-            job |= {"model": str(made), "arguments": DUMMY | room}
+            model_folder = write_config(Path(folder), **wide)
+            room = (
+                {"kv_cache_memory_bytes": _PROMPTS_TIMES_LAYERS * engine_tokens * KV_BYTES}
+                if device == "cuda"
+                else {}
+            )
+            job |= {"model": str(model_folder), "arguments": DUMMY | room}
             rows += _engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
     publish(
         "capture_overhead",

@@ -25,7 +25,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import GROUPS, Captured, captured
+from benchmarks.lib.capture import GROUPS, CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.engine import EpEngine
 from benchmarks.lib.ep.rows import BASE, EVEN, choice_rows, shift_rows
 from benchmarks.lib.ep.turns import (
@@ -35,11 +35,11 @@ from benchmarks.lib.ep.turns import (
     Ranks,
     Rounds,
     Tokens,
-    disjoint,
-    in_turns,
+    draw_disjoint_batches,
+    measure_in_turns,
     summary,
 )
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.experts.parallel.placement import Topology
 from loadgen.journal import Journal
@@ -90,7 +90,7 @@ def ep_choice(
     tokens: Tokens = 24,
     rounds: Rounds = 5,
     intermediate: options.Intermediate = 1024,
-    requests: options.Captured = 640,
+    requests: options.CapturedRequests = 640,
     minutes: Minutes = None,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
@@ -98,8 +98,8 @@ def ep_choice(
 ) -> None:
     """Compare placements and choices of replicas, by batch and replication."""
     batches = [int(size) for size in batch.split(",")]
-    data = captured(prompts, work, requests=requests, seed=seed)
-    model = widened(intermediate, work, heads=HEADS)
+    data = load_or_capture(prompts, work, requests=requests, seed=seed)
+    model = widen_model(intermediate, work, heads=HEADS)
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
         raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
@@ -119,7 +119,10 @@ def ep_choice(
     sizes = {ratio: round(experts * ratio / ranks) * ranks for ratio in map(float, replication.split(","))}
     most = max(sizes.values())
     arms = _arms(data, fit, sizes, ranks, seed)
-    taken = {size: disjoint(rest, size, rounds, np.random.default_rng([seed, size])) for size in batches}
+    drawn = {
+        size: draw_disjoint_batches(rest, size, rounds, np.random.default_rng([seed, size]))
+        for size in batches
+    }
     rng = np.random.default_rng([seed, 1])
     rounds_and_sizes = product(range(rounds), batches)
     keys = [(*at, *list(arms)[n]) for at in rounds_and_sizes for n in rng.permutation(len(arms))]
@@ -128,16 +131,16 @@ def ep_choice(
         turn, size, ratio, name = key
         arm = arms[ratio, name]
         engine.place(arm.placement, arm.rule, load)
-        chosen = [data.tokens[n][-PROMPT:] for n in taken[size][turn]]
+        chosen = [data.tokens[n][-PROMPT:] for n in drawn[size][turn]]
         return summary(engine.decode(chosen, tokens, name=f"{turn}/{size}"))
 
-    started = partial(
+    start_engine = partial(
         EpEngine, model, ranks=ranks, redundant=most - experts, moves_per_slice=64, max_batch=max(batches)
     )
-    found = in_turns(journal, keys, started, measure, minutes)
+    trials = measure_in_turns(journal, keys, start_engine, measure, minutes)
     rows: list[dict[str, Any]] = []
     for size in batches:
-        measured = {arm: [found[turn, size, *arm] for turn in range(rounds)] for arm in arms}
+        measured = {arm: [trials[turn, size, *arm] for turn in range(rounds)] for arm in arms}
         rows += choice_rows(measured, size, seed)
     inputs = settings | {"rounds": rounds}
     publish("ep_choice", rows, inputs=inputs, seed=seed, out=out, notes=_CHOICE_NOTES)
@@ -159,15 +162,15 @@ def ep_shift(
         RESULTS / "layer_cost_cpu.json"
     ),
     intermediate: options.Intermediate = 1024,
-    requests: options.Captured = 640,
+    requests: options.CapturedRequests = 640,
     minutes: Minutes = None,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
     """Compare offline, reactive (EPLB) and proactive (DIRECTOR) placements in a shift of domains."""
-    data = captured(prompts, work, requests=requests, seed=seed)
-    model = widened(intermediate, work, heads=HEADS)
+    data = load_or_capture(prompts, work, requests=requests, seed=seed)
+    model = widen_model(intermediate, work, heads=HEADS)
     fit, rest = data.split("all", 0.5, seed)
     settings = {
         "prompts": prompts.name,
@@ -190,24 +193,24 @@ def ep_shift(
     rng = np.random.default_rng([seed, 1])
     traffic, keys = {}, []
     for turn in range(rounds):
-        traffic[turn] = list(_shifting(data, rest, groups.split(","), windows, batch, rng))
+        traffic[turn] = list(_draw_windows(data, rest, groups.split(","), windows, batch, rng))
         keys += [(turn, str(name)) for name in rng.permutation(list(plans))]
 
     def measure(engine: EpEngine, key: tuple[int, str]) -> list[dict[str, Any]]:
         turn, name = key
         engine.place(start, choice, load)
-        return _followed(engine, plans[name], data, traffic[turn], start, tokens, turn)
+        return _decode_windows(engine, plans[name], data, traffic[turn], start, tokens, turn)
 
     extra = {"redundant": slots - load.shape[1], "moves_per_slice": moves_per_slice, "max_batch": batch}
-    started = partial(EpEngine, model, ranks=ranks, **extra)
-    found = in_turns(journal, keys, started, measure, minutes)
-    rows = list(shift_rows({name: [found[turn, name] for turn in range(rounds)] for name in plans}, seed))
+    start_engine = partial(EpEngine, model, ranks=ranks, **extra)
+    trials = measure_in_turns(journal, keys, start_engine, measure, minutes)
+    rows = list(shift_rows({name: [trials[turn, name] for turn in range(rounds)] for name in plans}, seed))
     publish("ep_shift", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out, notes=_SHIFT_NOTES)
     journal.remove()
 
 
 def _eplb_start(
-    data: Captured, fit: Ints, replication: float, ranks: int
+    data: CapturedRoutes, fit: Ints, replication: float, ranks: int
 ) -> tuple[NDArray[np.float64], int, Ints]:
     """Return the fitted load, the slots of a layer, and EPLB's placement for this load."""
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
@@ -215,22 +218,27 @@ def _eplb_start(
     return load, slots, eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
 
 
-def _followed(
+def _decode_windows(
     engine: EpEngine,
     plan: Plan,
-    data: Captured,
+    data: CapturedRoutes,
     traffic: list[Ints],
     start: Ints,
     tokens: int,
     turn: int,
 ) -> list[dict[str, Any]]:
-    """Decode the prompts of each window, whose indices `traffic` has, under the plan; return summaries."""
+    """Decode the requests of each window under the plan; return the windows' summaries.
+
+    Args:
+        traffic: requests of each window, as indices into `data`.
+        start: int[L, P], the placement before the first window.
+    """
     rows: list[dict[str, Any]] = []
-    held, seen = start, None
-    for window, coming in enumerate(traffic):
-        prompts = [data.tokens[n][-PROMPT:] for n in coming]
+    placement, previous_routes = start, None
+    for window, requests in enumerate(traffic):
+        prompts = [data.tokens[n][-PROMPT:] for n in requests]
         began = perf_counter()
-        planned = plan(coming, held, seen)
+        planned = plan(requests, placement, previous_routes)
         plan_s = perf_counter() - began
         target, expected = planned or (None, None)
         decoded = engine.decode(prompts, tokens, name=f"{turn}/{window}", migrate_to=target, load=expected)
@@ -239,12 +247,12 @@ def _followed(
         row["with_moves_ms"] = row["step_ms"] + moved_ms / len(decoded.seconds)
         row |= {key: getattr(decoded, key) for key in ("experts_moved", "slices", "slices_left")}
         rows.append(row)
-        held, seen = decoded.placement, decoded.routed
+        placement, previous_routes = decoded.placement, decoded.routed
     return rows
 
 
 def _arms(
-    data: Captured, fit: Ints, sizes: dict[float, int], ranks: int, seed: int
+    data: CapturedRoutes, fit: Ints, sizes: dict[float, int], ranks: int, seed: int
 ) -> dict[tuple[float, str], Arm]:
     """Return the arms by replication and name; `sizes` has the slots of each replication."""
     load = data.trace.decode_counts[fit].sum(axis=0)
@@ -255,20 +263,20 @@ def _arms(
         grace = grace_placement(affinity, load, slots, Topology(ranks=ranks), seed=seed)[0]
         eplb = eplb_placement(load, slots, groups=1, nodes=1, ranks=ranks)
         if slots == experts:
-            placed = {
+            placements = {
                 BASE: np.tile(np.arange(experts), (layers, 1)),
                 "eplb, none": eplb,
                 "grace, none": grace,
             }
         else:
-            placed = {EVEN: eplb, "eplb, metro": eplb, "eplb, metro-paper": eplb}
-            placed |= dict.fromkeys(("grace, metro", "grace, local", "grace, weighted"), grace)
-        for name, rows in placed.items():
-            arms[ratio, name] = Arm(spread(rows, max(sizes.values()), ranks), name.split(", ")[1])
+            placements = {EVEN: eplb, "eplb, metro": eplb, "eplb, metro-paper": eplb}
+            placements |= dict.fromkeys(("grace, metro", "grace, local", "grace, weighted"), grace)
+        for name, rows in placements.items():
+            arms[ratio, name] = Arm(add_empty_slots(rows, max(sizes.values()), ranks), name.split(", ")[1])
     return arms
 
 
-def spread(placement: Ints, slots: int, ranks: int) -> Ints:
+def add_empty_slots(placement: Ints, slots: int, ranks: int) -> Ints:
     """Return the placement int[L, P] with empty slots (-1) appended on each rank."""
     by_rank = np.asarray(placement).reshape(len(placement), ranks, -1)
     empty = slots // ranks - by_rank.shape[2]
@@ -276,45 +284,46 @@ def spread(placement: Ints, slots: int, ranks: int) -> Ints:
 
 
 Planned = tuple[Ints, NDArray[np.float64]] | None  # placement and load; None: nothing moves
-Plan = Callable[[Ints, Ints, Ints | None], Planned]  # from a window's requests, placement, previous routes
+# From a window's requests, the present placement, and the routes of the previous window.
+Plan = Callable[[Ints, Ints, Ints | None], Planned]
 
 
-def _plans(data: Captured, slots: int, ranks: int, cost: LayerCost, seed: int) -> dict[str, Plan]:
-    def offline(coming: Ints, held: Ints, seen: Ints | None) -> Planned:
+def _plans(data: CapturedRoutes, slots: int, ranks: int, cost: LayerCost, seed: int) -> dict[str, Plan]:
+    def offline(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Planned:
         return None
 
-    def reactive(coming: Ints, held: Ints, seen: Ints | None) -> Planned:
-        if seen is None:
+    def reactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Planned:
+        if previous_routes is None:
             return None
-        target = eplb_placement(seen, slots, groups=1, nodes=1, ranks=ranks)
-        return minimise_moves(held, target, ranks, alike=True), seen.astype(float)
+        target = eplb_placement(previous_routes, slots, groups=1, nodes=1, ranks=ranks)
+        return minimise_moves(placement, target, ranks, alike=True), previous_routes.astype(float)
 
-    def proactive(coming: Ints, held: Ints, seen: Ints | None) -> Planned:
-        counts, tokens = data.trace.prefill_counts[coming], data.trace.prompt_tokens[coming]
+    def proactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Planned:
+        counts, tokens = data.trace.prefill_counts[requests], data.trace.prompt_tokens[requests]
         topology = Topology(ranks=ranks)
         expected = workload_by_rank(counts, tokens, 1, topology)
         target, _ = renewed_placement(
-            expected, held, topology=topology, slots=slots // ranks, cost=cost, seed=seed
+            expected, placement, topology=topology, slots=slots // ranks, cost=cost, seed=seed
         )
         return target, expected.sum(axis=1)
 
     return {"offline": offline, "reactive": reactive, "proactive": proactive}
 
 
-def _shifting(
-    data: Captured, rest: Ints, groups: list[str], windows: int, batch: int, rng: np.random.Generator
+def _draw_windows(
+    data: CapturedRoutes, rest: Ints, groups: list[str], windows: int, batch: int, rng: np.random.Generator
 ) -> Iterator[Ints]:
     """Yield the indices of each window's requests: of the first workload, then of the second."""
     if len(groups) != 2 or not set(groups) <= set(GROUPS):
         raise UserInputError(f"--groups takes two of {', '.join(GROUPS)}, with a comma")
     halves = windows // 2, windows - windows // 2
     for group, number in zip(groups, halves, strict=True):
-        there = rest[np.isin(rest, data.group(group))]
-        if len(there) < batch * number:
+        available = rest[np.isin(rest, data.group(group))]
+        if len(available) < batch * number:
             raise UserInputError(
-                f"{number} windows of {batch} need as many held-out {group!r} requests, not {len(there)}"
+                f"{number} windows of {batch} need as many held-out {group!r} requests, not {len(available)}"
             )
-        yield from disjoint(there, batch, number, rng)
+        yield from draw_disjoint_batches(available, batch, number, rng)
 
 
 if __name__ == "__main__":

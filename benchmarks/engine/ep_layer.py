@@ -2,11 +2,11 @@
 
     python -m benchmarks.engine.ep_layer --prompts DIR --cost-out layer_cost.json
 
-Experts are those of the widened demo model, routes its real ones for real prompts. Placements are EPLB's for
-one half of the requests; batches come from the other half. Two ranks run as processes with a core (or a GPU)
-each. More ranks than cores would wait for each other, so each rank's share is timed alone, and the slowest is
-the layer's time without messages. A rank's time by activated experts and tokens, and the messages' time by
-bytes, are measured first and give the layer cost that `--cost-out` writes.
+The experts are those of the widened demo model, and the routes are its real ones for real prompts. Placements
+are EPLB's for one half of the requests, and batches come from the other half. Two ranks run as processes with
+a core (or a GPU) each. More ranks than cores would wait for each other. So each rank's share is timed alone,
+and the slowest is the layer's time without messages. A rank's time by activated experts and tokens, and the
+messages' time by bytes, are measured first. They give the layer cost that `--cost-out` writes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import Captured, captured
+from benchmarks.lib.capture import CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.ranks import device, on_ranks
 from benchmarks.lib.ep.timing import STAGES, Arm, Plan, layers_together, messages, rank_alone, shares_alone
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.errors import UserInputError, run
 from loadgen.plots import lines
 from loadgen.results import publish
@@ -51,34 +51,34 @@ def ep_layer(
     batches: Annotated[int, typer.Option(min=4, help="Batches drawn from the held-out requests.")] = 24,
     rounds: Annotated[int, typer.Option(min=3, help="Timed calls of each point.")] = 5,
     intermediate: options.Intermediate = 1024,
-    requests: options.Captured = 2400,
+    requests: options.CapturedRequests = 2400,
     work: options.Work = options.WORK,
     cost_out: Annotated[Path | None, typer.Option(help="JSON of the fitted layer cost to write.")] = None,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
     """Time a layer's stages on real ranks, by replication and choice of replicas; fit its cost."""
-    data = captured(prompts, work, requests=requests, seed=seed)
-    model = widened(intermediate, work)
+    data = load_or_capture(prompts, work, requests=requests, seed=seed)
+    model = widen_model(intermediate, work)
 
     def plan(ranks: int, tokens: int, arms: Sequence[tuple[str, str]]) -> Plan:
-        compared = tuple((ratio, *arm) for ratio in RATIOS for arm in arms)
-        return _plan(data, model, ranks, tokens, batches, compared, rounds, seed)
+        arms_with_ratio = tuple((ratio, *arm) for ratio in RATIOS for arm in arms)
+        return _plan(data, model, ranks, tokens, batches, arms_with_ratio, rounds, seed)
 
-    pair = plan(2, batch, [*ARMS, ("even", "all-to-all")])
-    many = plan(many_ranks, many_batch, ARMS)
-    points = on_ranks(1, rank_alone, pair)[0]
-    moved = on_ranks(2, messages, rounds)[0]
-    shares = on_ranks(1, shares_alone, many)[0]  # [B, L, rounds, G] by arm
-    alone = {arm: {"experts": np.median(s, axis=2).max(axis=-1)} for arm, s in shares.items()}
-    together = _slowest(on_ranks(2, layers_together, pair))
+    two_ranks = plan(2, batch, [*ARMS, ("even", "all-to-all")])
+    many_ranks_plan = plan(many_ranks, many_batch, ARMS)
+    points = on_ranks(1, rank_alone, two_ranks)[0]
+    message_rows = on_ranks(2, messages, rounds)[0]
+    shares = on_ranks(1, shares_alone, many_ranks_plan)[0]  # [B, L, rounds, G] by arm
+    times_alone = {arm: {"experts": np.median(s, axis=2).max(axis=-1)} for arm, s in shares.items()}
+    times_together = _slowest(on_ranks(2, layers_together, two_ranks))
 
     alone_work = _work(points)
     compute = LayerCost.fitted(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
     source = f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
     source += f"slowest of {many_ranks} ranks on real batches; no second node: a far byte is as a near one"
-    fit = _fit(compute, many, alone, measurements=len(points), source=source)
-    cost = _with_messages(compute, moved).model_copy(update={"fit": fit})
+    fit = _fit(compute, many_ranks_plan, times_alone, measurements=len(points), source=source)
+    cost = _with_messages(compute, message_rows).model_copy(update={"fit": fit})
     if cost_out is not None:
         cost.save(cost_out)
     inputs = {
@@ -89,8 +89,8 @@ def ep_layer(
         "intermediate": intermediate,
         "layer_cost": cost.model_dump(),
     }
-    rows = _rows(f"2 ranks together, {device()}", pair, together, compute, seed)
-    rows += _rows(f"{many_ranks} ranks one by one", many, alone, compute, seed)
+    rows = _rows(f"2 ranks together, {device()}", two_ranks, times_together, compute, seed)
+    rows += _rows(f"{many_ranks} ranks one by one", many_ranks_plan, times_alone, compute, seed)
     path = publish(
         "ep_layer",
         rows,
@@ -101,26 +101,36 @@ def ep_layer(
     )
     gathered = [row | {"workload": row["how"]} for row in rows if row["dispatch"] == "all-gather"]
     lines(gathered, "replication", ["experts_ms"], path.with_suffix(".png"), by="routing")
-    _publish_parts(path, _rank_rows(points, compute), moved, inputs, seed)
+    _publish_parts(path, _rank_rows(points, compute), message_rows, inputs, seed)
 
 
 def _publish_parts(
-    path: Path, alone: list[dict[str, Any]], moved: list[dict[str, Any]], inputs: dict[str, Any], seed: int
+    path: Path,
+    times_alone: list[dict[str, Any]],
+    message_rows: list[dict[str, Any]],
+    inputs: dict[str, Any],
+    seed: int,
 ) -> None:
     """Publish the time of one rank's experts and of messages, beside the file of the layers."""
     by_rank = path.with_name(f"{path.stem}_rank.json")
     publish(
         "ep_layer_rank",
-        alone,
+        times_alone,
         inputs=inputs,
         seed=seed,
         out=by_rank,
         notes="one rank's experts alone, by activated experts and tokens of each",
     )
-    lines(alone, "activated_experts", ["latency_p50_ms"], by_rank.with_suffix(".png"), by="tokens_per_expert")
+    lines(
+        times_alone,
+        "activated_experts",
+        ["latency_p50_ms"],
+        by_rank.with_suffix(".png"),
+        by="tokens_per_expert",
+    )
     publish(
         "ep_layer_messages",
-        moved,
+        message_rows,
         inputs=inputs,
         seed=seed,
         out=path.with_name(f"{path.stem}_messages.json"),
@@ -130,11 +140,19 @@ def _publish_parts(
 
 
 def _fit(
-    compute: LayerCost, plan: Plan, alone: dict[Arm, dict[str, Floats]], *, measurements: int, source: str
+    compute: LayerCost,
+    plan: Plan,
+    times_alone: dict[Arm, dict[str, Floats]],
+    *,
+    measurements: int,
+    source: str,
 ) -> LayerFit:
     """Return how far the cost is from the slowest rank's measured time on real batches."""
     error = np.concatenate(
-        [(_predicted(compute, plan, arm) / alone[arm]["experts"] - 1).ravel() for arm in alone]
+        [
+            (_predict_experts_s(compute, plan, arm) / times_alone[arm]["experts"] - 1).ravel()
+            for arm in times_alone
+        ]
     )
     return LayerFit(
         measurements=measurements,
@@ -158,7 +176,7 @@ def _rank_rows(points: list[dict[str, Any]], compute: LayerCost) -> list[dict[st
 
 
 def _plan(
-    data: Captured,
+    data: CapturedRoutes,
     model: Path,
     ranks: int,
     tokens: int,
@@ -196,9 +214,9 @@ def _slowest(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
     return timed
 
 
-def _predicted(compute: LayerCost, plan: Plan, arm: Arm) -> Floats:
+def _predict_experts_s(compute: LayerCost, plan: Plan, arm: Arm) -> Floats:
     """Return the predicted time [B, L] of the slowest rank's experts, s."""
-    return compute.layer_s(LayerWork.gathered(plan.served(arm)))
+    return compute.layer_s(LayerWork.gathered(plan.tokens_by_rank(arm)))
 
 
 def _work(points: list[dict[str, Any]]) -> LayerWork:
@@ -207,14 +225,14 @@ def _work(points: list[dict[str, Any]]) -> LayerWork:
     return LayerWork(activated, pairs, np.zeros_like(pairs), np.zeros_like(pairs))
 
 
-def _with_messages(compute: LayerCost, moved: list[dict[str, Any]]) -> LayerCost:
+def _with_messages(compute: LayerCost, message_rows: list[dict[str, Any]]) -> LayerCost:
     """Add an empty all-gather and reduce-scatter to every layer, and the cost of a byte of an all-to-all.
 
     This cost includes the way back, since a `LayerWork` counts only the bytes of the dispatch.
     """
-    size = np.array([row["message_bytes"] for row in moved], np.float64)
+    size = np.array([row["message_bytes"] for row in message_rows], np.float64)
     gather, exchange = (
-        LayerCost.fitted(np.zeros_like(size), size, 1e-3 * np.array([row[key] for row in moved]))
+        LayerCost.fitted(np.zeros_like(size), size, 1e-3 * np.array([row[key] for row in message_rows]))
         for key in ("all_gather_reduce_scatter_p50_ms", "all_to_all_twice_p50_ms")
     )
     byte_s = dict.fromkeys(("near_byte_s", "far_byte_s"), exchange.per_token_s)
@@ -229,22 +247,22 @@ def _rows(
     }
     rows = []
     for arm, stages in by_batch.items():
-        served = plan.served(arm)
+        tokens_by_rank = plan.tokens_by_rank(arm)
         row: dict[str, Any] = {
             "how": how,
             "batch_size": plan.routes.shape[2],
             "replication": arm[0],
             "routing": arm[1],
             "dispatch": arm[2],
-            "worst_rank_experts": float((served > 0).sum(axis=2).max(axis=-1).mean()),
-            "worst_rank_tokens": float(served.sum(axis=2).max(axis=-1).mean()),
-            "predicted_experts_ms": 1e3 * float(_predicted(compute, plan, arm).mean()),
+            "worst_rank_experts": float((tokens_by_rank > 0).sum(axis=2).max(axis=-1).mean()),
+            "worst_rank_tokens": float(tokens_by_rank.sum(axis=2).max(axis=-1).mean()),
+            "predicted_experts_ms": 1e3 * float(_predict_experts_s(compute, plan, arm).mean()),
         }
         for stage in ("experts", "layer"):
             change: Sequence[float | None] = [None] * 3
             if stage in stages:
-                mine, base = stages[stage], by_batch[arm[0], "even", "all-gather"][stage]
-                change = paired_change_percent(mine, base, np.mean, seed=seed)
+                times, base_times = stages[stage], by_batch[arm[0], "even", "all-gather"][stage]
+                change = paired_change_percent(times, base_times, np.mean, seed=seed)
             row[f"{stage}_ms"] = float(stages[stage].mean()) if stage in stages else None
             row |= zip((f"{stage}_{end}_pct" for end in ("change", "low", "high")), change, strict=True)
         for stage in ("dispatch", "gate", "route", "combine"):

@@ -58,8 +58,8 @@ def exact_counts(
         def serve(runner: str) -> dict[str, Any]:
             return _serve(runner, model, Path(folder) / f"{runner}.json", (device, batches, graphs))
 
-        with ThreadPoolExecutor() as together:
-            reports = dict(zip(_PORTS, together.map(serve, _PORTS), strict=True))
+        with ThreadPoolExecutor() as pool:
+            reports = dict(zip(_PORTS, pool.map(serve, _PORTS), strict=True))
         choices = reference(model)
         comparisons = {
             (runner, "reference"): against_reference(report, choices) for runner, report in reports.items()
@@ -104,9 +104,9 @@ def _serve(runner: str, model: Path, out: Path, how: tuple[str, str, str]) -> di
 
 
 def _row(runner: str, against: str, number: int, cells: Cells, report: dict[str, Any]) -> dict[str, Any]:
-    mine = [record for record in report["records"] if record["request"].startswith(f"{number}-")]
-    row: dict[str, Any] = {"runner": runner, "against": against, "batch": number, "requests": len(mine)}
-    row["prompt_tokens"] = sum(len(record["prompt"]) for record in mine)
+    records = [record for record in report["records"] if record["request"].startswith(f"{number}-")]
+    row: dict[str, Any] = {"runner": runner, "against": against, "batch": number, "requests": len(records)}
+    row["prompt_tokens"] = sum(len(record["prompt"]) for record in records)
     return row | {"token_cells": 0, "token_differ": 0} | cells.row()
 
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import TASKS, Captured, captured
+from benchmarks.lib.capture import TASKS, CapturedRoutes, load_or_capture
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.fitting.quality import signature_quality as rho_of
 from eldr_serve.experts.fitting.table import compare_transforms, fit_signature, fit_table
@@ -62,17 +62,17 @@ class Result:
     name: str = ""  # of a second result
 
 
-def _command(measure: Callable[[Captured, int], list[Result]]) -> Callable[..., None]:
+def _command(measure: Callable[[CapturedRoutes, int], list[Result]]) -> Callable[..., None]:
     """Make a command that publishes and draws the results of a measurement."""
 
     def command(
         prompts: options.Prompts = options.PROMPTS,
-        requests: options.Captured = 2400,
+        requests: options.CapturedRequests = 2400,
         work: options.Work = options.WORK,
         seed: options.Seed = 0,
         out: options.Out = None,
     ) -> None:
-        data = captured(prompts, work, requests=requests, seed=seed)
+        data = load_or_capture(prompts, work, requests=requests, seed=seed)
         for result in measure(data, seed):
             inputs = {"captured": requests} | result.inputs
             file = out.with_stem(f"{out.stem}_{result.name}") if out and result.name else out
@@ -85,7 +85,7 @@ def _command(measure: Callable[[Captured, int], list[Result]]) -> Callable[..., 
 
 
 @_command
-def activation_by_domain(data: Captured, seed: int) -> list[Result]:
+def activation_by_domain(data: CapturedRoutes, seed: int) -> list[Result]:
     """Measure decode activation of experts by domain."""
     trace = data.trace
     domains = np.array(trace.domains)
@@ -103,12 +103,14 @@ def activation_by_domain(data: Captured, seed: int) -> list[Result]:
         axes.set(yticks=range(len(present)), yticklabels=present, xlabel=f"expert of layer {layer}, by owner")
         axes.set_title(f"{workload}: activation over the mean of the domains (white: below, dark: 4x)")
         for number, name in enumerate(present):
-            own = owner == number
-            mine = share[number, layer]
+            is_own = owner == number
+            share_in_layer = share[number, layer]
             row: dict[str, Any] = {"workload": workload, "domain": name, "layer": layer}
-            row |= {"requests": int((domains == name).sum()), "own_experts": int(own.sum())}
-            row["own_excess"] = float(relative[number, layer][own].mean()) if own.any() else 0.0
-            rows.append(row | {"share_on_own_experts": float(mine[own].sum() / mine.sum())})
+            row |= {"requests": int((domains == name).sum()), "own_experts": int(is_own.sum())}
+            row["own_excess"] = float(relative[number, layer][is_own].mean()) if is_own.any() else 0.0
+            rows.append(
+                row | {"share_on_own_experts": float(share_in_layer[is_own].sum() / share_in_layer.sum())}
+            )
     return [Result(rows, partial(save, figure), "decode counts of the demo model on real prompts")]
 
 
@@ -119,7 +121,7 @@ def _activation(counts: NDArray[Any]) -> NDArray[np.float64]:
 
 
 @_command
-def prefill_decode(data: Captured, seed: int) -> list[Result]:
+def prefill_decode(data: CapturedRoutes, seed: int) -> list[Result]:
     """Correlate prefill with decode activation of experts."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     rows: Rows = []
@@ -142,7 +144,7 @@ def prefill_decode(data: Captured, seed: int) -> list[Result]:
 
 
 @_command
-def same_domain(data: Captured, seed: int) -> list[Result]:
+def same_domain(data: CapturedRoutes, seed: int) -> list[Result]:
     """Count active experts of same-domain and mixed batches."""
     num_layers, num_experts = data.trace.prefill_counts.shape[1:]
     rng = np.random.default_rng(seed)
@@ -185,7 +187,7 @@ def same_domain(data: Captured, seed: int) -> list[Result]:
 
 
 @_command
-def signature_quality(data: Captured, seed: int) -> list[Result]:
+def signature_quality(data: CapturedRoutes, seed: int) -> list[Result]:
     """Measure rho by transform and by number of layers."""
     rows: Rows = []
     curve: Rows = []
@@ -207,7 +209,7 @@ def signature_quality(data: Captured, seed: int) -> list[Result]:
 
 
 @_command
-def signature_space(data: Captured, seed: int) -> list[Result]:
+def signature_space(data: CapturedRoutes, seed: int) -> list[Result]:
     """Cluster the signatures of both workloads and plot them."""
     rows: Rows = []
     figures = {}

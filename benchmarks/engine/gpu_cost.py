@@ -38,10 +38,10 @@ SETTINGS = tuple(Setting(m, gpu, tp, ep) for gpu in ("h100_sxm", "h200_sxm") for
 def row_of(readings: Readings) -> dict[str, Any]:
     """Return one model on one GPU: terms, errors, and what placement could save."""
     fitted = fit(readings)
-    found, setting = fitted.summary(), readings.setting
+    summary, setting = fitted.summary(), readings.setting
     row = {"model": setting.model, "gpu": setting.gpu, "tp": setting.tp, "ep": setting.ep}
-    row |= {name: found[name] for name in found if not name.startswith("error_")}
-    row |= {f"{name}_pct": 100 * found[name] for name in found if name.startswith("error_")}
+    row |= {name: summary[name] for name in summary if not name.startswith("error_")}
+    row |= {f"{name}_pct": 100 * summary[name] for name in summary if name.startswith("error_")}
     row["error_max_of_8_to_32_pct"] = _error_of_a_range(readings, 8, 32)
     own = [
         (step, 100 * float(error))

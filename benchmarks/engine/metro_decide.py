@@ -30,7 +30,7 @@ from offline.placement.eplb import eplb_placement
 
 SHAPES = ((32, 8), (64, 8), (128, 8), (256, 16), (256, 32))  # experts, ranks
 LAYERS = 48
-Timed = Callable[[int], list[float]]  # number of decisions -> seconds of each
+TimedForm = Callable[[int], list[float]]  # number of decisions -> seconds of each
 
 
 def metro_decide(
@@ -63,9 +63,9 @@ def metro_decide(
     )
 
 
-def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int, Timed]]:
+def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int, TimedForm]]:
     """Return (name, layers at once, function that times some decisions) of each implementation."""
-    forms: list[tuple[str, int, Timed]] = []
+    forms: list[tuple[str, int, TimedForm]] = []
     for layers in (1, LAYERS):
         plan = MetroPlan.from_hosts(hosts[:layers])
         arrays = [batch[:layers] for batch in batches]

@@ -2,13 +2,18 @@
 
     python -m benchmarks.engine.model_families
 
-transformers makes tiny random checkpoints on the spot. An engine of each serves prompts with shared prefixes
-twice over few KV blocks. Compare prompts_exact and decodes_exact with requests: the connector's counts
-against the choices observed at the engine's routers, token by token. differ_from_hf: choices that differ from
-the experts that Hugging Face's model uses for the same tokens. tokens_near_ties counts tokens observed with
-several choices, since batches round differently. differ_replayed counts the differences that remain when
-Hugging Face's model is forced to the engine's experts, so that no difference causes others; widest_gap is the
-largest distance of these from a tie, as a share of the range of the router's scores.
+transformers makes a tiny random checkpoint of each family. An engine serves prompts with shared prefixes
+twice over few KV blocks.
+
+    prompts_exact       requests whose prefill counts agree with the choices observed at the engine's routers,
+                        token by token; should equal `captured`
+    decodes_exact       the same for decode counts
+    differ_from_hf      choices that differ from those of Hugging Face's model for the same tokens
+    tokens_near_ties    tokens observed with several choices, since batches round differently
+    differ_replayed     differences that remain when Hugging Face's model is forced to the engine's experts,
+                        so that no difference causes others
+    widest_gap          largest distance of these differences from a tie, as a share of the range of the
+                        router's scores
 """
 
 from __future__ import annotations
@@ -65,22 +70,22 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
             for name in names
         }
         (folder / "jobs.json").write_text(json.dumps(jobs))
-        ended = subprocess.run(
+        status = subprocess.run(
             [sys.executable, "-m", "benchmarks.lib.family_engine", str(folder / "jobs.json")],
             env=os.environ | ENGINE_ENV | environment,
             check=False,
             cwd=ROOT,
         ).returncode
-        reports |= {name: report(folder / f"{name}.json", ended) for name in names}
+        reports |= {name: report(folder / f"{name}.json", status) for name in names}
     return reports
 
 
-def report(path: Path, ended: int) -> dict[str, Any]:
+def report(path: Path, status: int) -> dict[str, Any]:
     """Read an engine's report; without one, report the exit status, so that other families still count."""
     if not path.exists():
-        return {"error": f"the engines' process ended with status {ended} before this one"}
-    known: dict[str, Any] = json.loads(path.read_text())
-    return known
+        return {"error": f"the engines' process ended with status {status} before this one"}
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
 
 
 def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> dict[str, Any]:
@@ -89,25 +94,29 @@ def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> d
     if "error" in report:
         return start | {"note": shorten(report["error"], 240)}
     records = report["records"]
-    captured = [record for record in records if "eldr_prefill" in record]
+    records_with_counts = [record for record in records if "eldr_prefill" in record]
     reference = Reference(checkpoint)
-    given = {} if FAMILIES[family].exact else _replayed(records, reference)
+    replay_columns = {} if FAMILIES[family].exact else _compare_forced(records, reference)
     return (
         start
         | {
             "kv_groups": "; ".join(f"{kind} {size}" for kind, size in report["groups"]),
             "requests": len(records),
-            "captured": len(captured),
-            "prompts_exact": sum(map(_prompt_exact, captured)),
-            "decodes_exact": sum(map(_decode_exact, captured)),
+            "captured": len(records_with_counts),
+            "prompts_exact": sum(map(_prompt_exact, records_with_counts)),
+            "decodes_exact": sum(map(_decode_exact, records_with_counts)),
             "in_several_steps": sum(len(r["prompt"]) - r["cached"] > report["step_tokens"] for r in records),
             "with_prefix_hit": sum(r["cached"] > 0 for r in records),
             "preemptions": int(report["preemptions"]),
-            "choices": sum(np.size([known[0] for known in r["seen"]]) for r in records),
-            "differ_from_hf": int(sum(_others(_first(r), reference.route(_fed(r))).sum() for r in records)),
-            "tokens_near_ties": sum(len(known) > 1 for r in records for known in r["seen"]),
+            "choices": sum(np.size([choices[0] for choices in r["seen"]]) for r in records),
+            "differ_from_hf": int(
+                sum(
+                    _not_among(_first_choices(r), reference.route(_computed_tokens(r))).sum() for r in records
+                )
+            ),
+            "tokens_near_ties": sum(len(choices) > 1 for r in records for choices in r["seen"]),
         }
-        | given
+        | replay_columns
     )
 
 
@@ -115,19 +124,35 @@ def _prompt_exact(record: dict[str, Any]) -> bool:
     """Return whether the counts follow from one of the observed choices of each token."""
     counts = unpack_counts(record["eldr_prefill"]).astype(np.int64)
     choices = record["seen"][: len(record["prompt"])]
-    shape, several = counts.shape, [known for known in choices if len(known) > 1]
-    rest = counts - sum(
-        (histogram(np.array(known), shape) for known in choices if len(known) == 1), 0 * counts
+    shape, ambiguous = (
+        counts.shape,
+        [choices_of_token for choices_of_token in choices if len(choices_of_token) > 1],
     )
-    open_ = [np.stack([histogram(np.array([choice]), shape) for choice in known]) for known in several]
-    most = [sum((token.max(0) for token in open_[n:]), np.zeros_like(rest)) for n in range(len(open_) + 1)]
+    rest = counts - sum(
+        (
+            histogram(np.array(choices_of_token), shape)
+            for choices_of_token in choices
+            if len(choices_of_token) == 1
+        ),
+        0 * counts,
+    )
+    options_of_tokens = [
+        np.stack([histogram(np.array([choice]), shape) for choice in choices_of_token])
+        for choices_of_token in ambiguous
+    ]
+    most_of_rest = [
+        sum((token.max(0) for token in options_of_tokens[n:]), np.zeros_like(rest))
+        for n in range(len(options_of_tokens) + 1)
+    ]
 
-    def explained(number: int, rest: NDArray[np.int64]) -> bool:
-        if (rest < 0).any() or (rest > most[number]).any():
+    def can_explain(number: int, rest: NDArray[np.int64]) -> bool:
+        if (rest < 0).any() or (rest > most_of_rest[number]).any():
             return False
-        return number == len(open_) or any(explained(number + 1, rest - choice) for choice in open_[number])
+        return number == len(options_of_tokens) or any(
+            can_explain(number + 1, rest - choice) for choice in options_of_tokens[number]
+        )
 
-    return explained(0, rest)
+    return can_explain(0, rest)
 
 
 def _decode_exact(record: dict[str, Any]) -> bool:
@@ -136,69 +161,81 @@ def _decode_exact(record: dict[str, Any]) -> bool:
     choices = record["seen"][len(record["prompt"]) :]
     if not np.array_equal(counts, histogram(routes, counts.shape)):
         return False
-    return all(route in known for route, known in zip(routes.tolist(), choices, strict=True))
+    return all(
+        route in choices_of_token for route, choices_of_token in zip(routes.tolist(), choices, strict=True)
+    )
 
 
-def _fed(record: dict[str, Any]) -> list[int]:
+def _computed_tokens(record: dict[str, Any]) -> list[int]:
     tokens: list[int] = record["prompt"] + record["output"][:-1]
     return tokens
 
 
-def _first(record: dict[str, Any]) -> NDArray[np.int64]:
+def _first_choices(record: dict[str, Any]) -> NDArray[np.int64]:
     """Return [T,L,k]: the first observed choice of each token."""
     return np.array([known[0] for known in record["seen"]])
 
 
-def _others(mine: NDArray[np.int64], theirs: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return bool[T,L,k]: choices that are not among `theirs`, [T,L,k], of the same token and layer."""
-    return np.asarray((mine[..., None] != theirs[..., None, :]).all(-1))
+def _not_among(choices: NDArray[np.int64], other_choices: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return bool[T,L,k]: choices that are not among `other_choices` of the same token and layer."""
+    return np.asarray((choices[..., None] != other_choices[..., None, :]).all(-1))
 
 
-def _replayed(records: list[dict[str, Any]], reference: Reference) -> dict[str, Any]:
+def _compare_forced(records: list[dict[str, Any]], reference: Reference) -> dict[str, Any]:
     """Compare with Hugging Face's model while the engine's experts are forced on it.
 
     A different choice causes others in later layers and tokens; forced, each difference stands alone.
     """
     differ, widest = 0, 0.0
     for record in records:
-        mine = _first(record)
-        theirs = reference.route(_fed(record), mine)
-        others = _others(mine, theirs)
-        differ += int(others.sum())
-        for at in map(tuple, np.argwhere(others.any(-1))):
-            widest = max(widest, gap(mine[at], theirs[at], reference.scores[at], reference.groups))
+        engine_choices = _first_choices(record)
+        forced_choices = reference.route(_computed_tokens(record), engine_choices)
+        differences = _not_among(engine_choices, forced_choices)
+        differ += int(differences.sum())
+        for place in map(tuple, np.argwhere(differences.any(-1))):
+            widest = max(
+                widest,
+                gap(engine_choices[place], forced_choices[place], reference.scores[place], reference.groups),
+            )
     return {"differ_replayed": differ, "widest_gap": round(widest, 4)}
 
 
 def gap(
-    mine: NDArray[np.int64],
-    theirs: NDArray[np.int64],
+    chosen: NDArray[np.int64],
+    other_chosen: NDArray[np.int64],
     score: NDArray[np.float32],
     groups: tuple[int, int] = (1, 1),
 ) -> float:
-    """Return how far two choices [k] of a token are from a tie: what `theirs` score more where they differ.
+    """Return how far two choices of a token's experts are from a tie, as a share of the range of the scores.
 
-    The result is a share of the range of the experts' `score` [E] or, if `mine` has another group, of the
-    groups' scores. `groups`: (number of groups, number that the router chooses first by the sum of their two
-    best scores).
+    Args:
+        chosen, other_chosen: int[k], the two choices.
+        score: float[E]; the gap is how much more the experts score that only `other_chosen` has. If `chosen`
+            has another group, the gap is one between the scores of groups.
+        groups: number of groups, and how many of them the router chooses first, by the sum of their two best
+            scores.
     """
-    many, taken = groups
-    if many > 1:
-        of_groups = np.sort(score.reshape(many, -1))[:, -2:].sum(1)
-        first = np.argsort(of_groups)[-taken:]
-        others = of_groups[np.setdiff1d(mine * many // len(score), first)]
-        if len(others):
-            return float((of_groups[first].min() - others.min()) / np.ptp(of_groups))
-    ours, other = np.setdiff1d(mine, theirs), np.setdiff1d(theirs, mine)
-    return float((score[other].max() - score[ours].min()) / np.ptp(score)) if len(ours) else 0.0
+    num_groups, num_first = groups
+    if num_groups > 1:
+        group_scores = np.sort(score.reshape(num_groups, -1))[:, -2:].sum(1)
+        first_groups = np.argsort(group_scores)[-num_first:]
+        other_scores = group_scores[np.setdiff1d(chosen * num_groups // len(score), first_groups)]
+        if len(other_scores):
+            return float((group_scores[first_groups].min() - other_scores.min()) / np.ptp(group_scores))
+    only_chosen, only_other = np.setdiff1d(chosen, other_chosen), np.setdiff1d(other_chosen, chosen)
+    return (
+        float((score[only_other].max() - score[only_chosen].min()) / np.ptp(score))
+        if len(only_chosen)
+        else 0.0
+    )
 
 
 def rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[dict[str, Any]]:
     """Return the rows of these families under these runners."""
     checkpoints = {name: FAMILIES[name].make(work / name) for name in families}
-    with ThreadPoolExecutor() as together:
-        served = [together.submit(serve, checkpoints, runner, work) for runner in runners]
-    reports = {runner: served_by.result() for runner, served_by in zip(runners, served, strict=True)}
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(serve, checkpoints, runner, work) for runner in runners]
+    reports = {runner: future.result() for runner, future in zip(runners, futures, strict=True)}
     return [
         row(name, runner, folder, reports[runner][name])
         for name, folder in checkpoints.items()
@@ -219,17 +256,17 @@ def model_families(
     if unknown:
         raise UserInputError(f"there is no family {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
     with tempfile.TemporaryDirectory() as work:
-        measured = rows(names, RUNNERS, Path(work))
+        new_rows = rows(names, RUNNERS, Path(work))
     inputs: dict[str, Any] = {"chunk_tokens": CHUNK}
     notes = ""
     if anew:
-        measured = with_published(measured)
-        before = json.loads((RESULTS / "model_families.json").read_text())["commit"]
+        new_rows = merge_with_published(new_rows)
+        commit = json.loads((RESULTS / "model_families.json").read_text())["commit"]
         inputs["anew"] = names
-        notes = f"; rows of families that are not among inputs.anew are of commit {before} or before"
+        notes = f"; rows of families that are not among inputs.anew are of commit {commit} or before"
     publish(
         "model_families",
-        measured,
+        new_rows,
         inputs=inputs,
         seed=seed,
         out=out,
@@ -238,9 +275,9 @@ def model_families(
     )
 
 
-def with_published(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the published rows with the given ones replaced, and rows of new families appended."""
-    new = {(row["family"], row["runner"]): row for row in measured}
+def merge_with_published(new_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the published rows, with `new_rows` in place of those of the same family and runner."""
+    new = {(row["family"], row["runner"]): row for row in new_rows}
     rows = [new.pop((row["family"], row["runner"]), row) for row in read_rows("model_families")]
     return rows + list(new.values())
 

@@ -48,14 +48,14 @@ def moe_layer_latency(
     os.environ |= {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
     import torch
 
-    here: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in (None, here):
+    available: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in (None, available):
         raise UserInputError(
-            f"--device is {device}, but vLLM's kernels here are for {here}; leave the option out"
+            f"--device is {device}, but vLLM's kernels here are for {available}; leave the option out"
         )
     torch.set_num_threads(threads)
     sizes = [int(size) for size in batches.split(",")], [int(many) for many in active.split(",")]
-    rows = [row for name in shapes for row in _rows(name, here, *sizes, rounds, seed)]
+    rows = [row for name in shapes for row in _rows(name, available, *sizes, rounds, seed)]
     path = publish(
         "moe_layer_latency",
         rows,
@@ -63,18 +63,18 @@ def moe_layer_latency(
         seed=seed,
         out=out,
         notes="random weights, one layer alone; the kernel that vLLM uses on this device. Least squares over "
-        f"all batch sizes: {'; '.join(map(partial(_fitted, rows), shapes))}",
+        f"all batch sizes: {'; '.join(map(partial(_describe_fit, rows), shapes))}",
     )
     for name in shapes:
         picture = path.with_suffix(".png") if len(shapes) == 1 else path.with_name(f"{path.stem}_{name}.png")
-        mine = [row for row in rows if row["shape"] == name]
-        lines(mine, "active_experts", ["latency_p50_ms"], picture, by="batch_size")
+        of_shape = [row for row in rows if row["shape"] == name]
+        lines(of_shape, "active_experts", ["latency_p50_ms"], picture, by="batch_size")
 
 
-def _fitted(rows: list[dict[str, Any]], shape: str) -> str:
-    mine = [row for row in rows if row["shape"] == shape]
-    active = np.array([[1, row["active_experts"]] for row in mine])
-    fixed, slope = np.linalg.lstsq(active, 1e3 * np.array([row["latency_p50_ms"] for row in mine]))[0]
+def _describe_fit(rows: list[dict[str, Any]], shape: str) -> str:
+    of_shape = [row for row in rows if row["shape"] == shape]
+    active = np.array([[1, row["active_experts"]] for row in of_shape])
+    fixed, slope = np.linalg.lstsq(active, 1e3 * np.array([row["latency_p50_ms"] for row in of_shape]))[0]
     return f"{shape} {fixed:.1f} us + {slope:.2f} us per active expert"
 
 
@@ -138,8 +138,8 @@ class _Layer:
 
         chosen = torch.as_tensor(ids, dtype=torch.int32)
         if self._device == "cuda":
-            held, graph = self._graphs.get(len(ids)) or self._capture(chosen.cuda())
-            held.copy_(chosen)
+            graph_experts, graph = self._graphs.get(len(ids)) or self._capture(chosen.cuda())
+            graph_experts.copy_(chosen)
             return float(graph.seconds())
         inputs = self._inputs(chosen)
         start = time.perf_counter()

@@ -4,7 +4,7 @@
 
 benchmarks/lib/replay/schedule.py describes what is measured and what is simulated. There is no prefill, so
 `first_token` is the time from the hand-over to the end of the first decode step. `marginal-cost, true decode`
-gets the decode activations that the request will really have: the gain of a perfect prediction.
+gets the decode activations that the request will really have, which shows the gain of a perfect prediction.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _share(rows: Rows) -> str:
 def _with_active_experts(run: Replayed) -> None:
     """Report the policies against the load balancers, and active experts by batch size (Figure 13)."""
     against(BASELINES, _share)(run)
-    shown = [
+    labels = [
         label
         for label in ("round-robin", "shortest-queue", "locality-band", "marginal-cost")
         if label in run.cases[0].outcomes
     ]
-    steps = [row for case in run.cases for row in experts_by_batch(case, shown)]
+    steps = [row for case in run.cases for row in experts_by_batch(case, labels)]
     path = publish(
         "active_experts",
         steps,
@@ -56,7 +56,7 @@ def _with_active_experts(run: Replayed) -> None:
         notes="the steps of decode_replay: mean distinct experts of a MoE layer by batch size (Figure 13)",
         out=run.out and run.out.with_name(f"{run.out.stem}_active_experts.json"),
     )
-    lines(steps, "batch_from", [f"{label}: active_experts" for label in shown], path.with_suffix(".png"))
+    lines(steps, "batch_from", [f"{label}: active_experts" for label in labels], path.with_suffix(".png"))
 
 
 # In this order, the ELDR paper's Figures 11 to 13; Figures 11 and 12 by rate; 16; 15; 14; Table 2; and the

@@ -2,11 +2,11 @@
 
     python -m benchmarks.engine.signature_bytes --gptoss RECORDS
 
-The shape is Qwen3-30B-A3B's: 48 layers, 128 experts, 8 per token. `even` chooses experts uniformly at random;
-with `tastes`, each prompt prefers some experts in each layer (normal noise in the scores, twice as strong as
-the tokens' own). `GPT-OSS-20B` uses its published routes: eight prompts' counts [24, 32] side by side, which
-gives 16 of 128 experts per token. Compare packed_p50_bytes (the text) with cells_bytes (the counts before
-compression).
+The shape is Qwen3-30B-A3B's: 48 layers, 128 experts, 8 per token. Rows `even` choose experts uniformly at
+random. In rows `tastes`, each prompt prefers some experts in each layer, by normal noise in the scores that
+is twice as strong as the noise of single tokens. Rows `GPT-OSS-20B` use its published routes. They put eight
+prompts' counts [24, 32] side by side, which gives 16 of 128 experts per token. packed_p50_bytes is the size
+of the text, and cells_bytes that of the counts before compression.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offline.route_files import read_trace_of_routes
 _LENGTHS = (64, 512, 2048)  # tokens; GPT-OSS-20B's records have enough steps only for the first
 
 
-def drawn(tokens: int, taste: float, rng: np.random.Generator) -> NDArray[np.int64]:
+def draw_counts(tokens: int, taste: float, rng: np.random.Generator) -> NDArray[np.int64]:
     """Return int64[L,E] of a prompt whose scores are noise plus `taste` times the prompt's preferences."""
     scores = rng.gumbel(size=(L, tokens, E)) + taste * rng.normal(size=(L, 1, E))
     chosen = np.argpartition(-scores, TOP_K, axis=-1)[..., :TOP_K]
@@ -58,7 +58,7 @@ def signature_bytes(
     """Measure the packed counts of prompts by length and kind of routing."""
     rng = np.random.default_rng(seed)
     rows = [
-        row(name, tokens, [drawn(tokens, taste, rng) for _ in range(prompts)])
+        row(name, tokens, [draw_counts(tokens, taste, rng) for _ in range(prompts)])
         for tokens in _LENGTHS
         for name, taste in (("even", 0.0), ("tastes", 2.0))
     ]

@@ -2,15 +2,15 @@
 
     python -m benchmarks.engine.step_cost --device cuda
 
-The steps of a decode engine with random weights are composed: each step's tokens go to prescribed experts, a
-chosen number in each layer, in the same CUDA graphs as any other step. The router runs as usual, then its
-choices are replaced (one copy per layer). All requests have about `--context` tokens in the KV cache.
-`forward` is the time of the forward pass that our connector reports, by CUDA events; `step` is the wall time
-of the whole step, with scheduling and sampling, without asynchronous scheduling.
-Rows of level `fit` are time = fixed + per request * batch + per expert * active experts, summed over layers.
-Rows of level `package` come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with
-vLLM 0.24): a MoE layer's time by active experts, and whole steps with 1,024 tokens of context and the
-package's own routing.
+The tokens of each step of a decode engine with random weights go to prescribed experts, a chosen number in
+each layer, in the same CUDA graphs as any other step. The router runs as usual, then its choices are replaced
+(one copy per layer). All requests have about `--context` tokens in the KV cache.
+
+`forward` is the time of the forward pass that our connector reports, by CUDA events. `step` is the wall time
+of the whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are
+time = fixed + per request * batch + per expert * active experts, summed over layers. Rows of level `package`
+come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24). They have a MoE
+layer's time by active experts, and whole steps with 1,024 tokens of context and the package's own routing.
 """
 
 from __future__ import annotations
@@ -78,18 +78,18 @@ class ComposedEngine(ReplayEngine):
         from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
         from eldr_serve.engine.vllm.capture.on_host import HostCapture
 
-        spread = torch.arange(step_tokens * TOP_K, dtype=torch.int32) % E
-        self._table = table = spread.reshape(-1, TOP_K).to("cpu" if device == "cpu" else "cuda")
+        expert_of_slot = torch.arange(step_tokens * TOP_K, dtype=torch.int32) % E
+        self._table = table = expert_of_slot.reshape(-1, TOP_K).to("cpu" if device == "cpu" else "cuda")
 
-        def replacing(hook: Any) -> Any:
-            def replaced(capture: ExpertCapture, layer: int, experts: Any) -> None:
+        def replace_choices(hook: Any) -> Any:
+            def store_prescribed(capture: ExpertCapture, layer: int, experts: Any) -> None:
                 experts.copy_(table[: len(experts)])
                 hook(capture, layer, experts)
 
-            return replaced
+            return store_prescribed
 
         for kind in (DeviceCapture, HostCapture):  # captured in the graphs, like everything that a hook does
-            kind.store_choices = replacing(kind.store_choices)  # type: ignore[method-assign]
+            kind.store_choices = replace_choices(kind.store_choices)  # type: ignore[method-assign]
         super().__init__(model, device=device, max_num_batched_tokens=step_tokens, **arguments)
 
     def start(self, prompts: list[list[int]], tokens: int) -> None:
@@ -101,7 +101,7 @@ class ComposedEngine(ReplayEngine):
         for number, prompt in enumerate(prompts):
             self._engine.add_request(f"request{number}", {"prompt_token_ids": prompt}, params)
 
-    def timed(self, routed: NDArray[np.int64]) -> list[dict[str, Any]]:
+    def run_step(self, routed: NDArray[np.int64]) -> list[dict[str, Any]]:
         """Run a step whose token n goes to the experts int64[T, k] of row n; return the available records."""
         import torch
 
@@ -120,36 +120,40 @@ def composed_steps(
 ) -> list[Step]:
     """Run `rounds` steps of each number of active experts per layer, in random order, with all prompts."""
     order = [a for _ in range(rounds) for a in rng.permutation(active).tolist()]
-    wanted = [active[-1]] * _WARM_UP + order
-    engine.start(prompts, len(wanted) + 2)
+    active_by_step = [active[-1]] * _WARM_UP + order
+    engine.start(prompts, len(active_by_step) + 2)
     batch, records = len(prompts), []
-    for number in [*wanted, active[0]]:  # a step's time is known after the next step
-        records += engine.timed(routes(batch, number, E, TOP_K, rng))
+    for number in [*active_by_step, active[0]]:  # a step's time is known after the next step
+        records += engine.run_step(routes(batch, number, E, TOP_K, rng))
     engine.drain()
-    whole = [record for record in records if record["requests"] == batch]
-    layers = len(whole[0]["active_by_layer"])
-    first = whole[0]["step"]
-    timed = [record for record in whole if _WARM_UP <= record["step"] - first < len(wanted)]
-    for record in timed:
-        each, activated = wanted[record["step"] - first], record["active_by_layer"]
-        if activated != [each] * layers:
-            raise RuntimeError(f"a step should activate {each} experts per layer, but activated {activated}")
-    return [Step(batch, sum(r["active_by_layer"]), r["seconds"], r["took"]) for r in timed]
+    records_of_batch = [record for record in records if record["requests"] == batch]
+    layers = len(records_of_batch[0]["active_by_layer"])
+    first = records_of_batch[0]["step"]
+    timed_records = [
+        record for record in records_of_batch if _WARM_UP <= record["step"] - first < len(active_by_step)
+    ]
+    for record in timed_records:
+        prescribed, active_by_layer = active_by_step[record["step"] - first], record["active_by_layer"]
+        if active_by_layer != [prescribed] * layers:
+            raise RuntimeError(
+                f"a step should activate {prescribed} experts per layer, but activated {active_by_layer}"
+            )
+    return [Step(batch, sum(r["active_by_layer"]), r["seconds"], r["took"]) for r in timed_records]
 
 
 def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
     """Return one row for each batch and number of active experts: medians with intervals, ms."""
     rows = []
     for batch, experts in sorted({(step.requests, step.experts) for step in steps}):
-        mine = [step for step in steps if (step.requests, step.experts) == (batch, experts)]
+        of_point = [step for step in steps if (step.requests, step.experts) == (batch, experts)]
         row: dict[str, Any] = {
             "level": "point",
             "batch_size": batch,
             "active_experts": experts / layers,
-            "steps": len(mine),
+            "steps": len(of_point),
         }
         for name in ("forward", "step"):
-            times = [1e3 * getattr(step, f"{name}_s") for step in mine]
+            times = [1e3 * getattr(step, f"{name}_s") for step in of_point]
             row |= zip((f"{name}_p50_ms", f"{name}_low_ms", f"{name}_high_ms"), median_ci(times), strict=True)
         rows.append(row)
     return rows
@@ -195,9 +199,9 @@ def _points(batches: str, active: str) -> dict[int, list[int]]:
     Raises:
         UserInputError: no number is possible for a batch size.
     """
-    given = (("--batches", batches), ("--active", active))
-    sizes, wanted = (sorted(set(options.numbers(*option))) for option in given)
-    points = {b: [a for a in wanted if TOP_K <= a <= min(E, b * TOP_K)] for b in sizes}
+    lists = (("--batches", batches), ("--active", active))
+    sizes, numbers_of_experts = (sorted(set(options.numbers(*option))) for option in lists)
+    points = {b: [a for a in numbers_of_experts if TOP_K <= a <= min(E, b * TOP_K)] for b in sizes}
     if impossible := [b for b, possible in points.items() if not possible]:
         max_experts = min(E, impossible[0] * TOP_K)
         raise UserInputError(

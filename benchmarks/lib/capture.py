@@ -43,14 +43,14 @@ _TOGETHER = 32  # requests in flight during the capture
 
 def groups_of(names: str) -> list[str]:
     """Return the workloads of a list with commas; raise UserInputError if one is unknown."""
-    chosen = names.split(",")
-    if unknown := [name for name in chosen if name not in GROUPS]:
+    groups = names.split(",")
+    if unknown := [name for name in groups if name not in GROUPS]:
         raise UserInputError(f"unknown workload {unknown[0]!r}; choose from {', '.join(GROUPS)}")
-    return chosen
+    return groups
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedRoutes:
     """A trace with routes, and the token ids of its prompts."""
 
     trace: CalibrationTrace
@@ -75,9 +75,9 @@ class Captured:
         return self.trace.routes[start:end]
 
 
-def captured(
+def load_or_capture(
     prompts: Path, work: Path, *, requests: int, output_tokens: int = 64, seed: int = 0, device: str = "cpu"
-) -> Captured:
+) -> CapturedRoutes:
     """Load the capture with these settings; run it first if it does not exist.
 
     Another device generates other texts.
@@ -89,14 +89,14 @@ def captured(
     if not tokens.exists():
         arguments = ["--prompts", prompts, "--trace", trace, "--tokens", tokens, "--requests", requests]
         arguments += ["--output-tokens", output_tokens, "--seed", seed, "--device", device]
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "benchmarks.lib.capture", *map(str, arguments)],
             check=False,
             env=os.environ | ENGINE_ENV | ({} if device == "cpu" else ONE_PROCESS),
         )
-        if done.returncode:
+        if process.returncode:
             raise UserInputError(f"the capture of {prompts} failed")
-    return Captured(CalibrationTrace.load(trace), json.loads(tokens.read_text()))
+    return CapturedRoutes(CalibrationTrace.load(trace), json.loads(tokens.read_text()))
 
 
 def capture(

@@ -102,9 +102,9 @@ def summary(answers: list[Answer], since: float | None = None) -> dict[str, Any]
     span = max(a.end for a in answers) - (min(a.start for a in answers) if since is None else since)
     row: dict[str, Any] = {"requests": len(answers), "failures": len(answers) - len(good)}
     for name, values in (("ttft", [t.ttft_s for t in good]), ("tpot", [t.tpot_s for t in good])):
-        known = [1000 * v for v in values if v is not None]
+        ms = [1000 * v for v in values if v is not None]
         for q in (50, 99):
-            row[f"{name}_p{q}_ms"] = float(np.percentile(known, q)) if known else float("nan")
+            row[f"{name}_p{q}_ms"] = float(np.percentile(ms, q)) if ms else float("nan")
     row["latency_p50_ms"] = float(np.median(latencies)) if latencies else float("nan")
     row["requests_per_s"] = len(good) / span
     row["tokens_per_s"] = sum(t.completion_tokens or len(t.token_times_s) for t in good) / span

@@ -6,7 +6,7 @@ normalised for it (benchmarks/lib/normalised_time.py).
 
     python -m benchmarks.lib.cpu_speed CORE FILE
 
-records the speed of a core until the parent process ends (`probed`).
+records the speed of a core until the parent process ends (`record_cpu_speed`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CpuSpeed:
 
 
 @contextmanager
-def probed(folder: Path) -> Iterator[None]:
+def record_cpu_speed(folder: Path) -> Iterator[None]:
     """Record the speed of this process's cores several times per second, in `folder`/cpu_speed_CORE.jsonl.
 
     A line is [Unix time, s; CPU time of the product, s; stolen ticks so far; all ticks so far].

@@ -91,9 +91,11 @@ def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     return configs
 
 
-def plain_engine_kwargs(role: Any, given: dict[str, Any], *, our_connector: bool = False) -> dict[str, Any]:
+def plain_engine_kwargs(
+    role: Any, arguments: dict[str, Any], *, our_connector: bool = False
+) -> dict[str, Any]:
     """Return engine arguments equal to ours without our extension, or with our connector module only."""
-    kwargs = engine_kwargs(role, device="cpu", **given)
+    kwargs = engine_kwargs(role, device="cpu", **arguments)
     for name in ("scheduler_cls", "worker_extension_cls"):
         kwargs.pop(name)
     if role == "whole":
@@ -124,10 +126,10 @@ def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[s
                 started.wait(15)
 
 
-def wait_http(url: str, what: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:
+def wait_http(url: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:
     """Wait until `url` answers 200; raise UserInputError with the log's end on process exit or timeout."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end and what.poll() is None:
+    while time.monotonic() < end and server.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(url, timeout=5).status_code == 200:
                 return

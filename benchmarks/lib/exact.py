@@ -86,9 +86,9 @@ def against_reference(report: dict[str, Any], choices: Choices) -> list[Cells]:
 def against_report(report: dict[str, Any], other: dict[str, Any]) -> list[Cells]:
     """Compare each batch's tokens, signatures, counts, routes and step records with another engine's."""
     cells_of_batches = [Cells() for _ in report["batches"]]
-    theirs = {record["request"]: record for record in other["records"]}
-    for mine in report["records"]:
-        pair, cells = (mine, theirs[mine["request"]]), cells_of_batches[_batch(mine["request"])]
+    other_records = {record["request"]: record for record in other["records"]}
+    for record in report["records"]:
+        pair, cells = (record, other_records[record["request"]]), cells_of_batches[_batch(record["request"])]
         cells.add("token", *(record["output"] for record in pair))
         cells.add("signature", *(unpack_counts(record["eldr_prefill"]) for record in pair))
         cells.add("decode", *(unpack_counts(record["eldr_decode"]) for record in pair))

@@ -257,7 +257,7 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._seen: list[torch.Tensor] = []
+        self._choices: list[torch.Tensor] = []  # by layer
         self._scores: list[torch.Tensor] = []
         self._forced: NDArray[np.int64] | None = None
         self.scores = np.empty(0, np.float32)
@@ -265,32 +265,32 @@ class Reference:
         for module in self._model.modules():
             name = type(module).__name__
             if name == "Llama4Router":
-                module.register_forward_hook(self._llama)
+                module.register_forward_hook(self._store_llama_choices)
             elif name.endswith(("TopKRouter", "TopkRouter")):
-                module.register_forward_hook(self._router)
+                module.register_forward_hook(self._store_scores)
             if name.endswith("Experts") and not name.startswith("Llama4"):
-                module.register_forward_pre_hook(self._experts)
+                module.register_forward_pre_hook(self._force_experts)
 
-    def _llama(self, module: Any, _: Any, output: Any) -> None:
-        self._seen.append(output[1].topk(module.top_k).indices)
+    def _store_llama_choices(self, module: Any, _: Any, output: Any) -> None:
+        self._choices.append(output[1].topk(module.top_k).indices)
 
-    def _router(self, module: Any, _: Any, output: Any) -> None:
+    def _store_scores(self, module: Any, _: Any, output: Any) -> None:
         bias = getattr(module, "e_score_correction_bias", None)
         self._scores.append(output[0] if bias is None else output[0].sigmoid() + bias)
         if bias is not None:
             self.groups = module.num_group, module.topk_group
 
-    def _experts(self, _: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _force_experts(self, _: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         hidden, ids, weights, *others = arguments
-        self._seen.append(ids)
+        self._choices.append(ids)
         if self._forced is None:
             return None
-        forced = torch.from_numpy(self._forced[:, len(self._seen) - 1]).to(ids)
+        forced = torch.from_numpy(self._forced[:, len(self._choices) - 1]).to(ids)
         # A forced expert gets the weight of the expert that it replaces: they are near a tie.
-        new = ~(forced[:, :, None] == ids[:, None]).any(-1)
-        gone = ~(ids[:, :, None] == forced[:, None]).any(-1)
+        is_new = ~(forced[:, :, None] == ids[:, None]).any(-1)
+        replaced = ~(ids[:, :, None] == forced[:, None]).any(-1)
         ids = ids.clone()
-        ids[gone] = forced[new]
+        ids[replaced] = forced[is_new]
         return hidden, ids, weights, *others
 
     @torch.no_grad()
@@ -300,10 +300,10 @@ class Reference:
         The experts `forced`, int[T,L,k], compute instead of the chosen ones, so that no difference causes
         others.
         """
-        self._seen.clear()
+        self._choices.clear()
         self._scores.clear()
         self._forced = forced
         self._model(torch.tensor([tokens]), use_cache=False)
         if self._scores:
             self.scores = torch.stack([s.reshape(len(tokens), -1) for s in self._scores], 1).numpy()
-        return torch.stack([ids.reshape(len(tokens), -1) for ids in self._seen], 1).numpy()
+        return torch.stack([ids.reshape(len(tokens), -1) for ids in self._choices], 1).numpy()

@@ -34,7 +34,7 @@ def prompts(block: int) -> list[list[int]]:
     return [*starts, rng.integers(1, 257, 4 * block - 5).tolist()]
 
 
-class Seen:
+class ObservedChoices:
     """The choices of an engine's routers, by the tokens up to and including the routed one.
 
     A token that was computed again in another batch may have several choices, by rounding near ties.
@@ -49,13 +49,13 @@ class Seen:
         self._runner = runner = core.model_executor.driver_worker.worker.model_runner
         self._step: dict[int, list[list[int]]] = {}
         for layer, (_, router) in enumerate(moe_routers(runner.vllm_config)):
-            before_eplb_mapping(router, partial(self._chose, layer))
-        self._execute, runner.execute_model = runner.execute_model, self._executed
+            before_eplb_mapping(router, partial(self._store_choices, layer))
+        self._execute, runner.execute_model = runner.execute_model, self._execute_and_observe
 
-    def _chose(self, layer: int, experts: Any) -> None:
+    def _store_choices(self, layer: int, experts: Any) -> None:
         self._step[layer] = experts.tolist()
 
-    def _executed(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute_and_observe(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         output = self._execute(scheduled, *args, **kwargs)
         if scheduled.total_num_scheduled_tokens:
             state = getattr(self._runner, "execute_model_state", None)  # V2 has the batch's order here
@@ -92,7 +92,7 @@ def serve(arguments: dict[str, Any]) -> dict[str, Any]:
         **engine_kwargs("calibrate", device="cpu", **arguments),
     ).llm_engine
     core = engine.engine_core.engine_core
-    seen = Seen(core)
+    observed = ObservedChoices(core)
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     connector = core.scheduler.connector
     params = SamplingParams(
@@ -112,7 +112,7 @@ def serve(arguments: dict[str, Any]) -> dict[str, Any]:
                     tokens = list(output.outputs[0].token_ids)
                     record = {"prompt": output.prompt_token_ids, "output": tokens}
                     record["cached"] = output.num_cached_tokens or 0
-                    record["seen"] = seen.routes(output.prompt_token_ids + tokens[:-1])
+                    record["seen"] = observed.routes(output.prompt_token_ids + tokens[:-1])
                     records.append(record | (output.kv_transfer_params or {}))
     samples = {s.name: s.value for family in REGISTRY.collect() for s in family.samples}
     return {

@@ -1,7 +1,8 @@
-"""Compare policies live: the application serves, tables are swapped in, loadgen.compare drives the load.
+"""Compare policies live: serve the application, swap tables in, and drive the load by loadgen.compare.
 
-Shared machines are faster in one trial than in the next. So each policy has two rows: `clock` wall, and even,
-with times normalised for CPU speed (benchmarks/lib/normalised_time.py).
+Shared machines are faster in one trial than in the next. So each policy has two rows. The one with `clock`
+wall has wall-clock times, the one with `clock` even has times normalised for CPU speed
+(benchmarks/lib/normalised_time.py).
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.cluster import local_ray, wait_ready
-from benchmarks.lib.cpu_speed import probed
+from benchmarks.lib.cpu_speed import record_cpu_speed
 from benchmarks.lib.engines import engine_roles, our_arguments
-from benchmarks.lib.normalised_time import NormalisedTime, felt_by_engines, normalised
+from benchmarks.lib.normalised_time import (
+    NORMALISED,
+    NormalisedTime,
+    fit_engine_sensitivity,
+    normalise_trial,
+)
 from benchmarks.lib.prompts import no_longer_than
 from eldr_serve.commands.client import Client
 from eldr_serve.commands.errors import UserInputError
@@ -27,7 +33,7 @@ from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.figures import BASELINES, policy_rows
 from loadgen.journal import Journal
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.trial import read_trials
 from loadgen.workload import Prompt, read_prompts
 
@@ -35,12 +41,15 @@ KEY = "live"
 _KV_BYTES = 2**28  # for each engine; wide experts take the rest of the memory
 
 
-def lengths(mean: int) -> dict[str, int]:
-    """Return options of loadgen.compare. With equal lengths a closed loop would start requests in waves."""
+def length_options(mean: int) -> dict[str, int]:
+    """Return the options of loadgen.compare for answers of this mean length, in tokens.
+
+    Lengths vary, since with equal ones a closed loop would start requests in waves.
+    """
     return {"min-tokens": mean // 2, "max-tokens": mean + mean // 2}
 
 
-def workers_of(arguments: dict[str, Any]) -> int:
+def decode_replicas_of(arguments: dict[str, Any]) -> int:
     """Return the number of decode workers in a deployment's `args`."""
     return int(arguments["decode_config"]["deployment_config"]["num_replicas"])
 
@@ -59,14 +68,14 @@ def wide_arguments(
     return arguments
 
 
-def fitting(prompts: Path, ids: Iterable[str], max_tokens: int) -> list[Prompt]:
+def select_prompts(prompts: Path, ids: Iterable[str], max_tokens: int) -> list[Prompt]:
     """Return the prompts with these ids, except those that are too long."""
-    wanted = set(ids)
-    return no_longer_than((p for p in read_prompts([prompts]) if p.id in wanted), max_tokens, chat=True)
+    wanted_ids = set(ids)
+    return no_longer_than((p for p in read_prompts([prompts]) if p.id in wanted_ids), max_tokens, chat=True)
 
 
 @contextmanager
-def served(arguments: dict[str, Any], *, port: int) -> Iterator[Client]:
+def serve_application(arguments: dict[str, Any], *, port: int) -> Iterator[Client]:
     """Run the application with these `args`, ready at `port`; Serve's proxy listens on the next port."""
     with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
@@ -79,19 +88,23 @@ def served(arguments: dict[str, Any], *, port: int) -> Iterator[Client]:
         yield Client(f"http://127.0.0.1:{port}", KEY)
 
 
-def serving(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[Client]:
-    """Run the application as `served`, ready for a benchmark's own tables: it fits none itself."""
-    return served(
+def serve_without_table(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[Client]:
+    """Run the application as `serve_application` does, but without a signature pool that fits tables."""
+    return serve_application(
         {"signatures": {"actors": 0}} | arguments | {"router": {"policy": "shortest-queue"}}, port=port
     )
 
 
 class Comparison:
-    """A comparison in a folder, bound to its first inputs until `finish`; UserInputError if they differ."""
+    """A comparison that is kept in a folder until `finish`.
 
-    def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
+    Raises:
+        UserInputError: the folder has a comparison with other inputs.
+    """
+
+    def __init__(self, folder: Path, inputs: Mapping[str, Any]) -> None:
         self.folder = folder
-        self._journal = Journal(folder / "asked.jsonl", asked)
+        self._journal = Journal(folder / "asked.jsonl", inputs)
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -107,7 +120,7 @@ class Comparison:
         table.save(self.folder / "table.safetensors")
         Client(url, KEY).swap_table(table.to_bytes())
         options = load | {"host": url, "out": out}
-        with probed(self.folder / "cpu_speed"):
+        with record_cpu_speed(self.folder / "cpu_speed"):
             done = subprocess.run(
                 [sys.executable, "-m", "loadgen.compare", *(f"--{k}={v}" for k, v in options.items())],
                 env=os.environ | {"ELDR_ADMIN_KEY": KEY},
@@ -118,20 +131,20 @@ class Comparison:
         self._journal.put("result", json.loads((out / "compare.json").read_text()))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return its rows, in wall-clock time (`clock` wall) and normalised for CPU speed (`clock` even)."""
+        """Return the rows of all policies by wall clock, then those in normalised time."""
         assert self.result is not None
-        asked, trials = self.result["inputs"], read_trials(self.folder / "comparison")
-        notes = NormalisedTime.read(self.folder / "cpu_speed")
-        felt = felt_by_engines(trials, notes, BASELINES)
-        clock = notes.as_felt(felt)
+        inputs, trials = self.result["inputs"], read_trials(self.folder / "comparison")
+        clock = NormalisedTime.read(self.folder / "cpu_speed")
+        sensitivity = fit_engine_sensitivity(trials, clock, BASELINES)
+        engine_clock = clock.with_sensitivity(sensitivity)
         rows = policy_rows(
-            asked["policies"],
-            [normalised(trial, clock) for trial in trials],
-            slo=Slo(asked["slo_ttft_ms"], asked["slo_tpot_ms"]),
-            **{name: asked[name] for name in ("warm_up_s", "seconds", "seed")},
+            inputs["policies"],
+            [normalise_trial(trial, engine_clock) for trial in trials],
+            objective=LatencyObjective(inputs["slo_ttft_ms"], inputs["slo_tpot_ms"]),
+            **{name: inputs[name] for name in ("warm_up_s", "seconds", "seed")},
         )
         return [{"clock": "wall", **row} for row in self.result["rows"]] + [
-            {"clock": "even", **row, "pace_felt": felt} for row in rows
+            {"clock": NORMALISED, **row, "pace_felt": sensitivity} for row in rows
         ]
 
     def finish(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from eldr_serve.commands.errors import UserInputError
 from loadgen.trial import Trial
 
+NORMALISED = "even"  # value of `clock` in stored rows whose times are normalised
 _WINDOW_S = 5.0  # window in which speed is assumed constant
 _SPARE_TRIALS = 4  # beyond one per group, to fit a slope
 
@@ -23,37 +24,38 @@ class NormalisedTime:
     One of its seconds is a second at the mean speed of the records.
 
     Args:
-        notes: each core's float64[n, 4]: Unix time, s; CPU time of the probe, s; stolen ticks; all ticks.
-        felt: sensitivity (see `felt`): where the product takes x times as long, the work takes x**felt times.
+        records: of each core, float64[n, 4]: Unix time, s; CPU time of the probe, s; stolen ticks; all ticks.
+        sensitivity: exponent s of `fit_sensitivity`. Where the probe takes x times as long, the work takes
+            x**s times as long.
     """
 
-    def __init__(self, notes: Sequence[np.ndarray], felt: float = 1.0) -> None:
-        self._notes = notes
-        begin, end = min(n[0, 0] for n in notes), max(n[-1, 0] for n in notes)
+    def __init__(self, records: Sequence[np.ndarray], sensitivity: float = 1.0) -> None:
+        self._records = records
+        begin, end = min(r[0, 0] for r in records), max(r[-1, 0] for r in records)
         edges = np.linspace(begin, end, 1 + max(1, round((end - begin) / _WINDOW_S)))
-        speed, kept = np.mean([_speed(n, edges, felt) for n in notes], axis=0)
+        speed, own_share = np.mean([_speed(r, edges, sensitivity) for r in records], axis=0)
         self._edges, self._slowdown = edges, np.mean(speed) / speed
-        work = speed * kept
-        self._done = np.concatenate([[0.0], np.cumsum(work / np.mean(work) * np.diff(edges))])
+        work = speed * own_share
+        self._work_s = np.concatenate([[0.0], np.cumsum(work / np.mean(work) * np.diff(edges))])
 
     @classmethod
     def read(cls, folder: Path) -> NormalisedTime:
-        """Read the records of `probed`; raise UserInputError if the folder has none."""
+        """Read the records of `record_cpu_speed`; raise UserInputError if the folder has none."""
         files = sorted(folder.glob("cpu_speed_*.jsonl"))
-        notes = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-        if not any(notes):
+        records = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        if not any(records):
             raise UserInputError(f"{folder} has no records of the cores' speed")
-        return cls([np.array(of_core, float) for of_core in notes if of_core])
+        return cls([np.array(of_core, float) for of_core in records if of_core])
 
-    def as_felt(self, felt: float) -> NormalisedTime:
+    def with_sensitivity(self, sensitivity: float) -> NormalisedTime:
         """Return a clock from the same records, for work with this sensitivity to the probe."""
-        return NormalisedTime(self._notes, felt)
+        return NormalisedTime(self._records, sensitivity)
 
     def seconds(self, start: float, end: float) -> float:
         """Return the normalised time from one Unix time to another."""
         if start < self._edges[0] - _WINDOW_S or end > self._edges[-1] + _WINDOW_S:
             raise UserInputError("the records of the cores' speed have gaps")
-        return float(np.interp(end, self._edges, self._done) - np.interp(start, self._edges, self._done))
+        return float(np.interp(end, self._edges, self._work_s) - np.interp(start, self._edges, self._work_s))
 
     def slowdown(self, start: float, end: float) -> float:
         """Return how much more CPU time than at the mean speed the same work took between two Unix times."""
@@ -61,22 +63,31 @@ class NormalisedTime:
         return float(np.mean(self._slowdown[inside]))
 
 
-def felt_by_engines(trials: Sequence[Trial], clock: NormalisedTime, alike: Collection[str]) -> float:
-    """Return `felt` of engine time per token, by a clock with `felt` 1; policies `alike` count as one."""
+def fit_engine_sensitivity(trials: Sequence[Trial], clock: NormalisedTime, alike: Collection[str]) -> float:
+    """Fit the sensitivity of engine time per request; all policies in `alike` are one group.
+
+    Args:
+        clock: with sensitivity 1.
+    """
     groups, slowdowns, seconds = [], [], []
     for trial in trials:
         if trial.requests and trial.engines and trial.engines["requests"]:
             groups.append("" if trial.policy in alike else trial.policy)
             slowdowns.append(clock.slowdown(*_span(trial)))
             seconds.append(trial.engines["seconds"] / trial.engines["requests"])
-    return felt(groups, slowdowns, seconds)
+    return fit_sensitivity(groups, slowdowns, seconds)
 
 
-def felt(groups: Sequence[str], slowdowns: Sequence[float], seconds: Sequence[float]) -> float:
-    """Return how sensitive some work is to the product's slowdown: 0 not at all, 1 equally, 2 its square.
+def fit_sensitivity(groups: Sequence[str], slowdowns: Sequence[float], seconds: Sequence[float]) -> float:
+    """Fit how sensitive some work is to the slowdown of the probe: 0 not at all, 1 equally, 2 as its square.
 
-    This is the slope, by least squares, of the logarithm of its seconds over that of the slowdown (by a clock
-    with `felt` 1), from trial to trial of a group, whose work is the same. With too few trials, return 1.
+    All trials of a group do the same work. The sensitivity is the slope, by least squares, of the logarithm
+    of the work's seconds over the logarithm of the slowdown, within the groups. Too few trials give 1.
+
+    Args:
+        groups: name of each trial's group.
+        slowdowns: of each trial, by a clock with sensitivity 1.
+        seconds: time of each trial's work, s.
     """
     if len(groups) - len(set(groups)) < _SPARE_TRIALS:
         return 1.0
@@ -84,22 +95,22 @@ def felt(groups: Sequence[str], slowdowns: Sequence[float], seconds: Sequence[fl
     for group in set(groups):
         inside = [g == group for g in groups]
         points[:, inside] -= points[:, inside].mean(axis=1, keepdims=True)
-    slowdown, took = points
-    if not slowdown.any():
+    log_slowdown, log_seconds = points
+    if not log_slowdown.any():
         return 1.0
-    return float(np.clip(slowdown @ took / (slowdown @ slowdown), 0.0, 2.0))
+    return float(np.clip(log_slowdown @ log_seconds / (log_slowdown @ log_slowdown), 0.0, 2.0))
 
 
-def normalised(trial: Trial, clock: NormalisedTime) -> Trial:
-    """Return the trial with all times by the clock; each request still ends at the same time.
+def normalise_trial(trial: Trial, clock: NormalisedTime) -> Trial:
+    """Return the trial with all times measured by the clock; each request still ends at the same time.
 
     Token gaps and the hand-over, whose own start is unknown, are scaled like the whole request.
     """
-    requests = [_normalised(record, clock) for record in trial.requests]
+    requests = [_normalise_request(record, clock) for record in trial.requests]
     engines = trial.engines
     if engines is not None and requests:
-        slower = clock.slowdown(*_span(trial))
-        engines = engines | {key: engines[key] / slower for key in ("seconds", "token_seconds")}
+        slowdown = clock.slowdown(*_span(trial))
+        engines = engines | {key: engines[key] / slowdown for key in ("seconds", "token_seconds")}
     return replace(trial, requests=requests, engines=engines)
 
 
@@ -109,7 +120,7 @@ def _span(trial: Trial) -> tuple[float, float]:
     return min(r["sent_unix_s"] for r in trial.requests), max(ends)
 
 
-def _normalised(record: dict[str, Any], clock: NormalisedTime) -> dict[str, Any]:
+def _normalise_request(record: dict[str, Any], clock: NormalisedTime) -> dict[str, Any]:
     if record.get("ttft_s") is None or record.get("end_s") is None:
         return record
     sent, end_s = record["sent_unix_s"], record["end_s"]
@@ -117,25 +128,27 @@ def _normalised(record: dict[str, Any], clock: NormalisedTime) -> dict[str, Any]
     rate = whole_s / end_s
     decode_s = end_s - record["ttft_s"]
     decode_rate = (whole_s - ttft_s) / decode_s if decode_s else 1.0
-    changed: dict[str, Any] = {
+    times: dict[str, Any] = {
         "sent_s": record["sent_s"] + end_s - whole_s,
         "ttft_s": ttft_s,
         "end_s": whole_s,
     }
-    changed["itl_s"] = [rate * gap for gap in record["itl_s"]]
+    times["itl_s"] = [rate * gap for gap in record["itl_s"]]
     for name, factor in (("tpot_s", decode_rate), ("handover_s", rate)):
         if record[name] is not None:
-            changed[name] = factor * record[name]
-    return record | changed
+            times[name] = factor * record[name]
+    return record | times
 
 
-def _speed(notes: np.ndarray, edges: np.ndarray, felt: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return a core's speed in each window, s**-felt, and the share of it that was not stolen."""
+def _speed(records: np.ndarray, edges: np.ndarray, sensitivity: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return a core's speed in each window, s**-sensitivity, and the share of time that was not stolen."""
     windows = len(edges) - 1
-    # An interrupted record can be many times as long, or 0: hence the median of the others.
-    timed = notes[notes[:, 1] > 0]
+    # An interrupted record can be many times as long, or 0: hence the median of the positive ones.
+    timed = records[records[:, 1] > 0]
     window = np.clip(np.searchsorted(edges, timed[:, 0], side="right") - 1, 0, windows - 1)
-    known = np.unique(window)
-    seconds = [np.median(timed[window == w, 1]) for w in known]
-    stolen, ticks = (np.diff(np.interp(edges, notes[:, 0], notes[:, column])) for column in (2, 3))
-    return np.interp(np.arange(windows), known, seconds) ** -felt, 1 - stolen / np.maximum(ticks, 1)
+    windows_with_records = np.unique(window)
+    seconds = [np.median(timed[window == w, 1]) for w in windows_with_records]
+    stolen, ticks = (np.diff(np.interp(edges, records[:, 0], records[:, column])) for column in (2, 3))
+    return np.interp(
+        np.arange(windows), windows_with_records, seconds
+    ) ** -sensitivity, 1 - stolen / np.maximum(ticks, 1)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 import yaml
@@ -20,7 +24,7 @@ Intermediate = Annotated[int, typer.Option(min=32, help="Neurons per expert; 102
 MeanOutput = Annotated[
     int, typer.Option(min=2, help="Mean tokens generated per request, drawn from 0.5 to 1.5 times it.")
 ]
-Captured = Annotated[int, typer.Option(min=16, help="Prompts captured, half tasks, half languages.")]
+CapturedRequests = Annotated[int, typer.Option(min=16, help="Prompts captured, half tasks, half languages.")]
 Workers = Annotated[str, typer.Option(help="Numbers of decode workers, with commas.")]
 Groups = Annotated[str, typer.Option(help="Workloads with commas, of: all, language, task.")]
 Work = Annotated[Path, typer.Option(help="Folder for the capture and the widened model.")]
@@ -52,6 +56,31 @@ Interval = Annotated[int, typer.Option(min=1, help="Tokens per chunk of an answe
 BurnIn = Annotated[int, typer.Option(min=0, help="Load on newly started engines, s; no figure includes it.")]
 Longest = Annotated[int, typer.Option(min=1, help="Maximum tokens of a prompt; longer ones are left out.")]
 
+Settings = TypeVar("Settings")
+
+
+def command_of_settings(command: Callable[[Settings], None]) -> Callable[..., None]:
+    """Turn a function of one dataclass into a command with one option for each field of the dataclass."""
+    (settings,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
+    hints = get_type_hints(settings, include_extras=True)
+
+    @functools.wraps(command)
+    def from_options(**values: Any) -> None:
+        command(settings(**values))
+
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(settings)
+    ]
+    from_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    from_options.__annotations__ = hints
+    return from_options
+
 
 def two_policies(value: str) -> tuple[str, str]:
     """Return the two names of `--policies`; raise UserInputError unless there are two different ones."""
@@ -72,7 +101,7 @@ def policy(option: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def numbers(option: str, value: str) -> list[int]:
-    """Return an option's positive numbers, separated by commas; raise UserInputError on anything else."""
+    """Return the positive numbers of an option, separated by commas; raise UserInputError on others."""
     parts = value.split(",")
     if not all(part.isdigit() and int(part) for part in parts):
         raise UserInputError(f"{option} is {value!r}, it must be positive numbers with commas")

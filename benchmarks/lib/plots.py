@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.lib.normalised_time import NORMALISED
 from benchmarks.lib.synthetic import L
 from benchmarks.lib.tables import ROOT, Rows, has_result
 from loadgen.figures import BASELINES
@@ -26,7 +27,7 @@ _BASELINE = "TPOT {} against the best balancer, %"
 _PAPER = {"language": (-5.9, -10.0), "task": (-7.0, -13.9)}  # locality-band's medians, Figures 11 and 12
 
 
-def two(title: str) -> tuple[Figure, Any]:
+def two_panels(title: str) -> tuple[Figure, Any]:
     """Return a figure with two panels under one title."""
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     figure.suptitle(title, fontsize=11)
@@ -36,8 +37,8 @@ def two(title: str) -> tuple[Figure, Any]:
 def tpot() -> None:
     """Draw both percentiles, live beside replayed."""
     title = "marginal-cost: median TPOT falls live and replayed; p99 rises live, falls replayed but on tasks"
-    figure, panels = two(title)
-    live = [row for row in read_rows("live") if row["clock"] == "even"]
+    figure, panels = two_panels(title)
+    live = [row for row in read_rows("live") if row["clock"] == NORMALISED]
     replayed = [row for row in read_rows("decode_replay") if row["workers"] == 8]
     groups = [
         (f"{workload}\n{how}", {row[key]: row for row in rows if row["workload"] == workload}, form)
@@ -66,7 +67,7 @@ def tpot() -> None:
 
 def real_routes() -> None:
     """Draw the policies on published routes of real models, with the step costs of an H100."""
-    figure, panels = two(
+    figure, panels = two_panels(
         "On real routes marginal-cost lowers the median and p99; with tail_power 1 p99 may rise"
     )
     rows = read_rows("tail_price")
@@ -97,20 +98,25 @@ def at_scale() -> None:
     colours = {"locality-band": "C1", "marginal-cost,tail_power=16": "C0", "marginal-cost,tail_power=1": "C9"}
     for name, dashes in (("at_scale", "-"), ("at_scale_mixed", "--")):
         requests = "copies" if name == "at_scale" else "mixtures"
-        every = read_rows(name)
-        sizes = sorted({row["workers"] for row in every})
-        for (trace, policy), rows in _by(every, "arrivals", "policy").items():
+        results = read_rows(name)
+        sizes = sorted({row["workers"] for row in results})
+        for (trace, policy), rows in _by(results, "arrivals", "policy").items():
             for axes, percentile in zip(panels[int("mooncake" in trace)], ("p50", "p99"), strict=True):
                 if policy in colours:
                     column = f"tpot_{percentile}_change_pct"
-                    known = {row["workers"]: row for row in rows}  # of several divisions the last one
-                    y = [row[column] for row in known.values()]
+                    by_workers = {row["workers"]: row for row in rows}  # of several divisions the last one
+                    y = [row[column] for row in by_workers.values()]
                     spread = [
-                        [sign * (row.get(column + end, row[column]) - row[column]) for row in known.values()]
+                        [
+                            sign * (row.get(column + end, row[column]) - row[column])
+                            for row in by_workers.values()
+                        ]
                         for end, sign in (("_low", -1), ("_high", 1))
                     ]
                     label = f"{policy.replace(',tail_power=', ', power ')}, {requests}"
-                    axes.errorbar([*known], y, spread, fmt=f"o{dashes}", color=colours[policy], label=label)
+                    axes.errorbar(
+                        [*by_workers], y, spread, fmt=f"o{dashes}", color=colours[policy], label=label
+                    )
                 axes.set(xlabel=f"workers, arrivals of {trace.partition('_')[0].title()}", xscale="log")
                 axes.set_ylabel(f"change of TPOT {percentile}, %")
                 axes.set_xticks(sizes, sizes)
@@ -121,15 +127,15 @@ def at_scale() -> None:
 
 def _by(rows: Rows, *columns: str) -> dict[tuple[Any, ...], Rows]:
     """Return the rows by their values of these columns."""
-    found: dict[tuple[Any, ...], Rows] = {}
+    groups: dict[tuple[Any, ...], Rows] = {}
     for row in rows:
-        found.setdefault(tuple(row[column] for column in columns), []).append(row)
-    return found
+        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return groups
 
 
 def curves(name: str, title: str, rows: Rows, axis: tuple[str, str], forms: tuple[str, str], by: str) -> None:
     """Draw TPOT p50 and p99 by `axis` (column, label), one line per policy."""
-    figure, panels = two(title)
+    figure, panels = two_panels(title)
     x, xlabel = axis
     column, ylabel = forms
     for axes, percentile in zip(panels, ("p50", "p99"), strict=True):
@@ -148,7 +154,7 @@ def curves(name: str, title: str, rows: Rows, axis: tuple[str, str], forms: tupl
 def overload() -> None:
     """Draw throughput against TPOT above saturation."""
     title = "At 120 % of slot capacity marginal-cost serves most without a step barrier, balance-band with it"
-    figure, panels = two(title)
+    figure, panels = two_panels(title)
     for row in read_rows("together_policies"):
         load, barrier = row["workload"].split(", ")
         if load != "load 1.2" or row["policy"] == "locality-balance":  # a removed policy
@@ -164,7 +170,7 @@ def overload() -> None:
 
 def experts() -> None:
     """Draw the active experts of a batch, and a layer's time by active experts."""
-    figure, (batches, layer) = two(
+    figure, (batches, layer) = two_panels(
         "A batch of one language activates a third fewer experts, and a layer's time follows active experts"
     )
     for workload, mark in (("language", "o"), ("task", "s")):
@@ -190,8 +196,8 @@ def step_cost() -> None:
     axes = figure.subplots()
     points = [row for row in rows if row["level"] == "point"]
     for size, shade in zip(dict.fromkeys(row["batch_size"] for row in points), _SHADES, strict=False):
-        mine = [row for row in points if row["batch_size"] == size]
-        x, y = ([row[key] for row in mine] for key in ("active_experts", "forward_p50_ms"))
+        of_batch = [row for row in points if row["batch_size"] == size]
+        x, y = ([row[key] for row in of_batch] for key in ("active_experts", "forward_p50_ms"))
         axes.plot(x, y, "o-", color=shade, markersize=3, label=f"batch {size}")
     layers = [row for row in rows if row["level"] == "package" and row["of"].endswith("MoE layers")]
     for row, dashes in zip(layers, ("dashed", "dotted"), strict=True):

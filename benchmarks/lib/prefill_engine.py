@@ -1,9 +1,11 @@
 """One prefill engine in its own process, driven by lines on standard input.
 
-The command's argument is {"model", "device" ("cpu" or "cuda"), "block_size", "max_tokens"} and optionally
-further engine "arguments". On a GPU the engine is eager, since hooks captured in a CUDA graph could not be
-switched off; prompts are computed outside of graphs anyway. Each line is [whether to capture, prompt (token
-ids)]; the answer is one line with the latency and the counting time that the engine reports, s.
+The command's argument is a JSON object with "model", "device" ("cpu" or "cuda"), "block_size" and
+"max_tokens"; it may have further engine "arguments". On a GPU the engine is eager, since hooks captured in a
+CUDA graph could not be switched off. Prompts are computed outside of graphs anyway.
+
+Each line on standard input is [whether to capture, token ids of a prompt]. Each answer is a line with the
+latency and the counting time that the engine reports, s.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def main(job: dict[str, Any], answer: Any) -> None:
         detokenize=False,
         extra_args={"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}},
     )
-    counted = 0.0
+    counting_s = 0.0
     for line in sys.stdin:
         capture, prompt = json.loads(line)
         Switch.turn(capture, llm.llm_engine.vllm_config)
@@ -67,8 +69,9 @@ def main(job: dict[str, Any], answer: Any) -> None:
         has_counts = "eldr_expert_counts" in (output.kv_transfer_params or {})
         if has_counts != capture:
             raise RuntimeError(f"capture is {capture}, but the engine returned expert counts: {has_counts}")
-        before, counted = counted, total(generate_latest().decode(), "eldr_capture_seconds_sum")
-        print(json.dumps([seconds, counted - before]), file=answer, flush=True)
+        counting_end_s = total(generate_latest().decode(), "eldr_capture_seconds_sum")
+        print(json.dumps([seconds, counting_end_s - counting_s]), file=answer, flush=True)
+        counting_s = counting_end_s
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ def medians(
     """
     summaries = []
     for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
-        mine = [row for row in rows if tuple(row[name] for name in keys) == key]
-        row: dict[str, Any] = dict(zip(keys, key, strict=True)) | {"rounds": len(mine)}
-        for name, value in mine[0].items():
+        of_case = [row for row in rows if tuple(row[name] for name in keys) == key]
+        row: dict[str, Any] = dict(zip(keys, key, strict=True)) | {"rounds": len(of_case)}
+        for name, value in of_case[0].items():
             if name in summed:
-                row[name] = sum(other[name] for other in mine)
+                row[name] = sum(one[name] for one in of_case)
             elif isinstance(value, int | float) and name not in keys:
-                row[name] = float(np.median([other[name] for other in mine]))
+                row[name] = float(np.median([one[name] for one in of_case]))
         for name in with_interval:
-            _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([other[name] for other in mine])
+            _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([one[name] for one in of_case])
         summaries.append(row)
     return summaries

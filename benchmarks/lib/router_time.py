@@ -1,4 +1,4 @@
-"""The time of a router for a placement: of its placer, measured here, and of the channel, as committed."""
+"""The time of a router for a placement, as the sum of its placer's and its channel's."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def screenshots(
     report: Annotated[Path | None, typer.Option(help="Also a report.html of `eldr compare`.")] = None,
 ) -> None:
     """Write live_page.png, live_page_dark.png and live_page_phone.png of a running service."""
-    pictures = asyncio.run(taken(f"{url.rstrip('/')}/eldr/", admin_key))
+    pictures = asyncio.run(take_screenshots(f"{url.rstrip('/')}/eldr/", admin_key))
     if report is not None:
         pictures["report"] = asyncio.run(screenshot_of_report(report))
     out.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ async def browser() -> AsyncIterator[Browser]:
         await chromium.close()
 
 
-async def taken(url: str, admin_key: str | None) -> dict[str, bytes]:
+async def take_screenshots(url: str, admin_key: str | None) -> dict[str, bytes]:
     """Return each view of VIEWS as PNG."""
     async with browser() as chromium:
         page = await chromium.new_page()

@@ -57,7 +57,7 @@ _NAMES = {
 }
 
 
-def filled(page: str) -> str:
+def fill_blocks(page: str) -> str:
     """Return the page with every table regenerated."""
 
     def block(match: re.Match[str]) -> str:
@@ -118,10 +118,11 @@ def _each(claim: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the claim, or one for each combination of the values that `each` has in the result's rows."""
     if "each" not in claim:
         return [claim]
-    rows = [row for row in read_rows(claim["result"]) if selected(row, claim)]
-    found = dict.fromkeys(tuple(row[key] for key in claim["each"]) for row in rows)
+    rows = [row for row in read_rows(claim["result"]) if matches_claim(row, claim)]
+    combinations = dict.fromkeys(tuple(row[key] for key in claim["each"]) for row in rows)
     return [
-        claim | {"where": claim["where"] | dict(zip(claim["each"], values, strict=True))} for values in found
+        claim | {"where": claim["where"] | dict(zip(claim["each"], values, strict=True))}
+        for values in combinations
     ]
 
 
@@ -129,19 +130,19 @@ def _cell(cell: str | dict[str, Any], claim: dict[str, Any]) -> str:
     if isinstance(cell, str) and "{" not in cell:
         return cell
     name = cell.get("result") if isinstance(cell, dict) else None
-    rows = [row for row in read_rows(name or claim["result"]) if selected(row, claim)]
+    rows = [row for row in read_rows(name or claim["result"]) if matches_claim(row, claim)]
     if isinstance(cell, str):
-        return "; ".join(_formatted(cell, row) for row in rows)
-    (row,) = (row for row in rows if selected(row, cell))
-    return _formatted(cell["text"], row)
+        return "; ".join(_fill_in(cell, row) for row in rows)
+    (row,) = (row for row in rows if matches_claim(row, cell))
+    return _fill_in(cell["text"], row)
 
 
-def _formatted(text: str, row: dict[str, Any]) -> str:
+def _fill_in(text: str, row: dict[str, Any]) -> str:
     """Fill in the row's values; a value that is rounded to zero has no sign."""
     return _ZERO.sub(r"\1", text.format(**row))
 
 
-def selected(row: dict[str, Any], claim: dict[str, Any]) -> bool:
+def matches_claim(row: dict[str, Any], claim: dict[str, Any]) -> bool:
     """Return whether the row has the values that the claim names, or one of each list."""
     return all(
         row[key] in (value if isinstance(value, list) else [value]) for key, value in claim["where"].items()
@@ -162,11 +163,11 @@ def _number(value: Any) -> str:
 
 def _parameters(arguments: str) -> str:
     """Return one line per parameter of the policy, without those that it shares with another policy."""
-    name, _, beyond = arguments.partition(" beyond ")
-    known = policy_class(beyond).Parameters.model_fields if beyond else {}
+    name, _, other = arguments.partition(" beyond ")
+    other_fields = policy_class(other).Parameters.model_fields if other else {}
     lines = []
     for parameter, field in policy_class(name).Parameters.model_fields.items():
-        if parameter in known and known[parameter].default == field.default:
+        if parameter in other_fields and other_fields[parameter].default == field.default:
             continue
         default = f"{field.default:g}" if isinstance(field.default, float) else json.dumps(field.default)
         lines.append([f"`{parameter}`", kind_of(field), default, str(field.description)])
@@ -194,9 +195,9 @@ _KINDS = {"table": _table, "claims": _claims, "pages": _pages, "parameters": _pa
 def main() -> None:
     """Rewrite the pages."""
     for page in PAGES:
-        write_whole(page, filled(page.read_text()))
+        write_whole(page, fill_blocks(page.read_text()))
     for name in filter(has_result, GPU_PAGES):
-        write_whole(TABLES / f"{name}.md", filled(_gpu_page(name)))
+        write_whole(TABLES / f"{name}.md", fill_blocks(_gpu_page(name)))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,23 @@
         --arrivals azure_llm_2023_conv.csv.gz --arrivals mooncake_conversation.jsonl.gz
 
 The arrivals are resampled (`arrivals.rate_per_s` of a scenario), so that a worker runs `--batch` requests on
-average if they are spread at random, whatever the number of workers. With several `--routers` each has an
-equal share of the workers and its own queue, as several deployments of the application have, and a load
-balancer that knows nothing of them sends each request to one of them at random.
-A router makes a placement after the other: `router_us` is the CPU time of a placement and its release in the
-placer, measured here with all of its requests in flight, and the rest of a placement by `router_actor`.
-`router_load_pct` is the share of the time that a router is busy with that; above 100 % its queue grows.
-Routers are alike: with `--simulated-routers 2` two of them are simulated, with their workers and requests.
+average if requests are spread at random, whatever the number of workers. With several `--routers`, each
+router has an equal share of the workers and its own queue, as several deployments of the application have. A
+load balancer that knows nothing of the routers sends each request to one of them at random. All routers are
+alike, so with `--simulated-routers 2` only two of them are simulated, with their workers and requests.
+
+A router makes one placement after the other. `router_us` is the time of a placement: the CPU time of the
+placer for the placement and its release, measured here with all requests of the router in flight, and the
+rest as `router_actor` measured it. `router_load_pct` is the share of the time that a router is busy with
+placements; above 100 % its queue grows.
+
 Changes are against shortest-queue on as many routers, with 95 % intervals over the seeds (paired).
 `saved_p99_pct` says how many workers fewer give the policy the p99 of shortest-queue on all workers, at the
-same arrivals in the first seed; a negative value: how many more it needs.
-Figures are of the requests that arrive after a fifth and before nine tenths of the others.
-A stopped run resumes from `--journal`, and other sizes, policies or seeds can be added to it;
-`--finished-only` publishes what it has.
+same arrivals in the first seed. A negative value says how many more workers the policy needs. The figures are
+those of the requests that arrive after the first fifth and before the last tenth.
+
+A stopped run resumes from `--journal`, and other sizes, policies or seeds can be added to the journal.
+`--finished-only` publishes the runs that the journal has.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +52,7 @@ from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.results import publish
-from loadgen.statistics import Slo, paired_ratio_percent
+from loadgen.statistics import LatencyObjective, paired_ratio_percent
 from offline.scenario import PolicyChoice, Scenario, Work, observed, routes_of
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Requests
@@ -58,17 +63,17 @@ POLICIES = f"shortest-queue,least-tokens,power-of-two,locality-band,{_OURS}"
 _GRID = 1 / 32  # of the workers: step of the search for fewer ones
 _FEWEST, _MOST = 0.6, 1.25  # of the workers: range of that search
 _WINDOW = (0.2, 0.9)  # share of the arrivals before and until which figures count
-_CHANGED = ("tpot_p50_ms", "tpot_p99_ms", "goodput_per_s")
+_COMPARED = ("tpot_p50_ms", "tpot_p99_ms", "goodput_per_s")
 
 
-def divided(requests: Requests, routers: int, seed: int) -> list[Requests]:
+def divide_among_routers(requests: Requests, routers: int, seed: int) -> list[Requests]:
     """Return the requests of each router, to which a load balancer sends them at random."""
     router = np.random.default_rng(seed).integers(routers, size=len(requests))
     columns = requests.arrival_s, requests.prompt_tokens, requests.output_tokens, requests.kind
     return [Requests(*(column[router == number] for column in columns)) for number in range(routers)]
 
 
-def figures(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, float]:
+def figures_in_window(outcomes: Sequence[Outcome], objective: LatencyObjective) -> dict[str, float]:
     """Return the figures of the requests in the window, of all routers together."""
 
     def together(values: Callable[[Outcome], NDArray[Any]]) -> NDArray[Any]:
@@ -82,7 +87,7 @@ def figures(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, float]:
     for name, values in (("tpot", tpot_s), ("ttft", ttft_s)):
         for q in (50, 99):
             row[f"{name}_p{q}_ms"] = 1e3 * float(np.nanpercentile(values, q))
-    good, step_s = together(lambda one: one.good(slo))[inside], together(lambda one: one.seconds)
+    good, step_s = together(lambda one: one.good(objective))[inside], together(lambda one: one.seconds)
     return row | {
         "goodput_per_s": float(good.sum() / (end - start)),
         "good_pct": 100 * float(good.mean()),
@@ -91,8 +96,8 @@ def figures(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, float]:
     }
 
 
-def fewest(counts: Sequence[int], meets: Callable[[int], bool]) -> int | None:
-    """Return the smallest of ascending counts that meets a goal, as all above it must; None without one."""
+def smallest_that_meets(counts: Sequence[int], meets: Callable[[int], bool]) -> int | None:
+    """Return the smallest of ascending counts that meets a goal, or None; all larger ones must meet it."""
     low, high = 0, len(counts)
     while low < high:
         middle = (low + high) // 2
@@ -130,6 +135,8 @@ class Runs:
 
     Args:
         finished_only: make none; raise UnfinishedError instead.
+        on_requests: called during a simulation with the number of further finished requests.
+        on_run: called with the key of each simulation before it begins.
     """
 
     def __init__(
@@ -141,27 +148,27 @@ class Runs:
         journal: Journal,
         *,
         finished_only: bool,
+        on_requests: Callable[[int], None],
+        on_run: Callable[[str], None],
     ) -> None:
         self._study, self.arrivals, self.size, self._journal = study, arrivals, size, journal
         self.load = load
         self._finished_only = finished_only
-        self._made: tuple[int, Work] | None = None  # the last seed's
-        self.on_requests: Callable[[int], None] = lambda number: None
-        self.on_run: Callable[[str], None] = lambda name: None
+        self._on_requests, self._on_run = on_requests, on_run
+        self._last_work: tuple[int, Work] | None = None  # seed, and its requests and experts
 
     def placement_us(self, policy: str) -> float:
         """Return the CPU time of a placement by this policy on the workers of one router, us."""
-        key = self._key(policy, "placement_us")
-        known = self._known(key)
-        if known is None:
+
+        def measure() -> float:
             work, share = self._work(0), self.size.share
-            requests, made = (
-                divided(work.requests, self.size.routers, 0)[0],
-                self._policy(work, policy, share),
+            requests = divide_among_routers(work.requests, self.size.routers, 0)[0]
+            in_flight = self._study.batch * share
+            return 1e6 * placement_s(
+                self._policy(work, policy, share), requests, work.experts, share, in_flight
             )
-            known = 1e6 * placement_s(made, requests, work.experts, share, self._study.batch * share)
-            self._journal.put(key, known)
-        return float(known)
+
+        return float(self._get_or_make(self._key(policy, "placement_us"), measure))
 
     def router_s(self, policy: str) -> float:
         """Return the time of a router for a placement, s."""
@@ -171,36 +178,40 @@ class Runs:
         """Return the share of the time that a router is busy."""
         return 100 * self.router_s(policy) * self.load.rate_per_s * self.size.share
 
-    def one(self, policy: str, seed: int, workers: int) -> dict[str, float]:
-        """Return the figures of a run on this number of workers, at the arrivals of all."""
+    def of_seed(self, policy: str, seed: int, workers: int) -> dict[str, float]:
+        """Return the figures of a run on this number of workers, at the arrivals for all workers."""
         key = self._key(policy, f"{workers}/{seed}")
-        known = self._known(key)
-        if known is None:
-            self.on_run(key)
-            known = self._run(policy, seed, workers)
-            self._journal.put(key, known)
-        return dict(known)
 
-    def available(self, policy: str, seeds: int) -> int:
+        def run() -> dict[str, float]:
+            self._on_run(key)
+            return self._run(policy, seed, workers)
+
+        return dict(self._get_or_make(key, run))
+
+    def available_seeds(self, policy: str, seeds: int) -> int:
         """Return how many of the seeds can be shown: all, or the finished ones if no runs are to be made."""
         keys = [self._key(policy, f"{self.size.workers}/{seed}") for seed in range(seeds)]
         missing = (number for number, key in enumerate(keys) if self._journal.get(key) is None)
         return next(missing, seeds) if self._finished_only else seeds
 
-    def seeds(self, policy: str, seeds: int) -> list[dict[str, float]]:
+    def of_seeds(self, policy: str, seeds: int) -> list[dict[str, float]]:
         """Return the figures of each seed, on all workers."""
-        return [self.one(policy, seed, self.size.workers) for seed in range(seeds)]
+        return [self.of_seed(policy, seed, self.size.workers) for seed in range(seeds)]
 
-    def fewest(self, policy: str, quantile: str) -> int | None:
+    def fewest_workers(self, policy: str, quantile: str) -> int | None:
         """Return the fewest workers that give the policy the base's quantile on all workers, in one seed."""
-        goal, share = self.one(BASE, 0, self.size.workers)[quantile], self.size.share
+        goal, share = self.of_seed(BASE, 0, self.size.workers)[quantile], self.size.share
         counts = range(round(_FEWEST * share), round(_MOST * share) + 1, max(1, round(_GRID * share)))
-        found = fewest(counts, lambda count: self.one(policy, 0, count * self.size.routers)[quantile] <= goal)
-        return None if found is None else found * self.size.routers
+
+        def meets_goal(count: int) -> bool:
+            return self.of_seed(policy, 0, count * self.size.routers)[quantile] <= goal
+
+        count = smallest_that_meets(counts, meets_goal)
+        return None if count is None else count * self.size.routers
 
     def _run(self, policy: str, seed: int, workers: int) -> dict[str, float]:
         work, share = self._work(seed), workers // self.size.routers
-        parts = divided(work.requests, self.size.routers, seed)[: self.size.simulated]
+        parts = divide_among_routers(work.requests, self.size.routers, seed)[: self.size.simulated]
         cluster = self._scenario(1.0, share).cluster.model_copy(update={"router_s": self.router_s(policy)})
         started = time.thread_time()
         outcomes = [
@@ -210,11 +221,11 @@ class Runs:
                 cluster,
                 experts=work.experts,
                 seed=seed,
-                on_finished=self.on_requests,
+                on_finished=self._on_requests,
             )
             for requests in parts
         ]
-        row = figures(outcomes, self.load.slo)
+        row = figures_in_window(outcomes, self.load.objective)
         row["goodput_per_s"] *= self.size.routers / len(parts)
         return row | {"requests": sum(map(len, parts)), "run_s": time.thread_time() - started}
 
@@ -224,23 +235,23 @@ class Runs:
         return work.policy(choice, self._scenario(1.0, workers).cluster)
 
     def _work(self, seed: int) -> Work:
-        if self._made is None or self._made[0] != seed:
+        if self._last_work is None or self._last_work[0] != seed:
             rate = self.load.rate_per_s * self.size.workers
-            self._made = seed, Work(self._scenario(rate, self.size.workers), seed)
-        return self._made[1]
+            self._last_work = seed, Work(self._scenario(rate, self.size.workers), seed)
+        return self._last_work[1]
 
     def _scenario(self, rate_per_s: float, workers: int) -> Scenario:
         return scenario_of(self._study, self.arrivals, workers, rate_per_s)
 
-    def _known(self, key: str) -> Any:
-        known = self._journal.get(key)
-        if known is None and self._finished_only:
+    def _get_or_make(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return the journal's value; make and store it, or raise UnfinishedError, if it has none."""
+        if self._finished_only and self._journal.get(key) is None:
             raise UnfinishedError(key)
-        return known
+        return self._journal.get_or_put(key, make)
 
     def _key(self, policy: str, rest: str) -> str:
         routers = f"{self.size.simulated} of {self.size.routers}"
-        return f"{_shown(self.arrivals)}/{self.size.workers}/{routers}/{policy}/{rest}"
+        return f"{_stem(self.arrivals)}/{self.size.workers}/{routers}/{policy}/{rest}"
 
 
 def rows_of(runs: Runs, policies: Sequence[str], saving: Sequence[str], seeds: int) -> list[dict[str, Any]]:
@@ -250,35 +261,37 @@ def rows_of(runs: Runs, policies: Sequence[str], saving: Sequence[str], seeds: i
         saving: policies whose saved workers are searched.
     """
     rows, workers = [], runs.size.workers
-    shown = {"arrivals": _shown(runs.arrivals), "workers": workers, "routers": runs.size.routers}
-    shown |= {"simulated_routers": runs.size.simulated}
+    case = {"arrivals": _stem(runs.arrivals), "workers": workers, "routers": runs.size.routers}
+    case |= {"simulated_routers": runs.size.simulated}
     for policy in policies:
-        if not (number := min(runs.available(one, seeds) for one in (BASE, policy))):
+        number = min(runs.available_seeds(name, seeds) for name in (BASE, policy))
+        if not number:
             continue
         with suppress(UnfinishedError):
-            rows.append(shown | {"policy": policy, "seeds": number} | _row(runs, policy, number))
+            rows.append(case | {"policy": policy, "seeds": number} | _row(runs, policy, number))
             for q in ("p50", "p99") if policy in saving and policy != BASE else ():
-                count = runs.fewest(policy, f"tpot_{q}_ms")
+                count = runs.fewest_workers(policy, f"tpot_{q}_ms")
                 rows[-1][f"workers_for_{q}"] = count
                 rows[-1][f"saved_{q}_pct"] = None if count is None else 100 * (1 - count / workers)
     return rows
 
 
 def _row(runs: Runs, policy: str, seeds: int) -> dict[str, Any]:
-    base, found = runs.seeds(BASE, seeds), runs.seeds(policy, seeds)
-    row = mean(found) | {"router_us": 1e6 * runs.router_s(policy)}
-    row |= {"router_load_pct": runs.router_load_pct(policy), "slo_tpot_ms": runs.load.slo.tpot_ms}
-    for key in _CHANGED:
-        values, goals = ([one[key] for one in some] for some in (found, base))
-        if all(goals):
+    base, runs_of_policy = runs.of_seeds(BASE, seeds), runs.of_seeds(policy, seeds)
+    row = mean(runs_of_policy) | {"router_us": 1e6 * runs.router_s(policy)}
+    row |= {"router_load_pct": runs.router_load_pct(policy), "slo_tpot_ms": runs.load.objective.tpot_ms}
+    for key in _COMPARED:
+        values, base_values = ([run[key] for run in some] for some in (runs_of_policy, base))
+        if all(base_values):
             name = f"{key.removesuffix('_ms').removesuffix('_per_s')}_change_pct"
-            row[name], low, high = paired_ratio_percent(values, goals)
+            row[name], low, high = paired_ratio_percent(values, base_values)
             if seeds > 1:
                 row |= {f"{name}_low": low, f"{name}_high": high}
     return row
 
 
-def _shown(path: Path) -> str:
+def _stem(path: Path) -> str:
+    """Return the file's name without any of its suffixes."""
     return path.name.partition(".")[0]
 
 
@@ -339,7 +352,7 @@ def at_scale(
     for name in names:
         options.policy("--policies", name)
     inputs = asdict(study) | {"routes": routes.name}
-    kept = Journal(journal, inputs)
+    finished_runs = Journal(journal, inputs)
     loads = {path: load_of(study, path) for path in arrivals}
     rows: list[dict[str, Any]] = []
     with progress_bar() as progress:
@@ -347,9 +360,16 @@ def at_scale(
         requests = progress.add_task("requests", total=None)
         for size, count in zip(sizes, counts, strict=True):
             for path in arrivals:
-                runs = Runs(study, path, loads[path], size, kept, finished_only=finished_only)
-                runs.on_run = lambda name: progress.update(bar, description=name)
-                runs.on_requests = lambda number: progress.advance(requests, number)
+                runs = Runs(
+                    study,
+                    path,
+                    loads[path],
+                    size,
+                    finished_runs,
+                    finished_only=finished_only,
+                    on_requests=partial(progress.advance, requests),
+                    on_run=lambda name: progress.update(bar, description=name),
+                )
                 rows += rows_of(runs, names, _split(saving), count)
                 progress.advance(bar)
     trace = observed(routes_of(routes))

@@ -2,10 +2,10 @@
 
     python -m benchmarks.papers.balance_dispatch
 
-Read p50_us: the time that the router adds when a request arrives at or leaves a worker, for any number of
-placements. `one slot`: a worker has just released a request; `scarce`: one free slot per worker (stage 2
-alone); `abundant`: two (both stages). `progress`: one token report from every running request, with the
-predictions that fall due, between dispatches.
+`p50_us` is the time that the router adds when a request arrives at or leaves a worker, for any number of
+placements. In the case `one slot` a worker has just released a request. In `scarce` each worker has one free
+slot, so only stage 2 runs. In `abundant` each worker has two, so both stages run. `progress` is not a
+dispatch, but one token report from every running request, with the predictions that fall due.
 """
 
 from __future__ import annotations

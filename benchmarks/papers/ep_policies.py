@@ -2,11 +2,11 @@
 
     python -m benchmarks.papers.ep_policies --prompts DIR
 
-The serving policies place requests on K decode workers, each an engine of several ranks: first one half of
-the captured requests, in a closed loop, then as many of the other half as all workers together hold. A
+The serving policies place requests on K decode workers, each an engine of several ranks. They first place one
+half of the captured requests, in a closed loop, then as many of the other half as all workers run together. A
 worker's own placement is fitted to its requests of the first half. Each worker's batch then decodes on one
-engine, worker after worker and arm after arm, so only the concurrency of the workers is simulated. Caveats:
-benchmarks/engine/ep_engine.py.
+engine, worker after worker and arm after arm, so only the concurrency of the workers is simulated. The
+caveats are those of benchmarks/engine/ep_engine.py.
 """
 
 from __future__ import annotations
@@ -20,10 +20,20 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import Captured, captured
+from benchmarks.lib.capture import CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.engine import EpEngine
-from benchmarks.lib.ep.turns import HEADS, PROMPT, Minutes, Ranks, Rounds, Tokens, disjoint, in_turns, summary
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.ep.turns import (
+    HEADS,
+    PROMPT,
+    Minutes,
+    Ranks,
+    Rounds,
+    Tokens,
+    draw_disjoint_batches,
+    measure_in_turns,
+    summary,
+)
+from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
@@ -38,7 +48,7 @@ BASE = ("shortest-queue", "linear")
 ARMS = (
     BASE,
     ("shortest-queue", "one for all"),
-    *((policy, placed) for policy in ("locality-band", "marginal-cost") for placed in ("linear", "own")),
+    *((policy, name) for policy in ("locality-band", "marginal-cost") for name in ("linear", "own")),
 )
 PAPER = {("locality-band", "own"): {"paper_p50_pct": "-2.7..-4.3", "paper_p99_pct": "-0.6..-2.0"}}
 _NOTES = (
@@ -61,15 +71,15 @@ def ep_policies(
     tokens: Tokens = 24,
     rounds: Rounds = 2,
     intermediate: options.Intermediate = 1024,
-    requests: options.Captured = 640,
+    requests: options.CapturedRequests = 640,
     minutes: Minutes = None,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
     """Compare policies over expert-parallel decode engines, with and without per-worker placements."""
-    data = captured(prompts, work, requests=requests, seed=seed)
-    model = widened(intermediate, work, heads=HEADS)
+    data = load_or_capture(prompts, work, requests=requests, seed=seed)
+    model = widen_model(intermediate, work, heads=HEADS)
     settings: dict[str, Any] = {"prompts": prompts.name, "workers": workers, "batch": batch, "groups": groups}
     settings |= {"ranks": ranks, "tokens": tokens, "intermediate": intermediate}
     settings |= {"requests": requests, "seed": seed}
@@ -82,17 +92,18 @@ def ep_policies(
     def measure(engine: EpEngine, key: tuple[int, str, str, str]) -> list[dict[str, Any]]:
         turn, group, policy, placement = key
         summaries = []
-        for mine, rows in cases[group].batches((policy, placement), turn):
-            engine.place(rows, "none", np.ones((len(rows), experts)))
-            chosen = [data.tokens[n][-PROMPT:] for n in mine]
-            decoded = engine.decode(chosen, tokens, name=hashlib.sha256(mine.tobytes()).hexdigest())
-            summaries.append(summary(decoded) | {"requests": mine.tolist()})
+        for batch_of_worker, slots in cases[group].batches((policy, placement), turn):
+            engine.place(slots, "none", np.ones((len(slots), experts)))
+            chosen = [data.tokens[n][-PROMPT:] for n in batch_of_worker]
+            name = hashlib.sha256(batch_of_worker.tobytes()).hexdigest()
+            decoded = engine.decode(chosen, tokens, name=name)
+            summaries.append(summary(decoded) | {"requests": batch_of_worker.tolist()})
         return summaries
 
-    def started() -> EpEngine:
+    def start_engine() -> EpEngine:
         return EpEngine(model, ranks=ranks, redundant=0, moves_per_slice=64, max_batch=workers * batch)
 
-    trials = in_turns(journal, keys, started, measure, minutes)
+    trials = measure_in_turns(journal, keys, start_engine, measure, minutes)
     rows = [
         row
         for group in names
@@ -115,7 +126,7 @@ class Case:
     """A workload: each policy's assignment of requests, and placements fitted to the other half."""
 
     def __init__(
-        self, data: Captured, group: str, workers: int, batch: int, rounds: int, ranks: int, seed: int
+        self, data: CapturedRoutes, group: str, workers: int, batch: int, rounds: int, ranks: int, seed: int
     ) -> None:
         self._data, self._workers, self._batch, self._ranks, self._seed = data, workers, batch, ranks, seed
         self._fit, rest = data.split(group, 0.5, seed)
@@ -123,13 +134,13 @@ class Case:
             raise UserInputError(
                 f"{workers} x {batch} held-out requests of {group!r} are needed, not {len(rest)}"
             )
-        self._rounds = disjoint(rest, workers * batch, rounds, np.random.default_rng([seed, 2]))
+        self._rounds = draw_disjoint_batches(rest, workers * batch, rounds, np.random.default_rng([seed, 2]))
         self._table, _ = fit_table(data.trace.subset(self._fit), workers, seed=seed)
 
     def batches(self, arm: tuple[str, str], turn: int) -> list[tuple[Ints, Ints]]:
         """Return (requests, placement int[L, E]) for each worker with requests."""
         policy, placement = arm
-        before, now = placed(
+        earlier, batch = place_requests(
             self._data,
             self._table,
             policy,
@@ -145,7 +156,8 @@ class Case:
             "one for all": lambda history: self._placement(self._fit),
             "own": self._placement,
         }[placement]
-        return [(mine, make(history)) for mine, history in zip(now, before, strict=True) if len(mine)]
+        pairs = zip(batch, earlier, strict=True)
+        return [(requests, make(history)) for requests, history in pairs if len(requests)]
 
     def _placement(self, history: Ints) -> Ints:
         """Return a placement for steps of batches of such requests, by whether a step activates an expert."""
@@ -155,26 +167,34 @@ class Case:
         return activation_placement(1 - (1 - probability) ** self._batch, self._ranks)
 
 
-def placed(
-    data: Captured,
+def place_requests(
+    data: CapturedRoutes,
     table: RoutingTable,
     policy: str,
     workers: int,
     batch: int,
-    before: Ints,
-    now: Ints,
+    earlier: Ints,
+    batch_of_all: Ints,
     *,
     seed: int,
 ) -> tuple[list[Ints], list[Ints]]:
-    """Return each worker's requests: in a closed loop over `before`, and of `now`, which all run then."""
-    chosen = make_policy(policy).set_table(table)
-    chosen.update_cost_model(StepCost())
-    placer = Placer(chosen, on_policy_error=_fail, seed=seed)
+    """Place requests by the policy and return those of each worker.
+
+    Args:
+        earlier: requests that are placed first, in a closed loop with `workers * batch` requests in flight.
+        batch_of_all: requests that are placed last, as many as all workers run together.
+
+    Returns:
+        For each worker its `earlier` requests; for each worker its requests of `batch_of_all`.
+    """
+    policy_with_table = make_policy(policy).set_table(table)
+    policy_with_table.update_cost_model(StepCost())
+    placer = Placer(policy_with_table, on_policy_error=_fail, seed=seed)
     names = [f"w{worker}" for worker in range(workers)]
     placer.set_workers(names)
     numbers: list[list[list[int]]] = [[[] for _ in names], [[] for _ in names]]
     running: list[str] = []
-    for part, requests in enumerate((before, now)):
+    for part, requests in enumerate((earlier, batch_of_all)):
         for number in requests.tolist():
             if len(running) == workers * batch:
                 placer.finish(running.pop(0))
@@ -184,7 +204,7 @@ def placed(
             (lease,) = placer.submit([Lease(request, State.SENT, "benchmark")])
             running.append(lease.request_id)
             numbers[part][names.index(lease.worker)].append(number)
-    first, second = ([np.array(mine, np.int64) for mine in part] for part in numbers)
+    first, second = ([np.array(of_worker, np.int64) for of_worker in part] for part in numbers)
     return first, second
 
 
@@ -197,25 +217,25 @@ def policy_rows(
     rows = []
     for arm, turns in measured.items():
         workers = [worker for turn in turns for worker in turn]
-        held = np.array([len(worker["answers"]) for worker in workers])
+        batch_sizes = np.array([len(worker["answers"]) for worker in workers])
         row: dict[str, Any] = {"workload": group, "policy": arm[0], "placement": arm[1]}
-        mine, its = (np.array([of[request][0] for request in base]) for of in (by_arm[arm], base))
+        ms, base_ms = (np.array([of[request][0] for request in base]) for of in (by_arm[arm], base))
         for q in (50, 99):
             of_q = partial(np.percentile, q=q)
-            row[f"tpot_p{q}_ms"] = float(of_q(mine))
-            change = paired_change_percent(mine, its, of_q, seed=seed)
+            row[f"tpot_p{q}_ms"] = float(of_q(ms))
+            change = paired_change_percent(ms, base_ms, of_q, seed=seed)
             row |= zip((f"p{q}_pct", f"p{q}_low_pct", f"p{q}_high_pct"), change, strict=True)
         for key in ("worst_rank_experts", "experts_all_ranks"):
-            row[key] = float(np.average([worker[key] for worker in workers], weights=held))
+            row[key] = float(np.average([worker[key] for worker in workers], weights=batch_sizes))
         equal = [by_arm[arm][request][1] == answer for request, (_, answer) in base.items()]
         row["requests_equal_pct"] = 100 * float(np.mean(equal))
-        row |= {"largest_batch": int(held.max()), "paper_p50_pct": None, "paper_p99_pct": None}
+        row |= {"largest_batch": int(batch_sizes.max()), "paper_p50_pct": None, "paper_p99_pct": None}
         rows.append(row | (PAPER.get(arm, {}) if group == "language" else {}))
     return rows
 
 
 def by_request(turns: list[list[dict[str, Any]]]) -> dict[tuple[int, int], tuple[float, str]]:
-    """Return {(round, request): (its worker's median step, ms; its answer)}."""
+    """Return {(round, request): (median step of the request's worker, ms; the answer)}."""
     return {
         (turn, number): (worker["step_ms"], answer)
         for turn, workers in enumerate(turns)

@@ -91,14 +91,14 @@ def plan_migration(
     if not windows.sum():
         raise UserInputError("there is no compute window to move experts in")
     layers = len(before)
-    moved = (before != after).sum(axis=1)
+    num_moves = (before != after).sum(axis=1)
     gain = np.full(layers, np.inf) if gain_s is None else np.asarray(gain_s, np.float64)
     if gain.shape != (layers,) or (gain_s is None) != (steps is None):
         raise UserInputError(f"gain_s must have {layers} numbers, and steps must be given with it")
     timetable = _Timetable(topology, links)
     placement, ready, moves = before.copy(), np.zeros(layers), []
-    for layer in np.argsort(-gain / np.maximum(moved, 1), kind="stable"):
-        if not moved[layer]:
+    for layer in np.argsort(-gain / np.maximum(num_moves, 1), kind="stable"):
+        if not num_moves[layer]:
             placement[layer] = after[layer]
             continue
         trial = timetable.copy()
@@ -176,14 +176,14 @@ class _Timetable:
         sources: dict[int, int] = {}
         sends = self._free[0].copy()
         for slot in np.flatnonzero(old != new).tolist():
-            held = np.flatnonzero(old == new[slot])
-            if not len(held):
+            holders = np.flatnonzero(old == new[slot])
+            if not len(holders):
                 raise ValueError(f"expert {new[slot]} of layer {layer} is on no rank")
             rank = slot // size
-            cost = np.array([self._time(int(h) // size, rank) for h in held])
-            best = int(np.lexsort((sends[held // size], cost))[0])
-            sources[slot] = int(held[best])
-            sends[held[best] // size] += cost[best]
+            cost = np.array([self._time(int(h) // size, rank) for h in holders])
+            best = int(np.lexsort((sends[holders // size], cost))[0])
+            sources[slot] = int(holders[best])
+            sends[holders[best] // size] += cost[best]
         return sources
 
     def _transfer(self, sender: int, rank: int, after: float) -> tuple[float, float]:

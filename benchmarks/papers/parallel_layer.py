@@ -48,7 +48,7 @@ class ParallelLayer:
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._slot = slots_of(placement, num_experts, self._ranks)[self._rank]
 
-    def gathered(
+    def run_gathered(
         self, x: Tensor, sizes: Sequence[int], on_stage: Callable[[str], None] = lambda stage: None
     ) -> Tensor:
         """Compute the layer for [T, H] by all-gather dispatch and reduce-scatter; T may be 0.
@@ -60,63 +60,63 @@ class ParallelLayer:
         room, width = max(sizes), x.shape[1]
         if not room:
             return x
-        mine = x.new_zeros(room, width)
-        mine[: len(x)] = x
-        everyone = x.new_empty(self._ranks * room, width)
-        dist.all_gather_single(everyone, mine, group=self._group)
+        padded = x.new_zeros(room, width)
+        padded[: len(x)] = x
+        all_tokens = x.new_empty(self._ranks * room, width)
+        dist.all_gather_single(all_tokens, padded, group=self._group)
         home = np.repeat(np.arange(self._ranks), sizes)
         rows = torch.as_tensor(np.concatenate([g * room + np.arange(n) for g, n in enumerate(sizes)]))
-        tokens = everyone[rows]
+        tokens = all_tokens[rows]
         on_stage("dispatch")
         weights, experts = self._gate(tokens)
         on_stage("gate")
-        chosen = experts.cpu().numpy()
-        here = self._route(chosen, home) == self._rank
+        chosen_experts = experts.cpu().numpy()
+        is_served_here = self._route(chosen_experts, home) == self._rank
         on_stage("route")
-        spread = x.new_zeros(self._ranks * room, width)
-        spread[rows] = self._sum_experts(tokens, weights, np.where(here, chosen, -1))
+        outputs = x.new_zeros(self._ranks * room, width)
+        outputs[rows] = self._sum_experts(tokens, weights, np.where(is_served_here, chosen_experts, -1))
         on_stage("experts")
         out = x.new_empty(room, width)
-        dist.reduce_scatter_single(out, spread, group=self._group)
+        dist.reduce_scatter_single(out, outputs, group=self._group)
         on_stage("combine")
         return out[: len(x)]
 
-    def exchanged(self, x: Tensor, on_stage: Callable[[str], None] = lambda stage: None) -> Tensor:
+    def run_exchanged(self, x: Tensor, on_stage: Callable[[str], None] = lambda stage: None) -> Tensor:
         """Compute the layer by all-to-all dispatch and combine; a token is sent to a rank at most once.
 
-        As `gathered`; the stages are gate, route, dispatch, experts, combine.
+        As `run_gathered`; the stages are gate, route, dispatch, experts, combine.
         """
         weights, experts = self._gate(x)
         on_stage("gate")
-        chosen = experts.cpu().numpy()
-        ranks = self._route(chosen, np.full(len(x), self._rank))
+        chosen_experts = experts.cpu().numpy()
+        ranks = self._route(chosen_experts, np.full(len(x), self._rank))
         on_stage("route")
         visits = (ranks[:, None, :] == np.arange(self._ranks)[None, :, None]).any(axis=2)
         host, token = np.nonzero(visits.T)
         sent = visits.sum(axis=0)
         counts = torch.as_tensor(sent).to(x.device)
         received = self._exchange(counts, [1] * self._ranks, [1] * self._ranks).tolist()
-        wanted = np.where(ranks[token] == host[:, None], chosen[token], -1)
-        visitors, gates, asked = (
+        requested = np.where(ranks[token] == host[:, None], chosen_experts[token], -1)
+        visitors, gates, requested_here = (
             self._exchange(part, sent.tolist(), received)
-            for part in (x[token], weights[token], torch.as_tensor(wanted).to(x.device))
+            for part in (x[token], weights[token], torch.as_tensor(requested).to(x.device))
         )
         on_stage("dispatch")
-        partial = self._sum_experts(visitors, gates, asked.cpu().numpy())
+        partial = self._sum_experts(visitors, gates, requested_here.cpu().numpy())
         on_stage("experts")
-        back = self._exchange(partial, received, sent.tolist())
+        returned = self._exchange(partial, received, sent.tolist())
         out = torch.zeros(x.shape, device=x.device).index_add_(
-            0, torch.as_tensor(token).to(x.device), back.float()
+            0, torch.as_tensor(token).to(x.device), returned.float()
         )
         on_stage("combine")
         return out.to(x.dtype)
 
-    def _sum_experts(self, tokens: Tensor, weights: Tensor, wanted: Ints) -> Tensor:
+    def _sum_experts(self, tokens: Tensor, weights: Tensor, requested: Ints) -> Tensor:
         """Return [T, H] weighted sums over this rank's experts; wanted int[T, k], -1: served elsewhere."""
-        token, choice = np.nonzero(wanted >= 0)
-        slot = self._slot[wanted[token, choice]]
+        token, choice = np.nonzero(requested >= 0)
+        slot = self._slot[requested[token, choice]]
         if len(slot) and slot.min() < 0:
-            expert = wanted[token, choice][slot.argmin()]
+            expert = requested[token, choice][slot.argmin()]
             raise ValueError(f"expert {expert} was routed to rank {self._rank}, which does not hold it")
         row = torch.as_tensor(token).to(tokens.device)
         outputs = self._products(tokens[row], torch.as_tensor(slot).to(tokens.device))
@@ -132,11 +132,13 @@ class ParallelLayer:
 
 def slots_of(placement: ArrayLike, num_experts: int, ranks: int) -> Ints:
     """Return int[G, E]: the slot on the rank that serves the expert, -1 if none; ValueError if uneven."""
-    placed = np.asarray(placement)
-    if placed.ndim != 1 or len(placed) % ranks:
-        raise ValueError(f"a layer's placement of shape {placed.shape} cannot be divided among {ranks} ranks")
+    experts_of_slots = np.asarray(placement)
+    if experts_of_slots.ndim != 1 or len(experts_of_slots) % ranks:
+        raise ValueError(
+            f"a layer's placement of shape {experts_of_slots.shape} cannot be divided among {ranks} ranks"
+        )
     slot = np.full((ranks, num_experts), -1)
-    for rank, experts in enumerate(placed.reshape(ranks, -1)):
+    for rank, experts in enumerate(experts_of_slots.reshape(ranks, -1)):
         slot[rank, experts] = np.arange(len(experts))
     return slot
 

@@ -20,33 +20,33 @@ def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
 
     Returns and raises as `route_metro`; an optimum for comparison, too slow for serving.
     """
-    count, held = checked(tokens, hosts)
+    count, is_host = checked(tokens, hosts)
     rank = np.full(count.shape, -1, np.int64)
     for layer in range(len(count)):
         active = np.flatnonzero(count[layer] > 0)
         if len(active):
-            rank[layer, active] = _flow(held[layer, active])
+            rank[layer, active] = _flow(is_host[layer, active])
     return rank.reshape(np.shape(tokens))
 
 
 def route_even(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
     """Spread tokens evenly over replicas, like EPLB: int[..., E, G]; the first hosts get the remainder."""
-    count, held = checked(tokens, hosts)
-    replicas = held.sum(axis=2)
+    count, is_host = checked(tokens, hosts)
+    replicas = is_host.sum(axis=2)
     share, rest = np.divmod(count, np.maximum(replicas, 1))
-    place = np.cumsum(held, axis=2) - 1  # 0 for the first host, 1 for the second, ...
-    spread = np.where(held, share[..., None] + (place < rest[..., None]), 0)
-    return spread.reshape((*np.shape(tokens), held.shape[2]))
+    place = np.cumsum(is_host, axis=2) - 1  # 0 for the first host, 1 for the second, ...
+    spread = np.where(is_host, share[..., None] + (place < rest[..., None]), 0)
+    return spread.reshape((*np.shape(tokens), is_host.shape[2]))
 
 
-def _flow(held: NDArray[np.bool_]) -> Ints:
+def _flow(is_host: NDArray[np.bool_]) -> Ints:
     """Return int[n], the rank of each expert of held[n, G], with the least maximum."""
-    n, ranks = held.shape
+    n, ranks = is_host.shape
     low, high = -(-n // ranks), n
     best: Ints | None = None
     while low < high or best is None:
         bound = (low + high) // 2
-        routing = _within(held, bound)
+        routing = _within(is_host, bound)
         if routing is None:
             low = bound + 1
         else:
@@ -54,11 +54,11 @@ def _flow(held: NDArray[np.bool_]) -> Ints:
     return best
 
 
-def _within(held: NDArray[np.bool_], bound: int) -> Ints | None:
+def _within(is_host: NDArray[np.bool_], bound: int) -> Ints | None:
     """Return an assignment with at most `bound` experts per rank; None if there is none."""
-    n, ranks = held.shape
+    n, ranks = is_host.shape
     source, sink = n + ranks, n + ranks + 1
-    expert, rank = np.nonzero(held)
+    expert, rank = np.nonzero(is_host)
     rows = np.concatenate([np.full(n, source), expert, n + np.arange(ranks)])
     columns = np.concatenate([np.arange(n), n + rank, np.full(ranks, sink)])
     capacity = np.concatenate([np.ones(n + len(expert)), np.full(ranks, bound)]).astype(np.int32)

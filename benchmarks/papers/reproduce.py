@@ -62,18 +62,18 @@ def reproduce(
     """Run one figure's simulations; print a table, and write JSON and a plot."""
     if paper is None or figure is None:
         for name in [paper] if paper else PAPERS:
-            titles = (f"\n  {figure:14} {known.title}" for figure, known in _figures(name).items())
+            titles = (f"\n  {figure:14} {entry.title}" for figure, entry in _figures(name).items())
             typer.echo(f"{name}{''.join(titles)}")
         return
-    chosen = _figures(paper).get(figure)
-    if chosen is None:
+    chosen_figure = _figures(paper).get(figure)
+    if chosen_figure is None:
         raise UserInputError(f"{paper} has no figure {figure!r}; choose from {', '.join(_figures(paper))}")
     path = out or Path("out") / f"{paper}_{figure}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     fitted = FittedCost.load(cost).cost if cost is not None else None
     options = Options(tuple(trace or ()), fitted, requests, tuple(range(seeds)))
-    rows = chosen.run(options)
-    typer.echo(f"{chosen.title}\npaper: {chosen.paper}")
+    rows = chosen_figure.run(options)
+    typer.echo(f"{chosen_figure.title}\npaper: {chosen_figure.paper}")
     publish(
         f"{paper}_{figure}",
         rows,
@@ -85,10 +85,10 @@ def reproduce(
             "seeds": seeds,
             "cost": fitted.as_dict() if fitted else None,
         },
-        notes=f"simulated. {chosen.title}. Paper: {chosen.paper}",
+        notes=f"simulated. {chosen_figure.title}. Paper: {chosen_figure.paper}",
     )
-    if chosen.plot is not None:
-        chosen.plot(rows, path.with_suffix(".png"))
+    if chosen_figure.plot is not None:
+        chosen_figure.plot(rows, path.with_suffix(".png"))
 
 
 def _figures(paper: str) -> dict[str, Figure]:

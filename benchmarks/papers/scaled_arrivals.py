@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.lib.active_experts import active_experts
 from eldr_serve.scheduling import StepCost
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.traces import read_trace
 from offline.scenario import PolicyChoice, Scenario, Trace, Work, routes_of
 from offline.simulation.cluster import Cluster, Decode
@@ -42,7 +42,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Load:
-    """The load of one worker, and its objectives.
+    """The load of one worker, and its latency objective.
 
     Attributes:
         rate_per_s: requests/s per worker.
@@ -51,7 +51,7 @@ class Load:
 
     rate_per_s: float
     step_ms: float
-    slo: Slo
+    objective: LatencyObjective
 
 
 def load_of(study: Study, arrivals: Path) -> Load:
@@ -65,7 +65,7 @@ def load_of(study: Study, arrivals: Path) -> Load:
     active = active_experts(work.experts, kinds, study.batch, rng)
     step_s = float(study.cost.seconds(study.batch, study.batch * context, active))
     rate = study.batch / (float(output.mean()) * step_s)
-    return Load(rate, 1e3 * step_s, Slo(study.ttft_ms, 1e3 * study.slack * step_s))
+    return Load(rate, 1e3 * step_s, LatencyObjective(study.ttft_ms, 1e3 * study.slack * step_s))
 
 
 def scenario_of(study: Study, arrivals: Path, workers: int, rate_per_s: float) -> Scenario:

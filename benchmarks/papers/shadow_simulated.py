@@ -4,10 +4,13 @@
 
 The simulator runs two policies in turn over the same requests, each with the other as its shadow, and the
 shadow prices by the simulator's own step cost. So the difference is what the shadow ignores by design,
-without noise. `closed` has a fixed number of requests in flight; in `open` requests arrive at the rate at
-which the second policy finished them in `closed`, so that a faster policy has fewer in flight. `step` is the
-change of the decode step time per token from the second to the first policy, `priced` the shadow's prediction
-of it while either policy is live, `share` the mean of both predictions over `step`.
+without noise. The `closed` loop has a fixed number of requests in flight. In the `open` loop requests arrive
+at the rate at which the second policy finished them in the closed loop, so that a faster policy has fewer in
+flight.
+
+`step` is the change of the decode step time per token from the second to the first policy. `priced` is the
+shadow's prediction of that change while one of the policies is live. `share` is the mean of both predictions
+over `step`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import captured
+from benchmarks.lib.capture import load_or_capture
 from benchmarks.papers.figures.common import mean
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -64,7 +67,7 @@ def shadow_simulated(
         typer.Option(help="Calibration trace with routes.", show_default="a capture of --prompts"),
     ] = None,
     prompts: options.Prompts = options.PROMPTS,
-    captured_prompts: options.Captured = 2400,
+    captured_prompts: options.CapturedRequests = 2400,
     work: options.Work = options.WORK,
     policies: options.TwoPolicies = "marginal-cost,shortest-queue",
     per_expert_us: Annotated[str, typer.Option(help="Costs of an active expert, us.")] = "2,15,100",
@@ -79,7 +82,7 @@ def shadow_simulated(
     """Simulate two policies, each with the other as its shadow, in a closed and in an open loop."""
     names = options.two_policies(policies)
     observed = CalibrationTrace.load(trace) if trace else None
-    observed = observed or captured(prompts, work, requests=captured_prompts, seed=seed).trace
+    observed = observed or load_or_capture(prompts, work, requests=captured_prompts, seed=seed).trace
     experts = Experts.from_trace(observed)
     rows = []
     for count, per_expert in product(map(int, workers.split(",")), map(float, per_expert_us.split(","))):
@@ -87,14 +90,14 @@ def shadow_simulated(
         cluster = Cluster(decode=Decode(workers=count, cost=cost), handover_fixed_s=_HANDOVER_S)
         rows_of_loops: dict[str, list[dict[str, Any]]] = {"closed": [], "open": []}
         for number in range(seed, seed + seeds):
-            sent = _requests(experts, count * per_worker, output_tokens, number)
-            pair = _pair(names, sent, cluster, experts, count * in_flight, number)
+            sent_requests = _requests(experts, count * per_worker, output_tokens, number)
+            pair = _pair(names, sent_requests, cluster, experts, count * in_flight, number)
             rows_of_loops["closed"].append(row(*pair))
-            rate = len(sent) / float(np.ptp(pair[1].last_s))  # that of the second policy
-            sent = _at_rate(sent, rate, number)
-            rows_of_loops["open"].append(row(*_pair(names, sent, cluster, experts, None, number)))
-        for loop, made in rows_of_loops.items():
-            rows.append({"workers": count, "per_expert_us": per_expert, "loop": loop} | mean(made))
+            rate = len(sent_requests) / float(np.ptp(pair[1].last_s))  # that of the second policy
+            sent_requests = _at_rate(sent_requests, rate, number)
+            rows_of_loops["open"].append(row(*_pair(names, sent_requests, cluster, experts, None, number)))
+        for loop, rows_of_loop in rows_of_loops.items():
+            rows.append({"workers": count, "per_expert_us": per_expert, "loop": loop} | mean(rows_of_loop))
     publish(
         "shadow_simulated",
         rows,
@@ -114,7 +117,7 @@ def shadow_simulated(
 
 def _pair(
     names: tuple[str, str],
-    sent: Requests,
+    requests: Requests,
     cluster: Cluster,
     experts: Experts,
     in_flight: int | None,
@@ -126,7 +129,13 @@ def _pair(
         policy = make_policy(live)
         policy.update_cost_model(cluster.decode.cost)
         return simulate(
-            sent, policy, cluster, experts=experts, in_flight=in_flight, shadow=make_policy(other), seed=seed
+            requests,
+            policy,
+            cluster,
+            experts=experts,
+            in_flight=in_flight,
+            shadow=make_policy(other),
+            seed=seed,
         )
 
     first, second = names

@@ -44,15 +44,15 @@ class Prompts:
 Method = Callable[[Prompts, Prompts], Floats]  # fits the first, returns float64[n, L*E] of the second
 
 
-def served(rank: int = 64) -> Method:
+def served_predictor(rank: int = 64) -> Method:
     """Return the predictor of eldr_serve."""
 
-    def predicted(fit: Prompts, test: Prompts) -> Floats:
+    def predict(fit: Prompts, test: Prompts) -> Floats:
         predictor, _ = fit_signature_predictor(fit.trace, rank=rank)
         counts = np.array([predictor.predict(prompt) for prompt in test.trace.prompts], np.float64)
         return np.asarray(counts.reshape(len(counts), -1) / test.trace.prompt_tokens[:, None])
 
-    return predicted
+    return predict
 
 
 def ridge(fit: Prompts, test: Prompts, features: Callable[[csr_array], Any]) -> Floats:
@@ -120,8 +120,8 @@ def route_table(fit: Prompts, test: Prompts) -> Floats:
     mean = fit.frequencies.mean(axis=0)
     sums = np.zeros((fit.trace.vocabulary, len(mean)))
     times = np.zeros(len(sums))
-    for prompt, found in zip(fit.trace.prompts, token_frequencies(fit.trace.prompts), strict=True):
-        np.add.at(sums, prompt, found - mean)
+    for prompt, frequencies in zip(fit.trace.prompts, token_frequencies(fit.trace.prompts), strict=True):
+        np.add.at(sums, prompt, frequencies - mean)
         np.add.at(times, prompt, 1)
     return _table(sums, times, 1.0, mean, test)
 
@@ -140,17 +140,17 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
     network = nn.Sequential(*layers)
     optimiser = torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.01)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    held, used = order[: len(x) // 5], order[len(x) // 5 :]
+    validation, training = order[: len(x) // 5], order[len(x) // 5 :]
     best, stale, predicted = float("inf"), 0, torch.zeros(len(new), y.shape[1])
     while stale < 10:  # epochs without improvement
         network.train()
-        for batch in used[torch.randperm(len(used))].split(32):
+        for batch in training[torch.randperm(len(training))].split(32):
             optimiser.zero_grad()
             nn.functional.mse_loss(network(x[batch]), y[batch]).backward()
             optimiser.step()
         network.eval()
         with torch.inference_mode():
-            loss = float(nn.functional.mse_loss(network(x[held]), y[held]))
+            loss = float(nn.functional.mse_loss(network(x[validation]), y[validation]))
             stale += 1
             if loss < best:
                 best, stale, predicted = loss, 0, network(new)
@@ -160,11 +160,11 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
 def head(parts: int) -> Method:
     """Return the true experts of the first of `parts` equal parts of a prompt, as of a cached prefix."""
 
-    def predicted(fit: Prompts, test: Prompts) -> Floats:
+    def predict(fit: Prompts, test: Prompts) -> Floats:
         heads = [prompt[: -(-len(prompt) // parts)] for prompt in test.trace.prompts]
-        return np.array([found.mean(axis=0) for found in token_frequencies(heads)], np.float64)
+        return np.array([frequencies.mean(axis=0) for frequencies in token_frequencies(heads)], np.float64)
 
-    return predicted
+    return predict
 
 
 def last_turn(fit: Prompts, test: Prompts) -> Floats:
@@ -173,20 +173,20 @@ def last_turn(fit: Prompts, test: Prompts) -> Floats:
     A prompt that is alone in its domain gets the mean of the fitted prompts.
     """
     domains = np.array(test.trace.domains)
-    found = np.tile(fit.frequencies.mean(axis=0), (len(domains), 1))
+    frequencies = np.tile(fit.frequencies.mean(axis=0), (len(domains), 1))
     for domain in np.unique(domains):
         members = np.flatnonzero(domains == domain)
         if len(members) > 1:
-            found[members] = test.frequencies[np.roll(members, 1)]
-    return found
+            frequencies[members] = test.frequencies[np.roll(members, 1)]
+    return frequencies
 
 
 def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
     """Return all methods by name; those that need the demo model's weights only for traces of that model."""
-    found: dict[str, Method] = {
+    methods: dict[str, Method] = {
         "prefill": lambda fit, test: test.frequencies,
-        "served predictor, rank 64": served(),
-        "served predictor, rank 16": served(16),
+        "served predictor, rank 64": served_predictor(),
+        "served predictor, rank 16": served_predictor(16),
         "ridge, weighted histogram": chi_square_ridge,
         "ridge, histogram": histogram_ridge,
         "ridge, fitted to decode": decode_ridge,
@@ -196,13 +196,13 @@ def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
         "session's last turn": last_turn,
     }
     if is_of_the_demo_model(trace):
-        found |= {
+        methods |= {
             "token table, of routes": route_table,
             "ridge, model's embeddings": embedding_ridge,
             "first tenth of the prompt": head(10),
             "cached first half of the prompt": head(2),
         }
-    return found
+    return methods
 
 
 def _table(sums: Any, times: Any, prior: float, mean: Floats, test: Prompts) -> Floats:

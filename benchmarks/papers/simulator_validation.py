@@ -2,12 +2,12 @@
 
     python -m benchmarks.papers.simulator_validation --prompts DIR
 
-Requests arrive at K workers by a Poisson process, and a policy places them. The simulator runs all; the
-engine then serves each worker's requests at the same times, one worker after the other, and generates the
+Requests arrive at K workers by a Poisson process, and a policy places them. The simulator runs all workers.
+The engine then serves each worker's requests at the same times, one worker after the other, and generates the
 captured text again, so that both have the same routes (see benchmarks/lib/replay/schedule.py). A policy's
-step cost is fitted to the engine's steps under the other policies; replays of all policies alternate, so that
-they see the same machine state. `regret` is the cost of a decision against the best worker in hindsight:
-added decode time per step, with the true activations of the requests.
+step cost is fitted to the engine's steps under the other policies. Replays of all policies alternate, so that
+all policies see the same machine state. `regret` is the cost of a decision against the best worker in
+hindsight, as added decode time per step, with the true activations of the requests.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ def _with_cost_of_the_others(bench: Bench, case: Case) -> Case:
     }
     outcomes = {}
     for label in sums:
-        cost = sum((theirs for other, theirs in sums.items() if other != label), StepSums()).fit()
+        cost = sum(
+            (sums_of_other for other, sums_of_other in sums.items() if other != label), StepSums()
+        ).fit()
         if cost is None:
             raise UserInputError("too few steps to fit a cost; raise --per-worker or --output-tokens")
-        outcomes[label] = bench.simulated_again(case, label, cost)
+        outcomes[label] = bench.simulate_again(case, label, cost)
     return replace(case, outcomes=outcomes)
 
 

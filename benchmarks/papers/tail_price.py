@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +41,7 @@ from offline.simulation.run import simulate
 
 Figures = dict[str, float]
 _METRICS = whole.METRICS
-_KEPT = (*_METRICS, "batch_size", "active_experts")
+_STORED = (*_METRICS, "batch_size", "active_experts")
 _NOTES = (
     "simulated; `_change_pct` against the best balancer of the same seed and figure, with the 95 % interval "
     "over seeds (Student's t of the logarithms, paired); a batch is the target of the arrival rate"
@@ -56,13 +56,13 @@ class Point:
         labels: its columns in the table.
         cost: cost of a step.
         balancers: policies that look at load, and on whole replicas at prefixes, by name.
-        prepared: from a seed to the simulation of a policy.
+        prepare: returns a function that simulates a policy with the requests of a seed.
     """
 
     labels: dict[str, Any]
     cost: StepCost
     balancers: dict[str, Callable[[], Policy]]
-    prepared: Callable[[int], Callable[[Policy], Figures]]
+    prepare: Callable[[int], Callable[[Policy], Figures]]
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.labels.values()))
@@ -98,7 +98,7 @@ def tail_price(
         text: partial(make_policy, name, **parameters) for text, (name, parameters) in parsed.items()
     }
     points = [_of_routes(text, per_worker, output_tokens) for text in point or ()]
-    points += [one for text in whole_point or () for one in _of_whole(text)]
+    points += [part for text in whole_point or () for part in _of_whole(text)]
     if not points:
         raise UserInputError("give --point or --whole")
     settings: dict[str, Any] = {"per_worker": per_worker, "output_tokens": output_tokens}
@@ -106,9 +106,9 @@ def tail_price(
     each = each_seed(
         Options(seeds=tuple(range(seed, seed + seeds))),
         points,
-        lambda one, number: _run(one, chosen, number, journal),
+        lambda case, number: _run(case, chosen, number, journal),
     )
-    rows = [row for one, runs in each for row in _rows(one, runs)]
+    rows = [row for case, runs in each for row in _rows(case, runs)]
     inputs = settings | {"seeds": seeds, "points": point or [], "whole": whole_point or []}
     inputs["costs"] = [one.cost.as_dict() for one in points]
     publish("tail_price", rows, inputs=inputs, seed=seed, out=out, notes=_NOTES)
@@ -130,7 +130,7 @@ def _of_routes(text: str, per_worker: int, output_tokens: int) -> Point:
     (routes, cost_file), (workers, batch) = _parts("--point", text, "ROUTES,COST,WORKERS,BATCH")
     experts, cost = Experts.from_trace(observed(routes_of(routes))), FittedCost.load(cost_file).cost
 
-    def prepared(seed: int) -> Callable[[Policy], Figures]:
+    def prepare(seed: int) -> Callable[[Policy], Figures]:
         requests = _requests(experts, cost, workers, batch, workers * per_worker, output_tokens, seed)
         cluster = Cluster(decode=Decode(workers=workers, cost=cost))
 
@@ -141,7 +141,7 @@ def _of_routes(text: str, per_worker: int, output_tokens: int) -> Point:
         return outcome
 
     labels = {"workload": routes.name.removesuffix(".safetensors"), "workers": workers, "batch": batch}
-    return Point(labels, cost, {name: partial(make_policy, name) for name in BALANCERS}, prepared)
+    return Point(labels, cost, {name: partial(make_policy, name) for name in BALANCERS}, prepare)
 
 
 def _requests(
@@ -150,8 +150,8 @@ def _requests(
     """Return Poisson arrivals that keep `batch` requests on each worker if routes are drawn at random."""
     kinds = np.arange(len(experts.domains))
     active = active_experts(experts, kinds, batch, np.random.default_rng(0))
-    held = float(experts.count_tokens.mean()) + output_tokens / 2  # KV tokens of a request
-    step_s = float(cost.seconds(batch, batch * held, active))
+    kv_tokens = float(experts.count_tokens.mean()) + output_tokens / 2  # KV tokens of a request
+    step_s = float(cost.seconds(batch, batch * kv_tokens, active))
     rng = np.random.default_rng(seed)
     arrival_s = np.cumsum(rng.exponential(output_tokens * step_s / (workers * batch), number))
     kind = rng.choice(kinds, number)
@@ -162,7 +162,7 @@ def _of_whole(text: str) -> list[Point]:
     files, (workers,) = _parts("--whole", text, "ROUTES,ARRIVALS,WORKERS")
     inputs = whole.Inputs.read(files[0], files[1], whole.OUR_COST)
 
-    def prepared(name: str, seed: int) -> Callable[[Policy], Figures]:
+    def prepare(name: str, seed: int) -> Callable[[Policy], Figures]:
         return whole.Case(inputs, name, workers, None, seed).outcome
 
     return [
@@ -170,7 +170,7 @@ def _of_whole(text: str) -> list[Point]:
             {"workload": f"whole, {name}", "workers": workers, "batch": whole.BATCH},
             inputs.cost,
             whole.BASELINES,
-            partial(prepared, name),
+            partial(prepare, name),
         )
         for name in whole.WORKLOADS
     ]
@@ -180,17 +180,16 @@ def _run(
     point: Point, policies: dict[str, Callable[[], Policy]], seed: int, journal: Journal
 ) -> dict[str, Figures]:
     """Return the figures of each policy in a seed; those that the journal has are not simulated again."""
-    simulated: Callable[[Policy], Figures] | None = None
-    found = {}
-    for name, make in (point.balancers | policies).items():
-        key = f"{point}, {seed}, {name}"
-        if (figures := journal.get(key)) is None:
-            simulated = simulated or point.prepared(seed)
-            row = simulated(make())
-            figures = {kept: row[kept] for kept in _KEPT}
-            journal.put(key, figures)
-        found[name] = figures
-    return found
+    prepare = cache(point.prepare)
+
+    def figures(make: Callable[[], Policy]) -> Figures:
+        row = prepare(seed)(make())
+        return {key: row[key] for key in _STORED}
+
+    return {
+        name: journal.get_or_put(f"{point}, {seed}, {name}", partial(figures, make))
+        for name, make in (point.balancers | policies).items()
+    }
 
 
 def _rows(point: Point, runs: Sequence[dict[str, Figures]]) -> list[dict[str, Any]]:

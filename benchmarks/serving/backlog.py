@@ -3,9 +3,9 @@
     python -m benchmarks.serving.backlog
 
 All prompts are sent to a real prefill engine at the same moment, with one token to generate. A refused client
-retries after the answer's Retry-After until it gets 200. Goals: the slowest refusal comes within 2 s;
-most_tries is 2, so that the first retry succeeds; ejected, duplicate_prefills and errors are 0, since no
-engine fails.
+retries after the answer's Retry-After until it gets 200. The slowest refusal should come within 2 s. The
+first retry should succeed, so most_tries should be 2. As no engine fails, ejected, duplicate_prefills and
+errors should be 0.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from benchmarks.lib import options
 from benchmarks.lib.client import allow_open_files, session
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
-from benchmarks.lib.live import served
+from benchmarks.lib.live import serve_application
 from benchmarks.lib.prompts import MODEL
 from eldr_serve.commands.errors import run
 from loadgen.results import publish
 from loadgen.workload import read_prompts
 
-_MAX_TRIES = 20
+_MAX_ATTEMPTS = 20
 
 
 @dataclass
@@ -57,11 +57,11 @@ def texts(folder: Path, count: int, tokens: int, seed: int, model: Path) -> list
     ]
 
 
-async def _until_answered(
+async def _send_until_answered(
     http: aiohttp.ClientSession, url: str, prompt: str, start_s: float, request: _Request
 ) -> None:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
-    while len(request.statuses) < _MAX_TRIES:
+    while len(request.statuses) < _MAX_ATTEMPTS:
         sent_s = time.perf_counter()
         try:
             async with http.post(f"{url}/v1/completions", json=body) as answer:
@@ -80,7 +80,7 @@ async def _until_answered(
             return
         request.retry_after_s.append(float(retry_after))
         await asyncio.sleep(float(retry_after))
-    request.error = f"refused {_MAX_TRIES} times"
+    request.error = f"refused {_MAX_ATTEMPTS} times"
 
 
 async def send_all(
@@ -90,37 +90,39 @@ async def send_all(
     requests = [_Request() for _ in prompts]
     async with session(timeout_s) as http:
         start_s = time.perf_counter()
-        sent = [
-            asyncio.create_task(_until_answered(http, url, prompt, start_s, request))
+        tasks = [
+            asyncio.create_task(_send_until_answered(http, url, prompt, start_s, request))
             for prompt, request in zip(prompts, requests, strict=True)
         ]
-        _, pending = await asyncio.wait(sent, timeout=seconds)
+        _, pending = await asyncio.wait(tasks, timeout=seconds)
         for task in pending:
             task.cancel()
-        await asyncio.gather(*sent, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
     return requests
 
 
 def row(requests: list[_Request], before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
     """Return the figures of a run; `before` and `after` are the router's counters."""
-    refused = [s for r in requests for s, status in zip(r.seconds, r.statuses, strict=True) if status != 200]
-    answered = [r for r in requests if r.statuses and r.statuses[-1] == 200]
+    refusals_s = [
+        s for r in requests for s, status in zip(r.seconds, r.statuses, strict=True) if status != 200
+    ]
+    answered_requests = [r for r in requests if r.statuses and r.statuses[-1] == 200]
     return {
         "requests": len(requests),
-        "answered": len(answered),
-        "at_first_try": sum(len(r.statuses) == 1 for r in answered),
-        "refusals": len(refused),
-        "slowest_refusal_s": max(refused, default=0.0),
-        "refusal_p50_s": float(np.median(refused)) if refused else 0.0,
+        "answered": len(answered_requests),
+        "at_first_try": sum(len(r.statuses) == 1 for r in answered_requests),
+        "refusals": len(refusals_s),
+        "slowest_refusal_s": max(refusals_s, default=0.0),
+        "refusal_p50_s": float(np.median(refusals_s)) if refusals_s else 0.0,
         "most_tries": max((len(r.statuses) for r in requests), default=0),
-        "second_try_sufficed": sum(len(r.statuses) == 2 for r in answered),
+        "second_try_sufficed": sum(len(r.statuses) == 2 for r in answered_requests),
         "longest_retry_after_s": max((s for r in requests for s in r.retry_after_s), default=0.0),
-        "slowest_answer_s": max((r.seconds[-1] for r in answered), default=0.0),
-        "all_done_s": max((r.done_s for r in answered), default=0.0),
+        "slowest_answer_s": max((r.seconds[-1] for r in answered_requests), default=0.0),
+        "all_done_s": max((r.done_s for r in answered_requests), default=0.0),
         "ejected": after.get("ejected", 0) - before.get("ejected", 0),
         "duplicate_prefills": after.get("prefill_retries", 0) - before.get("prefill_retries", 0),
         "errors": sum(bool(r.error) for r in requests),
-        "not_done": sum(not r.error for r in requests) - len(answered),
+        "not_done": sum(not r.error for r in requests) - len(answered_requests),
     }
 
 
@@ -144,7 +146,7 @@ def backlog(
     allow_open_files(8192)
     bodies = texts(prompts, warm_up + requests, tokens, seed, model)
     arguments = our_arguments(deployment, model, decode_replicas=1)
-    with served(arguments, port=port) as client:
+    with serve_application(arguments, port=port) as client:
         url, status = client.url, client.status
         if warm_up:
             asyncio.run(send_all(url, bodies[:warm_up], timeout_s))

@@ -59,7 +59,7 @@ _STARTS_S = 30.0
 _STEP_TIMEOUT_S = 60.0  # longer waits mean that tokens were lost
 _WARM_UP_S = 0.3
 _CANCEL_GAP_S = 0.005
-_SURE = (
+_WITH_INTERVAL = (
     "client_us",
     "server_us",
     "step_ms",
@@ -138,7 +138,7 @@ async def _pace(link: Link, readers: _Readers, seconds: float, gap_s: float) -> 
     }
 
 
-async def _opened(link: Link, count: int, first: int) -> tuple[_Readers, dict[str, float]]:
+async def _open_streams(link: Link, count: int, first: int) -> tuple[_Readers, dict[str, float]]:
     """Open streams and return them with what opening cost."""
     before, cpu_s, mib = await link.command("stats", {}), time.process_time(), resident_mib()
     readers = _Readers(link, count, first)
@@ -173,16 +173,16 @@ async def _cancel(
 ) -> dict[str, float]:
     """Cancel streams one after the other during steps; return the times until their handlers stopped."""
     await link.command("stats", {})
-    chosen = rng.sample(readers.numbers, min(cancels, len(readers.numbers)))
-    steps_s = len(chosen) * _CANCEL_GAP_S + 2 * gap_s
-    running = asyncio.create_task(link.command("run", {"seconds": steps_s, "gap_s": gap_s}))
+    numbers = rng.sample(readers.numbers, min(cancels, len(readers.numbers)))
+    steps_s = len(numbers) * _CANCEL_GAP_S + 2 * gap_s
+    run = asyncio.create_task(link.command("run", {"seconds": steps_s, "gap_s": gap_s}))
     await asyncio.sleep(gap_s / 2)
     sent_s: dict[int, float] = {}
-    for number in chosen:
+    for number in numbers:
         sent_s[number] = time.monotonic()
         readers.calls[number].cancel()
         await asyncio.sleep(_CANCEL_GAP_S)
-    await running
+    await run
     stopped_s = (await link.command("stats", {}))["stopped_at"]
     ms = [1000 * (stopped_s[str(number)] - at) for number, at in sent_s.items()]
     return {"cancel_p50_ms": float(np.median(ms)), "cancel_p99_ms": float(np.percentile(ms, 99))}
@@ -195,12 +195,12 @@ async def trial(way: str, port: int, load: Load, seed: int) -> list[dict[str, An
         for count in load.streams:
             gap_s = count / load.pace
             row: dict[str, Any] = {"way": way, "streams": count, "offered_tokens_per_s": load.pace}
-            readers, opened = await _opened(link, count, first)
+            readers, open_cost = await _open_streams(link, count, first)
             await readers.of_steps(link, _WARM_UP_S, 0.0)
             row |= await _pace(link, readers, load.seconds, gap_s)
             peak = await _pace(link, readers, load.peak_seconds, 0.0)
             row |= {f"peak_{name}": value for name, value in peak.items()}
-            row |= opened | await _slow(link, readers, load.seconds, gap_s, first + count)
+            row |= open_cost | await _slow(link, readers, load.seconds, gap_s, first + count)
             row |= await _cancel(link, readers, load.cancels, gap_s, rng)
             rows.append(row)
             await readers.close(link)
@@ -236,14 +236,14 @@ def _client(way: str, port: int, load: Load, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_with_channel(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add to each row of a round its multiples of the channel's row."""
     base = {row["streams"]: row for row in rows if row["way"] == "channel"}
     for row in rows:
-        its = base[row["streams"]]
-        cpu_us, its_us = (one["client_us"] + one["server_us"] for one in (row, its))
-        row["times_cpu"] = cpu_us / its_us
-        row["times_peak"] = row["peak_tokens_per_s"] / its["peak_tokens_per_s"]
+        channel = base[row["streams"]]
+        cpu_us, channel_us = (some["client_us"] + some["server_us"] for some in (row, channel))
+        row["times_cpu"] = cpu_us / channel_us
+        row["times_peak"] = row["peak_tokens_per_s"] / channel["peak_tokens_per_s"]
     return rows
 
 
@@ -259,27 +259,29 @@ def channel_or_grpc(
     out: options.Out = None,
 ) -> None:
     """Measure CPU time, throughput, cancellation and a slow reader over our channel and over gRPC."""
-    chosen = ways.split(",")
-    if unknown := set(chosen) - set(WAYS):
+    way_names = ways.split(",")
+    if unknown := set(way_names) - set(WAYS):
         raise UserInputError(f"--ways names {min(unknown)!r}; choose from {', '.join(WAYS)}")
-    if "channel" not in chosen:
+    if "channel" not in way_names:
         raise UserInputError(f"--ways is {ways!r}; it must include channel, the base of the comparison")
     load = Load(tuple(options.numbers("--streams", streams)), pace, seconds, peak_seconds, cancels)
     rng, rows = random.Random(seed), []
     for number in range(rounds):
-        found = []
-        for way in rng.sample(chosen, len(chosen)):
-            found += measure(way, load, seed + number)
+        round_rows = []
+        for way in rng.sample(way_names, len(way_names)):
+            round_rows += measure(way, load, seed + number)
             typer.echo(
-                f"round {number + 1} of {rounds}, {way}, {found[-1]['streams']} streams: "
-                f"{found[-1]['client_us'] + found[-1]['server_us']:.1f} us a token, "
-                f"{found[-1]['peak_tokens_per_s']:.0f} tokens/s at most",
+                f"round {number + 1} of {rounds}, {way}, {round_rows[-1]['streams']} streams: "
+                f"{round_rows[-1]['client_us'] + round_rows[-1]['server_us']:.1f} us a token, "
+                f"{round_rows[-1]['peak_tokens_per_s']:.0f} tokens/s at most",
                 err=True,
             )
-        rows += sorted(compared(found), key=lambda row: (row["streams"], WAYS.index(row["way"])))
+        rows += sorted(
+            compare_with_channel(round_rows), key=lambda row: (row["streams"], WAYS.index(row["way"]))
+        )
     publish(
         "channel_or_grpc",
-        medians(rows, keys=("way", "streams"), with_interval=_SURE),
+        medians(rows, keys=("way", "streams"), with_interval=_WITH_INTERVAL),
         inputs=asdict(load)
         | {"rounds": rounds, "payload_bytes": len(PAYLOAD), "slow_chunk_bytes": SLOW_BYTES}
         | {package: version(package) for package in ("grpcio", "uvloop", "msgspec")}

@@ -12,11 +12,13 @@ Real engines behind the real ingress, with one request in flight (idle) and with
       step        the first decode step
     transport   the rest: the call over the channel, and the first chunk's return
 
-The ingress times the hand-over and `place` (/eldr/status); a timed subclass of our decode server times the
-engine's part. Read before_step: everything except the pull and the step, including the return to the client,
-which cannot be separated from the way there (goal: below 8 ms idle, below 5 % of TTFT at load). A round
-starts new engines, with Ray as `make demo` starts it; rows are medians over rounds, with 95 % intervals.
-`--record FILE` keeps each round, so that rounds can be spread over several runs.
+The ingress times the hand-over and `place` (/eldr/status). A timed subclass of our decode server times the
+engine's part. `before_step` has everything except the pull and the step. It includes the return to the
+client, which cannot be separated from the way to the engine. It should be below 8 ms idle, and below 5 % of
+TTFT at load.
+
+A round starts new engines, with Ray as `make demo` starts it. Rows are medians over rounds, with 95 %
+intervals. `--record FILE` keeps each round, so that rounds can be spread over several runs.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from loadgen.results import publish
 
 _KEY = "handover"
 _WARM_UP = 32  # requests that no figure includes
-_SURE = ("ttft_mean_ms", "handover_mean_ms", "before_step_mean_ms", "before_step_share_of_ttft_pct")
+_WITH_INTERVAL = ("ttft_mean_ms", "handover_mean_ms", "before_step_mean_ms", "before_step_share_of_ttft_pct")
 
 
 async def _load(url: str, work: Iterator[dict[str, Any]], requests: int, in_flight: int) -> list[Answer]:
@@ -132,7 +134,7 @@ def handover(
         "window": WINDOW,
     }
     journal = Journal(record, inputs) if record else None
-    by_round: list[list[dict[str, Any]]] = list(journal.known.values()) if journal else []
+    by_round: list[list[dict[str, Any]]] = list(journal.entries.values()) if journal else []
     for _ in range(rounds):
         # No prompt repeats within a round, since its blocks would be cached.
         by_round.append(_round(loads, requests, iter(work), arguments, port))
@@ -142,7 +144,9 @@ def handover(
         raise UserInputError(
             "there is no round to report: give --rounds 1 or more, or a --record with rounds"
         )
-    rows = medians([*chain(*by_round)], keys=("in_flight",), with_interval=_SURE, summed=("failures",))
+    rows = medians(
+        [*chain(*by_round)], keys=("in_flight",), with_interval=_WITH_INTERVAL, summed=("failures",)
+    )
     publish(
         "handover",
         rows,

@@ -23,10 +23,18 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import captured, groups_of
+from benchmarks.lib.capture import groups_of, load_or_capture
 from benchmarks.lib.cluster import unwind_on_sigterm
-from benchmarks.lib.live import Comparison, fitting, lengths, serving, wide_arguments, workers_of
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.live import (
+    Comparison,
+    decode_replicas_of,
+    length_options,
+    select_prompts,
+    serve_without_table,
+    wide_arguments,
+)
+from benchmarks.lib.normalised_time import NORMALISED
+from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.figures import BASELINES
@@ -52,7 +60,7 @@ def live(
     stream_interval: options.Interval = 16,
     output_tokens: options.MeanOutput = 160,
     max_prompt_tokens: options.Longest = 128,
-    requests: options.Captured = 2400,
+    requests: options.CapturedRequests = 2400,
     port: options.Port = 8340,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
@@ -60,7 +68,8 @@ def live(
 ) -> None:
     """Fit a table, serve, and compare policies under the same load."""
     unwind_on_sigterm()
-    load: dict[str, Any] = {"policies": policies, "rounds": rounds, "seed": seed, **lengths(output_tokens)}
+    load: dict[str, Any] = {"policies": policies, "rounds": rounds, "seed": seed}
+    load |= length_options(output_tokens)
     load |= {"rate": rate} if rate else {"in-flight": in_flight}
     load |= {"trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds}
     load |= {"burn-in-seconds": burn_in_seconds}
@@ -69,17 +78,17 @@ def live(
     about["max_prompt_tokens"] = max_prompt_tokens
     settings = load | about | {"prompts": prompts.resolve()}
     comparisons = {group: Comparison(work / f"live_{group}", settings) for group in groups_of(groups)}
-    data = captured(prompts, work, requests=requests, seed=seed)
-    fit_in = fitting(prompts, data.trace.ids, max_prompt_tokens)
-    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
-    if missing := {group: c for group, c in comparisons.items() if c.result is None}:
-        with serving(arguments, port=port):
-            for group, comparison in missing.items():
+    data = load_or_capture(prompts, work, requests=requests, seed=seed)
+    fit_in = select_prompts(prompts, data.trace.ids, max_prompt_tokens)
+    arguments = wide_arguments(deployment, widen_model(intermediate, work), stream_interval)
+    if unfinished := {group: c for group, c in comparisons.items() if c.result is None}:
+        with serve_without_table(arguments, port=port):
+            for group, comparison in unfinished.items():
                 fit, rest = data.split(group, 0.4, seed)
                 held_out = {data.trace.ids[i] for i in rest}
                 prompts_file = work / f"live_{group}_prompts.jsonl"
                 write_prompts(prompts_file, (p for p in fit_in if p.id in held_out))
-                table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
+                table, _ = fit_table(data.trace.subset(fit), decode_replicas_of(arguments), seed=seed)
                 comparison.measure(table, load | {"prompts": prompts_file}, port=port)
     rows: list[Any] = [{"workload": group, **row} for group, c in comparisons.items() for row in c.rows()]
     # All workloads have the same inputs except the prompts, which are parts of one sample.
@@ -89,7 +98,7 @@ def live(
     value = "tpot_p50_ms_change_pct"
     interval = (f"{value}_low", f"{value}_high")
     unchanged = dict.fromkeys((value, *interval), 0.0)  # the best balancer
-    plotted = [unchanged | row for row in rows if row["clock"] == "even"]
+    plotted = [unchanged | row for row in rows if row["clock"] == NORMALISED]
     bars(plotted, "policy", value, path.with_suffix(".png"), interval=interval)
     for comparison in comparisons.values():
         comparison.finish()

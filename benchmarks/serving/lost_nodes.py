@@ -1,13 +1,14 @@
-"""A cluster of several Ray nodes under load, which loses and regains nodes and its GCS.
+"""Let a cluster of several Ray nodes lose and regain nodes and its GCS under load.
 
     python -m benchmarks.serving.lost_nodes --redis-server redis-server
 
-Ray's nodes are real, but on one machine (`ray.cluster_utils`): the head has two ingresses and the router; two
-other nodes each have a prefill and a decode engine that compute nothing; each node has a Serve proxy, and all
-proxies share one port. GCS stores its state in Redis, if it is given one, otherwise in files. In turn, these
-are lost: one engine node, by kill -9 of all its processes, for 10 s; GCS, for 8 s; both engine nodes at once,
-for 10 s. Requests at the ingresses' own port may fail only in the last case, when no engine is left. A lost
-node's proxy loses its connections.
+Ray's nodes are real, but on one machine (`ray.cluster_utils`). The head has two ingresses and the router. Two
+other nodes each have a prefill and a decode engine that compute nothing. Each node has a Serve proxy, and all
+proxies share one port. GCS stores its state in Redis with `--redis-server`, otherwise in files.
+
+The cluster loses one engine node for 10 s, by kill -9 of all its processes, then GCS for 8 s, then both
+engine nodes at once for 10 s. Requests at the ingresses' own port may fail only in the last case, when no
+engine is left. A lost node's proxy loses its connections.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, session
 from benchmarks.lib.cluster import RAY_ENV, python_path, wait_ready
-from benchmarks.lib.fake_names import APPLICATION
-from benchmarks.lib.fake_service import check_text, request_body
+from benchmarks.lib.fakes.names import APPLICATION
+from benchmarks.lib.fakes.service import check_text, request_body
 from eldr_serve.commands.errors import run
 from loadgen.results import publish
 
@@ -81,8 +82,8 @@ class _Nodes:
         """Kill nodes like a machine failure: no process shuts down cleanly."""
         for node in self.engines[:number]:
             (raylet,) = node.all_processes["raylet"]
-            theirs = psutil.Process(raylet.process.pid).children(recursive=True)
-            for process in theirs:
+            children = psutil.Process(raylet.process.pid).children(recursive=True)
+            for process in children:
                 process.kill()
             self.cluster.remove_node(node, allow_graceful=False)
         del self.engines[:number]
@@ -93,7 +94,7 @@ class _Nodes:
             self.engines.append(self._engine_node())
 
 
-def _whole(url: str) -> bool:
+def _is_complete(url: str) -> bool:
     """Return whether all replicas run and all pairs of engines are warm."""
     import httpx
     from ray import serve
@@ -105,8 +106,8 @@ def _whole(url: str) -> bool:
     except (RayError, httpx.TransportError, ValueError, KeyError):
         return False
     running = [deployment.replica_states.get("RUNNING", 0) for deployment in deployments]
-    there = running == [2] * len(running) and status.get("decode_replicas") == _NODES
-    return there and bool(status["ingress"]["ready"]) and not status["ingress"]["router_unreachable"]
+    all_run = running == [2] * len(running) and status.get("decode_replicas") == _NODES
+    return all_run and bool(status["ingress"]["ready"]) and not status["ingress"]["router_unreachable"]
 
 
 async def _drive(
@@ -143,7 +144,7 @@ async def _drive(
         await asyncio.to_thread(back)
         recovery_s = None
         while time.perf_counter() - at < _RECOVERY_S + away_s:
-            if await asyncio.to_thread(_whole, urls[0]):
+            if await asyncio.to_thread(_is_complete, urls[0]):
                 recovery_s = time.perf_counter() - at
                 break
             await asyncio.sleep(0.5)
@@ -159,16 +160,18 @@ def _rows(answers: list[tuple[bool, Answer]], lost: list[dict[str, Any]]) -> lis
     """Return a row for each loss."""
     rows = []
     for entry, until in zip(lost, [*(e["at"] for e in lost[1:]), float("inf")], strict=True):
-        ended = [(proxy, answer) for proxy, answer in answers if entry["at"] <= answer.end < until]
-        mine, others = ([answer for proxy, answer in ended if proxy == by] for by in (False, True))
-        failed = [answer for answer in mine if answer.error is not None]
+        ended_answers = [(proxy, answer) for proxy, answer in answers if entry["at"] <= answer.end < until]
+        direct, proxied = (
+            [answer for proxy, answer in ended_answers if proxy == by_proxy] for by_proxy in (False, True)
+        )
+        failed = [answer for answer in direct if answer.error is not None]
         row = {name: value for name, value in entry.items() if name != "at"}
-        row |= {"requests": len(mine), "failures": len(failed), "errors": errors(mine)}
-        row |= {"by_proxy": len(others), "errors_by_proxy": errors(others)}
-        row["failures_by_proxy"] = sum(answer.error is not None for answer in others)
+        row |= {"requests": len(direct), "failures": len(failed), "errors": errors(direct)}
+        row |= {"by_proxy": len(proxied), "errors_by_proxy": errors(proxied)}
+        row["failures_by_proxy"] = sum(answer.error is not None for answer in proxied)
         row["failing_s"] = max((a.end for a in failed), default=entry["at"]) - entry["at"]
-        row["longest_gap_s"] = max((max(a.timing.itl_s, default=0.0) for a in mine), default=0.0)
-        rows.append(row | {"ttft_max_s": max((a.timing.ttft_s or 0.0 for a in mine), default=0.0)})
+        row["longest_gap_s"] = max((max(a.timing.itl_s, default=0.0) for a in direct), default=0.0)
+        rows.append(row | {"ttft_max_s": max((a.timing.ttft_s or 0.0 for a in direct), default=0.0)})
     return rows
 
 
@@ -187,7 +190,7 @@ def lost_nodes(
         import ray
         from ray import serve
 
-        from benchmarks.lib.fakes import fake_application
+        from benchmarks.lib.fakes.application import fake_application
 
         nodes = _Nodes()
         try:

@@ -3,11 +3,11 @@
     python -m benchmarks.serving.objectives
 
 The objective is a multiple of the latencies of an idle service. The load that fits is the highest number of
-requests in flight of which 95 % meet it. Then requests arrive at 1.5 times the rate of that load, in rounds
-of each kind of admission in turn: by `prediction`, requests name their objective in headers; by `count`,
-they name none, and at most as many as fit are in flight, further ones being refused before they are sent.
-So refusals by count take no time here. Goals for prediction: refusals within 0.2 s, 95 % of the admitted
-requests within their objective, and more goodput (requests/s within it) than by count.
+requests in flight of which 95 % meet the objective. Then requests arrive at 1.5 times the rate of that load,
+in rounds of each kind of admission in turn. By `prediction`, requests name their objective in headers. By
+`count`, they name none, and the client sends at most as many at once as fit. It refuses all others itself, so
+that refusals by count take no time here. Prediction should refuse within 0.2 s, serve 95 % of the admitted
+requests within their objective, and give more goodput (requests/s within the objective) than the count.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
-from benchmarks.lib.live import served
+from benchmarks.lib.live import serve_application
 from benchmarks.lib.prompts import bodies
 from eldr_serve.commands.errors import run
 from eldr_serve.objective import TPOT_HEADER, TTFT_HEADER
 from examples.demo_model import WEIGHTS
 from loadgen.arrivals import poisson
 from loadgen.results import publish
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 
 COUNT, PREDICTION = "count", "prediction"
 _GOAL = 0.95  # share of requests within their objective
@@ -45,32 +45,35 @@ _REFUSED = ("HTTP 429", "HTTP 503")
 
 @dataclass(frozen=True)
 class _Load:
-    """A number of requests in flight, and how they fared."""
+    """A number of requests in flight, and how the service answered them."""
 
     in_flight: int
-    per_s: float
+    per_s: float  # answers
     share: float  # of requests within the objective
 
 
-def met(answer: Answer, slo: Slo) -> bool:
+def is_within(answer: Answer, objective: LatencyObjective) -> bool:
     """Return whether an answer came within the objective."""
     timing = answer.timing
     failed = {} if answer.error is None else {"error": answer.error}
-    return slo.met({"ttft_s": timing.ttft_s, "tpot_s": timing.tpot_s} | failed)
+    return objective.is_met_by({"ttft_s": timing.ttft_s, "tpot_s": timing.tpot_s} | failed)
 
 
-def refused(answer: Answer) -> bool:
+def is_refused(answer: Answer) -> bool:
     """Return whether a request was refused."""
     return answer.error is not None and answer.error.startswith(_REFUSED)
 
 
-def fitting(loads: Iterable[_Load]) -> _Load:
-    """Return the largest load of which enough requests meet the objective; the smallest if none does."""
+def largest_fitting_load(loads: Iterable[_Load]) -> _Load:
+    """Return the largest load that fits, which means that 95 % of its requests meet the objective.
+
+    If no load fits, return the smallest one.
+    """
     ordered = sorted(loads, key=lambda load: load.in_flight)
     return next((load for load in reversed(ordered) if load.share >= _GOAL), ordered[0])
 
 
-async def _closed(url: str, requests: list[dict[str, Any]], in_flight: int) -> list[Answer]:
+async def _send_closed_loop(url: str, requests: list[dict[str, Any]], in_flight: int) -> list[Answer]:
     async with session(_TIMEOUT_S) as http:
         return await closed_loop(
             lambda number: complete(http, url, requests[number % len(requests)]),
@@ -79,10 +82,12 @@ async def _closed(url: str, requests: list[dict[str, Any]], in_flight: int) -> l
         )
 
 
-def _measured(url: str, requests: list[dict[str, Any]], in_flight: int, slo: Slo) -> _Load:
-    """Return how so many requests in flight fare."""
-    answers = asyncio.run(_closed(url, requests, in_flight))
-    share = sum(met(answer, slo) for answer in answers) / len(answers)
+def _measure_load(
+    url: str, requests: list[dict[str, Any]], in_flight: int, objective: LatencyObjective
+) -> _Load:
+    """Send a closed loop with this number of requests in flight and return its result."""
+    answers = asyncio.run(_send_closed_loop(url, requests, in_flight))
+    share = sum(is_within(answer, objective) for answer in answers) / len(answers)
     return _Load(in_flight, summary(answers)["requests_per_s"], share)
 
 
@@ -90,18 +95,20 @@ class Arrivals:
     """Requests that arrive at random times, under one kind of admission.
 
     Args:
-        slo: the objective.
+        objective: what requests name in headers if they are admitted by prediction.
         limit: maximum number of requests in flight if they are admitted by count.
     """
 
-    def __init__(self, url: str, requests: list[dict[str, Any]], slo: Slo, limit: int) -> None:
+    def __init__(
+        self, url: str, requests: list[dict[str, Any]], objective: LatencyObjective, limit: int
+    ) -> None:
         self._url = url
         self._requests = itertools.cycle(requests)
         self._limit = limit
-        self._headers = {TTFT_HEADER: f"{slo.ttft_ms:.3f}", TPOT_HEADER: f"{slo.tpot_ms:.3f}"}
+        self._headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
 
     async def send(self, admission: str, *, per_s: float, seconds: float, seed: int) -> list[Answer]:
-        """Send requests for so long; return all answers."""
+        """Send requests for `seconds`; return all answers."""
         tasks: set[asyncio.Task[Answer]] = set()
         answers: list[Answer] = []
         start_s = time.perf_counter()
@@ -122,15 +129,15 @@ class Arrivals:
         return await complete(http, self._url, body, headers=headers)
 
 
-def row(admission: str, answers: list[Answer], slo: Slo, seconds: float) -> dict[str, Any]:
+def row(admission: str, answers: list[Answer], objective: LatencyObjective, seconds: float) -> dict[str, Any]:
     """Return the figures of one kind of admission.
 
     Args:
         seconds: duration of the arrivals, s.
     """
-    waits_s = [answer.end - answer.start for answer in answers if refused(answer)]
-    admitted = [answer for answer in answers if not refused(answer)]
-    good = sum(met(answer, slo) for answer in admitted)
+    waits_s = [answer.end - answer.start for answer in answers if is_refused(answer)]
+    admitted = [answer for answer in answers if not is_refused(answer)]
+    good = sum(is_within(answer, objective) for answer in admitted)
     figures = {
         "admission": admission,
         "requests": len(answers),
@@ -173,34 +180,34 @@ def objectives(
     sizes = options.numbers("--in-flight", in_flight)
     requests = bodies(prompts, count=2000, max_tokens=max_tokens, seed=seed)
     answers: dict[str, list[Answer]] = {COUNT: [], PREDICTION: []}
-    with served(our_arguments(deployment, model), port=port) as client:
-        asyncio.run(_closed(client.url, requests, sizes[-1]))  # warms up
-        idle = summary(asyncio.run(_closed(client.url, requests, 1)))
-        slo = Slo(ttft_slack * idle["ttft_p50_ms"], tpot_slack * idle["tpot_p50_ms"])
-        fit = fitting(_measured(client.url, requests, size, slo) for size in sizes)
-        arrivals = Arrivals(client.url, requests, slo, fit.in_flight)
+    with serve_application(our_arguments(deployment, model), port=port) as client:
+        asyncio.run(_send_closed_loop(client.url, requests, sizes[-1]))  # warms up
+        idle = summary(asyncio.run(_send_closed_loop(client.url, requests, 1)))
+        objective = LatencyObjective(ttft_slack * idle["ttft_p50_ms"], tpot_slack * idle["tpot_p50_ms"])
+        fit = largest_fitting_load(_measure_load(client.url, requests, size, objective) for size in sizes)
+        arrivals = Arrivals(client.url, requests, objective, fit.in_flight)
         for number in range(rounds):
             for admission in sorted(answers, reverse=bool(number % 2)):
                 sent = arrivals.send(
                     admission, per_s=overload * fit.per_s, seconds=seconds, seed=seed + number
                 )
                 answers[admission] += asyncio.run(sent)
-        measured = client.status()["ingress"]["objectives"]
+        predictions = client.status()["ingress"]["objectives"]
     publish(
         "objectives",
-        [row(admission, found, slo, rounds * seconds) for admission, found in answers.items()],
+        [row(admission, part, objective, rounds * seconds) for admission, part in answers.items()],
         seed=seed,
         out=out,
         inputs={
-            "objective_ms": {"ttft": slo.ttft_ms, "tpot": slo.tpot_ms},
+            "objective_ms": {"ttft": objective.ttft_ms, "tpot": objective.tpot_ms},
             "fits": {"in_flight": fit.in_flight, "requests_per_s": fit.per_s},
             "overload": overload,
             "rounds": rounds,
             "seconds": seconds,
             "max_tokens": max_tokens,
             "deployment": deployment.stem,
-            "predictions": measured,
-            "errors": {admission: errors(found) for admission, found in answers.items()},
+            "predictions": predictions,
+            "errors": {admission: errors(part) for admission, part in answers.items()},
         },
         notes="the same arrivals for both, in turn on one service; refused requests are not sent again; "
         "by count the client itself refuses, at once; engines, ingress and client share the cores",

@@ -4,21 +4,23 @@
     python -m benchmarks.serving.peers --vllm-router-venv router-venv
 
 Systems:
-    eldr           this package: the ingress's own port, channels to the engines
-    ray-pd         Ray Serve LLM's build_pd_openai_app: decode replica first, which calls prefill
+    eldr           this package, with the ingress's own port and channels to the engines
+    ray-pd         Ray Serve LLM's build_pd_openai_app; its decode replica calls the prefill replica
     no-router      two plain vLLM servers; the client itself sends the prefill and the decode call
     eldr-proxy     as eldr, through Ray Serve's own proxy
     vllm-router    the Rust router over the same servers; with `--router-policies` one system per policy
     ...-polled     the same, but servers load our connector module, so NIXL does not spin a core per engine
 
 One system runs at a time, since idle engines with NIXL's progress thread would slow the others. Each round
-starts new engines and has its trials in random order. Rows are medians over rounds. `--turns N` starts all
-systems at once instead, and runs N short trials of each in turn, so that machine speed and an engine's place
-in memory affect all systems alike. It needs systems whose idle engines sleep; Ray's idle cost
-(docs/operations.md) is then in the rows of all, in column `ray_cpu_ms`. `--record FILE` keeps every trial,
-and those already in it count, so that a long comparison can be split into short runs. `_cpu_ms` columns are
-CPU time per request of the serving processes. `_over_SYSTEM_pct` columns are paired over rounds, with 95 %
-intervals: the change of the n-th trial against the n-th trial of SYSTEM; `ttft_beyond_...` likewise, in ms.
+starts new engines and has its trials in random order. `--turns N` starts all systems at once instead, and
+runs N short trials of each in turn, so that machine speed and an engine's place in memory affect all systems
+alike. This needs systems whose idle engines sleep. Ray's idle cost (docs/operations.md) is then in the rows
+of all systems, in column `ray_cpu_ms`. `--record FILE` keeps every trial, and the trials that FILE has
+already count, so that a long comparison can be split into short runs.
+
+Rows are medians over rounds. `_cpu_ms` columns are CPU time per request of the serving processes. An
+`_over_SYSTEM_pct` column is the change of the n-th trial against the n-th trial of SYSTEM, with a 95 %
+interval. `ttft_beyond_SYSTEM_ms` is the same as a difference, in ms.
 
 The whole product against the whole peer, with engines that spend their time on experts:
 
@@ -54,7 +56,7 @@ from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.engines import ray_pd_arguments, vllm_router, vllm_servers
 from benchmarks.lib.live import wide_arguments
 from benchmarks.lib.prompts import bodies
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.config.ray_settings import QUIET
 from loadgen.journal import Journal
@@ -80,13 +82,13 @@ def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[dict[s
 
         from eldr_serve.app import build_app
 
-        ours = system.startswith("eldr")
+        is_ours = system.startswith("eldr")
         if system == "eldr":
             arguments = arguments | {"ingress": {"port": port + 1}}
-        build = build_app(arguments) if ours else build_pd_openai_app(ray_pd_arguments(arguments))
+        build = build_app(arguments) if is_ours else build_pd_openai_app(ray_pd_arguments(arguments))
         serve.run(build, name=system, route_prefix="/")
         url = f"http://127.0.0.1:{port + 1 if system == 'eldr' else port}"
-        if ours:
+        if is_ours:
             wait_ready(url, 240)
         yield {system: client.sender(url)}
 
@@ -98,12 +100,12 @@ def _servers(
     """Run the systems that share the same plain vLLM servers."""
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        polled = "-polled" in systems[0]
-        urls = stack.enter_context(vllm_servers(arguments, port=port + 1, logs=logs, our_connector=polled))
-        found: dict[str, client.Send] = {}
+        is_polled = "-polled" in systems[0]
+        urls = stack.enter_context(vllm_servers(arguments, port=port + 1, logs=logs, our_connector=is_polled))
+        senders: dict[str, client.Send] = {}
         for number, system in enumerate(systems):
             if system.startswith("no-router"):
-                found[system] = lambda http, body: _by_hand(http, urls, body)
+                senders[system] = lambda http, body: _send_without_router(http, urls, body)
                 continue
             assert venv is not None
             policy = system.partition("/")[2] or "round_robin"
@@ -111,11 +113,11 @@ def _servers(
             router = vllm_router(
                 venv, policy, number, ["--vllm-pd-disaggregation", *servers], port=port, logs=logs
             )
-            found[system] = client.sender(stack.enter_context(router))
-        yield found
+            senders[system] = client.sender(stack.enter_context(router))
+        yield senders
 
 
-async def _by_hand(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) -> client.Answer:
+async def _send_without_router(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) -> client.Answer:
     """Send the prefill and the decode call directly to the engines."""
     start = time.perf_counter()
     remote = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -139,51 +141,57 @@ async def _trial(
     Requests that begin together would queue for prefill together.
     """
     rows = {}
-    spent: list[Counter[str]]  # when the first that counts begins, and when the last ends
+    cpu_marks: list[Counter[str]]  # when the first that counts begins, and when the last ends
 
-    async def sent(number: int, last: int) -> client.Answer:
+    async def send_one(number: int, last: int) -> client.Answer:
         answer = await send(http, work[number % len(work)])
         ended.append(number)
         if len(ended) in (warm_up, last):
-            spent.append(cpu_s())
+            cpu_marks.append(cpu_s())
         return answer
 
     async with client.session(_TIMEOUT_S) as http:
         for in_flight in loads:
             requests = per_load * min(in_flight, 4)
-            spent, ended = [], list[int]()
+            cpu_marks, ended = [], list[int]()
             last = warm_up + requests
             answers = await client.closed_loop(
-                partial(sent, last=last), requests=last + in_flight, in_flight=in_flight
+                partial(send_one, last=last), requests=last + in_flight, in_flight=in_flight
             )
             answers.sort(key=lambda answer: answer.end)
-            counted = answers[warm_up:last]
-            row = client.summary(counted, answers[warm_up - 1].end)
-            cpu = {part: 1000 * (s - spent[0][part]) / requests for part, s in spent[1].items()}
-            rows[str(in_flight)] = row | {"errors": client.errors(counted), "cpu_ms": cpu}
+            measured_answers = answers[warm_up:last]
+            row = client.summary(measured_answers, answers[warm_up - 1].end)
+            cpu = {part: 1000 * (s - cpu_marks[0][part]) / requests for part, s in cpu_marks[1].items()}
+            rows[str(in_flight)] = row | {"errors": client.errors(measured_answers), "cpu_ms": cpu}
     return rows
 
 
 def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for system in dict.fromkeys(trial["system"] for trial in trials):
-        mine = [trial["loads"] for trial in trials if trial["system"] == system]
-        for in_flight in dict.fromkeys(load for loads in mine for load in loads):
-            measured = [loads[in_flight] for loads in mine if in_flight in loads]
-            row: dict[str, Any] = {"system": system, "in_flight": int(in_flight), "blocks": len(measured)}
+        trials_of_system = [trial["loads"] for trial in trials if trial["system"] == system]
+        for in_flight in dict.fromkeys(load for loads in trials_of_system for load in loads):
+            loads_of_trials = [loads[in_flight] for loads in trials_of_system if in_flight in loads]
+            row: dict[str, Any] = {
+                "system": system,
+                "in_flight": int(in_flight),
+                "blocks": len(loads_of_trials),
+            }
             for name in ("requests", "failures"):
-                row[name] = sum(m[name] for m in measured)
+                row[name] = sum(m[name] for m in loads_of_trials)
             for name in _MEDIANS:
-                row[name] = float(np.median([m[name] for m in measured]))
-            for part in sorted({part for m in measured for part in m["cpu_ms"]}):
-                row[f"{part}_cpu_ms"] = float(np.median([m["cpu_ms"].get(part, 0.0) for m in measured]))
+                row[name] = float(np.median([m[name] for m in loads_of_trials]))
+            for part in sorted({part for m in loads_of_trials for part in m["cpu_ms"]}):
+                row[f"{part}_cpu_ms"] = float(
+                    np.median([m["cpu_ms"].get(part, 0.0) for m in loads_of_trials])
+                )
             for name in ("ttft_p50_ms", "tpot_p50_ms", "requests_per_s"):
-                _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([m[name] for m in measured])
-            rows.append(row | _paired(trials, system, in_flight))
+                _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([m[name] for m in loads_of_trials])
+            rows.append(row | _compare_pairs(trials, system, in_flight))
     return sorted(rows, key=lambda row: (row["in_flight"], row["system"]))
 
 
-def _paired(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, float]:
+def _compare_pairs(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, float]:
     """Compare `system` with vllm-router and with no router, trial by trial in the order of rounds."""
 
     def values(name: str, column: str) -> list[float]:
@@ -245,31 +253,31 @@ def peers(
     """Compare TTFT, TPOT and throughput of this package with peers on equal engines."""
     unwind_on_sigterm()
     client.allow_open_files(8192)
-    chosen = _chosen(systems, vllm_router_venv, router_policies)
-    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval, decode_replicas)
+    chosen_systems = _choose_systems(systems, vllm_router_venv, router_policies)
+    arguments = wide_arguments(deployment, widen_model(intermediate, work), stream_interval, decode_replicas)
     lengths: dict[str, Any] = {
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
         "max_prompt_tokens": max_prompt_tokens,
     }
-    asked = bodies(prompts, count=512, **lengths, seed=seed)
+    requests_to_send = bodies(prompts, count=512, **lengths, seed=seed)
     loads = options.numbers("--in-flight", in_flight)
     inputs: dict[str, Any] = {"turns": turns, "requests": requests, "warm_up": warm_up}
     inputs |= lengths | {"min_tokens": min_tokens or max_tokens, "decode_replicas": decode_replicas}
     inputs |= {"intermediate": intermediate, "stream_interval": stream_interval}
     inputs |= {"deployment": deployment.stem, "prompts": prompts.name}
     journal = Journal(record, inputs) if record else None
-    trials: list[dict[str, Any]] = list(journal.known.values()) if journal else []
+    trials: list[dict[str, Any]] = list(journal.entries.values()) if journal else []
     order = random.Random(seed + len(trials))
 
-    def keep(system: str, found: dict[str, Any]) -> None:
-        trials.append({"system": system, "loads": found})
+    def keep(system: str, rows: dict[str, Any]) -> None:
+        trials.append({"system": system, "loads": rows})
         if journal:
             journal.put(str(len(trials)), trials[-1])
 
-    groups = _groups(chosen, turns)
-    start = partial(_up, arguments=arguments, port=port, venv=vllm_router_venv)
-    trial = partial(_trial, loads=loads, per_load=requests, work=asked, warm_up=warm_up)
+    groups = _groups(chosen_systems, turns)
+    start = partial(_start_groups, arguments=arguments, port=port, venv=vllm_router_venv)
+    trial = partial(_trial, loads=loads, per_load=requests, work=requests_to_send, warm_up=warm_up)
     for _ in range(rounds):
         _measure_round(groups, turns, order, start, trial, keep)
     if not trials:
@@ -288,13 +296,13 @@ def _measure_round(
 ) -> None:
     """Start each group alone, or all of them together if their systems take turns; keep each trial."""
     shuffled = order.sample(groups, k=len(groups))
-    for up in [shuffled] if turns > 1 else [[group] for group in shuffled]:
-        with start(up) as sends:
+    for groups_to_start in [shuffled] if turns > 1 else [[group] for group in shuffled]:
+        with start(groups_to_start) as sends:
             for turn in range(turns + (turns > 1)):
                 for system in order.sample(list(sends), k=len(sends)):
-                    found = asyncio.run(trial(sends[system]))
+                    loads = asyncio.run(trial(sends[system]))
                     if turn or turns == 1:  # the first of several is a warm-up
-                        keep(system, found)
+                        keep(system, loads)
 
 
 def _groups(systems: list[str], turns: int) -> list[list[str]]:
@@ -309,7 +317,7 @@ def _groups(systems: list[str], turns: int) -> list[list[str]]:
 
 
 @contextmanager
-def _up(
+def _start_groups(
     groups: list[list[str]], arguments: dict[str, Any], port: int, venv: Path | None
 ) -> Iterator[dict[str, client.Send]]:
     """Run the groups of systems; yield each system's client.sender."""
@@ -332,7 +340,7 @@ def _check_together(groups: list[list[str]]) -> None:
         raise UserInputError(f"with --turns idle engines must sleep, and those of {', '.join(spinning)} spin")
 
 
-def _chosen(systems: str, venv: Path | None, policies: str) -> list[str]:
+def _choose_systems(systems: str, venv: Path | None, policies: str) -> list[str]:
     known = (*RAY_SYSTEMS, *SERVER_SYSTEMS)
     possible = [s for s in known if venv is not None or not s.startswith("vllm-router")]
     chosen: list[str] = []

@@ -3,10 +3,12 @@
     python -m benchmarks.serving.predict_signature
 
 The shape is Qwen3-30B-A3B's (48 MoE layers, 128 experts, top-8, 151,936 token ids). A row has the time to
-predict a signature from token ids, and to learn from the true counts. Read total_p50_us of predict_decision:
-a request placed before its prefill waits this long; the goal is 300 at 1,000 tokens. That placement uses
-`marginal-cost` with a prediction and cached prefixes; its parts are: predict and pack; cut into blocks and
-hash; place, including the prefix look-up and book-keeping.
+predict a signature from token ids, and to learn from the true counts.
+
+A request that is placed before its prefill waits total_p50_us of `predict_decision`, which should be below
+300 at 1,000 tokens. Its placement uses `marginal-cost` with a prediction and cached prefixes. `predict`
+predicts and packs the counts, `hash` cuts the prompt into blocks and hashes them, and `place` includes the
+prefix look-up and book-keeping.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from loadgen.results import p50_p99_us, publish, time_calls
 
 VOCABULARY = 151_936
 WORKERS = (4, 16, 64, 256)
-HELD = 16  # running requests per worker
+RUNNING = 16  # running requests per worker
 BLOCK_TOKENS = 16
 _PROMPTS = 64  # distinct prompts
 _SKEW = 0.3  # exponent of the power law of token ids
@@ -46,7 +48,7 @@ def predict_signature(
     rng = np.random.default_rng(seed)
     rows = []
     for rank, tokens in product((32, 64), (100, 1000, 10_000)):
-        online = OnlinePredictor(_random(rank, rng))
+        online = OnlinePredictor(_random_predictor(rank, rng))
         # Lists, as from engines and tokenizers.
         prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.int64).tolist()
         counts = [online.predictor.predict(prompt) for prompt in prompts]
@@ -71,52 +73,52 @@ def predict_signature(
         seed=seed,
         out=None if out is None else out.with_stem("predict_decision"),
         inputs={"L": L, "E": E, "top_k": TOP_K, "vocabulary": VOCABULARY, "rank": 64, "calls": calls}
-        | {"requests_a_worker": HELD, "block_tokens": BLOCK_TOKENS},
+        | {"requests_a_worker": RUNNING, "block_tokens": BLOCK_TOKENS},
         notes="one thread; as predict_signature; half of each prompt is cached on one worker",
     )
 
 
 def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) -> dict[str, object]:
     """Return a row: p50 and p99 of each part of a placement and of the whole, us."""
-    online = OnlinePredictor(_random(64, rng))
+    online = OnlinePredictor(_random_predictor(64, rng))
     prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.uint32)
     policy = make_policy("marginal-cost")
     placer = Placer(policy, on_policy_error=_fail)
     placer.set_workers([f"w{worker}" for worker in range(workers)])
-    for number in range(HELD * workers):
+    for number in range(RUNNING * workers):
         ids = prompts[number % _PROMPTS]
         counts = online.predict(ids)
-        held = PlacementRequest(f"held{number}", counts, tokens, 64, predicted=True)
-        lease = Lease(held, State.LEASED, worker=f"w{number % workers}")
+        running_request = PlacementRequest(f"held{number}", counts, tokens, 64, predicted=True)
+        lease = Lease(running_request, State.LEASED, worker=f"w{number % workers}")
         placer.hold(lease)
         if number < _PROMPTS:
             placer.prefixes.record_prompt(lease.worker, prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS))
     warm_up, marks = 50, []
     for call in range(warm_up + calls):
         ids = prompts[call % _PROMPTS]
-        begun = perf_counter()
+        start_s = perf_counter()
         counts = online.predict(ids)
         assert counts is not None
         counts = counts.astype(np.float16)  # as sent to the router
-        predicted = perf_counter()
+        predicted_s = perf_counter()
         blocks = prompt_blocks(ids, BLOCK_TOKENS)
-        hashed = perf_counter()
+        hashed_s = perf_counter()
         request = PlacementRequest("r", counts, tokens, 64, predicted=True, blocks=blocks)
         placer.submit([Lease(request, State.SENT)])
-        marks.append((begun, predicted, hashed, perf_counter()))
+        marks.append((start_s, predicted_s, hashed_s, perf_counter()))
         placer.finish("r")
-    taken = np.diff(np.array(marks[warm_up:]), axis=1)
+    seconds_of_parts = np.diff(np.array(marks[warm_up:]), axis=1)
     row: dict[str, object] = {"workers": workers, "prompt_tokens": tokens}
-    for name, seconds in zip(("predict", "hash", "place"), taken.T, strict=True):
+    for name, seconds in zip(("predict", "hash", "place"), seconds_of_parts.T, strict=True):
         row |= {f"{name}_{quantile}": us for quantile, us in p50_p99_us(seconds.tolist()).items()}
-    return row | {f"total_{q}": us for q, us in p50_p99_us(taken.sum(axis=1).tolist()).items()}
+    return row | {f"total_{q}": us for q, us in p50_p99_us(seconds_of_parts.sum(axis=1).tolist()).items()}
 
 
 def _fail(error: Exception) -> None:
     raise error
 
 
-def _random(rank: int, rng: np.random.Generator) -> SignaturePredictor:
+def _random_predictor(rank: int, rng: np.random.Generator) -> SignaturePredictor:
     directions = np.linalg.qr(rng.normal(size=(L * E, rank)))[0].T.reshape(rank, L, E)
     tokens = rng.normal(size=(VOCABULARY, rank)).astype(np.float32) / np.float32(rank)
     return SignaturePredictor(

@@ -15,10 +15,18 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import captured
+from benchmarks.lib.capture import load_or_capture
 from benchmarks.lib.cluster import unwind_on_sigterm
-from benchmarks.lib.live import Comparison, fitting, lengths, serving, wide_arguments, workers_of
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.live import (
+    Comparison,
+    decode_replicas_of,
+    length_options,
+    select_prompts,
+    serve_without_table,
+    wide_arguments,
+)
+from benchmarks.lib.normalised_time import NORMALISED
+from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.plots import bars
@@ -40,7 +48,7 @@ def prefix_cache(
     stream_interval: options.Interval = 16,
     output_tokens: options.MeanOutput = 64,
     max_prompt_tokens: options.Longest = 512,
-    requests: options.Captured = 2400,
+    requests: options.CapturedRequests = 2400,
     port: options.Port = 8350,
     work: options.Work = options.WORK,
     seed: options.Seed = 0,
@@ -49,7 +57,7 @@ def prefix_cache(
     """Compare policies with the prefix cache on and off."""
     unwind_on_sigterm()
     load: dict[str, Any] = {"policies": policies, "in-flight": in_flight, "rounds": rounds, "seed": seed}
-    load |= lengths(output_tokens)
+    load |= length_options(output_tokens)
     load |= {"trial-seconds": trial_seconds, "warm-up-seconds": warm_up_seconds}
     load |= {"burn-in-seconds": burn_in_seconds}
     about: dict[str, Any] = {"prompts": prompts.name, "captured": requests, "distinct": distinct}
@@ -57,28 +65,28 @@ def prefix_cache(
     about |= {"max_prompt_tokens": max_prompt_tokens}
     settings = load | about | {"prompts": prompts.resolve()}
     comparisons = {state: Comparison(work / f"prefix_cache_{state}", settings) for state in ("on", "off")}
-    data = captured(prompts, work, requests=requests, seed=seed)
+    data = load_or_capture(prompts, work, requests=requests, seed=seed)
     fit, rest = data.split("all", 0.4, seed)
-    held_out = fitting(prompts, [data.trace.ids[i] for i in rest], max_prompt_tokens)
+    held_out = select_prompts(prompts, [data.trace.ids[i] for i in rest], max_prompt_tokens)
     repeated = work / "prefix_cache_prompts.jsonl"
     longest = sorted(held_out, key=lambda prompt: -len(prompt.text))[: 8 * distinct]
     write_prompts(repeated, balanced_sample(longest, distinct, seed))
-    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
-    table, _ = fit_table(data.trace.subset(fit), workers_of(arguments), seed=seed)
+    arguments = wide_arguments(deployment, widen_model(intermediate, work), stream_interval)
+    table, _ = fit_table(data.trace.subset(fit), decode_replicas_of(arguments), seed=seed)
     rows: list[dict[str, Any]] = []
     for state, comparison in comparisons.items():
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
         if comparison.result is None:
-            with serving(arguments, port=port):
+            with serve_without_table(arguments, port=port):
                 comparison.measure(table, load | {"prompts": repeated}, port=port)
         rows += [{"prefix_cache": state, **row} for row in comparison.rows()]
     last = comparisons["off"].result or {}
     inputs = last["inputs"] | about
     path = publish("prefix_cache", rows, seed=seed, out=out, notes=last["notes"], inputs=inputs)
-    even = [row for row in rows if row["clock"] == "even"]
-    named = [row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in even]
+    normalised = [row for row in rows if row["clock"] == NORMALISED]
+    plotted = [row | {"workload": f"prefix cache {row['prefix_cache']}"} for row in normalised]
     interval = ("tpot_p50_ms_low", "tpot_p50_ms_high")
-    bars(named, "policy", "tpot_p50_ms", path.with_suffix(".png"), interval=interval)
+    bars(plotted, "policy", "tpot_p50_ms", path.with_suffix(".png"), interval=interval)
     for comparison in comparisons.values():
         comparison.finish()
 

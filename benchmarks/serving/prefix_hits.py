@@ -2,12 +2,14 @@
 
     python -m benchmarks.serving.prefix_hits --trace mooncake_conversation.jsonl.gz
 
-Users have conversations with two whole engines whose caches are too small for all of them. A turn's prompt is
-the last one, its answer as the engine generated it, and new tokens; lengths and prefixes that conversations
-share are those of the trace, divided by `whole_workloads.SHRINK`. The router predicts the cached tokens of a
-prompt when it places it, and the engine reports the true number (`prefix_tokens_predicted` and
-`prefix_tokens_measured` of the status). `map` is `events` if engines report their blocks, and `estimate` if
-the router only knows the prompts that it has sent. Goal: with events, `error_pct` is within 5 %.
+Users have conversations with two whole engines whose caches are too small for all conversations. A turn's
+prompt is the previous prompt, its answer as the engine generated it, and new tokens. Lengths and prefixes
+that conversations share are those of the trace, divided by SHRINK of benchmarks/lib/whole/workloads.py.
+
+The router predicts the cached tokens of a prompt when it places the request, and the engine reports the true
+number (`prefix_tokens_predicted` and `prefix_tokens_measured` of the status). `map` is `events` if engines
+report their blocks, and `estimate` if the router only knows the prompts that it has sent. With events,
+`error_pct` should be within 5 %.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from benchmarks.lib import options
 from benchmarks.lib.client import session
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
-from benchmarks.lib.live import serving
+from benchmarks.lib.live import serve_without_table
 from benchmarks.lib.prompts import MODEL
 from benchmarks.lib.whole.workloads import SHRINK, SHRINK_ANSWERS, conversations
 from eldr_serve.commands.errors import UserInputError, run
@@ -123,16 +125,16 @@ def prefix_hits(
         if name not in MAPS:
             raise UserInputError(f"there is no map {name!r}; there are {', '.join(MAPS)}")
     records = read_trace(trace)
-    if not all(found.hash_ids for found in records):
+    if not all(record.hash_ids for record in records):
         raise UserInputError(f"{trace} names no prefix blocks; give Mooncake's conversation trace")
-    known = conversations(records)
-    chosen = random.Random(seed).sample(known, min(sessions, len(known)))
+    all_conversations = conversations(records)
+    chosen = random.Random(seed).sample(all_conversations, min(sessions, len(all_conversations)))
     arguments = our_arguments(deployment, model, decode_replicas=2)
     kwargs = arguments["decode_config"]["engine_kwargs"] | {"num_gpu_blocks_override": blocks}
     rows = []
     for name in names:
         arguments["decode_config"]["engine_kwargs"] = kwargs | {"kv_events_config": MAPS[name]}
-        with serving(arguments, port=port) as client:
+        with serve_without_table(arguments, port=port) as client:
             client.set_policy(policy)
             before = client.status()["counters"]
             load = {"in_flight": in_flight, "think_s": think_seconds, "longest": kwargs["max_model_len"]}

@@ -3,11 +3,13 @@
     python -m benchmarks.serving.ray_idle --rounds 1 --record idle.jsonl
     python -m benchmarks.serving.ray_idle --rounds 0 --record idle.jsonl
 
-An application over engines that compute nothing (one prefill and two decode replicas) starts with one
-setting, with those of eldr_serve/config/ray_settings.py (`shipped`), with all, and with none, in turn, and
-then stays idle. Read idle_pct: CPU time of all its processes and of its parts, % of a core; saved_pct is
-idle_pct of `none` minus this one, paired over rounds, with its 95 % interval (a negative value costs more).
-`--record FILE` keeps each start, so that rounds can be spread over several runs.
+An application over engines that compute nothing (one prefill and two decode replicas) starts and then stays
+idle. It starts in turn with each single setting, with those of eldr_serve/config/ray_settings.py (`shipped`),
+with all settings, and with none.
+
+`idle_pct` is the CPU time of all processes of the application, % of a core; other columns have that of its
+parts. `saved_pct` is idle_pct of `none` minus that of the row, paired over rounds, with its 95 % interval; a
+negative value costs more. `--record FILE` keeps each start, so that rounds can be spread over several runs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_time import PARTS, cpu_s
-from benchmarks.lib.fake_service import fake_service, in_new_process
+from benchmarks.lib.fakes.service import fake_service, in_new_process
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.config.ray_settings import QUIET
@@ -50,7 +52,7 @@ def _measure(environment: dict[str, str], idle_s: float, settle_s: float, port: 
     return {part: 100 * (after[part] - before[part]) / took_s for part in after}
 
 
-def summarised(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarise(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per setting, from starts in chronological order."""
     parts = sorted({*PARTS.values(), "ray"})
     rows = [
@@ -58,11 +60,11 @@ def summarised(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         | {f"{part.replace(' ', '_')}_pct": start["parts"].get(part, 0.0) for part in parts}
         for start in starts
     ]
-    bare = [row["idle_pct"] for row in rows if row["setting"] == "none"]
+    bare_pct = [row["idle_pct"] for row in rows if row["setting"] == "none"]
     summaries = medians(rows, keys=("setting",), with_interval=("idle_pct",))
     for row in summaries:
-        mine = [other["idle_pct"] for other in rows if other["setting"] == row["setting"]]
-        saved = median_ci([a - b for a, b in zip(bare, mine, strict=False)])
+        idle_pct = [one["idle_pct"] for one in rows if one["setting"] == row["setting"]]
+        saved = median_ci([a - b for a, b in zip(bare_pct, idle_pct, strict=False)])
         row |= dict(zip(("saved_pct", "saved_pct_low", "saved_pct_high"), saved, strict=True))
     return summaries
 
@@ -78,8 +80,8 @@ def ray_idle(
 ) -> None:
     """Measure the CPU time of the idle application by Ray's settings."""
     unwind_on_sigterm()
-    chosen = settings.split(",") if settings else list(SETTINGS)
-    for name in chosen:
+    names = settings.split(",") if settings else list(SETTINGS)
+    for name in names:
         if name not in SETTINGS:
             raise UserInputError(f"there is no setting {name!r}; choose from {', '.join(SETTINGS)}")
     inputs = {
@@ -89,9 +91,9 @@ def ray_idle(
         "all": SETTINGS["all"],
     }
     journal = Journal(record, inputs) if record else None
-    starts: list[dict[str, Any]] = list(journal.known.values()) if journal else []
+    starts: list[dict[str, Any]] = list(journal.entries.values()) if journal else []
     for number in range(rounds):
-        for name in chosen if number % 2 == 0 else reversed(chosen):
+        for name in names if number % 2 == 0 else reversed(names):
             parts = in_new_process(_measure, SETTINGS[name], idle_s, settle_s, port)
             starts.append({"setting": name, "parts": parts})
             typer.echo(f"{name}: {sum(parts.values()):.1f} % of a core", err=True)
@@ -103,7 +105,7 @@ def ray_idle(
         )
     publish(
         "ray_idle",
-        summarised(starts),
+        summarise(starts),
         inputs=inputs,
         seed=0,
         out=out,

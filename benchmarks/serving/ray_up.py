@@ -3,8 +3,9 @@
     python -m benchmarks.serving.ray_up --dry-run
     python -m benchmarks.serving.ray_up
 
-Start, deploy, calibrate and refit as Ray jobs, load by locust, stop; no process may be left at the end. The
-top of `ray_cluster_local.yaml` lists the requirements of this machine.
+The steps start the cluster, deploy the application, calibrate and refit as Ray jobs, send load by locust, and
+stop the cluster. No process may be left at the end. The top of `ray_cluster_local.yaml` lists the
+requirements of this machine.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def left_behind(folder: Path) -> list[str]:
 def _execute(name: str, command: str) -> dict[str, Any]:
     """Run a command and return its row; raise UserInputError, after its last output, if it failed."""
     typer.echo(f"== {name}: {command or f'until {_URL}/eldr/status says so'}")
-    begun = time.monotonic()
+    start = time.monotonic()
     if command:
         program, *rest = shlex.split(command)
         done = subprocess.run(
@@ -81,7 +82,7 @@ def _execute(name: str, command: str) -> dict[str, Any]:
             raise UserInputError(f"{name} ended with status {done.returncode}; its last output is above")
     else:
         wait_ready(_URL, 600)
-    return {"step": name, "seconds": time.monotonic() - begun}
+    return {"step": name, "seconds": time.monotonic() - start}
 
 
 def ray_up(
@@ -91,29 +92,31 @@ def ray_up(
     out: options.Out = None,
 ) -> None:
     """Start a cluster on this machine, deploy, calibrate, refit, load, and stop it without residue."""
-    between = steps(requests, run_time_s)
+    middle_steps = steps(requests, run_time_s)
     if dry_run:
-        typer.echo("\n".join(filter(None, [UP, *between.values(), STOP, DOWN])))
+        typer.echo("\n".join(filter(None, [UP, *middle_steps.values(), STOP, DOWN])))
         return
     unwind_on_sigterm()
     (mount,) = yaml.safe_load((ROOT / _CLUSTER).read_text())["file_mounts"]
     folder = Path(mount).expanduser()
-    if running := left_behind(folder):
-        raise UserInputError(f"a cluster already runs in {folder}; stop it by `{STOP}`: {running[0][:80]}")
-    installed = (folder / ".venv").exists()
+    if processes_before := left_behind(folder):
+        raise UserInputError(
+            f"a cluster already runs in {folder}; stop it by `{STOP}`: {processes_before[0][:80]}"
+        )
+    had_environment = (folder / ".venv").exists()
     rows = []
     try:
-        rows += [_execute("ray up", UP), *(_execute(name, command) for name, command in between.items())]
+        rows += [_execute("ray up", UP), *(_execute(name, command) for name, command in middle_steps.items())]
     finally:
         try:
             rows.append(_execute("ray stop", STOP))
         finally:
             rows.append(_execute("ray down", DOWN))
         Path(_TRACE).unlink(missing_ok=True)
-        left = left_behind(folder)
-        for command in left:
+        remaining = left_behind(folder)
+        for command in remaining:
             typer.echo(f"still running: {command[:160]}", err=True)
-    rows.append({"step": "processes left", "count": len(left)})
+    rows.append({"step": "processes left", "count": len(remaining)})
     publish(
         "ray_up",
         rows,
@@ -124,12 +127,12 @@ def ray_up(
             "deployment": _DEPLOYMENT,
             "requests": requests,
             "run_time_s": run_time_s,
-            "installed_before": installed,
+            "installed_before": had_environment,
         },
         notes="a step's wall-clock time, once; a request or swap that fails ends it",
     )
-    if left:
-        raise UserInputError(f"{len(left)} processes still run after `{DOWN}`")
+    if remaining:
+        raise UserInputError(f"{len(remaining)} processes still run after `{DOWN}`")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving.route_decision
 
-The shape is Qwen3-30B-A3B's (48 MoE layers, 128 experts, top-8). Read p50_us: every request waits this long
-between prefill and decode, in addition to one call to the router actor.
+The shape is Qwen3-30B-A3B's (48 MoE layers, 128 experts, top-8). Every request waits p50_us between prefill
+and decode, in addition to one call to the router actor.
 """
 
 from __future__ import annotations

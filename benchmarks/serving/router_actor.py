@@ -2,10 +2,11 @@
 
     python -m benchmarks.serving.router_actor
 
-The client runs in its own actor, like an ingress. A placement is RouterClient.place from counts to lease:
-scoring in the client, one call to the router, its policy there. Read added_p50_ms (goal: below 0.5 with 1 in
-flight): the cost of a placement beyond a call that does nothing. With many in flight, placements share calls,
-so a placement then costs the router less than a call (goal: 5,000/s).
+The client runs in its own actor, like an ingress. A placement is RouterClient.place from counts to lease. It
+consists of the scoring in the client, one call to the router, and the policy in the router. `added_p50_ms` is
+the cost of a placement beyond a call that does nothing, and should be below 0.5 with 1 request in flight.
+With many requests in flight, placements share calls, so a placement then costs the router less than a call.
+There should be 5,000 placements/s.
 """
 
 from __future__ import annotations

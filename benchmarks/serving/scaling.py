@@ -2,12 +2,12 @@
 
     python -m benchmarks.serving.scaling
 
-Real engines, each kind with an `autoscaling_config`, and clients that stream one answer after another: few
-clients, then many until there are three engines of each kind, then few until there is one of each again. Each
-row is such a phase: the results of its requests, and the time until the number of engines was reached
-(`after_s`, s; the first phase starts with it). If a request fails, or a greedy text differs from that of the
-first engines, the exit status is 1. New engines start on the serving cores, so a phase's times include that
-cost.
+Both kinds of real engines have an `autoscaling_config`, and clients stream one answer after another. A few
+clients send requests first, then many clients until there are three engines of each kind, then a few until
+there is one engine of each kind again. Each row is such a phase, with the results of its requests and
+`after_s`, the time until the number of engines was reached, s; the first phase begins with that number. New
+engines start on the serving cores, so a phase's times include that cost. The exit status is 1 if a request
+fails, or if a greedy text differs from that of the first engines.
 """
 
 from __future__ import annotations
@@ -79,14 +79,16 @@ class _Service:
 
         users = [asyncio.create_task(user(number)) for number in range(clients)]
         after_s: float | None = None
-        seen: tuple[int, int] | None = None
+        last_engines: tuple[int, int] | None = None
         while after_s is None and time.perf_counter() - start_s < most_s:
             await asyncio.sleep(0.5)
-            now = await asyncio.to_thread(self.engines)
-            if now != seen and all(now):
-                seen = now
-                typer.echo(f"{clients} clients, {time.perf_counter() - start_s:.0f} s: {now}", err=True)
-            if now == (engines, engines):
+            engines_now = await asyncio.to_thread(self.engines)
+            if engines_now != last_engines and all(engines_now):
+                last_engines = engines_now
+                typer.echo(
+                    f"{clients} clients, {time.perf_counter() - start_s:.0f} s: {engines_now}", err=True
+                )
+            if engines_now == (engines, engines):
                 after_s = time.perf_counter() - start_s
         await asyncio.sleep(_STEADY_S)
         over.set()

@@ -12,8 +12,8 @@ from the second to the first policy. Figures:
     tpot               mean TPOT at the client, including transport and contention for the cores
     experts            active experts of a decode step (no time)
 
-`off_pct` is the change minus that of `step`, in points. On CPUs `step` and `engine` are CPU times of the
-engine's thread, so contention affects only `tpot`. Intervals resample rounds; all trials of a round have the
+`off_pct` is the change minus the change of `step`, in points. On CPUs `step` and `engine` are CPU times of
+the engine's thread, so contention affects only `tpot`. Intervals resample rounds, whose trials all have the
 same requests. Requests that begin before the measured part or end after it do not count. The same options
 resume a stopped run.
 """
@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import unwind_on_sigterm
-from benchmarks.lib.live import lengths, serving, wide_arguments
+from benchmarks.lib.live import length_options, serve_without_table, wide_arguments
 from benchmarks.lib.prompts import MODEL, no_longer_than
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.client import Client
 from eldr_serve.commands.errors import UserInputError, run
 from loadgen.journal import Journal
@@ -48,11 +48,11 @@ _STARTS_S = 4.0  # start of the load generator, whose clock is behind a trial's 
 
 @dataclass(frozen=True)
 class Part:
-    """Sums of the measured part of one trial, s; those over decode steps as in Client.decode_totals."""
+    """Sums of the measured part of one trial; all from `steps` on are those of Client.decode_totals."""
 
     tokens: float  # priced
-    live: float  # their price under the live policy
-    shadow: float  # and under the shadow policy
+    live: float  # price of these tokens under the live policy, s
+    shadow: float  # price of these tokens under the shadow policy, s
     steps: float
     requests: float
     active_experts: float
@@ -102,18 +102,20 @@ def _change(
     pair: tuple[list[float], list[float]], counts: NDArray[np.int32]
 ) -> tuple[float, NDArray[np.float64]]:
     """Return the change of the first mean against the second, %, and that of each resample."""
-    mine, its = (np.array(values) for values in pair)
-    return float(100 * (mine.mean() / its.mean() - 1)), 100 * ((counts @ mine) / (counts @ its) - 1)
+    values, base_values = (np.array(values) for values in pair)
+    return float(100 * (values.mean() / base_values.mean() - 1)), 100 * (
+        (counts @ values) / (counts @ base_values) - 1
+    )
 
 
 def _measure(service: Client, step: ScheduledTrial, shadow: str, load: LoadSpec, scratch: Path) -> Part:
     service.set_shadow(*parse_policy(shadow))
     ends: list[NDArray[np.float64]] = []
-    wanted = (load.warm_up_s + _STARTS_S, load.warm_up_s + load.seconds)
+    marks_s = (load.warm_up_s + _STARTS_S, load.warm_up_s + load.seconds)
     costs: dict[str, float] = {}
 
     def tick(elapsed_s: float) -> None:
-        if len(ends) < len(wanted) and elapsed_s >= wanted[len(ends)]:
+        if len(ends) < len(marks_s) and elapsed_s >= marks_s[len(ends)]:
             status = service.status()
             ends.append(sums(status))
             costs.update(status["step_cost"])
@@ -122,13 +124,13 @@ def _measure(service: Client, step: ScheduledTrial, shadow: str, load: LoadSpec,
     drive(service, trial, load, seed=step.seed, scratch=scratch, tick=tick)
     if failed := sum("error" in record for record in trial.requests):
         raise UserInputError(f"{failed} requests of {step.key} failed")
-    tpot = [record["tpot_s"] for record in trial.measured(load.warm_up_s, load.seconds)]
-    known = [value for value in tpot if value is not None]
-    if len(ends) < len(wanted) or not known or (ends[1] - ends[0])[[0, 4]].min() <= 0:
+    tpot = [record["tpot_s"] for record in trial.measured_requests(load.warm_up_s, load.seconds)]
+    tpot_s = [value for value in tpot if value is not None]
+    if len(ends) < len(marks_s) or not tpot_s or (ends[1] - ends[0])[[0, 4]].min() <= 0:
         raise UserInputError(f"{step.key} measured nothing: make trials longer")
     first, last = ends
     between: dict[str, Any] = dict(zip(_SUMS, (last - first).tolist(), strict=True))
-    return Part(**between, tpot=float(np.mean(known)), step_cost=costs)
+    return Part(**between, tpot=float(np.mean(tpot_s)), step_cost=costs)
 
 
 def shadow(
@@ -151,37 +153,39 @@ def shadow(
     """Measure the saving that the shadow predicts, with each of two policies live in turn."""
     unwind_on_sigterm()
     names, widths = options.two_policies(policies), _widths(intermediate)
-    about: dict[str, Any] = {"policies": policies, "intermediate": intermediate, "prompts": prompts.name}
-    about |= {"in_flight": in_flight, "rounds": rounds, "trial_seconds": trial_seconds}
-    about |= {"warm_up_seconds": warm_up_seconds, "deployment": deployment.stem}
-    about |= {"stream_interval": stream_interval, "output_tokens": output_tokens}
-    about |= {"max_prompt_tokens": max_prompt_tokens, "seed": seed}
-    journal = Journal(work / "shadow.jsonl", about)
+    inputs: dict[str, Any] = {"policies": policies, "intermediate": intermediate, "prompts": prompts.name}
+    inputs |= {"in_flight": in_flight, "rounds": rounds, "trial_seconds": trial_seconds}
+    inputs |= {"warm_up_seconds": warm_up_seconds, "deployment": deployment.stem}
+    inputs |= {"stream_interval": stream_interval, "output_tokens": output_tokens}
+    inputs |= {"max_prompt_tokens": max_prompt_tokens, "seed": seed}
+    journal = Journal(work / "shadow.jsonl", inputs)
     steps = schedule_trials([*names], rounds, seed)
-    sent, drawn = work / "shadow_prompts.jsonl", lengths(output_tokens)
+    prompts_file, lengths = work / "shadow_prompts.jsonl", length_options(output_tokens)
     work.mkdir(parents=True, exist_ok=True)
-    write_prompts(sent, no_longer_than(read_prompts([prompts]), max_prompt_tokens, chat=True))
-    most, least = drawn["max-tokens"], drawn["min-tokens"]
-    load = LoadSpec(str(sent), MODEL, 0.0, trial_seconds, warm_up_seconds, in_flight, most, 0.8, least)
-    measured = []
+    write_prompts(prompts_file, no_longer_than(read_prompts([prompts]), max_prompt_tokens, chat=True))
+    most, least = lengths["max-tokens"], lengths["min-tokens"]
+    load = LoadSpec(
+        str(prompts_file), MODEL, 0.0, trial_seconds, warm_up_seconds, in_flight, most, 0.8, least
+    )
+    all_rows = []
     for width in widths:
         key = partial("{}, {}".format, width)
-        if left := [step for step in steps if journal.get(key(step.key)) is None]:
-            arguments = wide_arguments(deployment, widened(width, work), stream_interval)
-            with serving(arguments, port=port) as service:
-                for step in left:
-                    (other,) = {*names} - {step.policy}
+        if missing := [step for step in steps if journal.get(key(step.key)) is None]:
+            arguments = wide_arguments(deployment, widen_model(width, work), stream_interval)
+            with serve_without_table(arguments, port=port) as service:
+                for step in missing:
+                    (other_policy,) = {*names} - {step.policy}
                     typer.echo(f"experts of {width}: {step.policy}, round {step.round + 1}", err=True)
-                    journal.put(key(step.key), asdict(_measure(service, step, other, load, work)))
+                    journal.put(key(step.key), asdict(_measure(service, step, other_policy, load, work)))
         parts = {
             name: [Part(**journal.get(key(step.key))) for step in steps if step.policy == name]
             for name in names
         }
-        measured += [{"intermediate": width, **row} for row in rows(names, parts, seed)]
+        all_rows += [{"intermediate": width, **row} for row in rows(names, parts, seed)]
     publish(
         "shadow",
-        measured,
-        inputs=about,
+        all_rows,
+        inputs=inputs,
         seed=seed,
         out=out,
         notes="ms, except experts; off_pct: the change minus that of step, points; intervals: 95 %, "

@@ -2,13 +2,14 @@
 
     python -m benchmarks.serving.stream_faults
 
-HTTP, proxies, ingresses, router actor and channels are real; the engines only wait and use no core. Each row
-is a separate application, with a kill -9 of each named process in turn, while requests are in flight. Read
-failures: requests that did not end with every token exactly once.
+HTTP, proxies, ingresses, router actor and channels are real, but the engines only wait and use no core. Each
+row is a separate application, with a kill -9 of each named process in turn, while requests are in flight.
+`failures` counts the requests that did not end with every token exactly once.
 
-Ways: `own` is the ingress's own port, `proxy` Ray Serve's, `haproxy` its HAProxy as Ray configures it, and
-`haproxy-retry` the same with RAY_SERVE_HAPROXY_RETRY_ON, which resends a request whose ingress died before
-the first byte. There, clients request whole answers, so that none has a byte when its ingress dies.
+The way `own` is the ingress's own port, `proxy` is Ray Serve's, and `haproxy` is its HAProxy as Ray
+configures it. `haproxy-retry` is the same with RAY_SERVE_HAPROXY_RETRY_ON, which resends a request whose
+ingress died before the first byte. Behind a proxy, clients request whole answers, so that no answer has a
+byte when its ingress dies.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, most_open, session
-from benchmarks.lib.fake_names import APPLICATION
-from benchmarks.lib.fake_service import (
+from benchmarks.lib.fakes.names import APPLICATION
+from benchmarks.lib.fakes.service import (
     HAPROXY,
     NO_DRAINING,
     check_text,
@@ -56,8 +57,8 @@ NOTES = (
 
 def _processes(role: str) -> list[Any]:
     if role == "router":
-        return processes.named("ray::DecodeRouter")
-    return processes.named(f"ray::ServeReplica:{APPLICATION}:{_ROLES[role]}")
+        return processes.find_processes("ray::DecodeRouter")
+    return processes.find_processes(f"ray::ServeReplica:{APPLICATION}:{_ROLES[role]}")
 
 
 async def _whole(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
@@ -88,15 +89,15 @@ async def _load(
             check_text(answer, tokens)
             return answer
 
-        async def killing() -> None:
+        async def kill_in_turn() -> None:
             await asyncio.sleep(ramp_s + 2.0)
             for role in kill:
                 processes.kill(_processes(role)[0])
                 await asyncio.sleep(3.0)
 
-        kills = asyncio.create_task(killing())
+        killer = asyncio.create_task(kill_in_turn())
         answers = await asyncio.gather(*(one(number) for number in range(count)))
-        await kills
+        await killer
     return list(answers)
 
 
@@ -106,26 +107,28 @@ def _measure(
     """Return a row. Needs its own process: Ray Serve reads its mode at import."""
     allow_open_files(65536)
     os.environ |= NO_DRAINING | _WAYS[way]
-    own = way == "own"
+    is_own = way == "own"
     with fake_service(
-        port, own=own, decode_replicas=2, prefill_s=0.02, seed=seed, ingresses=1 if own else 2
+        port, own=is_own, decode_replicas=2, prefill_s=0.02, seed=seed, ingresses=1 if is_own else 2
     ) as url:
         asyncio.run(_load(url, way, 20, 2, 0.0, 0.5, []))
-        there = {role: len(_processes(role)) for role in (*_ROLES, "router")}
+        processes_before = {role: len(_processes(role)) for role in (*_ROLES, "router")}
         answers = asyncio.run(_load(url, way, count, tokens, gap_ms, ramp_s, kill))
         ended = time.perf_counter()
-        held: dict[str, Any] = {}
+        ingress: dict[str, Any] = {}
         while time.perf_counter() - ended < _SETTLE_S:
-            held = {}
+            ingress = {}
             with suppress(httpx.TransportError, ValueError):
-                held = httpx.get(f"{url}/eldr/status", timeout=30).json().get("ingress", {})
-            back = all(len(_processes(role)) >= number for role, number in there.items())
+                ingress = httpx.get(f"{url}/eldr/status", timeout=30).json().get("ingress", {})
+            has_all_processes = all(
+                len(_processes(role)) >= number for role, number in processes_before.items()
+            )
             if (
-                back
-                and held
-                and not held["in_flight"]
-                and not held["leases"]
-                and not held["router_unreachable"]
+                has_all_processes
+                and ingress
+                and not ingress["in_flight"]
+                and not ingress["leases"]
+                and not ingress["router_unreachable"]
             ):
                 break
             time.sleep(0.5)
@@ -138,10 +141,10 @@ def _measure(
             "most_open": most_open(answers),
             "failures": len(failed),
             "errors": errors(answers),
-            "longest_gap_s": max((max(a.timing.itl_s, default=0.0) for a in answers if own), default=None),
+            "longest_gap_s": max((max(a.timing.itl_s, default=0.0) for a in answers if is_own), default=None),
             "longest_s": max(a.end - a.start for a in answers),
             "settled_s": time.perf_counter() - ended,
-            "left": {name: held.get(name) for name in ("in_flight", "leases")},
+            "left": {name: ingress.get(name) for name in ("in_flight", "leases")},
         }
 
 

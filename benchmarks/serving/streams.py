@@ -2,14 +2,16 @@
 
     python -m benchmarks.serving.streams
 
-HTTP, the way to the ingress, our ingress, router actor and channels are real; the engines only wait. So this
-measures the limit of the serving layer. Read failures (goal: none at 2,000 open streams), tokens_per_s (below
-offered_tokens_per_s, the layer or the client is the bottleneck) and server_us_per_token: CPU time of all
-processes except the client, minus their idle CPU time (idle_pct, of a core), and its parts. It includes the
-fixed cost of a request (HTTP, prefill call, placement), so longer answers have a lower one.
+HTTP, the way to the ingress, our ingress, router actor and channels are real, but the engines only wait. So
+this measures the limit of the serving layer. At 2,000 open streams there should be no failures. If
+tokens_per_s is below offered_tokens_per_s, the layer or the client is the bottleneck.
 
-Ways: `proxy` is Ray Serve's default, `haproxy` its HAProxy in front of a port in the ingress, `own` the
-ingress's own HTTP server (`ingress.port`); with `-quiet`, Ray's idle cost is lowered
+`server_us_per_token` is the CPU time of all processes except the client, minus their idle CPU time (idle_pct,
+of a core); other columns have that of its parts. It includes the fixed cost of a request (HTTP, prefill call,
+placement), so it is lower for longer answers.
+
+The way `proxy` is Ray Serve's default, `haproxy` is its HAProxy in front of a port in the ingress, and `own`
+is the ingress's own HTTP server (`ingress.port`). With `-quiet`, Ray's idle cost is lowered
 (eldr_serve/config/ray_settings.py).
 """
 
@@ -28,7 +30,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, complete, errors, most_open, session, summary
 from benchmarks.lib.cpu_time import cpu_s
-from benchmarks.lib.fake_service import HAPROXY, NO_DRAINING, fake_service, in_new_process, request_body
+from benchmarks.lib.fakes.service import HAPROXY, NO_DRAINING, fake_service, in_new_process, request_body
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.config.ray_settings import QUIET
@@ -76,9 +78,9 @@ def _measure(
             before, start = cpu_s(), time.perf_counter()
             answers = asyncio.run(_load(url, count, tokens, gap_ms, ramp_s))
             took_s, after = time.perf_counter() - start, cpu_s()
-            got = sum(len(answer.timing.token_times_s) for answer in answers if answer.error is None)
+            num_tokens = sum(len(answer.timing.token_times_s) for answer in answers if answer.error is None)
             us = {
-                name: 1e6 * (after[name] - before[name] - idle.get(name, 0.0) * took_s) / max(got, 1)
+                name: 1e6 * (after[name] - before[name] - idle.get(name, 0.0) * took_s) / max(num_tokens, 1)
                 for name in after
             }
             offered_s = ramp_s + prefill_s + (tokens - 1) * gap_ms / 1000
@@ -98,7 +100,7 @@ def _measure(
     return rows
 
 
-def _parsed(loads: str) -> list[tuple[int, float]]:
+def _parse_loads(loads: str) -> list[tuple[int, float]]:
     try:
         pairs = [load.split("@") for load in loads.split(",")]
         return [(int(tokens), float(gap)) for tokens, gap in pairs]
@@ -116,8 +118,8 @@ def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         summed=("requests", "failures", "leases_left"),
     )
     for row in summaries:
-        mine = [other["errors"] for other in rows if all(other[name] == row[name] for name in keys)]
-        row["errors"] = dict(sum(map(Counter, mine), Counter()))
+        errors_of_case = [one["errors"] for one in rows if all(one[name] == row[name] for name in keys)]
+        row["errors"] = dict(sum(map(Counter, errors_of_case), Counter()))
     return summaries
 
 
@@ -138,17 +140,17 @@ def streams(
 ) -> None:
     """Open many streams at once and report failures, TTFT and throughput."""
     rows: list[dict[str, Any]] = []
-    _parsed(loads)
-    chosen = ways.split(",")
-    for way in chosen:
+    _parse_loads(loads)
+    chosen_ways = ways.split(",")
+    for way in chosen_ways:
         if way.removesuffix("-quiet") not in _WAYS:
             raise UserInputError(f"there is no way {way!r}; choose from {', '.join(_WAYS)}")
-    for way in chosen * rounds:
+    for way in chosen_ways * rounds:
         rows += in_new_process(
             _measure,
             way,
             options.numbers("--counts", counts),
-            _parsed(loads),
+            _parse_loads(loads),
             ramp_s,
             prefill_ms / 1000,
             idle_s,

@@ -16,12 +16,15 @@ and with a policy without history. The predictor is fitted to prompts that no tr
 trial to trial. The first requests of a trial, while caches fill and workers specialise, do not count.
 
 Each round starts new engines and runs every system on every workload once, in random order. Rows are medians
-over rounds with 95 % intervals, in wall-clock time (`clock` wall) and normalised for CPU speed (even:
-benchmarks/lib/normalised_time.py). `--record` keeps the trials, and beside them the cores' speed, so that a
-stopped run can resume. `ours_KEY_pct`: how far `eldr/marginal-cost` is above the row's system in the same
-round, median and interval; negative is better for ours, except for requests/s. `engine_ms_per_token`: CPU
-time of the engines' processes, including prefill. `server_..._mean_ms`: metrics of the plain servers over a
-whole trial; `active_experts` and `batch_size`: means over a trial's decode steps of our engines.
+over rounds with 95 % intervals. A row with `clock` wall has wall-clock times. One with `clock` even has times
+normalised for CPU speed (benchmarks/lib/normalised_time.py). `--record` keeps the trials, and beside them the
+cores' speed, so that a stopped run can resume.
+
+    ours_KEY_pct            how far `eldr/marginal-cost` is above the row's system in the same round, median
+                            and interval; negative is better for ours, except for requests/s
+    engine_ms_per_token     CPU time of the engines' processes, including prefill
+    server_..._mean_ms      metrics of the plain servers over a whole trial
+    active_experts          mean over the decode steps of our engines in a trial, as is batch_size
 """
 
 from __future__ import annotations
@@ -42,15 +45,15 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import captured
+from benchmarks.lib.capture import load_or_capture
 from benchmarks.lib.client import Answer, Send, allow_open_files, errors, session, summary
 from benchmarks.lib.cluster import unwind_on_sigterm
-from benchmarks.lib.cpu_speed import probed
+from benchmarks.lib.cpu_speed import record_cpu_speed
 from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.live import wide_arguments
-from benchmarks.lib.normalised_time import NormalisedTime
+from benchmarks.lib.normalised_time import NORMALISED, NormalisedTime
 from benchmarks.lib.prompts import no_longer_than
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.lib.whole.report import at_mean_speed, means, rows
 from benchmarks.lib.whole.systems import POLICIES, Engines
 from benchmarks.lib.whole.workloads import Chains, many_domains, sessions, system_prompts
@@ -59,7 +62,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.results import publish
-from loadgen.traces import read_trace
+from loadgen.traces import TraceRequest, read_trace
 from loadgen.workload import Prompt, balanced_sample, read_prompts
 from offline.predictor import fit_signature_predictor
 
@@ -131,97 +134,170 @@ def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
     return fit_signature_predictor(fit)[0].to_bytes(), set(fit.ids)
 
 
-def _chosen(what: str, given: str, known: Sequence[str], needing: str, needed: Path | None) -> list[str]:
-    """Return the given names, or all that can run; those with prefix `needing` need the option `needed`."""
-    possible = [name for name in known if needed is not None or not name.startswith(needing)]
-    for name in (names := given.split(",") if given else possible):
+def _choose(what: str, names: str, known: Sequence[str], prefix: str, option: Path | None) -> list[str]:
+    """Return the names of a list with commas, or all that can run if it is empty.
+
+    Args:
+        known: all names.
+        prefix: names that begin so can run only with the `option`.
+
+    Raises:
+        UserInputError: a name is unknown or cannot run.
+    """
+    possible = [name for name in known if option is not None or not name.startswith(prefix)]
+    chosen = names.split(",") if names else possible
+    for name in chosen:
         if name not in known:
             raise UserInputError(f"there is no {what} {name!r}; there are {', '.join(known)}")
         if name not in possible:
             raise UserInputError(f"the {what} {name!r} needs an option that was not given (see --help)")
-    return names
+    return chosen
 
 
 Calibration = Annotated[Path | None, typer.Option(help="Calibration trace of the prompts; none: a capture.")]
 Trace = Annotated[Path | None, typer.Option(help="Mooncake trace with prefix blocks; none: no sessions.")]
 
 
-def whole_replicas(
-    prompts: options.Prompts = options.PROMPTS,
-    calibration: Calibration = None,
-    trace: Trace = None,
-    vllm_router_venv: options.RouterVenv = None,
-    systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
-    workloads: Annotated[str, typer.Option(help="Workloads, with commas; default: all that can run.")] = "",
-    rounds: Annotated[int, typer.Option(min=0, help="Rounds of all trials; 0: only print --record.")] = 3,
-    in_flight: options.InFlight = 48,
-    warm_up: Annotated[int, typer.Option(min=1, help="First requests of a trial, which do not count.")] = 64,
-    requests: Annotated[int, typer.Option(min=4, help="Requests of a trial that count.")] = 160,
-    burn_in: Annotated[int, typer.Option(min=4, help="Requests to new engines before a trial.")] = 96,
-    min_tokens: Annotated[int, typer.Option(min=2, help="Minimum tokens of an answer.")] = 32,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 96,
-    max_prompt_tokens: options.Longest = 128,
-    intermediate: options.Intermediate = 1536,
-    dtype: Annotated[str, typer.Option(help="Data type of weights and activations.")] = "bfloat16",
-    blocks: Annotated[int, typer.Option(min=64, help="KV blocks of an engine, of 16 tokens.")] = 4096,
-    stream_interval: options.Interval = 4,
-    deployment: options.Deployment = Path("deployments/cpu_demo_whole.yaml"),
-    work: options.Work = options.WORK,
-    record: options.Record = None,
-    port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8600,
-    seed: options.Seed = 0,
-    out: options.Out = None,
-) -> None:
+@dataclass(frozen=True)
+class Settings:
+    """The options of the command."""
+
+    prompts: options.Prompts = options.PROMPTS
+    calibration: Calibration = None
+    trace: Trace = None
+    vllm_router_venv: options.RouterVenv = None
+    systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = ""
+    workloads: Annotated[str, typer.Option(help="Workloads, with commas; default: all that can run.")] = ""
+    rounds: Annotated[int, typer.Option(min=0, help="Rounds of all trials; 0: only print --record.")] = 3
+    in_flight: options.InFlight = 48
+    warm_up: Annotated[int, typer.Option(min=1, help="First requests of a trial, which do not count.")] = 64
+    requests: Annotated[int, typer.Option(min=4, help="Requests of a trial that count.")] = 160
+    burn_in: Annotated[int, typer.Option(min=4, help="Requests to new engines before a trial.")] = 96
+    min_tokens: Annotated[int, typer.Option(min=2, help="Minimum tokens of an answer.")] = 32
+    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 96
+    max_prompt_tokens: options.Longest = 128
+    intermediate: options.Intermediate = 1536
+    dtype: Annotated[str, typer.Option(help="Data type of weights and activations.")] = "bfloat16"
+    blocks: Annotated[int, typer.Option(min=64, help="KV blocks of an engine, of 16 tokens.")] = 4096
+    stream_interval: options.Interval = 4
+    deployment: options.Deployment = Path("deployments/cpu_demo_whole.yaml")
+    work: options.Work = options.WORK
+    record: options.Record = None
+    port: Annotated[int, typer.Option(help="First of 200 ports that are used.")] = 8600
+    seed: options.Seed = 0
+    out: options.Out = None
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the settings on which a trial depends, as results and journals store them."""
+        inputs: dict[str, Any] = {
+            "in_flight": self.in_flight,
+            "warm_up": self.warm_up,
+            "requests": self.requests,
+            "burn_in": self.burn_in,
+            "min_tokens": self.min_tokens,
+            "max_tokens": self.max_tokens,
+        }
+        inputs |= {"max_prompt_tokens": self.max_prompt_tokens, "intermediate": self.intermediate}
+        inputs |= {"dtype": self.dtype, "blocks": self.blocks, "stream_interval": self.stream_interval}
+        inputs |= {"deployment": self.deployment.stem, "prompts": self.prompts.name}
+        inputs |= {"trace": self.trace.name if self.trace else None, "calibration_prompts": CALIBRATION}
+        return inputs
+
+
+@options.command_of_settings
+def whole_replicas(settings: Settings) -> None:
     """Compare policies of whole replicas with each other and with vllm-router's, live."""
     unwind_on_sigterm()
     allow_open_files(8192)
-    wanted = _chosen("system", systems, SYSTEMS, "vllm-router", vllm_router_venv)
-    loads = _chosen("workload", workloads, WORKLOADS, "sessions", trace)
-    records = read_trace(trace) if trace else []
-    if not all(found.hash_ids for found in records):
-        raise UserInputError(f"{trace} names no prefix blocks; give Mooncake's conversation trace")
-    observed = CalibrationTrace.load(calibration) if calibration else None
-    observed = observed or captured(prompts, work, requests=2400, seed=seed).trace
-    predictor, fitted_on = _predictor(observed, seed)
-    held_out = [p for p in read_prompts([prompts]) if p.id not in fitted_on]
-    held_out = no_longer_than(balanced_sample(held_out, 2000, seed), max_prompt_tokens, chat=False)
-    inputs: dict[str, Any] = {"in_flight": in_flight, "warm_up": warm_up, "requests": requests}
-    inputs |= {"burn_in": burn_in, "min_tokens": min_tokens, "max_tokens": max_tokens}
-    inputs |= {"max_prompt_tokens": max_prompt_tokens, "intermediate": intermediate, "dtype": dtype}
-    inputs |= {"blocks": blocks, "stream_interval": stream_interval, "deployment": deployment.stem}
-    inputs |= {"prompts": prompts.name, "trace": trace.name if trace else None}
-    inputs |= {"calibration_prompts": CALIBRATION}
-    arguments = wide_arguments(deployment, widened(intermediate, work), stream_interval)
+    systems = _choose("system", settings.systems, SYSTEMS, "vllm-router", settings.vllm_router_venv)
+    workloads = _choose("workload", settings.workloads, WORKLOADS, "sessions", settings.trace)
+    comparison = _prepare(settings, systems)
+    trials, clock = comparison.measure(list(product(workloads, systems)))
+    _publish(trials, clock, systems, workloads, settings)
+
+
+def _prepare(settings: Settings, systems: list[str]) -> _Comparison:
+    """Read the inputs, fit the predictor and widen the model; raise UserInputError for unusable inputs."""
+    records = read_trace(settings.trace) if settings.trace else []
+    if not all(record.hash_ids for record in records):
+        raise UserInputError(f"{settings.trace} names no prefix blocks; give Mooncake's conversation trace")
+    if settings.calibration:
+        calibration = CalibrationTrace.load(settings.calibration)
+    else:
+        calibration = load_or_capture(
+            settings.prompts, settings.work, requests=2400, seed=settings.seed
+        ).trace
+    predictor, fitted_ids = _predictor(calibration, settings.seed)
+    held_out = balanced_sample(
+        [prompt for prompt in read_prompts([settings.prompts]) if prompt.id not in fitted_ids],
+        2000,
+        settings.seed,
+    )
+    model = widen_model(settings.intermediate, settings.work)
+    arguments = wide_arguments(settings.deployment, model, settings.stream_interval)
     # So that eight engines fit 24 GiB.
-    arguments["decode_config"]["engine_kwargs"] |= {"dtype": dtype, "num_gpu_blocks_override": blocks}
-    names = {side: [s.partition("/")[2] for s in wanted if s.startswith(f"{side}/")] for side in SIDES}
-    engines, answers = (
-        Engines(arguments, predictor, vllm_router_venv, port),
-        range(min_tokens, max_tokens + 1),
+    memory = {"dtype": settings.dtype, "num_gpu_blocks_override": settings.blocks}
+    arguments["decode_config"]["engine_kwargs"] |= memory
+    return _Comparison(
+        settings,
+        Engines(arguments, predictor, settings.vllm_router_venv, settings.port),
+        {side: [s.partition("/")[2] for s in systems if s.startswith(f"{side}/")] for side in SIDES},
+        no_longer_than(held_out, settings.max_prompt_tokens, chat=False),
+        records,
     )
-    measurement = _Rounds(
-        engines, names, held_out, records, answers, in_flight, warm_up, requests, burn_in, seed
-    )
-    trials, clock = _measured(measurement, rounds, list(product(loads, wanted)), record, inputs)
-    _publish(trials, clock, wanted, loads, inputs, seed, out)
 
 
 @dataclass(frozen=True)
-class _Rounds:
-    """Settings of all rounds; `names` are the policies of each side, `answers` the tokens of an answer."""
+class _Comparison:
+    """The comparison before it runs.
 
+    Attributes:
+        policies: names of the policies of each side.
+        prompts: prompts to which the predictor was not fitted.
+        records: requests of the Mooncake trace; empty without one.
+    """
+
+    settings: Settings
     engines: Engines
-    names: dict[str, list[str]]
+    policies: dict[str, list[str]]
     prompts: list[Prompt]
-    records: list[Any]
-    answers: range
-    in_flight: int
-    warm_up: int
-    requests: int
-    burn_in: int
-    seed: int
+    records: list[TraceRequest]
 
-    def measure(
+    def measure(self, cases: list[tuple[str, str]]) -> tuple[dict[str, dict[str, Any]], NormalisedTime]:
+        """Measure each (workload, system) in each round, except for the trials that `--record` has.
+
+        Returns:
+            All trials by `ROUND/WORKLOAD/SYSTEM`, with those of `--record`, and the normalised time.
+
+        Raises:
+            UserInputError: there is no trial.
+        """
+        record = self.settings.record
+        journal = Journal(record, self.settings.inputs()) if record else None
+        trials: dict[str, dict[str, Any]] = dict(journal.entries) if journal else {}
+
+        def keep(key: str, row: dict[str, Any]) -> None:
+            trials[key] = row
+            if journal:
+                journal.put(key, row)
+
+        with ExitStack() as stack:
+            if record:
+                cpu_speed = record.with_suffix(".cpu_speed")
+            else:
+                cpu_speed = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            for number in range(self.settings.rounds):
+                order = random.Random(f"{self.settings.seed}/{number}")
+                shuffled = order.sample(cases, k=len(cases))
+                missing = [case for case in shuffled if f"{number}/{'/'.join(case)}" not in trials]
+                if missing:
+                    with record_cpu_speed(cpu_speed):
+                        self._measure_round(number, missing, order, keep)
+            if not trials:
+                raise UserInputError("there is no trial to report")
+            return trials, NormalisedTime.read(cpu_speed)
+
+    def _measure_round(
         self,
         number: int,
         cases: list[tuple[str, str]],
@@ -229,71 +305,50 @@ class _Rounds:
         keep: Callable[[str, dict[str, Any]], None],
     ) -> None:
         """Start both sides and keep a trial of each (workload, system)."""
-        with ExitStack() as up:
-            opened = {
-                side: up.enter_context(self.engines.start(side, self.names[side]))
+        with ExitStack() as stack:
+            sides = {
+                side: stack.enter_context(self.engines.start(side, self.policies[side]))
                 for side in order.sample(SIDES, k=len(SIDES))
-                if self.names[side]
+                if self.policies[side]
             }
-            for side, (chosen, _) in opened.items():
-                self._burn_in(chosen("round-robin" if side == "eldr" else self.names[side][0]), order)
-            bar = up.enter_context(progress_bar())
-            for load, system in bar.track(cases, description=f"round {number + 1}"):
+            for side, (select_policy, _) in sides.items():
+                first = "round-robin" if side == "eldr" else self.policies[side][0]
+                self._burn_in(select_policy(first), order)
+            bar = stack.enter_context(progress_bar())
+            for workload, system in bar.track(cases, description=f"round {number + 1}"):
                 # Requests depend on round and workload; only the text at their beginning is the trial's own.
-                tag, text = f"{order.getrandbits(32):08x}", f"{self.seed}/{number}/{load}"
-                chains = self._chains(load, random.Random(text), tag)
-                side, _, name = system.partition("/")
-                chosen, totals = opened[side]
-                send, before = chosen(name), totals()
-                trial = _trial(
-                    send, chains, in_flight=self.in_flight, warm_up=self.warm_up, requests=self.requests
-                )
-                keep(f"{number}/{load}/{system}", asyncio.run(trial) | means(before, totals()))
+                tag, text = f"{order.getrandbits(32):08x}", f"{self.settings.seed}/{number}/{workload}"
+                chains = self._chains(workload, random.Random(text), tag)
+                side, _, policy = system.partition("/")
+                select_policy, read_totals = sides[side]
+                send, before = select_policy(policy), read_totals()
+                row = self._run_trial(send, chains, self.settings.warm_up, self.settings.requests)
+                keep(f"{number}/{workload}/{system}", row | means(before, read_totals()))
 
-    def _chains(self, load: str, rng: random.Random, tag: str) -> Chains:
+    def _chains(self, workload: str, rng: random.Random, tag: str) -> Chains:
         """Return as many chains of a workload as a trial can need."""
-        most = self.warm_up + self.requests + 4 * self.in_flight
-        if load == "sessions":
-            return sessions(self.records, self.prompts, self.answers, rng, tag=tag, count=most)
-        make = many_domains if load == "many domains" else system_prompts
-        return make(self.prompts, self.answers, rng, tag=tag, count=most)
+        settings = self.settings
+        most = settings.warm_up + settings.requests + 4 * settings.in_flight
+        if workload == "sessions":
+            return sessions(self.records, self.prompts, self._answer_tokens, rng, tag=tag, count=most)
+        make = many_domains if workload == "many domains" else system_prompts
+        return make(self.prompts, self._answer_tokens, rng, tag=tag, count=most)
 
     def _burn_in(self, send: Send, order: random.Random) -> None:
         """Send load that does not count."""
-        tag, most = f"{order.getrandbits(32):08x}", self.burn_in + 2 * self.in_flight
-        chains = many_domains(self.prompts, self.answers, random.Random(tag), tag=tag, count=most)
-        trial = _trial(send, chains, in_flight=self.in_flight, warm_up=1, requests=self.burn_in - 1)
-        asyncio.run(trial)
+        settings = self.settings
+        tag, most = f"{order.getrandbits(32):08x}", settings.burn_in + 2 * settings.in_flight
+        chains = many_domains(self.prompts, self._answer_tokens, random.Random(tag), tag=tag, count=most)
+        self._run_trial(send, chains, warm_up=1, requests=settings.burn_in - 1)
 
+    def _run_trial(self, send: Send, chains: Chains, warm_up: int, requests: int) -> dict[str, Any]:
+        in_flight = self.settings.in_flight
+        return asyncio.run(_trial(send, chains, in_flight=in_flight, warm_up=warm_up, requests=requests))
 
-def _measured(
-    measurement: _Rounds,
-    rounds: int,
-    cases: list[tuple[str, str]],
-    record: Path | None,
-    inputs: dict[str, Any],
-) -> tuple[dict[str, dict[str, Any]], NormalisedTime]:
-    """Return the trials by `ROUND/WORKLOAD/SYSTEM`, those of `record` included, and the cores' speed."""
-    journal = Journal(record, inputs) if record else None
-    trials: dict[str, dict[str, Any]] = dict(journal.known) if journal else {}
-
-    def keep(key: str, row: dict[str, Any]) -> None:
-        trials[key] = row
-        if journal:
-            journal.put(key, row)
-
-    with ExitStack() as stack:
-        kept = record.with_suffix(".cpu_speed") if record else None
-        speed = kept or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for number in range(rounds):
-            order = random.Random(f"{measurement.seed}/{number}")
-            shuffled = order.sample(cases, k=len(cases))
-            if left := [case for case in shuffled if f"{number}/{'/'.join(case)}" not in trials]:
-                with probed(speed):
-                    measurement.measure(number, left, order, keep)
-        if not trials:
-            raise UserInputError("there is no trial to report")
-        return trials, NormalisedTime.read(speed)
+    @property
+    def _answer_tokens(self) -> range:
+        """Return the possible numbers of tokens of an answer."""
+        return range(self.settings.min_tokens, self.settings.max_tokens + 1)
 
 
 def _publish(
@@ -301,24 +356,24 @@ def _publish(
     clock: NormalisedTime,
     systems: list[str],
     workloads: list[str],
-    inputs: dict[str, Any],
-    seed: int,
-    out: Path | None,
+    settings: Settings,
 ) -> None:
     """Publish the rows by wall clock and at the cores' mean speed."""
-    even = at_mean_speed(trials, clock)
+    normalised = at_mean_speed(trials, clock)
     table = [
         {"clock": name, **row}
-        for name, by_clock in (("wall", trials), ("even", even))
+        for name, by_clock in (("wall", trials), (NORMALISED, normalised))
         for row in rows(by_clock, systems, workloads)
     ]
-    slow = {key: {name: found[name] for name in ("slow", "slow_cpu")} for key, found in even.items()}
+    divisors = {
+        key: {name: trial[name] for name in ("slow", "slow_cpu")} for key, trial in normalised.items()
+    }
     publish(
         "whole_replicas",
         table,
-        inputs=inputs | {"trials": {key: found | slow[key] for key, found in trials.items()}},
-        seed=seed,
-        out=out,
+        inputs=settings.inputs() | {"trials": {key: trial | divisors[key] for key, trial in trials.items()}},
+        seed=settings.seed,
+        out=settings.out,
         notes="closed loop, greedy; two sets of four whole engines, of which one has requests at a time, "
         "share the cores with client and serving layer; cpu_ms includes the idle cost of both sets",
     )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.scheduling import Saving
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -68,10 +68,10 @@ class Outcome:
         """Return the time from arrival to the end of the first decode step, of each request."""
         return self.first_s - self.arrival_s
 
-    def good(self, slo: Slo) -> NDArray[np.bool_]:
-        """Return bool[N], whether each request met both objectives; false if it expired."""
+    def good(self, objective: LatencyObjective) -> NDArray[np.bool_]:
+        """Return bool[N], whether each request met the objective; false if it expired."""
         tpot_ms = 1e3 * np.where(self.tokens > 1, self.tpot_s, 0.0)
-        good: NDArray[np.bool_] = (1e3 * self.ttft_s <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
+        good: NDArray[np.bool_] = (1e3 * self.ttft_s <= objective.ttft_ms) & (tpot_ms <= objective.tpot_ms)
         return good
 
     @property
@@ -101,11 +101,11 @@ class Outcome:
             for name in sorted(set(domains))
         ]
 
-    def summary(self, slo: Slo | None = None) -> dict[str, Any]:
-        """Return a table row, with units in the keys; with goodput if there are objectives."""
+    def summary(self, objective: LatencyObjective | None = None) -> dict[str, Any]:
+        """Return a table row, with units in the keys; with goodput if there is an objective."""
         row = _percentiles("tpot", self.tpot_s, (50, 95, 99)) | _percentiles("ttft", self.ttft_s, (50, 99))
-        if slo is not None:
-            good = self.good(slo)
+        if objective is not None:
+            good = self.good(objective)
             row |= {"good_pct": 100 * float(good.mean()), "goodput_per_s": self._per_s(good.sum())}
         return row | {
             "output_tokens_per_s": self.output_tokens_per_s,

@@ -5,7 +5,7 @@ from typing import Any
 
 from service import ADMIN_KEY, HTTP, Demo, Service, wait_for
 
-from benchmarks.lib.screenshots import taken
+from benchmarks.lib.screenshots import take_screenshots
 
 
 def live(service: Service) -> dict[str, Any]:
@@ -40,7 +40,7 @@ async def test_the_page_shows_real_engines_and_the_shadow_prices_their_tokens(
     assert len(seen["live"]["space"]["points"]) >= len(prompts)
     assert sum(row[1] for row in seen["live"]["latency"]["rows"]) >= 3 * len(prompts)
     busy = asyncio.create_task(stream_all(service, 4 * prompts))
-    for name, content in (await taken(f"{service.url}/eldr/", ADMIN_KEY)).items():
+    for name, content in (await take_screenshots(f"{service.url}/eldr/", ADMIN_KEY)).items():
         (demo.out / f"{name}.png").write_bytes(content)
     await busy
     assert service.admin("DELETE", "/eldr/shadow").status_code == 200

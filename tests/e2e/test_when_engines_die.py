@@ -207,7 +207,7 @@ async def test_a_dead_controller_ends_no_engine(
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
-    (controller,) = processes.named("ray::ServeController")
+    (controller,) = processes.find_processes("ray::ServeController")
     before = service.decodes(), set(service.status()["ingress"]["prefill_in_flight"])
     over = asyncio.Event()
 
@@ -219,9 +219,9 @@ async def test_a_dead_controller_ends_no_engine(
 
     def back() -> bool:
         with contextlib.suppress(RayError, RayServeException, ConnectionError, TimeoutError):
-            return controller.pid not in {p.pid for p in processes.named("ray::ServeController")} and (
-                application.all_replicas_running()
-            )
+            return controller.pid not in {
+                p.pid for p in processes.find_processes("ray::ServeController")
+            } and (application.all_replicas_running())
         return False
 
     answers = [asyncio.create_task(ask(prompt)) for prompt in prompts[:4]]

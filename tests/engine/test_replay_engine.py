@@ -16,7 +16,7 @@ from scripts import ROOT
 from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.replay import command as replay_command
 from benchmarks.lib.replay.engine import ENGINE_ENV, Arrival
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.papers.simulator_validation import simulator_validation
 from eldr_serve.commands.errors import UserInputError, run
 from offline.simulation.calibration import fit_steps
@@ -48,7 +48,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pool(work: Path) -> Iterator[EnginePool]:
     """Yield a pool of one engine with the widened model."""
-    with EnginePool(widened(WIDE, work), 1) as pool:
+    with EnginePool(widen_model(WIDE, work), 1) as pool:
         yield pool
         for process in pool._pool._processes.values():
             process.kill()  # a regular engine exit takes 5 s; the first test waits for two

@@ -132,9 +132,9 @@ def _ask(method: str, *arguments: Any) -> list[Any]:
 
 def _place(placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
     _ask("choose", rule)
-    left = _ask("begin", placement.tolist(), _ranks, load.tolist())[0]
-    while left:
-        left = _ask("move")[0]
+    slices_left = _ask("begin", placement.tolist(), _ranks, load.tolist())[0]
+    while slices_left:
+        slices_left = _ask("move")[0]
 
 
 def _decode(
@@ -155,13 +155,15 @@ def _decode(
     for prompt in prompts:
         _sent += 1
         _engine.add_request(str(_sent), {"prompt_token_ids": prompt, "cache_salt": name}, params)
-    begun = _ask("batches", 2**40)[0][0]
-    before, moved = np.array(_ask("routed")[0]), _ask("status")[0]["experts_moved"]
+    first_step = _ask("batches", 2**40)[0][0]
+    before, moved_before = np.array(_ask("routed")[0]), _ask("status")[0]["experts_moved"]
     seconds, decoding = [], 0
     move_s = 0.0
-    slices = left = 0
+    slices = slices_left = 0
     if migrate_to is not None:
-        slices = left = _ask("begin", migrate_to.tolist(), _ranks, None if load is None else load.tolist())[0]
+        slices = slices_left = _ask(
+            "begin", migrate_to.tolist(), _ranks, None if load is None else load.tolist()
+        )[0]
     answers: dict[int, Sequence[int]] = {}
     while _engine.has_unfinished_requests():
         start = perf_counter()
@@ -169,24 +171,24 @@ def _decode(
         seconds.append(perf_counter() - start)
         decoding += len(outputs) == len(prompts)
         answers |= {int(o.request_id) - first: o.outputs[0].token_ids for o in outputs if o.finished}
-        if left and decoding:
+        if slices_left and decoding:
             start = perf_counter()
-            left = _ask("move")[0]
+            slices_left = _ask("move")[0]
             move_s += perf_counter() - start
-    if left:
+    if slices_left:
         _ask("stop")
-    log = np.array([rows for _, rows in _ask("batches", begun)])
-    pure = log[0, :, 0, 0] == len(prompts)  # number of tokens of the step
+    log = np.array([rows for _, rows in _ask("batches", first_step)])
+    is_decode = log[0, :, 0, 0] == len(prompts)  # number of tokens of the step
     after = _ask("status")[0]
     routed = np.array(_ask("routed")[0]) - before
     return Decoded(
         np.array([answers[number] for number in range(len(prompts))]),
-        np.array(seconds)[pure],
+        np.array(seconds)[is_decode],
         move_s,
-        after["experts_moved"] - moved,
+        after["experts_moved"] - moved_before,
         slices,
-        left,
-        log[:, pure],
+        slices_left,
+        log[:, is_decode],
         routed,
         np.array(after["placement"]),
     )

@@ -63,19 +63,18 @@ def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> It
     parts = range(middle), range(middle, middle + 1), range(middle + 1, windows)
     for name, turns in measured.items():
         for phase, part in zip(PHASES, parts, strict=True):
-            mine, base = (
-                [turn[window] for turn in of for window in part] for of in (turns, measured["offline"])
-            )
+            trials = [turn[window] for turn in turns for window in part]
+            base = [turn[window] for turn in measured["offline"] for window in part]
             yield {
                 "placement": name,
                 "phase": phase,
-                "windows": len(mine),
-                **_interval("step", mine),
-                **_change("step", mine, base, "step_ms", seed),
-                "with_moves_ms": float(np.median([one["with_moves_ms"] for one in mine])),
-                **_change("with_moves", mine, base, "with_moves_ms", seed),
+                "windows": len(trials),
+                **_interval("step", trials),
+                **_change("step", trials, base, "step_ms", seed),
+                "with_moves_ms": float(np.median([one["with_moves_ms"] for one in trials])),
+                **_change("with_moves", trials, base, "with_moves_ms", seed),
                 **_means(
-                    mine,
+                    trials,
                     (
                         "worst_rank_experts",
                         "worst_rank_pairs",
@@ -86,7 +85,7 @@ def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> It
                         "slices_left",
                     ),
                 ),
-                "requests_equal_pct": _equal_pct(mine, base),
+                "requests_equal_pct": _equal_pct(trials, base),
                 "paper_pct": _PAPER_PROACTIVE if name == "proactive" else None,
             }
 
@@ -103,21 +102,21 @@ def _means(trials: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, flo
 def _change(
     name: str, trials: list[dict[str, Any]], base: list[dict[str, Any]], key: str, seed: int
 ) -> dict[str, float]:
-    mine, its = (np.array([trial[key] for trial in of]) for of in (trials, base))
-    change = paired_change_percent(mine, its, np.median, seed=seed)
+    values, base_values = (np.array([trial[key] for trial in some]) for some in (trials, base))
+    change = paired_change_percent(values, base_values, np.median, seed=seed)
     return dict(zip((f"{name}_pct", f"{name}_low_pct", f"{name}_high_pct"), change, strict=True))
 
 
 def _mean_pct(trials: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -> float:
-    mine, its = (float(np.mean([trial[key] for trial in of])) for of in (trials, base))
-    return 100 * (mine / its - 1)
+    value, base_value = (float(np.mean([trial[key] for trial in some])) for some in (trials, base))
+    return 100 * (value / base_value - 1)
 
 
 def _equal_pct(trials: list[dict[str, Any]], base: list[dict[str, Any]]) -> float:
     """Return the share of answers that are equal, %."""
     pairs = [
-        mine == its
-        for one, other in zip(trials, base, strict=True)
-        for mine, its in zip(one["answers"], other["answers"], strict=True)
+        answer == base_answer
+        for trial, base_trial in zip(trials, base, strict=True)
+        for answer, base_answer in zip(trial["answers"], base_trial["answers"], strict=True)
     ]
     return 100 * float(np.mean(pairs))

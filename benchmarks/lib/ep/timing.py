@@ -58,10 +58,10 @@ class Plan:
         """Return E."""
         return int(self.placements[1.0].max()) + 1
 
-    def served(self, arm: Arm) -> NDArray[np.int64]:
+    def tokens_by_rank(self, arm: Arm) -> NDArray[np.int64]:
         """Return int[B, L, E, G]: tokens of each expert on each rank."""
         batches, layers = self.routes.shape[:2]
-        served = np.zeros((batches, layers, self.num_experts, self.ranks), np.int64)
+        tokens = np.zeros((batches, layers, self.num_experts, self.ranks), np.int64)
         for layer in range(layers):
             route = self.routing(arm, layer)
             for b in range(batches):
@@ -69,8 +69,8 @@ class Plan:
                 # All-to-all: each rank chooses for its own tokens.
                 parts = self.ranks if arm[2] == "all-to-all" else 1
                 for own in np.split(experts, parts):
-                    np.add.at(served[b, layer], (own, route(own, np.zeros(len(own), np.int64))), 1)
-        return served
+                    np.add.at(tokens[b, layer], (own, route(own, np.zeros(len(own), np.int64))), 1)
+        return tokens
 
 
 class _Experts:
@@ -87,8 +87,8 @@ class _Experts:
 
     def products(self, layer: int, experts: NDArray[np.int64]) -> Products:
         """Return the products of slots that hold these experts."""
-        held = torch.as_tensor(experts, device=device())
-        return lambda rows, slot: self._products[layer](rows, held[slot])
+        expert_of_slot = torch.as_tensor(experts, device=device())
+        return lambda rows, slot: self._products[layer](rows, expert_of_slot[slot])
 
     def gate(self, layer: int, recorded: NDArray[np.int64]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Return the model's gate, forced to the recorded choices int[T, k]."""
@@ -109,40 +109,40 @@ class _Experts:
 
 def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
     """Time each stage while the ranks start every layer together: [B, L, rounds, stage] s, by arm."""
-    mine = _Experts(plan)
+    experts_of_rank = _Experts(plan)
     batches, layers, tokens, _ = plan.routes.shape
     own = tokens // plan.ranks
     start = rank * own
     times = {arm: np.zeros((batches, layers, plan.rounds, len(STAGES))) for arm in plan.arms}
     for b, layer, turn, arm in _schedule(plan):
-        placed = plan.placements[arm[0]][layer]
-        everyone = arm[2] == "all-gather"
-        recorded = plan.routes[b, layer] if everyone else plan.routes[b, layer, start : start + own]
-        part = ParallelLayer(
-            mine.gate(layer, recorded),
-            mine.products(layer, placed.reshape(plan.ranks, -1)[rank]),
-            placed,
+        placement = plan.placements[arm[0]][layer]
+        gathers_all = arm[2] == "all-gather"
+        recorded = plan.routes[b, layer] if gathers_all else plan.routes[b, layer, start : start + own]
+        layer_of_rank = ParallelLayer(
+            experts_of_rank.gate(layer, recorded),
+            experts_of_rank.products(layer, placement.reshape(plan.ranks, -1)[rank]),
+            placement,
             num_experts=plan.num_experts,
             route=plan.routing(arm, layer),
         )
-        x = mine.tokens(own)
+        x = experts_of_rank.tokens(own)
         clock = _Clock()
         dist.barrier()
         clock.start()
-        if everyone:
-            part.gathered(x, [own] * plan.ranks, clock)
+        if gathers_all:
+            layer_of_rank.run_gathered(x, [own] * plan.ranks, clock)
         else:
-            part.exchanged(x, clock)
+            layer_of_rank.run_exchanged(x, clock)
         times[arm][b, layer, turn] = [clock.seconds[stage] for stage in STAGES]
     return times
 
 
 def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
     """Time each rank's experts with nothing else running: [B, L, rounds, G] s, by arm."""
-    mine = _Experts(plan)
+    experts_of_rank = _Experts(plan)
     batches, layers, tokens, _ = plan.routes.shape
     times = {arm: np.zeros((batches, layers, plan.rounds, plan.ranks)) for arm in plan.arms}
-    x = mine.tokens(tokens)
+    x = experts_of_rank.tokens(tokens)
     for b, layer, turn, arm in _schedule(plan):
         experts = plan.routes[b, layer]
         ranks = plan.routing(arm, layer)(experts, np.zeros(tokens, np.int64))
@@ -150,13 +150,13 @@ def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
             token, choice = np.nonzero(ranks == g)
             rows = x[torch.as_tensor(token, device=device())]
             slot = torch.as_tensor(experts[token, choice], device=device())
-            times[arm][b, layer, turn, g] = mine.seconds(layer, rows, slot)
+            times[arm][b, layer, turn, g] = experts_of_rank.seconds(layer, rows, slot)
     return times
 
 
 def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
     """Return a rank's median time by activated experts and pairs; each call uses other experts."""
-    mine = _Experts(plan)
+    experts_of_rank = _Experts(plan)
     rng = np.random.default_rng(plan.seed)
     points = [(a, a * n) for a in ACTIVATED for n in TOKENS_PER_EXPERT if a <= plan.num_experts]
     seconds: dict[tuple[int, int], list[float]] = {point: [] for point in points}
@@ -166,8 +166,8 @@ def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
             layer = int(rng.integers(plan.routes.shape[1]))
             experts = rng.permutation(plan.num_experts)[:activated]
             slot = torch.as_tensor(np.resize(experts, pairs), device=device())
-            rows = mine.tokens(pairs)
-            seconds[activated, pairs].append(mine.seconds(layer, rows, slot))
+            rows = experts_of_rank.tokens(pairs)
+            seconds[activated, pairs].append(experts_of_rank.seconds(layer, rows, slot))
     return [{"activated": a, "pairs": p, "s": float(np.median(s[1:]))} for (a, p), s in seconds.items()]
 
 
@@ -175,21 +175,21 @@ def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
     """Return medians of both ways to move tokens there and back, by bytes that reach a rank one way."""
     rows = []
     for size in MESSAGE_BYTES:
-        mine = torch.zeros(size, dtype=torch.uint8, device=device())
-        everyone = torch.zeros(2 * size, dtype=torch.uint8, device=device())
+        own = torch.zeros(size, dtype=torch.uint8, device=device())
+        from_all = torch.zeros(2 * size, dtype=torch.uint8, device=device())
         splits = [0, size] if rank == 0 else [size, 0]
         seconds: dict[str, list[float]] = {"all_gather_reduce_scatter": [], "all_to_all_twice": []}
         for _ in range(10 * rounds + 1):
             clock = _Clock()
             dist.barrier()
             clock.start()
-            dist.all_gather_single(everyone, mine)
-            dist.reduce_scatter_single(mine, everyone)
+            dist.all_gather_single(from_all, own)
+            dist.reduce_scatter_single(own, from_all)
             clock("all_gather_reduce_scatter")
             dist.barrier()
             clock.start()
-            dist.all_to_all_single(torch.empty_like(mine), mine, splits, splits)
-            dist.all_to_all_single(torch.empty_like(mine), mine, splits, splits)
+            dist.all_to_all_single(torch.empty_like(own), own, splits, splits)
+            dist.all_to_all_single(torch.empty_like(own), own, splits, splits)
             clock("all_to_all_twice")
             for name, times in seconds.items():
                 times.append(clock.seconds[name])

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks of EP engines: arms take turns on one engine; a journal keeps results.
+"""Measure arms in turns on one EP engine, and keep the results in a journal.
 
 The model is the demo model with wide experts and an extra head, in 32 bits, so that all arms give equal
 answers.
@@ -30,7 +30,7 @@ Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with 
 Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the same command resumes.")]
 
 
-def in_turns(
+def measure_in_turns(
     journal: Journal,
     keys: Iterable[Key],
     engine: Callable[[], EpEngine],
@@ -44,16 +44,16 @@ def in_turns(
         measure: function that returns a JSON-serialisable result.
         minutes: time limit, after which UserInputError is raised; None: no limit.
     """
-    began, keys = monotonic(), list(keys)
-    left = [key for key in keys if journal.get(_name(key)) is None]
-    if left:
-        with engine() as running:
-            for key in left:
-                if minutes is not None and monotonic() - began > 60 * minutes:
+    start, keys = monotonic(), list(keys)
+    missing = [key for key in keys if journal.get(_name(key)) is None]
+    if missing:
+        with engine() as running_engine:
+            for key in missing:
+                if minutes is not None and monotonic() - start > 60 * minutes:
                     raise UserInputError(
                         "the time is up; results are kept; run the command again to continue"
                     )
-                journal.put(_name(key), measure(running, key))
+                journal.put(_name(key), measure(running_engine, key))
     return {key: journal.get(_name(key)) for key in keys}
 
 
@@ -61,28 +61,28 @@ def _name(key: tuple[Hashable, ...]) -> str:
     return "/".join(map(str, key))
 
 
-def disjoint(among: Ints, size: int, number: int, rng: np.random.Generator) -> list[Ints]:
+def draw_disjoint_batches(requests: Ints, size: int, number: int, rng: np.random.Generator) -> list[Ints]:
     """Return `number` batches of `size`, which share no request while enough requests are left."""
-    drawn: list[Ints] = []
-    left = among[:0]
+    batches: list[Ints] = []
+    unused = requests[:0]
     for _ in range(number):
-        if len(left) < size:
-            left = rng.permutation(among)
-        drawn.append(left[:size])
-        left = left[size:]
-    return drawn
+        if len(unused) < size:
+            unused = rng.permutation(requests)
+        batches.append(unused[:size])
+        unused = unused[size:]
+    return batches
 
 
 def summary(decoded: Decoded) -> dict[str, Any]:
     """Return a batch's figures: medians over steps for times, otherwise means over steps and layers."""
-    tokens, activated, pairs, home, guests = np.moveaxis(decoded.log[:, SKIPPED:], -1, 0)
+    tokens, activated, pairs, served_at_home, guest_ranks = np.moveaxis(decoded.log[:, SKIPPED:], -1, 0)
     return {
         "step_ms": 1e3 * float(np.median(decoded.seconds[SKIPPED:])),
         "steps": len(decoded.seconds),
         "worst_rank_experts": float(activated.max(axis=0).mean()),
         "experts_all_ranks": float(activated.sum(axis=0).mean()),
         "worst_rank_pairs": float(pairs.max(axis=0).mean()),
-        "away_pct": 100 * (1 - float(home.sum() / pairs.sum())),
-        "moved_a_token": float(guests.sum() / tokens[0].sum()),
+        "away_pct": 100 * (1 - float(served_at_home.sum() / pairs.sum())),
+        "moved_a_token": float(guest_ranks.sum() / tokens[0].sum()),
         "answers": [hashlib.sha256(answer.tobytes()).hexdigest()[:16] for answer in decoded.answers],
     }

@@ -14,7 +14,7 @@ from benchmarks.lib import options
 from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.engines import check_device
 from benchmarks.lib.replay.rows import arm_rows
-from benchmarks.lib.replay.schedule import FIT_REQUESTS, Arm, Bench, Case, loads_of, widened
+from benchmarks.lib.replay.schedule import FIT_REQUESTS, Arm, Bench, Case, loads_of, widen_model
 from eldr_serve.commands.errors import UserInputError
 from eldr_serve.files import write_whole
 from loadgen.journal import Journal
@@ -59,12 +59,13 @@ def against(
 
     def report(run: Replayed) -> None:
         labels = list(run.cases[0].outcomes)
-        used = [label for label in baselines if label in labels] or labels[:1]
-        rows = [row for case in run.cases for row in arm_rows(case, used, run.seed)]
+        baselines_of_run = [label for label in baselines if label in labels] or labels[:1]
+        rows = [row for case in run.cases for row in arm_rows(case, baselines_of_run, run.seed)]
         alone = "on its own core" if run.inputs["device"] == "cpu" else "alone on the GPU"
         notes = (
             f"placed in simulation, steps measured on real engines, each {alone}; "
-            f"changes against the best of {', '.join(used)} at that percentile, 95 % intervals by bootstrap"
+            f"changes against the best of {', '.join(baselines_of_run)} at that percentile, "
+            "95 % intervals by bootstrap"
         )
         notes += f"; {note(rows)}" if note is not None else ""
         path = publish(run.name, rows, inputs=run.inputs, seed=run.seed, out=run.out, notes=notes)
@@ -96,7 +97,7 @@ def replay_command(
         batch: options.Batch = default_batch,
         output_tokens: options.Output = 64,
         intermediate: options.Intermediate = default_intermediate,
-        requests: options.Captured = 2400,
+        requests: options.CapturedRequests = 2400,
         fit_requests: options.FitRequests = FIT_REQUESTS,
         work: options.Work = options.WORK,
         repeats: options.Repeats = default_repeats,
@@ -116,7 +117,7 @@ def replay_command(
         settings |= {"loads": [*map(asdict, loads)], "prompts": str(prompts)}
         settings |= {"repeats": repeats, "engines": engines}
         journal = Journal(work / f"{name}.jsonl", settings | environment())
-        with EnginePool(widened(intermediate, work), engines, device) as engine_pool:
+        with EnginePool(widen_model(intermediate, work), engines, device) as engine_pool:
             bench = Bench(prompts, engine_pool=engine_pool, work=work, journal=journal, **of_bench)
             cases = bench.compare(loads, chosen, repeats)
         slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])

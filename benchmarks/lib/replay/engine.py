@@ -137,8 +137,8 @@ class ReplayEngine:
         outputs = self._engine.step()
         self._settle()
         self._took.append(self._clock() - start)
-        known = [record | {"took": self._took[record["step"]]} for record in self._records]
-        return outputs, self._took[-1], known
+        records = [record | {"took": self._took[record["step"]]} for record in self._records]
+        return outputs, self._took[-1], records
 
     def _number_steps(self) -> None:
         """Store in each record the number of its step."""
@@ -146,10 +146,10 @@ class ReplayEngine:
 
         finish = StepTimer.finish
 
-        def numbered(timer: StepTimer, record: dict[str, int], active: Any) -> None:
+        def finish_with_number(timer: StepTimer, record: dict[str, int], active: Any) -> None:
             finish(timer, record | {"step": len(self._took)}, active)
 
-        StepTimer.finish = numbered  # type: ignore[method-assign, assignment]
+        StepTimer.finish = finish_with_number  # type: ignore[method-assign, assignment]
 
     def warm(self, prompts: Sequence[list[int]]) -> None:
         """Load the prompts' KV blocks into the prefix cache."""

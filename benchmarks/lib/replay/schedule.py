@@ -4,7 +4,8 @@ A policy places Poisson arrivals of prefilled requests on K workers in simulatio
 first fitted to this engine. A real engine with a core of its own then serves each worker's requests at their
 arrival times, so that workers do not share cores as they would if all ran here. Only the placement is
 simulated; the times are the real engine's. The prompts' KV blocks are in the prefix cache, as if they had
-been transferred; the experts are wide enough to leave the CPU's caches (widened demo model, same function).
+been transferred. The model is the demo model with wider experts, which compute the same function but do not
+fit the CPU's caches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.active_experts import active_experts
-from benchmarks.lib.capture import Captured, captured, groups_of
+from benchmarks.lib.capture import CapturedRoutes, groups_of, load_or_capture
 from benchmarks.lib.engine_pool import Replays
 from benchmarks.lib.engines import weights_name
 from benchmarks.lib.replay.engine import ENGINE_ENV, Arrival, Steps
@@ -102,12 +103,12 @@ class Case:
 
     @property
     def tpot_s(self) -> dict[str, NDArray[np.float64]]:
-        """Return the median of a job's replays, by arm."""
+        """Return the median TPOT of a job's replays, by arm, s."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_tpot_s.items()}
 
     @property
     def first_s(self) -> dict[str, NDArray[np.float64]]:
-        """Return the same for the first decode step."""
+        """Return the median time from a job's arrival to the end of its first decode step, by arm, s."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_first_s.items()}
 
 
@@ -128,7 +129,7 @@ class _Replay:
     def jobs(self) -> NDArray[np.int64]:
         return np.flatnonzero(self.case.outcomes[self.label].worker == self.worker)
 
-    def measured(self, times: dict[str, NDArray[np.float64]], steps: Steps) -> dict[str, Any]:
+    def entry_of(self, times: dict[str, NDArray[np.float64]], steps: Steps) -> dict[str, Any]:
         """Return the engine's answer as the journal stores it."""
         at = [times[str(j)] for j in self.jobs]
         return {
@@ -137,14 +138,14 @@ class _Replay:
             "steps": vars(steps),
         }
 
-    def keep(self, known: dict[str, Any]) -> None:
+    def copy_into_case(self, entry: dict[str, Any]) -> None:
         """Copy the journal's entry into the case."""
-        self.case.replayed_tpot_s[self.label][self.repeat, self.jobs] = known["tpot_s"]
-        self.case.replayed_first_s[self.label][self.repeat, self.jobs] = known["first_s"]
-        self.case.steps[self.label].extend(Steps(**known["steps"]))
+        self.case.replayed_tpot_s[self.label][self.repeat, self.jobs] = entry["tpot_s"]
+        self.case.replayed_first_s[self.label][self.repeat, self.jobs] = entry["first_s"]
+        self.case.steps[self.label].extend(Steps(**entry["steps"]))
 
 
-class _Placed(Policy):
+class _RepeatPlacements(Policy):
     """Repeat earlier placements; request ids are the simulator's numbers."""
 
     def __init__(self, worker: NDArray[np.int64]) -> None:
@@ -174,17 +175,14 @@ class Bench:
     ) -> None:
         self._journal = journal
         self._engine_pool = engine_pool
-        self.data: Captured = captured(
+        self.data: CapturedRoutes = load_or_capture(
             prompts, work, requests=requests, output_tokens=output_tokens, seed=seed, device=device
         )
         self._output_tokens = output_tokens
-        self._made: dict[bool, Experts] = {}
+        self._experts_by_truth: dict[bool, Experts] = {}  # with true decode activations or not
         self._seed = seed
         self._rng = np.random.default_rng(seed)
-        if (probe_s := journal.get("probe_s")) is None:
-            probe_s = engine_pool.probe_s()
-            journal.put("probe_s", probe_s)
-        self._probe_s: float = probe_s
+        self._probe_s: float = journal.get_or_put("probe_s", engine_pool.probe_s)
         self._fitted_on = self._fitting_steps(fit_requests)
         self.cost, self.cost_error = self._fit_cost()
         typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
@@ -210,7 +208,7 @@ class Bench:
             for worker in range(case.load.workers)
             for n in self._rng.permutation(len(arms))
         ]
-        asked = {
+        futures = {
             replay.key: self._engine_pool.replay(self._arrivals(replay), self._probe_s)
             for replay in schedule
             if self._journal.get(replay.key) is None
@@ -220,9 +218,9 @@ class Bench:
             for replay in schedule:
                 load = replay.case.load
                 progress.update(bar, description=f"{load.group}, K={load.workers}, worker {replay.worker}")
-                if replay.key in asked:
-                    self._journal.put(replay.key, replay.measured(*asked.pop(replay.key).result()))
-                replay.keep(self._journal.get(replay.key))
+                if replay.key in futures:
+                    self._journal.put(replay.key, replay.entry_of(*futures.pop(replay.key).result()))
+                replay.copy_into_case(self._journal.get(replay.key))
                 progress.advance(bar)
         return cases
 
@@ -241,9 +239,9 @@ class Bench:
             regret = np.zeros(len(case.requests))
             for j in np.argsort(case.arrival_s):
                 while ends and ends[0][0] <= case.arrival_s[j]:
-                    gone = str(heapq.heappop(ends)[1])
-                    judge.on_finished(gone)
-                    ledger.release(gone)
+                    request_id = str(heapq.heappop(ends)[1])
+                    judge.on_finished(request_id)
+                    ledger.release(request_id)
                 i = int(case.requests[j])
                 request = PlacementRequest(
                     str(j), trace.decode_counts[i], int(trace.decode_steps[i]), self._output_tokens
@@ -257,10 +255,10 @@ class Bench:
             by_arm[label] = regret
         return by_arm
 
-    def simulated_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
+    def simulate_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
         """Simulate the arm's placements again with another step cost."""
-        policy = _Placed(case.outcomes[label].worker)
-        return self._simulated(case.load, case.requests, case.arrival_s, policy, cost)
+        policy = _RepeatPlacements(case.outcomes[label].worker)
+        return self._simulate(case.load, case.requests, case.arrival_s, policy, cost)
 
     def step_lines(self) -> str:
         """Return the steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
@@ -323,7 +321,7 @@ class Bench:
             parameters = dict(arm.parameters) | (mix if arm.policy == "domain" else {})
             policy = make_policy(arm.policy, **parameters).set_table(table)
             policy.update_cost_model(self.cost)
-            outcomes[arm.label] = self._simulated(
+            outcomes[arm.label] = self._simulate(
                 load, chosen, arrival_s, policy, self.cost, true_decode=arm.true_decode
             )
         empty = {arm.label: np.zeros((repeats, number)) for arm in arms}
@@ -346,7 +344,7 @@ class Bench:
         clusters = kmeans(table.spec.encode(trace.prefill_counts), workers, seed=self._seed)
         return replace(table, centroids=clusters.centroids, cluster_sizes=clusters.sizes)
 
-    def _simulated(
+    def _simulate(
         self,
         load: Load,
         chosen: NDArray[np.int64],
@@ -364,11 +362,11 @@ class Bench:
         return simulate(requests, policy, cluster, experts=experts, seed=self._seed)
 
     def _experts(self, true_decode: bool) -> Experts:
-        if true_decode not in self._made:
-            self._made[true_decode] = Experts.from_trace(
+        if true_decode not in self._experts_by_truth:
+            self._experts_by_truth[true_decode] = Experts.from_trace(
                 self.data.trace, max_steps=self._output_tokens, true_decode=true_decode
             )
-        return self._made[true_decode]
+        return self._experts_by_truth[true_decode]
 
     def _arrivals(self, replay: _Replay) -> list[Arrival]:
         requests, arrival_s = replay.case.requests.tolist(), replay.case.arrival_s.tolist()
@@ -384,7 +382,7 @@ def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Loa
     return [Load(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]
 
 
-def widened(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
+def widen_model(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
     """Return the demo model with experts of `intermediate` neurons and `heads` heads; make it if needed."""
     if intermediate == 32 and heads is None:
         return WEIGHTS

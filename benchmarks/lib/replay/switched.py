@@ -35,17 +35,17 @@ class Switch:
 def _switched(ours: type, theirs: type) -> Callable[[type], type]:
     """Decorate a subclass of `ours`: while the switch is off, overridden methods call `theirs`."""
 
-    def either(mine: Any, plain: Any) -> Any:
-        return lambda *args, **kwargs: (mine if Switch.on else plain)(*args, **kwargs)
+    def either(ours_method: Any, plain_method: Any) -> Any:
+        return lambda *args, **kwargs: (ours_method if Switch.on else plain_method)(*args, **kwargs)
 
-    def give(to: type) -> type:
+    def override(switched: type) -> type:
         for owner in ours.__mro__[: ours.__mro__.index(theirs)]:
-            for name, mine in vars(owner).items():
-                if isfunction(mine) and name not in _BOTH and hasattr(theirs, name):
-                    setattr(to, name, either(mine, getattr(theirs, name)))
-        return to
+            for name, ours_method in vars(owner).items():
+                if isfunction(ours_method) and name not in _BOTH and hasattr(theirs, name):
+                    setattr(switched, name, either(ours_method, getattr(theirs, name)))
+        return switched
 
-    return give
+    return override
 
 
 @_switched(EldrConnector, NixlPullConnector)

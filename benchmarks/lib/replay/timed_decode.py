@@ -16,11 +16,11 @@ _called_at: ContextVar[float] = ContextVar("called_at")
 
 
 class TimedDecodeServer(LLMDecodeServer):
-    """Records these stages of each request, with vLLM's own clock.
+    """Records the stages of each request, with vLLM's own clock.
 
-    `engine`: the total, divided into `admit`: until the engine core has the request; `wait`: until its first
-    step is scheduled, including the KV pull; `step`: until its first token. `pull`: NIXL's time of a pull,
-    from its start until the engine has noticed its end.
+    The stage `engine` is the total. `admit` ends when the engine core has the request, `wait` when the first
+    step is scheduled, which includes the KV pull, and `step` with the first token. `pull` is NIXL's time of a
+    pull, from its start until the engine has noticed its end.
     """
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
@@ -29,9 +29,9 @@ class TimedDecodeServer(LLMDecodeServer):
         engine: Any = self._engine
         client = engine_client(engine.server.engine)
         self._client_generate = client.generate
-        client.generate = self._stamped
+        client.generate = self._generate_timed
         self._record = client.logger_manager.record
-        client.logger_manager.record = self._recorded
+        client.logger_manager.record = self._record_stats
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer like DecodeServer.answer."""
@@ -43,14 +43,14 @@ class TimedDecodeServer(LLMDecodeServer):
         """Return StageLatencies.summary."""
         return self._stages.summary()
 
-    def _recorded(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+    def _record_stats(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
         """Record stats in place of vLLM's logging of a step's stats."""
         stats = getattr(scheduler_stats, "kv_connector_stats", None) or {}
         for seconds in (stats.get("nixl") or {}).get("transfer_duration", ()):
             self._stages.record(pull=seconds)
         self._record(scheduler_stats, *args, **kwargs)
 
-    async def _stamped(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async def _generate_timed(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         waiting = True
         async for output in self._client_generate(*args, **kwargs):
             if waiting:

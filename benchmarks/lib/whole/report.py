@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.normalised_time import NormalisedTime, felt
+from benchmarks.lib.normalised_time import NormalisedTime, fit_sensitivity
 from loadgen.statistics import median_ci
 
 OURS = "eldr/marginal-cost"
@@ -43,8 +43,8 @@ def at_mean_speed(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> d
     """
     cases = [key.partition("/")[2] for key in trials]
     slowdowns = [clock.slowdown(*trial["span"]) for trial in trials.values()]
-    took = [trial["engine_ms_per_token"] for trial in trials.values()]
-    clock = clock.as_felt(felt(cases, slowdowns, took))
+    engine_ms = [trial["engine_ms_per_token"] for trial in trials.values()]
+    clock = clock.with_sensitivity(fit_sensitivity(cases, slowdowns, engine_ms))
     normalised = {}
     for key, trial in trials.items():
         start, end = trial["span"]
@@ -64,24 +64,24 @@ def rows(trials: dict[str, dict[str, Any]], systems: list[str], workloads: list[
         number, workload, system = key.split("/", 2)
         by_case.setdefault((workload, system), {})[number] = trial
     for workload, system in product(workloads, systems):
-        mine, ours = by_case.get((workload, system), {}), by_case.get((workload, OURS), {})
-        if not mine:
+        of_system, of_ours = by_case.get((workload, system), {}), by_case.get((workload, OURS), {})
+        if not of_system:
             continue
-        row: dict[str, Any] = {"workload": workload, "system": system, "rounds": len(mine)}
+        row: dict[str, Any] = {"workload": workload, "system": system, "rounds": len(of_system)}
         for name in ("requests", "failures"):
-            row[name] = sum(trial[name] for trial in mine.values())
+            row[name] = sum(trial[name] for trial in of_system.values())
         for name in METRICS:
-            _put(row, name, [trial[name] for trial in mine.values()])
+            _put(row, name, [trial[name] for trial in of_system.values()])
         for name in METRICS:
-            pairs = [(ours[n][name], mine[n][name]) for n in mine if n in ours]
+            pairs = [(of_ours[n][name], of_system[n][name]) for n in of_system if n in of_ours]
             if system != OURS and pairs:
                 _put(row, f"ours_{name.removesuffix('_ms')}_pct", [100 * (a / b - 1) for a, b in pairs])
         for name in (*STEPS, *(f"{name}_mean_ms" for name in SERVER_TIMES)):
-            if known := [trial[name] for trial in mine.values() if name in trial]:
-                row[name] = float(np.median(known))
-        for part in sorted({part for trial in mine.values() for part in trial["cpu_ms"]}):
-            of_part = [trial["cpu_ms"].get(part, 0.0) for trial in mine.values()]
-            row[f"{part}_cpu_ms"] = float(np.median(of_part))
+            if values := [trial[name] for trial in of_system.values() if name in trial]:
+                row[name] = float(np.median(values))
+        for part in sorted({part for trial in of_system.values() for part in trial["cpu_ms"]}):
+            part_ms = [trial["cpu_ms"].get(part, 0.0) for trial in of_system.values()]
+            row[f"{part}_cpu_ms"] = float(np.median(part_ms))
         table.append(row)
     return table
 

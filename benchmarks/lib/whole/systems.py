@@ -16,7 +16,7 @@ import typer
 
 from benchmarks.lib.client import Send, sender
 from benchmarks.lib.engines import vllm_router, vllm_servers
-from benchmarks.lib.live import serving
+from benchmarks.lib.live import serve_without_table
 from benchmarks.lib.prometheus import total
 from benchmarks.lib.whole.report import SERVER_TIMES, STEPS
 from eldr_serve.commands.client import Client
@@ -25,27 +25,27 @@ from loadgen.figures import BASELINES
 AFFINITY = "benchmarks.papers.prefix_policies:LongestPrefix"
 POLICIES = {name: name for name in (*BASELINES, "marginal-cost")} | {"prefix-affinity": AFFINITY}
 _SETTLE_S = 1.0  # time for plain servers to drop cancelled requests
-Opened = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]
+Side = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]  # selects a policy; reads totals so far
 
 
 @contextmanager
-def _ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Opened]:
-    """Run our application; choosing a policy resets what it has learnt."""
-    with serving(arguments, port=port) as client:
+def _serve_ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Side]:
+    """Run our application; selecting a policy resets what the policy has learnt."""
+    with serve_without_table(arguments, port=port) as client:
         client.swap_predictor(predictor)
 
-        def chosen(name: str) -> Send:
+        def select_policy(name: str) -> Send:
             client.wait_idle()
             client.set_policy("random")  # setting the same policy again would keep its state
             client.set_policy(POLICIES[name])
             return sender(client.url)
 
-        yield chosen, partial(_step_totals, client)
+        yield select_policy, partial(_step_totals, client)
         typer.echo(f"predictor: {client.status()['predictor']}")
 
 
 @contextmanager
-def _theirs(arguments: dict[str, Any], venv: Path, names: Iterable[str], port: int) -> Iterator[Opened]:
+def _serve_theirs(arguments: dict[str, Any], venv: Path, names: Iterable[str], port: int) -> Iterator[Side]:
     """Run plain servers behind a vllm-router for each of the policies."""
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -56,19 +56,19 @@ def _theirs(arguments: dict[str, Any], venv: Path, names: Iterable[str], port: i
             for number, policy in enumerate(names)
         }
 
-        def chosen(name: str) -> Send:
+        def select_policy(name: str) -> Send:
             time.sleep(_SETTLE_S)
             return sender(fronts[name])
 
-        yield chosen, partial(_server_times, urls)
+        yield select_policy, partial(_server_times, urls)
 
 
 def _server_times(urls: Sequence[str]) -> dict[str, float]:
     """Return the plain servers' sums so far by vLLM's own clock, s, and their requests."""
     pages = "\n".join(httpx.get(f"{url}/metrics", timeout=30).text for url in urls)
     return {
-        f"{ours}_{part}": total(pages, f"vllm:{theirs}_seconds_{part}")
-        for ours, theirs in SERVER_TIMES.items()
+        f"{name}_{part}": total(pages, f"vllm:{metric}_seconds_{part}")
+        for name, metric in SERVER_TIMES.items()
         for part in ("sum", "count")
     }
 
@@ -89,9 +89,9 @@ class Engines:
     venv: Path | None
     port: int
 
-    def start(self, side: str, names: Iterable[str]) -> AbstractContextManager[Opened]:
+    def start(self, side: str, names: Iterable[str]) -> AbstractContextManager[Side]:
         """Start the engines and the routers of one side, for these policies."""
         if side == "eldr":
-            return _ours(self.arguments, self.predictor, self.port)
+            return _serve_ours(self.arguments, self.predictor, self.port)
         assert self.venv is not None
-        return _theirs(self.arguments, self.venv, names, self.port + 20)
+        return _serve_theirs(self.arguments, self.venv, names, self.port + 20)

@@ -60,13 +60,15 @@ def sessions(
     count: int,
 ) -> Chains:
     """Return `count` conversations of the trace; each chain has its turns with the trace's prefix blocks."""
-    known = conversations(records)
-    chosen = rng.sample(known, min(count, len(known)))
-    flat = [turn for own in chosen for turn in own]
-    whole = replace(flat[0], prompt_tokens=SESSION_BLOCKS * BLOCK_TOKENS)  # sets the scale and is not sent
-    most = whole.prompt_tokens // SHRINK
-    played = replay([*flat, whole], list(prompts), max_prompt_tokens=most, chars_per_token=CHARS_PER_TOKEN)
-    texts = (f"{tag} {arrival.prompt.text}" for arrival in list(played)[:-1])
+    all_conversations = conversations(records)
+    chosen = rng.sample(all_conversations, min(count, len(all_conversations)))
+    turns = [turn for own in chosen for turn in own]
+    longest = replace(turns[0], prompt_tokens=SESSION_BLOCKS * BLOCK_TOKENS)  # sets the scale and is not sent
+    max_tokens = longest.prompt_tokens // SHRINK
+    arrivals = replay(
+        [*turns, longest], list(prompts), max_prompt_tokens=max_tokens, chars_per_token=CHARS_PER_TOKEN
+    )
+    texts = (f"{tag} {arrival.prompt.text}" for arrival in list(arrivals)[:-1])
 
     def body(turn: TraceRequest, key: str) -> dict[str, Any]:
         tokens = min(max(turn.output_tokens // SHRINK_ANSWERS, answers[0]), answers[-1])

@@ -74,12 +74,12 @@ def arms() -> list[Arm]:
 
 def table1(options: Options) -> Rows:
     """Compare all methods at G = 4, 8 (the paper's) and 16, for each trace."""
-    return _compared(options, TABLE_1_WORKERS, arms())
+    return _compare(options, TABLE_1_WORKERS, arms())
 
 
 def table2(options: Options) -> Rows:
     """Compare all methods at G = 8, 16, 32 and 144."""
-    return _compared(options, [8, 16, 32, 144], arms())
+    return _compare(options, [8, 16, 32, 144], arms())
 
 
 def table3(options: Options) -> Rows:
@@ -96,29 +96,33 @@ def table3(options: Options) -> Rows:
         rng = np.random.default_rng(options.seeds[0])
         test = [played[i] for i in rng.choice(len(played), min(4000, len(played)), replace=False)]
         ages = np.array([int(rng.integers(r.output_tokens)) for r in test])
-        left = np.array([r.output_tokens for r in test]) - ages
-        ends = left <= horizon
-        for name, made in PREDICTORS.items():
+        remaining_tokens = np.array([r.output_tokens for r in test]) - ages
+        ends = remaining_tokens <= horizon
+        for name, predictor_class in PREDICTORS.items():
             # A router fits trees in a background thread; here they are awaited.
-            predictor = BoostedTrees(horizon, background=False) if made is BoostedTrees else made(horizon)
+            predictor = (
+                BoostedTrees(horizon, background=False)
+                if predictor_class is BoostedTrees
+                else predictor_class(horizon)
+            )
             traffic.teach(predictor)
             p, mu = predictor.predict(
                 ages, list(traffic.keys(test)), np.array([r.prompt_tokens for r in test])
             )
             row = {"trace": path.name, "predictor": name, "ends_within_horizon_pct": 100 * float(ends.mean())}
             row |= {"auc": float(roc_auc_score(ends, p)), "brier": float(np.mean((p - ends) ** 2))}
-            rows.append(row | {"mae_tokens": float(np.abs(mu - left)[ends].mean())})
+            rows.append(row | {"mae_tokens": float(np.abs(mu - remaining_tokens)[ends].mean())})
     return rows
 
 
 def sensitivity(options: Options) -> Rows:
     """Vary alpha and gamma around (48, 0.9), with the oracle, at G = 16 and 144."""
     cross = [(a, 0.9) for a in (1, 24, 48, 96)] + [(48, g) for g in (0.5, 0.7, 1.0)]
-    chosen = [
+    varied = [
         Arm(f"alpha {a}, gamma {g}", "balance-route-horizon", {"slots": SLOTS, "alpha": a, "gamma": g}, True)
         for a, g in cross
     ]
-    return _compared(options, [16, 144], [Arm("shortest-queue", "shortest-queue", {}), *chosen])
+    return _compare(options, [16, 144], [Arm("shortest-queue", "shortest-queue", {}), *varied])
 
 
 def forms(options: Options) -> Rows:
@@ -130,21 +134,21 @@ def forms(options: Options) -> Rows:
         "lookahead 1000": {"lookahead": 1000},
         "as in the paper": {"new_requests_end": False, "lookahead": 10},
     }
-    chosen = [
+    variants = [
         Arm(name, "balance-route-horizon", {"slots": SLOTS} | change, oracle=True)
         for name, change in changes.items()
     ]
-    return _compared(options, [PAPER_WORKERS, 16], [Arm("shortest-queue", "shortest-queue", {}), *chosen])
+    return _compare(options, [PAPER_WORKERS, 16], [Arm("shortest-queue", "shortest-queue", {}), *variants])
 
 
 def panels(options: Options) -> Rows:
     """Record the imbalance over time at G = 16, first trace."""
     traffic = Traffic(_traces(options)[0])
     requests = _requests(traffic, 16, options, 0)
-    chosen = {a.label: a for a in arms() if a.label in ("shortest-queue", "balance-route", SURVIVAL)}
+    arms_by_label = {a.label: a for a in arms() if a.label in ("shortest-queue", "balance-route", SURVIVAL)}
     rows: Rows = []
-    for label in steps(chosen):
-        outcome = simulate(requests, _policy(chosen[label], requests, traffic), _cluster(16, options))
+    for label in steps(arms_by_label):
+        outcome = simulate(requests, _policy(arms_by_label[label], requests, traffic), _cluster(16, options))
         middle = len(outcome.sample_s) // 2
         columns = (outcome.sample_s, outcome.imbalance, outcome.spread)
         for sample in np.stack([column[middle : middle + 600] for column in columns], axis=1).tolist():
@@ -153,13 +157,13 @@ def panels(options: Options) -> Rows:
     return rows
 
 
-def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> Rows:
+def _compare(options: Options, sizes: Sequence[int], arms_to_compare: Sequence[Arm]) -> Rows:
     traffics = {path: Traffic(path) for path in _traces(options)}
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:
         traffic, g = traffics[case[0]], case[1]
         requests = _requests(traffic, g, options, seed)
-        policies = {arm.label: _policy(arm, requests, traffic) for arm in chosen}
+        policies = {arm.label: _policy(arm, requests, traffic) for arm in arms_to_compare}
         return {
             label: simulate(requests, policy, _cluster(g, options), seed=seed).summary()
             for label, policy in policies.items()
@@ -167,7 +171,9 @@ def _compared(options: Options, sizes: Sequence[int], chosen: Sequence[Arm]) -> 
 
     rows: Rows = []
     for (path, g), runs in each_seed(options, product(traffics, sizes), run):
-        rows += _rows(path.name, g, {arm.label: mean([run[arm.label] for run in runs]) for arm in chosen})
+        rows += _rows(
+            path.name, g, {arm.label: mean([run[arm.label] for run in runs]) for arm in arms_to_compare}
+        )
     return rows
 
 

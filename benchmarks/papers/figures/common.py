@@ -22,7 +22,7 @@ BATCH = 16  # mean requests of a worker that `requests_at_batch` aims at
 Rows = list[dict[str, Any]]
 Plot = Callable[[Rows, Path], None]
 Case = TypeVar("Case")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,22 @@ def own_figure(title: str, run: Callable[[Options], Rows], plot: Plot) -> Figure
 
 def steps(cases: Iterable[Case]) -> Iterator[Case]:
     """Yield the cases under a progress bar that shows the current one."""
-    known = list(cases)
+    all_cases = list(cases)
     with progress_bar() as progress:
-        bar = progress.add_task("", total=len(known))
-        for case in known:
+        bar = progress.add_task("", total=len(all_cases))
+        for case in all_cases:
             parts = case if isinstance(case, tuple) else (case,)
-            shown = (part.name if isinstance(part, Path) else str(part) for part in parts)
-            progress.update(bar, description=", ".join(shown))
+            words = (part.name if isinstance(part, Path) else str(part) for part in parts)
+            progress.update(bar, description=", ".join(words))
             yield case
             progress.advance(bar)
 
 
 def each_seed(
-    options: Options, cases: Iterable[Case], run: Callable[[Case, int], Found]
-) -> Iterator[tuple[Case, list[Found]]]:
+    options: Options, cases: Iterable[Case], run: Callable[[Case, int], Result]
+) -> Iterator[tuple[Case, list[Result]]]:
     """Yield each case with the results of `run` for each seed."""
-    results: list[Found] = []
+    results: list[Result] = []
     for case in steps(case for case in cases for _ in options.seeds):
         results.append(run(case, options.seeds[len(results)]))
         if len(results) == len(options.seeds):
@@ -134,20 +134,20 @@ def change_pct(value: float, reference: float) -> float:
 def bar_plot(label: str, value: str, panels: Sequence[str] = ()) -> Plot:
     """Return a plot of bars of `value` by `label`, a format of columns; one panel per value of `panels`."""
 
-    def named(row: dict[str, Any]) -> str:
+    def name_of(row: dict[str, Any]) -> str:
         return label.format(**row) if "{" in label else str(row[label])
 
     return lambda rows, path: bars(
-        [row | {"label": named(row)} for row in _panelled(rows, panels)], "label", value, path
+        [row | {"label": name_of(row)} for row in _with_panel_names(rows, panels)], "label", value, path
     )
 
 
 def line_plot(x: str, *values: str, by: str | None = None, panels: Sequence[str] = ()) -> Plot:
     """Return a plot of the values over x, or of one value by `by`; one panel per value of `panels`."""
-    return lambda rows, path: lines(_panelled(rows, panels), x, values, path, by=by)
+    return lambda rows, path: lines(_with_panel_names(rows, panels), x, values, path, by=by)
 
 
-def _panelled(rows: Rows, panels: Sequence[str]) -> Rows:
+def _with_panel_names(rows: Rows, panels: Sequence[str]) -> Rows:
     if not panels:
         return rows
     return [

@@ -31,7 +31,7 @@ def latency(options: Options) -> Rows:
 
     rows: Rows = []
     for (path, name), runs in each_seed(options, product(traces, CLUSTERS), run):
-        rows += _compared({"trace": traces[path].model, "cluster": name}, runs)
+        rows += _rows_of_case({"trace": traces[path].model, "cluster": name}, runs)
     return rows
 
 
@@ -44,7 +44,7 @@ def gpus(options: Options) -> Rows:
 
     rows: Rows = []
     for (path, ranks), runs in each_seed(options, product(traces, (4, 8, 16, 32)), run):
-        for row in _compared({"trace": traces[path].model, "gpus": ranks}, runs):
+        for row in _rows_of_case({"trace": traces[path].model, "gpus": ranks}, runs):
             paper = {4: -11, 32: -48}.get(ranks) if row["placement"] == "proactive, oracle" else None
             rows.append(row | {"paper_pct": paper})
     return rows
@@ -60,30 +60,30 @@ def optimisers(options: Options) -> Rows:
             work = [batch.workload for batch in batches]
             static = np.array([cluster.step_s(w, offline).sum() for w in work])
             label = {"workload": f"{trace.model} on 32 {name}", "layers": trace.prefill_counts.shape[1]}
-            rows += _optimised(label, cluster, work, static)
+            rows += _optimiser_rows(label, cluster, work, static)
     for ranks in (8, RANKS):
-        rows += _optimised(*_synthetic(options.seeds[0], ranks))
+        rows += _optimiser_rows(*_synthetic(options.seeds[0], ranks))
     return rows
 
 
-Placed = tuple[NDArray[np.int64], float, float, float]
+Placement = tuple[NDArray[np.int64], float, float, float]
 
 
-def _ours(cluster: Cluster, workload: NDArray[np.float64]) -> Placed:
+def _place_by_lp(cluster: Cluster, workload: NDArray[np.float64]) -> Placement:
     """Return a placement, its time, the LP's optimum and the bound with whole replicas, s."""
-    placed, report = director_placement(workload, **_engine(cluster))
-    return placed, report.rank_s.sum(), report.lp_s.sum(), report.bound_s.sum()
+    placement, report = director_placement(workload, **_engine(cluster))
+    return placement, report.rank_s.sum(), report.lp_s.sum(), report.bound_s.sum()
 
 
-def _of_experts(cluster: Cluster, workload: NDArray[np.float64]) -> Placed:
+def _place_by_experts(cluster: Cluster, workload: NDArray[np.float64]) -> Placement:
     """Return the same for the tokens by expert, as if all ranks had the same."""
-    return _ours(cluster, workload.sum(axis=1))
+    return _place_by_lp(cluster, workload.sum(axis=1))
 
 
-def _as_written(cluster: Cluster, workload: NDArray[np.float64]) -> Placed:
+def _place_as_written(cluster: Cluster, workload: NDArray[np.float64]) -> Placement:
     """Return a placement, its time by the paper's two maxima and, twice, the bound by its LP, s."""
-    placed, report = director_as_written(workload, **_engine(cluster))
-    return placed, report.reached_s, report.infeasible_s, report.infeasible_s
+    placement, report = director_as_written(workload, **_engine(cluster))
+    return placement, report.reached_s, report.infeasible_s, report.infeasible_s
 
 
 def _engine(cluster: Cluster) -> dict[str, Any]:
@@ -91,26 +91,26 @@ def _engine(cluster: Cluster) -> dict[str, Any]:
     return keys | {"token_bytes": TOKEN_BYTES}
 
 
-def _optimised(
+def _optimiser_rows(
     label: dict[str, Any], cluster: Cluster, work: list[NDArray[np.float64]], static: NDArray[np.float64]
 ) -> Rows:
-    methods = {"LP rounding": _ours, "LP rounding, tokens by expert alone": _of_experts}
+    methods = {"LP rounding": _place_by_lp, "LP rounding, tokens by expert alone": _place_by_experts}
     if work[0].size <= AS_WRITTEN_SIZE:
-        methods["Algorithm 1 as written"] = _as_written
+        methods["Algorithm 1 as written"] = _place_as_written
     rows: Rows = []
     for method, place in methods.items():
-        total, reached, bound, exact, seconds = np.zeros((5, len(work)))
+        total, reached_s, bound_s, exact_s, seconds = np.zeros((5, len(work)))
         for number, workload in enumerate(work):
-            begun = perf_counter()
-            placed, reached[number], bound[number], exact[number] = place(cluster, workload)
-            seconds[number] = perf_counter() - begun
-            total[number] = cluster.step_s(workload, placed).sum()
+            start_s = perf_counter()
+            placement, reached_s[number], bound_s[number], exact_s[number] = place(cluster, workload)
+            seconds[number] = perf_counter() - start_s
+            total[number] = cluster.step_s(workload, placement).sum()
         figures = {
             "method": method,
             "change_pct": float(np.mean(100 * (total / static - 1))),
             "paper_pct": "-39..-58",
-            "above_lp_pct": float(np.mean(100 * (reached / bound - 1))),
-            "above_bound_pct": float(np.mean(100 * (reached / exact - 1))),
+            "above_lp_pct": float(np.mean(100 * (reached_s / bound_s - 1))),
+            "above_bound_pct": float(np.mean(100 * (reached_s / exact_s - 1))),
             "solve_p50_s": float(np.median(seconds)),
             "solve_max_s": float(np.max(seconds)),
         }
@@ -170,25 +170,25 @@ def _policies(
         "proactive, oracle": lambda batch: batch.workload,
     }
     return {
-        "vanilla": shifting.fixed(cluster, batches, cluster.vanilla(layers, experts)),
-        "offline": shifting.fixed(cluster, batches, offline),
-    } | {rule: shifting.adaptive(cluster, batches, offline, f) for rule, f in forecasts.items()}
+        "vanilla": shifting.serve_with_one_placement(cluster, batches, cluster.vanilla(layers, experts)),
+        "offline": shifting.serve_with_one_placement(cluster, batches, offline),
+    } | {rule: shifting.serve_adaptively(cluster, batches, offline, f) for rule, f in forecasts.items()}
 
 
-def _compared(label: dict[str, Any], runs: list[dict[str, Served]]) -> Rows:
+def _rows_of_case(label: dict[str, Any], runs: list[dict[str, Served]]) -> Rows:
     """Return a row per rule, compared with the offline placement of the same seed."""
     rows: Rows = []
     offline = np.concatenate([run["offline"].batch_ms for run in runs])
     for rule in runs[0]:
-        mine = np.concatenate([run[rule].batch_ms for run in runs])
+        batch_ms = np.concatenate([run[rule].batch_ms for run in runs])
         rows.append(
             label
             | {
                 "placement": rule,
-                "batch_ms": float(mine.mean()),
-                "batch_deviation_ms": float(mine.std()),
-                "change_pct": change_pct(float(mine.mean()), float(offline.mean())),
-                "worst_change_pct": change_pct(float(mine.max()), float(offline.max())),
+                "batch_ms": float(batch_ms.mean()),
+                "batch_deviation_ms": float(batch_ms.std()),
+                "change_pct": change_pct(float(batch_ms.mean()), float(offline.mean())),
+                "worst_change_pct": change_pct(float(batch_ms.max()), float(offline.max())),
                 "moves_a_batch": float(np.mean([run[rule].moves.mean() for run in runs])),
             }
         )

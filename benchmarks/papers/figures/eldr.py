@@ -50,21 +50,21 @@ HALVES = ("before_tpot_p50", "after_tpot_p50", "after_tpot_p99")  # of a run wit
 
 def rates(options: Options) -> Rows:
     """Compare all policies at 8P16D over the paper's rates."""
-    return _swept(options, [16], RATES, (*BALANCERS, *LOCALITY))
+    return _sweep(options, [16], RATES, (*BALANCERS, *LOCALITY))
 
 
 def pool_size(options: Options) -> Rows:
     """Compare with round-robin: means over the rates for pools of 8 to 1,024 decode workers."""
     policies = ("round-robin", "shortest-queue", "locality-band", "marginal-cost")
-    changed = []
+    all_rows = []
     for k in (8, 16, 24, 64, 256, 1024):
-        rows = _swept(options, [k], (60,) if k > 64 else RATES, policies)
+        rows = _sweep(options, [k], (60,) if k > 64 else RATES, policies)
         for workload, policy in product(dict.fromkeys(row["workload"] for row in rows), policies[2:]):
-            mine = mean([r for r in rows if r["workload"] == workload and r["policy"] == policy])
+            means = mean([r for r in rows if r["workload"] == workload and r["policy"] == policy])
             row = {"workload": workload, "decode_workers": k, "policy": policy}
             changes = (f"{q}_change_pct" for q in ("tpot_p50", "tpot_p99", "active_experts"))
-            changed.append(row | {change: mine[change] for change in changes})
-    return changed
+            all_rows.append(row | {change: means[change] for change in changes})
+    return all_rows
 
 
 def prefix_cache(options: Options) -> Rows:
@@ -140,7 +140,7 @@ def scaling(options: Options) -> Rows:
     return rows
 
 
-def _swept(options: Options, sizes: Sequence[int], rates_: Sequence[int], policies: Sequence[str]) -> Rows:
+def _sweep(options: Options, sizes: Sequence[int], rates_: Sequence[int], policies: Sequence[str]) -> Rows:
     """Return one row per workload, pool size, rate and policy: means over the seeds."""
 
     def run(case: tuple[str, int, int], seed: int) -> dict[str, dict[str, Any]]:
@@ -149,11 +149,11 @@ def _swept(options: Options, sizes: Sequence[int], rates_: Sequence[int], polici
 
     rows: Rows = []
     for case, runs in each_seed(options, product(workloads(_observed(options)), sizes, rates_), run):
-        rows += _compared(*case, {policy: mean([run[policy] for run in runs]) for policy in policies})
+        rows += _rows_of_case(*case, {policy: mean([run[policy] for run in runs]) for policy in policies})
     return rows
 
 
-def _compared(workload: str, k: int, rate: float, means: dict[str, dict[str, Any]]) -> Rows:
+def _rows_of_case(workload: str, k: int, rate: float, means: dict[str, dict[str, Any]]) -> Rows:
     times = ("tpot_p50_ms", "tpot_p99_ms")
     best = {key: min(means[p][key] for p in means if p in BALANCERS) for key in times}
     rows = []

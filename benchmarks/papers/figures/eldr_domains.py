@@ -89,7 +89,9 @@ def shares(trace: CalibrationTrace, mix: str) -> dict[str, float]:
     return dict(zip(names[order].tolist(), (weights / weights.sum()).tolist(), strict=True))
 
 
-def drawn(trace: CalibrationTrace, among: Index, mix: str, number: int, rng: np.random.Generator) -> Index:
+def draw_requests(
+    trace: CalibrationTrace, among: Index, mix: str, number: int, rng: np.random.Generator
+) -> Index:
     """Draw requests of `among` with replacement, each domain by its share."""
     by_domain = shares(trace, mix)
     domains = np.array(trace.domains)[among]
@@ -107,7 +109,7 @@ def domains(options: Options) -> Rows:
     def run(case: tuple[Path, int, str], seed: int) -> dict[str, dict[str, Any]]:
         path, workers, mix = case
         trace = observed(routes_of(path))
-        outcomes, names = simulated(options, trace, workers, mix, seed)
+        outcomes, names = simulate_policies(options, trace, workers, mix, seed)
         return {
             label: {
                 "all": _times(outcome.summary()) | {"active_experts": outcome.summary()["active_experts"]}
@@ -134,29 +136,29 @@ def domains(options: Options) -> Rows:
     return rows
 
 
-def simulated(
+def simulate_policies(
     options: Options, trace: CalibrationTrace, workers: int, mix: str, seed: int
 ) -> tuple[dict[str, Outcome], list[str]]:
     """Return the outcome of each of POLICIES with the same requests, and the requests' domains."""
     cost, experts = cost_of(options, trace), Experts.from_trace(trace)
     fit, test = halves(trace, seed)
     rng = np.random.default_rng([seed, workers])
-    kinds = drawn(trace, test, mix, options.requests or PER_WORKER * workers, rng)
+    kinds = draw_requests(trace, test, mix, options.requests or PER_WORKER * workers, rng)
     requests = requests_at_batch(trace, experts, kinds, workers, cost, rng)
-    samples = {name: drawn(trace, fit, name, len(fit), rng) for name in dict.fromkeys(("even", mix))}
-    tables = {n: fit_table(_repeated(trace, s), workers, seed=seed)[0] for n, s in samples.items()}
-    calibrated = dict(Counter(trace.domains[request] for request in samples[mix]))
+    samples = {name: draw_requests(trace, fit, name, len(fit), rng) for name in dict.fromkeys(("even", mix))}
+    tables = {n: fit_table(_repeat_requests(trace, s), workers, seed=seed)[0] for n, s in samples.items()}
+    mix_of_table = dict(Counter(trace.domains[request] for request in samples[mix]))
     cluster = Cluster(decode=Decode(workers=workers, cost=cost))
     outcomes = {}
     for label, (name, parameters) in POLICIES.items():
-        given = parameters | ({"mix": calibrated} if name == "domain" else {})
-        policy = make_policy(name, **given).set_table(tables["even" if "even" in label else mix])
+        all_parameters = parameters | ({"mix": mix_of_table} if name == "domain" else {})
+        policy = make_policy(name, **all_parameters).set_table(tables["even" if "even" in label else mix])
         policy.update_cost_model(cost)
         outcomes[label] = simulate(requests, policy, cluster, experts=experts, seed=seed)
     return outcomes, [trace.domains[kind] for kind in kinds]
 
 
-def _repeated(trace: CalibrationTrace, index: Index) -> CalibrationTrace:
+def _repeat_requests(trace: CalibrationTrace, index: Index) -> CalibrationTrace:
     """Return the requests at `index`, where one may occur several times, each with an id of its own."""
     return CalibrationTrace(
         trace.model,
@@ -175,19 +177,19 @@ def _times(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _row(
-    mine: dict[str, dict[str, float]],
+    figures: dict[str, dict[str, float]],
     reference: dict[str, dict[str, float]],
     runs: list[dict[str, dict[str, Any]]],
     label: str,
 ) -> dict[str, Any]:
     """Return the policy's times, their changes, and those of the domains with the most and the least."""
-    row: dict[str, Any] = dict(mine["all"])
+    row: dict[str, Any] = dict(figures["all"])
     for q in ("p50", "p99"):
         key = f"tpot_{q}_ms"
         each = [change_pct(r[label]["all"][key], r["shortest-queue"]["all"][key]) for r in runs]
         row |= over_seeds(f"{q}_change_pct", each)
         by_domain = {
-            name: change_pct(mine[name][key], reference[name][key]) for name in reference if name != "all"
+            name: change_pct(figures[name][key], reference[name][key]) for name in reference if name != "all"
         }
         for which, choose in (("worst", max), ("best", min)):
             name = choose(by_domain, key=by_domain.__getitem__)

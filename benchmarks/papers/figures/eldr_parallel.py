@@ -45,14 +45,14 @@ def expert_parallel(options: Options) -> Rows:
         group, rate = case
         scenario = _scenario(options, groups[group], rate, seed)
         work = Work(scenario, seed)
-        placed = _placements(observed(routes_of(path)), work)
+        ranks_by_placement = _placements(observed(routes_of(path)), work)
         return {
             (policy, placement): simulate(
                 work.requests,
                 work.policy(PolicyChoice(name=policy), scenario.cluster),
                 scenario.cluster,
                 experts=work.experts,
-                ranks=placed[placement],
+                ranks=ranks_by_placement[placement],
                 seed=seed,
             ).summary()
             for policy, placement in ARMS
@@ -60,7 +60,7 @@ def expert_parallel(options: Options) -> Rows:
 
     rows: Rows = []
     for (group, rate), runs in each_seed(options, product(groups, RATES), run):
-        rows += _compared(group, rate, {arm: mean([run[arm] for run in runs]) for arm in ARMS})
+        rows += _rows_of_case(group, rate, {arm: mean([run[arm] for run in runs]) for arm in ARMS})
     return rows
 
 
@@ -90,11 +90,13 @@ def _placements(trace: CalibrationTrace, work: Work) -> dict[str, NDArray[np.int
     linear = np.broadcast_to(np.arange(experts) // (experts // RANKS), (layers, experts))
     probability = trace.decode_probability[work.fitted_on]
     similarity = np.stack([work.table.similarity(trace.prefill_counts[i]) for i in work.fitted_on])
-    served = similarity >= similarity.max(axis=1, keepdims=True) - work.table.band  # [n, K]
+    in_band = similarity >= similarity.max(axis=1, keepdims=True) - work.table.band  # [n, K]
     return {
         "linear": linear,
         "one for all": _ranks(probability),
-        "own": np.stack([_ranks(probability[mine] if mine.any() else probability) for mine in served.T]),
+        "own": np.stack(
+            [_ranks(probability[members] if members.any() else probability) for members in in_band.T]
+        ),
     }
 
 
@@ -104,13 +106,15 @@ def _ranks(probability: NDArray[np.floating]) -> NDArray[np.int64]:
     The criterion is whether a step activates an expert. A single request's mean would overweight the few
     experts that all requests use, although a whole batch activates many others almost as surely.
     """
-    placed = activation_placement(1 - (1 - probability.mean(axis=0)) ** BATCH, RANKS)
-    ranks = np.empty_like(placed)
-    np.put_along_axis(ranks, placed, np.arange(placed.shape[1])[None] // (placed.shape[1] // RANKS), axis=1)
+    experts = activation_placement(1 - (1 - probability.mean(axis=0)) ** BATCH, RANKS)
+    ranks = np.empty_like(experts)
+    np.put_along_axis(
+        ranks, experts, np.arange(experts.shape[1])[None] // (experts.shape[1] // RANKS), axis=1
+    )
     return ranks
 
 
-def _compared(group: str, rate: float, means: dict[tuple[str, str], dict[str, Any]]) -> Rows:
+def _rows_of_case(group: str, rate: float, means: dict[tuple[str, str], dict[str, Any]]) -> Rows:
     """Return a row per arm, means over seeds; changes against the best balancer with linear placement."""
     keys = ("tpot_p50_ms", "tpot_p99_ms", "active_experts")
     best = {key: min(means[balancer, "linear"][key] for balancer in BALANCERS) for key in keys}

@@ -25,7 +25,7 @@ from benchmarks.papers.figures.common import (
     requests_at_batch,
     steps,
 )
-from benchmarks.papers.figures.eldr_domains import PER_WORKER, TRACES, cost_of, drawn, halves
+from benchmarks.papers.figures.eldr_domains import PER_WORKER, TRACES, cost_of, draw_requests, halves
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.clustering import STARTS, balanced_kmeans, kmeans
 from eldr_serve.experts.fitting.quality import signature_quality
@@ -67,21 +67,21 @@ def signatures(options: Options) -> Rows:
         path, transform = case
         trace = observed(routes_of(path))
         fit, test = (trace.subset(part) for part in halves(trace, seed))
-        kept = fit_signature(fit, transform, seed=seed)
-        found: dict[str, float] = {}
-        for layers, spec in (("all_layers", _all_layers(kept)), ("kept_layers", kept)):
+        masked = fit_signature(fit, transform, seed=seed)
+        rhos: dict[str, float] = {}
+        for layers, spec in (("all_layers", _all_layers(masked)), ("kept_layers", masked)):
             for part, requests in (("fit", fit), ("held_out", test)):
-                found[f"rho_{part}_{layers}"] = signature_quality(
+                rhos[f"rho_{part}_{layers}"] = signature_quality(
                     spec.encode(requests.prefill_counts), requests.decode_probability, seed=seed
                 )
-        return found | {"layers_kept": float(len(kept.layers))}
+        return rhos | {"layers_kept": float(len(masked.layers))}
 
     rows: Rows = []
     for (path, transform), runs in each_seed(options, product(options.all_traces(TRACES), TRANSFORMS), run):
         trace = observed(routes_of(path))
         row: dict[str, Any] = {"model": trace.model, "transform": transform, "requests": len(trace.ids)}
         for key in runs[0]:
-            row |= over_seeds(key, [found[key] for found in runs])
+            row |= over_seeds(key, [rhos[key] for rhos in runs])
         rows.append(row | {"layers": trace.prefill_counts.shape[1]})
     return rows
 
@@ -118,9 +118,11 @@ def starts(options: Options) -> Rows:
         trace = observed(routes_of(path))
         points = fit_signature(trace).encode(trace.prefill_counts)
         began = time.process_time()
-        found = [balanced_kmeans(points, k, seed=seed, starts=1).distance(points) for seed in range(TRIED)]
+        distances = [
+            balanced_kmeans(points, k, seed=seed, starts=1).distance(points) for seed in range(TRIED)
+        ]
         seconds = (time.process_time() - began) / TRIED
-        excess = np.array([change_pct(distance, min(found)) for distance in found])
+        excess = np.array([change_pct(distance, min(distances)) for distance in distances])
         rng = np.random.default_rng(0)
         for n in (1, 2, 4, 8, 16, 32):
             best = [rng.choice(excess, n, replace=False).min() for _ in range(1000)]
@@ -142,7 +144,7 @@ def variants(options: Options) -> Rows:
         cost, experts = cost_of(options, trace), Experts.from_trace(trace)
         fit, test = halves(trace, seed)
         rng = np.random.default_rng([seed, workers])
-        kinds = drawn(trace, test, "as recorded", options.requests or PER_WORKER * workers, rng)
+        kinds = draw_requests(trace, test, "as recorded", options.requests or PER_WORKER * workers, rng)
         requests = requests_at_batch(trace, experts, kinds, workers, cost, rng)
         cluster = Cluster(decode=Decode(workers=workers, cost=cost))
 
@@ -151,15 +153,15 @@ def variants(options: Options) -> Rows:
             policy.update_cost_model(cost)
             return simulate(requests, policy, cluster, experts=experts, seed=seed).summary()
 
-        found = {name: summary(name) for name in ("shortest-queue", "marginal-cost")}
+        summaries = {name: summary(name) for name in ("shortest-queue", "marginal-cost")}
         tables: dict[str, RoutingTable] = {}
         for label, changes in VARIANTS.items():
-            chosen = PAPER | changes
-            band, key = chosen.pop("band"), str(chosen)
+            settings = PAPER | changes
+            band, key = settings.pop("band"), str(settings)
             if key not in tables:
-                tables[key] = _table(trace.subset(fit), workers, seed=seed, **chosen)
-            found[label] = summary("locality-band", tables[key], band=band)
-        return found
+                tables[key] = _table(trace.subset(fit), workers, seed=seed, **settings)
+            summaries[label] = summary("locality-band", tables[key], band=band)
+        return summaries
 
     rows: Rows = []
     for (path, workers), runs in each_seed(options, product(options.all_traces(TRACES), WORKERS), run):
@@ -168,8 +170,10 @@ def variants(options: Options) -> Rows:
             row["arm"] = label
             for q in ("p50", "p99"):
                 key = f"tpot_{q}_ms"
-                changes = [change_pct(found[label][key], found["shortest-queue"][key]) for found in runs]
-                row |= {key: float(np.mean([found[label][key] for found in runs]))}
+                changes = [
+                    change_pct(summaries[label][key], summaries["shortest-queue"][key]) for summaries in runs
+                ]
+                row |= {key: float(np.mean([summaries[label][key] for summaries in runs]))}
                 row |= over_seeds(f"{q}_change_pct", changes)
             rows.append(row | {"active_experts": float(np.mean([f[label]["active_experts"] for f in runs]))})
     return rows

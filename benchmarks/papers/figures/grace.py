@@ -62,7 +62,7 @@ class Fit:
         experts, ranks = self.load.shape[1], self.topology.ranks
         return self.hosts(np.tile(np.arange(experts) * ranks // experts, (len(self.load), 1)))
 
-    def grouped(self, ratio: float) -> Ints:
+    def group_experts(self, ratio: float) -> Ints:
         """Return int[L, E], the rank of each expert, hierarchical."""
         return np.stack([hierarchical_groups(a, self.topology, ratio=ratio) for a in self.affinity])
 
@@ -70,7 +70,7 @@ class Fit:
         """Return bool[L, E, G] with one rank per expert."""
         return np.asarray(rank[..., None] == np.arange(self.topology.ranks))
 
-    def replicated(self, rank: Ints, replicas: int | None) -> Bools:
+    def replicate(self, rank: Ints, replicas: int | None) -> Bools:
         """Return bool[L, E, G] with the replicas of section 4.2; `replicas` None: dynamic."""
         ranks = self.topology.ranks
         layers = zip(self.load, rank, strict=True)
@@ -93,7 +93,7 @@ def strictness(options: Options) -> Rows:
         for name, bounds in (sizes | {"fully non-uniform": (1, experts)}).items():
             grouped = [bounded_groups(a, g, ranks, *bounds) for a, g in zip(fit.affinity, flat, strict=True)]
             arms.append(("a", name, fit.hosts(np.stack(grouped)), serve_even, None))
-        primary = fit.grouped(knee_ratio(fit.affinity, topology))
+        primary = fit.group_experts(knee_ratio(fit.affinity, topology))
         by_rank = np.einsum("le,leg->lg", fit.load, fit.hosts(primary))
         heaviest = by_rank.argmax(axis=1)
         partners = (fit.affinity > fit.affinity.mean(axis=(1, 2), keepdims=True)).sum(axis=2)
@@ -101,19 +101,19 @@ def strictness(options: Options) -> Rows:
             for copies in COPIES:
                 hosts = fit.hosts(primary)
                 top = np.argsort(-rank_by, axis=1, kind="stable")[:, :copies]
-                there = np.take_along_axis(primary, top, axis=1) == heaviest[:, None]
+                in_heaviest = np.take_along_axis(primary, top, axis=1) == heaviest[:, None]
                 np.put_along_axis(hosts, top[..., None], True, axis=1)
                 rule = weighted_rule(fit.load, hosts, seed=seed)
-                share = 100 * float(there.mean()) if copies else None
+                share = 100 * float(in_heaviest.mean()) if copies else None
                 arms.append(("b", f"{copies} {kind}", hosts, rule, share))
-        judged = [_judged(evaluate(batches, hosts, topology, rule)) for _, _, hosts, rule, _ in arms]
+        columns_by_arm = [_columns(evaluate(batches, hosts, topology, rule)) for _, _, hosts, rule, _ in arms]
         return [
-            {"part": part, "placement": name, **mine, "in_heaviest_pct": share}
-            | {"traffic_change_pct": change_pct(mine["copies"], judged[0]["copies"])}
-            for (part, name, _, _, share), mine in zip(arms, judged, strict=True)
+            {"part": part, "placement": name, **columns, "in_heaviest_pct": share}
+            | {"traffic_change_pct": change_pct(columns["copies"], columns_by_arm[0]["copies"])}
+            for (part, name, _, _, share), columns in zip(arms, columns_by_arm, strict=True)
         ]
 
-    return _averaged(options, rows)
+    return _mean_over_seeds(options, rows)
 
 
 def concentration(options: Options) -> Rows:
@@ -122,7 +122,7 @@ def concentration(options: Options) -> Rows:
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         topology = TOPOLOGIES[0]
         fit = Fit.on(trace, _halves(trace, seed)[0], topology)
-        primary = fit.grouped(knee_ratio(fit.affinity, topology))
+        primary = fit.group_experts(knee_ratio(fit.affinity, topology))
         result: Rows = []
         for layer, (load, rank) in enumerate(zip(fit.load, primary, strict=True)):
             by_rank = np.bincount(rank, load, minlength=topology.ranks)
@@ -144,7 +144,7 @@ def concentration(options: Options) -> Rows:
             )
         return result
 
-    return _averaged(options, rows)
+    return _mean_over_seeds(options, rows)
 
 
 def ratios(options: Options) -> Rows:
@@ -152,26 +152,26 @@ def ratios(options: Options) -> Rows:
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         result: Rows = []
-        for topology, fit, batches in _fitted(trace, options, seed):
-            chosen = knee_ratio(fit.affinity, topology)
+        for topology, fit, batches in _fit_each_topology(trace, options, seed):
+            knee = knee_ratio(fit.affinity, topology)
             for ratio in RATIOS:
-                grouped = fit.grouped(ratio)
-                judged = _judged(evaluate(batches, fit.hosts(grouped), topology, serve_even))
-                layers = zip(fit.affinity, grouped, strict=True)
+                groups = fit.group_experts(ratio)
+                columns = _columns(evaluate(batches, fit.hosts(groups), topology, serve_even))
+                layers = zip(fit.affinity, groups, strict=True)
                 use, deviation = np.mean([utilisation(a, g, topology.ranks) for a, g in layers], axis=0)
                 result.append(
                     {
-                        "ranks": _shown(topology),
+                        "ranks": _name_of(topology),
                         "ratio": ratio,
                         "affinity_within_pct": 100 * float(use),
                         "size_deviation_experts": float(deviation),
-                        "knee_ratio": chosen,
+                        "knee_ratio": knee,
                     }
-                    | judged
+                    | columns
                 )
         return result
 
-    return _averaged(options, rows)
+    return _mean_over_seeds(options, rows)
 
 
 # The paper's change of an arm against another, on its three models or their mean, %.
@@ -204,23 +204,23 @@ def components(options: Options) -> Rows:
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         result: Rows = []
-        for topology, fit, batches in _fitted(trace, options, seed):
-            judged = {
-                name: (_judged(evaluate(batches, hosts, topology, rule)), replicas)
+        for topology, fit, batches in _fit_each_topology(trace, options, seed):
+            columns_by_arm = {
+                name: (_columns(evaluate(batches, hosts, topology, rule)), replicas)
                 for name, hosts, rule, replicas in _arms(fit, seed)
             }
-            for name, (mine, replicas) in judged.items():
+            for name, (columns, replicas) in columns_by_arm.items():
                 base = AGAINST.get(name, "linear")
-                row: dict[str, Any] = {"ranks": _shown(topology), "arm": name, "replicas_a_layer": replicas}
-                row |= mine | {"against": base}
+                row: dict[str, Any] = {"ranks": _name_of(topology), "arm": name, "replicas_a_layer": replicas}
+                row |= columns | {"against": base}
                 for column in ("far_forwarded", "near_forwarded", "load_std_pct", "idle_pct"):
                     key = column.removesuffix("_pct")
-                    row[f"{key}_change_pct"] = change_pct(mine[column], judged[base][0][column])
+                    row[f"{key}_change_pct"] = change_pct(columns[column], columns_by_arm[base][0][column])
                     row[f"paper_{key}_change"] = PAPER.get(name, {}).get(key)
                 result.append(row)
         return result
 
-    return _averaged(options, rows)
+    return _mean_over_seeds(options, rows)
 
 
 def generalisation(options: Options) -> Rows:
@@ -228,35 +228,37 @@ def generalisation(options: Options) -> Rows:
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         topology = TOPOLOGIES[0]
-        known = set(trace.domains)
-        domains = DOMAINS if set(DOMAINS) <= known else sorted(known)
+        all_domains = set(trace.domains)
+        domains = DOMAINS if set(DOMAINS) <= all_domains else sorted(all_domains)
         if len(domains) < 2:
             raise UserInputError(f"the trace of {trace.model} has one domain; a transfer needs two")
         parts = {domain: _halves(trace, seed, domain) for domain in domains}
         fits = {domain: Fit.on(trace, fit_on, topology) for domain, (fit_on, _) in parts.items()}
         together = np.concatenate([fit_on for fit_on, _ in parts.values()])
         fits["mixture"] = Fit.on(trace, together, topology)
-        placed = {
-            name: fit.replicated(fit.grouped(knee_ratio(fit.affinity, topology)), None)
+        hosts_by_fit = {
+            name: fit.replicate(fit.group_experts(knee_ratio(fit.affinity, topology)), None)
             for name, fit in fits.items()
         }
         result: Rows = []
         for domain, (_, held_out) in parts.items():
             batches = _batches(trace, held_out, options, seed)
-            judged = {
-                name: _judged(evaluate(batches, hosts, topology, _local(fits[name], hosts, seed)))
-                for name, hosts in placed.items()
+            columns_by_fit = {
+                name: _columns(evaluate(batches, hosts, topology, _local(fits[name], hosts, seed)))
+                for name, hosts in hosts_by_fit.items()
             }
-            linear = _judged(evaluate(batches, fits[domain].linear, topology, serve_even))["copies"]
-            for name, mine in judged.items():
+            linear = _columns(evaluate(batches, fits[domain].linear, topology, serve_even))["copies"]
+            for name, columns in columns_by_fit.items():
                 result.append(
                     {
                         "evaluated_on": domain,
                         "fitted_on": name,
-                        "copies": mine["copies"],
-                        "load_std_pct": mine["load_std_pct"],
-                        "against_own_domain_pct": change_pct(mine["copies"], judged[domain]["copies"]),
-                        "against_linear_pct": change_pct(mine["copies"], linear),
+                        "copies": columns["copies"],
+                        "load_std_pct": columns["load_std_pct"],
+                        "against_own_domain_pct": change_pct(
+                            columns["copies"], columns_by_fit[domain]["copies"]
+                        ),
+                        "against_linear_pct": change_pct(columns["copies"], linear),
                     }
                 )
         others = [row for row in result if row["fitted_on"] not in ("mixture", row["evaluated_on"])]
@@ -266,18 +268,18 @@ def generalisation(options: Options) -> Rows:
             result.append({"evaluated_on": "all", "fitted_on": name} | worst)
         return result
 
-    return _averaged(options, rows)
+    return _mean_over_seeds(options, rows)
 
 
 def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
     """Return (name, hosts, rule, replicas per layer) of each arm of figure 5, and its equal-slot variants."""
     topology, experts = fit.topology, fit.load.shape[1]
-    primary = fit.grouped(knee_ratio(fit.affinity, topology))
-    fixed, dynamic = fit.replicated(primary, 1), fit.replicated(primary, None)
+    primary = fit.group_experts(knee_ratio(fit.affinity, topology))
+    one_replica, dynamic = fit.replicate(primary, 1), fit.replicate(primary, None)
     slots = experts + 2 * topology.ranks
-    equal, eplb = (
-        hosts_of(placed, experts, topology.ranks)
-        for placed in (
+    grace, eplb = (
+        hosts_of(placement, experts, topology.ranks)
+        for placement in (
             grace_placement(fit.affinity, fit.load, slots, topology)[0],
             eplb_placement(fit.load, slots, groups=1, nodes=1, ranks=topology.ranks),
         )
@@ -285,10 +287,10 @@ def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
     arms = [
         ("linear", fit.linear, serve_even),
         ("HG", fit.hosts(primary), serve_even),
-        ("HG+FR, WRR", fixed, weighted_rule(fit.load, fixed, seed=seed)),
+        ("HG+FR, WRR", one_replica, weighted_rule(fit.load, one_replica, seed=seed)),
         ("HG+DR, WRR", dynamic, weighted_rule(fit.load, dynamic, seed=seed)),
         ("HG+DR, TAR", dynamic, _local(fit, dynamic, seed)),
-        ("equal slots, TAR", equal, _local(fit, equal, seed)),
+        ("equal slots, TAR", grace, _local(fit, grace, seed)),
         ("EPLB, as many slots", eplb, serve_even),
     ]
     return [(n, hosts, rule, hosts.sum() / len(hosts) - experts) for n, hosts, rule in arms]
@@ -298,7 +300,7 @@ def _local(fit: Fit, hosts: Bools, seed: int) -> Rule:
     return local_rule(fit.load, hosts, fit.topology, seed=seed)
 
 
-def _judged(figures: dict[str, float]) -> dict[str, float]:
+def _columns(figures: dict[str, float]) -> dict[str, float]:
     """Return the columns of the figures; `copies` is all traffic, per token and layer."""
     columns = ("near_forwarded", "far_forwarded", "load_std_pct", "idle_pct", "experts_worst_rank")
     return {"copies": figures["near_forwarded"] + figures["far_forwarded"]} | {c: figures[c] for c in columns}
@@ -306,15 +308,17 @@ def _judged(figures: dict[str, float]) -> dict[str, float]:
 
 def _halves(trace: CalibrationTrace, seed: int, domain: str | None = None) -> tuple[Ints, Ints]:
     """Return requests to fit on, and to judge by."""
-    chosen = np.flatnonzero([domain in (None, name) for name in trace.domains])
-    if len(chosen) < 2:
+    requests = np.flatnonzero([domain in (None, name) for name in trace.domains])
+    if len(requests) < 2:
         raise UserInputError(f"the trace has fewer than two requests{f' of {domain}' if domain else ''}")
-    order = np.random.default_rng(seed).permutation(chosen)
+    order = np.random.default_rng(seed).permutation(requests)
     first, second = np.split(order, [len(order) // 2])
     return first, second
 
 
-def _fitted(trace: CalibrationTrace, options: Options, seed: int) -> Iterator[tuple[Topology, Fit, Ints]]:
+def _fit_each_topology(
+    trace: CalibrationTrace, options: Options, seed: int
+) -> Iterator[tuple[Topology, Fit, Ints]]:
     """Yield each topology with the statistics of one half of the requests and batches of the other."""
     fit_on, held_out = _halves(trace, seed)
     batches = _batches(trace, held_out, options, seed)
@@ -326,11 +330,11 @@ def _batches(trace: CalibrationTrace, requests: Ints, options: Options, seed: in
     return sample_batches(trace, requests, TOKENS, options.requests or BATCHES, seed=seed + 1)
 
 
-def _shown(topology: Topology) -> str:
+def _name_of(topology: Topology) -> str:
     return f"{topology.nodes} x {topology.ranks // topology.nodes}"
 
 
-def _averaged(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -> Rows:
+def _mean_over_seeds(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -> Rows:
     """Return the rows of each trace, with numbers averaged over the seeds."""
     paths = options.all_traces("calibration traces with routes, or published routes")
     traces = {path: observed(routes_of(path)) for path in paths}

@@ -80,8 +80,8 @@ class Source:
     def plan(self, ratio: float) -> MetroPlan:
         """Return the plan of EPLB's placement with that many slots per expert."""
         load = self.trace.decode_counts[self.fit].sum(axis=0, dtype=np.int64)
-        placed = eplb_placement(load, self._slots(ratio), groups=1, nodes=1, ranks=RANKS)
-        return MetroPlan.from_hosts(hosts_of(placed, self.experts, RANKS))
+        experts = eplb_placement(load, self._slots(ratio), groups=1, nodes=1, ranks=RANKS)
+        return MetroPlan.from_hosts(hosts_of(experts, self.experts, RANKS))
 
     def batches(self, size: int, number: int, seed: int) -> Ints:
         """Return int[n, L, E]: tokens of each expert in batches of `size` held-out requests."""
@@ -89,9 +89,9 @@ class Source:
         assert self.trace.route_offsets is not None
         rng = np.random.default_rng([seed, size])
         steps = self.trace.decode_steps.astype(np.int64)
-        able = self.test[steps[self.test] > 0]
-        chosen = rng.choice(able, (number, size))
-        step = self.trace.route_offsets[chosen] + rng.integers(steps[chosen])
+        with_steps = self.test[steps[self.test] > 0]
+        requests = rng.choice(with_steps, (number, size))
+        step = self.trace.route_offsets[requests] + rng.integers(steps[requests])
         routes = self.trace.routes[step].astype(np.int64)  # [n, B, L, k]
         layers = routes.shape[2]
         cell = (np.arange(number)[:, None, None, None] * layers + np.arange(layers)[:, None]) * self.experts
@@ -106,7 +106,7 @@ class Halves(list[Source]):
         return self[0].name
 
 
-def served(routing: str, plan: MetroPlan, tokens: Ints) -> Ints:
+def tokens_on_ranks(routing: str, plan: MetroPlan, tokens: Ints) -> Ints:
     """Return int[n, L, E, G]: tokens of each expert on each rank, from tokens int[n, L, E].
 
     The routing is even (EPLB's), metro, greedy (the paper's Algorithm 1, experts by id) or optimum.
@@ -137,7 +137,7 @@ def figure_4(options: Options) -> Rows:
     tokens = np.full((1, 1, 8), 2)
     rows: Rows = []
     for routing, paper in (("even", 2), ("metro", 1), ("optimum", 1)):
-        work = LayerWork.gathered(served(routing, MetroPlan.from_hosts(hosts), tokens))
+        work = LayerWork.gathered(tokens_on_ranks(routing, MetroPlan.from_hosts(hosts), tokens))
         row = {"routing": routing, "most_tokens_of_a_rank": int(work.tokens.max())}
         activated = int(work.activated.max())
         rows.append(row | {"most_activated_of_a_rank": activated, "paper_most_activated": paper})
@@ -149,17 +149,17 @@ def figure_5(options: Options) -> Rows:
     rows: Rows = []
     for halves, size in steps(product(_sources(options), (8, 32, 256))):
         cost, ratios = layer_cost(halves[0].trace), halves[0].ratios
-        first: dict[str, float] = {}
+        first_means: dict[str, float] = {}
         for ratio in ratios:
             works = _works(options, halves, ratio, size, ("even",))["even"]
             means = {"activated": _mean(map(worst, works))}
             means["tpot"] = _mean(float(cost.layer_s(work).sum(axis=-1).mean()) for work in works)
-            first, last = first or means, ratio == ratios[-1]
+            first_means, is_last = first_means or means, ratio == ratios[-1]
             row = {"model": halves[0].name, "batch_a_rank": size // RANKS, "replication": ratio}
             row["most_activated"] = means["activated"]
             for name, paper in (("activated", 30), ("tpot", 14)):
-                row[f"{name}_pct"] = change_pct(means[name], first[name])
-                row[f"paper_{name}_pct"] = paper if last else None
+                row[f"{name}_pct"] = change_pct(means[name], first_means[name])
+                row[f"paper_{name}_pct"] = paper if is_last else None
             rows.append(row)
     return rows
 
@@ -194,7 +194,7 @@ def _works(
         plan = half.plan(ratio)
         tokens = half.batches(size, options.requests or BATCHES, seed)
         for routing in routings:
-            works[routing].append(LayerWork.gathered(served(routing, plan, tokens)))
+            works[routing].append(LayerWork.gathered(tokens_on_ranks(routing, plan, tokens)))
     return works
 
 

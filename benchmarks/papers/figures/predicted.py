@@ -66,17 +66,17 @@ LEARNT = 600  # prompts of a stream before its domains change, and as many after
 def methods(options: Options) -> Rows:
     """Compare all methods fitted to 300 prompts, and the served one also to fewer and more."""
     prompts = prompts_of(options)
-    known = methods_for(prompts.trace)
+    known_methods = methods_for(prompts.trace)
     experts = Experts.from_trace(prompts.trace)
-    served = "served predictor, rank 64"
-    cases = [(group, name, USUAL) for group in GROUPS for name in known]
-    cases += [(group, served, size) for group in GROUPS for size in SIZES if size != USUAL]
+    served_method = "served predictor, rank 64"
+    cases = [(group, name, USUAL) for group in GROUPS for name in known_methods]
+    cases += [(group, served_method, size) for group in GROUPS for size in SIZES if size != USUAL]
 
     def run(case: tuple[str, str, int], seed: int) -> dict[str, float]:
         group, name, size = case
         fit, test = fit_and_test(prompts.trace, group, size, seed)
         test = test[:MEASURED]
-        predicted = known[name](prompts[fit], prompts[test])
+        predicted = known_methods[name](prompts[fit], prompts[test])
         return _accuracy(prompts, fit, test, predicted) | {
             "cluster_experts_pct": _cluster_experts_pct(prompts.trace, experts, fit, test, predicted, seed)
         }
@@ -105,7 +105,7 @@ def placement(options: Options) -> Rows:
             variants[f"predicted, {size} prompts"] = predicted_counts(
                 trace, fitted_predictor(trace, fit), test
             )
-        return _placed(trace, variants, test, workers, options, seed)
+        return _simulate_policies(trace, variants, test, workers, options, seed)
 
     return _gains(options, [(group, k) for group in GROUPS for k in WORKERS], run)
 
@@ -118,17 +118,17 @@ def held_out(options: Options) -> Rows:
         group, workers = case
         fit, test = fit_and_test(trace, group, USUAL, seed)
         among = members_of_group(trace, group)
-        strange = np.zeros(trace.prefill_counts.shape, np.float32)
+        by_others = np.zeros(trace.prefill_counts.shape, np.float32)
         for part in members_by_domain(trace, among):
             rest = np.random.default_rng(seed).permutation(np.setdiff1d(among, part))[:USUAL]
-            mine = np.intersect1d(part, test)
-            strange[mine] = predicted_counts(trace, fitted_predictor(trace, rest), mine)[mine]
+            tested = np.intersect1d(part, test)
+            by_others[tested] = predicted_counts(trace, fitted_predictor(trace, rest), tested)[tested]
         variants = {
             "true prefill": trace.prefill_counts.astype(np.float32),
             "predicted, own domain seen": predicted_counts(trace, fitted_predictor(trace, fit), test),
-            "predicted, own domain not seen": strange,
+            "predicted, own domain not seen": by_others,
         }
-        return _placed(trace, variants, test, workers, options, seed)
+        return _simulate_policies(trace, variants, test, workers, options, seed)
 
     return _gains(options, list(product(("language", "task"), WORKERS)), run)
 
@@ -149,21 +149,23 @@ def shift(options: Options) -> Rows:
         variants["frozen"] = predicted_counts(trace, predictor, stream)
         variants["online"] = online_counts(trace, predictor, stream)
         variants["mean of recent prompts"] = recent_mean_counts(trace, predictor, stream)
-        changed = len(before[USUAL:][:LEARNT])
-        found = _placed(trace, variants, stream, 8, options, seed, in_order=True, since=changed)
+        first_new = len(before[USUAL:][:LEARNT])
+        outcomes = _simulate_policies(
+            trace, variants, stream, 8, options, seed, in_order=True, since=first_new
+        )
         for name, counts in variants.items():
             for part, (start, end) in {
-                "before": (0, changed),
-                "first_100": (changed, changed + 100),
-                "later": (changed + LEARNT // 2, len(stream)),
+                "before": (0, first_new),
+                "first_100": (first_new, first_new + 100),
+                "later": (first_new + LEARNT // 2, len(stream)),
             }.items():
-                there = stream[start:end]
+                members = stream[start:end]
                 frequency, truth, mean = (
-                    frequencies_of(trace, c, there)
+                    frequencies_of(trace, c, members)
                     for c in (counts, trace.prefill_counts, variants["mean of recent prompts"])
                 )
-                found[name][f"{part}_cosine"] = agreement(frequency, truth, mean)["cosine"]
-        return found
+                outcomes[name][f"{part}_cosine"] = agreement(frequency, truth, mean)["cosine"]
+        return outcomes
 
     return _gains(
         options, [(group,) for group in ("language", "task")], lambda case, seed: run(case[0], seed)
@@ -189,10 +191,10 @@ def gptoss(options: Options) -> Rows:
             "predicted, four fifths": np.maximum(predicted, 0),
         }
         counts = {name: as_counts(trace, frequency) for name, frequency in variants.items()}
-        found = _placed(trace, counts, everyone, case[1], options, seed)
+        outcomes = _simulate_policies(trace, counts, everyone, case[1], options, seed)
         for name, frequency in variants.items():
-            found[name]["cosine"] = agreement(frequency, decode, means)["cosine"]
-        return found
+            outcomes[name]["cosine"] = agreement(frequency, decode, means)["cosine"]
+        return outcomes
 
     return _gains(options, [("GPT-OSS-20B", k) for k in WORKERS], run)
 
@@ -214,23 +216,23 @@ def _cluster_experts_pct(
     trace: CalibrationTrace, experts: Experts, fit: Index, test: Index, predicted: Floats, seed: int
 ) -> float:
     """Return the change of active experts, %, if batches of 16 are drawn within 8 clusters of signatures."""
-    idf = inverse_document_frequency(trace.prefill_counts[fit])
-    spec = SignatureSpec(idf, np.arange(len(idf)))
-    points = spec.encode(predicted.reshape(-1, *idf.shape))
+    weights = inverse_document_frequency(trace.prefill_counts[fit])
+    spec = SignatureSpec(weights, np.arange(len(weights)))
+    points = spec.encode(predicted.reshape(-1, *weights.shape))
     labels = balanced_kmeans(points, 8, seed=seed).labels
     rng = np.random.default_rng(seed)
 
     def active(members: Index) -> float:
-        chosen = rng.choice(members, 16)
-        steps = np.diff(experts.offset)[chosen]
-        union = np.bitwise_or.reduce(experts.bits[experts.offset[chosen] + rng.integers(steps)])
+        batch = rng.choice(members, 16)
+        steps = np.diff(experts.offset)[batch]
+        union = np.bitwise_or.reduce(experts.bits[experts.offset[batch] + rng.integers(steps)])
         return float(np.bitwise_count(union).sum())
 
     clustered = [active(test[labels == label]) for label in range(8) for _ in range(100)]
     return change_pct(float(np.mean(clustered)), float(np.mean([active(test) for _ in range(800)])))
 
 
-def _placed(
+def _simulate_policies(
     trace: CalibrationTrace,
     variants: dict[str, Counts],
     members: Index,
@@ -278,30 +280,32 @@ def _gains(options: Options, cases: Sequence[tuple[Any, ...]], run: Any) -> Rows
             row: dict[str, Any] = {"workload": case[0], "workers": case[1] if len(case) > 1 else 8}
             row["signature"] = name
             for q in (50, 99):
-                mine, true = (
+                changes, true_changes = (
                     [change_pct(seed[key][f"tpot_p{q}_ms"], _best(seed, q)) for seed in seeds]
                     for key in (name, "true prefill")
                 )
-                row |= over_seeds(f"p{q}_change_pct", mine)
-                row |= _share(f"p{q}_share_of_gain_pct", mine, true)
+                row |= over_seeds(f"p{q}_change_pct", changes)
+                row |= _share(f"p{q}_share_of_gain_pct", changes, true_changes)
             extra = [key for key in seeds[0][name] if key.endswith("cosine")]
             rows.append(row | {key: float(np.mean([seed[name][key] for seed in seeds])) for key in extra})
     return rows
 
 
-def _share(key: str, mine: Sequence[float], true: Sequence[float]) -> dict[str, float | None]:
+def _share(key: str, changes: Sequence[float], true_changes: Sequence[float]) -> dict[str, float | None]:
     """Return the share of the true signature's mean gain, %, with an interval that resamples seeds."""
-    if not np.mean(true) < -1:
+    if not np.mean(true_changes) < -1:
         return {key: None}
-    if len(mine) < 2:
-        return {key: 100 * mine[0] / true[0]}
+    if len(changes) < 2:
+        return {key: 100 * changes[0] / true_changes[0]}
     # paired_change_percent is 0 for the whole gain, -100 for none.
-    value, low, high = (100 + end for end in paired_change_percent(np.array(mine), np.array(true), np.mean))
+    value, low, high = (
+        100 + end for end in paired_change_percent(np.array(changes), np.array(true_changes), np.mean)
+    )
     return {key: value, f"{key}_ci_low": low, f"{key}_ci_high": high}
 
 
-def _best(found: dict[str, dict[str, float]], q: int) -> float:
-    return min(found[name][f"tpot_p{q}_ms"] for name in BALANCERS)
+def _best(outcomes: dict[str, dict[str, float]], q: int) -> float:
+    return min(outcomes[name][f"tpot_p{q}_ms"] for name in BALANCERS)
 
 
 _PLOT = bar_plot("{workers} workers: {signature}", "p50_change_pct")

@@ -41,10 +41,10 @@ def prompts_of(options: Options) -> Prompts:
 
 def members_of_group(trace: CalibrationTrace, group: str) -> Index:
     task = np.isin(trace.domains, TASKS)
-    found = np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[group])
-    if len(found) <= 2 * USUAL:
-        raise UserInputError(f"the trace has {len(found)} prompts of the workload {group}, too few")
-    return found
+    members = np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[group])
+    if len(members) <= 2 * USUAL:
+        raise UserInputError(f"the trace has {len(members)} prompts of the workload {group}, too few")
+    return members
 
 
 def fit_and_test(trace: CalibrationTrace, group: str, size: int, seed: int) -> tuple[Index, Index]:
@@ -82,10 +82,10 @@ def fitted_predictor(trace: CalibrationTrace, fit: Index) -> SignaturePredictor:
 def predicted_counts(trace: CalibrationTrace, predictor: SignaturePredictor, members: Index) -> Counts:
     """Return float32[N, L, E]: predicted counts of the members, zeros elsewhere."""
     prompts = trace.prompts
-    found = np.zeros(trace.prefill_counts.shape, np.float32)
+    counts = np.zeros(trace.prefill_counts.shape, np.float32)
     for member in members:
-        found[member] = predictor.predict(prompts[member])
-    return found
+        counts[member] = predictor.predict(prompts[member])
+    return counts
 
 
 def recent_mean_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream: Index) -> Counts:
@@ -103,13 +103,13 @@ def online_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream
     """Predict each prompt, then learn its true counts; use the recent mean while the predictor is off."""
     prompts = trace.prompts
     online = OnlinePredictor(predictor)
-    found = recent_mean_counts(trace, predictor, stream)
+    counts = recent_mean_counts(trace, predictor, stream)
     for member in stream:
         predicted = online.predict(prompts[member])
         if predicted is not None:
-            found[member] = predicted
+            counts[member] = predicted
         online.observe(prompts[member], trace.prefill_counts[member])
-    return found
+    return counts
 
 
 def as_counts(trace: CalibrationTrace, frequencies: NDArray[Any]) -> Counts:

@@ -103,14 +103,14 @@ def shifting_batches(
     batches = []
     for _ in range(number):
         mix = rng.dirichlet(np.full(len(names), _CONCENTRATION))
-        wanted = rng.choice(names, PER_RANK * ranks, p=mix)
-        chosen = np.array([rng.choice(members[domains == name]) for name in wanted])
-        batches.append(Batch(chosen, _tokens(trace, chosen, ranks, rng)))
+        domain_of_request = rng.choice(names, PER_RANK * ranks, p=mix)
+        requests = np.array([rng.choice(members[domains == name]) for name in domain_of_request])
+        batches.append(Batch(requests, _tokens(trace, requests, ranks, rng)))
     return batches
 
 
 def _tokens(
-    trace: CalibrationTrace, chosen: NDArray[np.int64], ranks: int, rng: np.random.Generator
+    trace: CalibrationTrace, requests: NDArray[np.int64], ranks: int, rng: np.random.Generator
 ) -> NDArray[np.float32]:
     assert trace.routes is not None
     steps = int(trace.decode_steps[0])
@@ -118,9 +118,9 @@ def _tokens(
     routes = trace.routes.reshape(-1, steps, layers, trace.top_k)
     tokens = np.zeros((steps, layers, ranks, experts), np.float32)
     step, layer, _ = np.ogrid[:steps, :layers, : trace.top_k]
-    for place, request in enumerate(chosen):
-        mine = np.roll(routes[request], int(rng.integers(steps)), axis=0)
-        tokens[step, layer, place % ranks, mine] += 1  # the experts of a token are distinct
+    for place, request in enumerate(requests):
+        request_routes = np.roll(routes[request], int(rng.integers(steps)), axis=0)
+        tokens[step, layer, place % ranks, request_routes] += 1  # the experts of a token are distinct
     return tokens
 
 
@@ -160,7 +160,7 @@ class Cluster:
         self, workload: NDArray[np.float64], start: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
         """Return DIRECTOR's placement, if given as a repair of `start`."""
-        placed, _ = director_placement(
+        placement, _ = director_placement(
             workload,
             topology=self.topology,
             slots=self.slots,
@@ -169,7 +169,7 @@ class Cluster:
             start=start,
             tolerance=2e-3 if start is None else 0.02,
         )
-        return placed
+        return placement
 
     def vanilla(self, layers: int, experts: int) -> NDArray[np.int64]:
         """Return experts in order without replicas; spare slots repeat the rank's last expert."""
@@ -203,13 +203,13 @@ class Served:
     moves: NDArray[np.int64]
 
 
-def fixed(cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64]) -> Served:
+def serve_with_one_placement(cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64]) -> Served:
     """Serve all batches with the same placement."""
     latency_s = [STEPS * cluster.step_s(batch.tokens, placement).sum(axis=1).mean() for batch in batches]
     return Served(1e3 * np.array(latency_s), np.zeros(len(batches), np.int64))
 
 
-def adaptive(
+def serve_adaptively(
     cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64], forecast: Forecast
 ) -> Served:
     """Before each batch, change to a placement for the forecast if it pays; experts move while it runs.
@@ -219,12 +219,12 @@ def adaptive(
     latency_s, moves = [], []
     for batch in batches:
         expected = forecast(batch)
-        now = cluster.step_s(expected, placement)
+        present_s = cluster.step_s(expected, placement)
         windows = cluster.windows_s(expected, placement)
         plans = []
-        for wanted in (cluster.place(expected), cluster.place(expected, placement)):
-            new = minimise_moves(placement, wanted, cluster.topology.ranks)
-            gain = now - cluster.step_s(expected, new)
+        for target in (cluster.place(expected), cluster.place(expected, placement)):
+            new = minimise_moves(placement, target, cluster.topology.ranks)
+            gain = present_s - cluster.step_s(expected, new)
             plan = plan_migration(
                 placement,
                 new,
@@ -234,9 +234,9 @@ def adaptive(
                 gain_s=gain,
                 steps=STEPS,
             )
-            kept = (plan.placement == new).all(axis=1)
-            saved = (gain * (STEPS - np.minimum(plan.ready_steps, STEPS)))[kept].sum() - plan.cost_s
-            plans.append((saved, plan))
+            gets_new = (plan.placement == new).all(axis=1)
+            saved_s = (gain * (STEPS - np.minimum(plan.ready_steps, STEPS)))[gets_new].sum() - plan.cost_s
+            plans.append((saved_s, plan))
         _, plan = max(plans, key=lambda pair: pair[0])
         before, after = (cluster.step_s(batch.tokens, p).mean(axis=0) for p in (placement, plan.placement))
         waits = np.minimum(plan.ready_steps, STEPS)

@@ -77,13 +77,13 @@ def _rows(workload: str, means: dict[str, dict[str, Any]]) -> Rows:
     keys = (*BETTER, "ttft_p50_ms", "ttft_p99_ms", "active_experts", "batch_size")
     rows = []
     for name, values in means.items():
-        better = [
+        better_policies = [
             other
-            for other, theirs in means.items()
-            if all(sign * theirs[key] < sign * values[key] for key, sign in BETTER.items())
+            for other, other_values in means.items()
+            if all(sign * other_values[key] < sign * values[key] for key, sign in BETTER.items())
         ]
         row = {"workload": workload, "policy": name} | {key: values[key] for key in keys}
-        rows.append(row | {"dominated_by": ", ".join(better) or None})
+        rows.append(row | {"dominated_by": ", ".join(better_policies) or None})
     return rows
 
 

@@ -154,21 +154,27 @@ def policies(options: Options) -> Rows:
         raise UserInputError(f"{trace_path} has {len(inputs.records)} requests, but {needed} are needed")
 
     def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, Any]]:
-        made = Case(inputs, *case, options.requests, seed)
-        figures = {name: made.outcome(make()) for name, make in BASELINES.items()}
-        figures[DECODE_ALONE] = made.outcome(make_policy(OURS), replace(inputs.cost, per_prompt_token_s=0.0))
-        figures[OURS] = made.outcome(make_policy(OURS))
-        figures[TRUE_COUNTS] = made.outcome(make_policy(OURS), known=replace(made.own, predicted=None))
+        prepared_case = Case(inputs, *case, options.requests, seed)
+        figures = {name: prepared_case.outcome(make()) for name, make in BASELINES.items()}
+        figures[DECODE_ALONE] = prepared_case.outcome(
+            make_policy(OURS), replace(inputs.cost, per_prompt_token_s=0.0)
+        )
+        figures[OURS] = prepared_case.outcome(make_policy(OURS))
+        figures[TRUE_COUNTS] = prepared_case.outcome(
+            make_policy(OURS), known=replace(prepared_case.own, predicted=None)
+        )
         return figures
 
     rows: Rows = []
     for (name, workers), runs in each_seed(options, product(WORKLOADS, WORKERS), run):
         for policy in runs[0]:
             row = {"workload": name, "workers": workers, "policy": policy}
-            row |= mean([one[policy] for one in runs])
+            row |= mean([outcomes[policy] for outcomes in runs])
             for metric in METRICS:
-                best = [min(one[balancer][metric] for balancer in BASELINES) for one in runs]
-                changes = [change_pct(one[policy][metric], it) for one, it in zip(runs, best, strict=True)]
+                best = [min(outcomes[balancer][metric] for balancer in BASELINES) for outcomes in runs]
+                changes = [
+                    change_pct(outcomes[policy][metric], it) for outcomes, it in zip(runs, best, strict=True)
+                ]
                 row |= over_seeds(metric.replace("_ms", "_change_pct"), changes)
             rows.append(row)
     return rows
@@ -191,12 +197,14 @@ def _own_experts(
     for j, (kind, tokens) in enumerate(zip(requests.kind, requests.prompt_tokens.tolist(), strict=True)):
         key = requests.keys[j] if requests.keys else str(j)
         if key not in before:
-            alike = np.setdiff1d(members[domains[members] == domains[kind]], [kind])
-            before[key] = rng.permutation(alike if len(alike) else members)
+            same_domain = np.setdiff1d(members[domains[members] == domains[kind]], [kind])
+            before[key] = rng.permutation(same_domain if len(same_domain) else members)
         parts = _parts(trace.prompt_tokens, int(kind), before[key], tokens)
-        for part, taken in parts:
-            counts[j] += trace.prefill_counts[part] * np.float32(taken / trace.prompt_tokens[part])
-        predicted[j] = predictor.predict(np.concatenate([prompts[part][:taken] for part, taken in parts]))
+        for part, num_tokens in parts:
+            counts[j] += trace.prefill_counts[part] * np.float32(num_tokens / trace.prompt_tokens[part])
+        predicted[j] = predictor.predict(
+            np.concatenate([prompts[part][:num_tokens] for part, num_tokens in parts])
+        )
     steps = np.diff(experts.offset)[requests.kind]
     offset = np.concatenate([[0], np.cumsum(steps)])
     rows = np.arange(offset[-1]) + np.repeat(experts.offset[requests.kind] - offset[:-1], steps)
@@ -209,13 +217,13 @@ def _parts(
 ) -> list[tuple[int, int]]:
     """Compose a prompt of `tokens` from `before`, then `kind`: (prompt, number of its tokens) of each."""
     own = min(int(lengths[kind]), tokens)
-    lacking, parts = tokens - own, []
+    missing_tokens, parts = tokens - own, []
     for part in cycle(before):
-        if not lacking:
+        if not missing_tokens:
             break
-        taken = min(lacking, int(lengths[part]))
-        parts.append((int(part), taken))
-        lacking -= taken
+        num_tokens = min(missing_tokens, int(lengths[part]))
+        parts.append((int(part), num_tokens))
+        missing_tokens -= num_tokens
     return [*parts, (kind, own)]
 
 

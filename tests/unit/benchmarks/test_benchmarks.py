@@ -18,7 +18,7 @@ from benchmarks.lib.engines import our_arguments, plain_engine_kwargs, ray_pd_ar
 from benchmarks.lib.rounds import medians
 from benchmarks.serving.handover import _row
 from benchmarks.serving.peers import _rows
-from benchmarks.serving.ray_idle import summarised
+from benchmarks.serving.ray_idle import summarise
 from eldr_serve.commands.errors import UserInputError
 from loadgen.sse import StreamTiming
 from tests.support.in_process import command, sentence
@@ -176,7 +176,7 @@ def test_a_settings_saving_is_relative_to_the_plain_start_of_its_round() -> None
         for more in drift
         for name, base in (("none", 20.0), ("shipped", 17.0))
     ]
-    none, shipped = summarised(starts)
+    none, shipped = summarise(starts)
     shares = [none[f"{name}_pct"] for name in ("idle", "ray", "ingress", "saved")]
     assert shares == [25.0, 24.0, 1.0, 0.0]
     assert (shipped["saved_pct"], shipped["saved_pct_low"], shipped["saved_pct_high"]) == (3.0, 3.0, 3.0)
@@ -186,7 +186,7 @@ def test_the_tables_in_the_pages_equal_the_results() -> None:
     for page in tables.PAGES:
         text = page.read_text()
         assert "<!-- end -->" in text
-        assert tables.filled(text) == text, f"run python -m benchmarks.lib.tables: {page.name} is older"
+        assert tables.fill_blocks(text) == text, f"run python -m benchmarks.lib.tables: {page.name} is older"
 
 
 @pytest.mark.parametrize(
@@ -212,21 +212,21 @@ def test_a_column_shows_a_value_with_its_interval(monkeypatch: pytest.MonkeyPatc
     rows = [a | {"b_ms": 5.0, "low_ms": 4.0, "high_ms": 6.0}, dict.fromkeys(a) | {"b_ms": 7.0}]
     monkeypatch.setattr(tables, "read_rows", lambda name: rows)
     page = "<!-- table x a_pct [_low _high], b_ms [low_ms high_ms], b_ms -->\n<!-- end -->"
-    assert tables.filled(page).splitlines()[1:-1] == [
+    assert tables.fill_blocks(page).splitlines()[1:-1] == [
         "| a, % | b, ms | b, ms |",
         "| --- | --- | --- |",
         "| -17.2 [-20.5, -13.8] | 5 [4, 6] | 5 |",
         "| - | 7 | 7 |",
     ]
     with pytest.raises(KeyError, match="no row of x has b_ms_low"):
-        tables.filled(page.replace("low_ms", "_low"))
+        tables.fill_blocks(page.replace("low_ms", "_low"))
 
 
 def test_a_value_that_is_rounded_to_zero_has_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "read_rows", lambda name: [{"a": -0.4, "b": 0.3, "c": -0.0004}])
     line = {"result": "x", "where": {}, "cells": ["{a:+.0f} to {b:+.0f}, {a:+.1f}, {c:+.2f} %"]}
     monkeypatch.setattr(tables, "CLAIMS", {"x": {"columns": ["change"], "lines": [line]}})
-    assert "| 0 to 0, -0.4, 0.00 % |" in tables.filled("<!-- claims x -->\n<!-- end -->")
+    assert "| 0 to 0, -0.4, 0.00 % |" in tables.fill_blocks("<!-- claims x -->\n<!-- end -->")
 
 
 def test_a_claim_repeats_for_each_combination_of_values_in_its_result(
@@ -237,7 +237,7 @@ def test_a_claim_repeats_for_each_combination_of_values_in_its_result(
     line = {"result": "r", "where": {"way": ["x", "y"]}, "each": ["size"]}
     line["cells"] = ["{way} {a}", {"where": {"way": "y"}, "text": "{size}"}]
     monkeypatch.setattr(tables, "CLAIMS", {"r": {"columns": ["a", "size"], "lines": [line]}})
-    found = tables.filled("<!-- claims r -->\n<!-- end -->").splitlines()[3:-1]
+    found = tables.fill_blocks("<!-- claims r -->\n<!-- end -->").splitlines()[3:-1]
     assert found == ["| x 20; y 20 | 2 |", "| x 10; y 10 | 1 |"]
 
 
@@ -246,10 +246,10 @@ def test_only_results_of_a_gpu_have_a_page(monkeypatch: pytest.MonkeyPatch, tmp_
     assert pages == {name for name in tables.GPU_PAGES if tables.has_result(name)}
     block = "<!-- pages gpu -->\n<!-- end -->"
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert "No step has a result yet." in tables.filled(block)
+    assert "No step has a result yet." in tables.fill_blocks(block)
     (tmp_path / "gpu_metro_decide.json").touch()
     title = tables.GPU_PAGES["gpu_metro_decide"]["title"]
-    assert tables.filled(block).splitlines()[1:-1] == [f"- [{title}](tables/gpu_metro_decide.md)"]
+    assert tables.fill_blocks(block).splitlines()[1:-1] == [f"- [{title}](tables/gpu_metro_decide.md)"]
 
 
 def test_a_page_of_a_gpus_result_is_written_with_its_table(
@@ -268,7 +268,9 @@ def test_a_page_of_a_gpus_result_is_written_with_its_table(
 def _in(claim: dict[str, Any], row: dict[str, Any]) -> bool:
     """Return whether the row is in one of the claim's cells."""
     own = [cell for cell in claim["cells"] if isinstance(cell, dict)]
-    return tables.selected(row, claim) and (not own or any(tables.selected(row, cell) for cell in own))
+    return tables.matches_claim(row, claim) and (
+        not own or any(tables.matches_claim(row, cell) for cell in own)
+    )
 
 
 def test_a_claim_shows_every_policy_that_beats_a_shown_one() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.lib import channel_ways
 from benchmarks.lib.channel_ways import WAYS, connected, serving
-from benchmarks.serving.channel_or_grpc import Load, compared, trial
+from benchmarks.serving.channel_or_grpc import Load, compare_with_channel, trial
 from eldr_serve.channel.calls import MAX_UNREAD_BYTES
 from eldr_serve.channel.server import _MAX_UNSENT_BYTES
 from tests.support.in_process import command, sentence
@@ -56,7 +56,7 @@ async def test_a_stream_that_nobody_reads_is_bounded(way: str, monkeypatch: pyte
 def test_rows_are_compared_within_their_round() -> None:
     fast = {"way": "channel", "streams": 2, "client_us": 4.0, "server_us": 6.0, "peak_tokens_per_s": 9.0}
     slow = {"way": "grpc", "streams": 2, "client_us": 10.0, "server_us": 15.0, "peak_tokens_per_s": 3.0}
-    assert [(row["times_cpu"], row["times_peak"]) for row in compared([slow, fast])] == [
+    assert [(row["times_cpu"], row["times_peak"]) for row in compare_with_channel([slow, fast])] == [
         (2.5, pytest.approx(1 / 3)),
         (1.0, 1.0),
     ]

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.engine.ep_engine import spread
+from benchmarks.engine.ep_engine import add_empty_slots
 from benchmarks.lib.ep.engine import Decoded
 from benchmarks.lib.ep.rows import PHASES, choice_rows, shift_rows
-from benchmarks.lib.ep.turns import SKIPPED, disjoint, in_turns, summary
+from benchmarks.lib.ep.turns import SKIPPED, draw_disjoint_batches, measure_in_turns, summary
 from eldr_serve.commands.errors import UserInputError
 from eldr_serve.experts.parallel.placement import placement_id
 from loadgen.journal import Journal
@@ -46,7 +46,9 @@ def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: 
         return f"{key[1]}{key[0]}"
 
     def turns(minutes: float | None) -> dict[tuple[int, str], str]:
-        return in_turns(Journal(tmp_path / "j.jsonl", {"seed": 0}), keys, lambda: engine, measure, minutes)
+        return measure_in_turns(
+            Journal(tmp_path / "j.jsonl", {"seed": 0}), keys, lambda: engine, measure, minutes
+        )
 
     with pytest.raises(UserInputError, match="died"):
         turns(None)
@@ -86,7 +88,7 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
 
 def test_batches_share_a_request_only_when_there_are_no_others() -> None:
     among = np.arange(10, 21)
-    first, second, third = disjoint(among, 5, 3, np.random.default_rng(0))
+    first, second, third = draw_disjoint_batches(among, 5, 3, np.random.default_rng(0))
     assert set(first) | set(second) < set(among.tolist())
     assert len(set(first) | set(second)) == 10
     assert len(set(third)) == 5
@@ -94,10 +96,10 @@ def test_batches_share_a_request_only_when_there_are_no_others() -> None:
 
 def test_a_placement_in_more_slots_is_the_same_placement() -> None:
     rows = np.array([[0, 1, 2, 0], [2, 1, 0, 1]])
-    found = spread(rows, 8, 2)
+    found = add_empty_slots(rows, 8, 2)
     assert found.tolist() == [[0, 1, -1, -1, 2, 0, -1, -1], [2, 1, -1, -1, 0, 1, -1, -1]]
     assert placement_id(found, 2) == placement_id(rows, 2)
-    assert spread(rows, 4, 2).tolist() == rows.tolist()
+    assert add_empty_slots(rows, 4, 2).tolist() == rows.tolist()
 
 
 def test_a_choice_is_compared_with_no_replicas_and_even_spread() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lib.capture import Captured
+from benchmarks.lib.capture import CapturedRoutes
 from benchmarks.papers.ep_policies import ARMS, BASE, Case, policy_rows
 from tests.support.traces import synthetic_trace
 
@@ -13,7 +13,7 @@ from tests.support.traces import synthetic_trace
 @pytest.fixture(scope="module")
 def case() -> Case:
     trace = synthetic_trace(n=96, num_layers=2, num_experts=8)
-    return Case(Captured(trace, [[1]] * 96), "all", 2, 8, 3, 2, 0)
+    return Case(CapturedRoutes(trace, [[1]] * 96), "all", 2, 8, 3, 2, 0)
 
 
 @pytest.mark.parametrize("arm", ARMS)

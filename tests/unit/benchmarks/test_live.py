@@ -15,7 +15,7 @@ from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.figures import policy_rows
 from loadgen.journal import Journal
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.trial import JOURNAL, RESTORE, Trial, read_trials, schedule_trials
 from tests.support.traces import synthetic_trace
 
@@ -85,7 +85,9 @@ def test_rows_exist_for_both_clocks_until_they_are_published(tmp_path: Path) -> 
         engines["token_seconds"] = 12 * engines["seconds"]
         journal.put(step.key, asdict(Trial(step.policy, 0, requests, engines)))
     trials = read_trials(tmp_path / "comparison")
-    wall = policy_rows(policies, trials, warm_up_s=0, seconds=100, slo=Slo(1e3, 1e2), seed=0)
+    wall = policy_rows(
+        policies, trials, warm_up_s=0, seconds=100, objective=LatencyObjective(1e3, 1e2), seed=0
+    )
     asked = Journal(tmp_path / "asked.jsonl", {})
     asked.put("result", {"inputs": shape | {"policies": policies}, "rows": wall})
     cpu_speed = tmp_path / "cpu_speed"

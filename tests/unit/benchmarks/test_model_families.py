@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from benchmarks.engine import model_families
 from benchmarks.engine.model_families import gap, row
-from benchmarks.lib.family_engine import Seen
+from benchmarks.lib.family_engine import ObservedChoices
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.experts.signature import pack_counts
 
@@ -121,7 +121,7 @@ def test_rows_that_are_not_measured_again_stay(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(model_families, "read_rows", lambda name: published)
     again = {"family": "b", "runner": "V1", "n": 2}
     new = {"family": "c", "runner": "V1", "n": 2}
-    assert model_families.with_published([again, new]) == [*published[:2], again, published[3], new]
+    assert model_families.merge_with_published([again, new]) == [*published[:2], again, published[3], new]
 
 
 def test_an_engine_failure_loses_no_other_family(tmp_path: Any) -> None:
@@ -152,7 +152,7 @@ def test_a_gap_of_groups_is_between_the_groups() -> None:
 
 def test_a_step_is_attributed_to_the_tokens_that_it_computed() -> None:
     """Attribute chunks, two requests in one step, and a token that is computed again."""
-    seen = object.__new__(Seen)
+    seen = object.__new__(ObservedChoices)
     requests = {
         "a": SimpleNamespace(all_token_ids=[1, 2, 3], num_computed_tokens=0),
         "b": SimpleNamespace(all_token_ids=[1, 9], num_computed_tokens=0),
@@ -163,7 +163,7 @@ def test_a_step_is_attributed_to_the_tokens_that_it_computed() -> None:
         for name, number in tokens.items():
             requests[name].num_computed_tokens += number
         for layer in range(LAYERS):
-            seen._chose(layer, np.array([[expert + layer] for expert in rows]))
+            seen._store_choices(layer, np.array([[expert + layer] for expert in rows]))
         seen._attribute(order, tokens)
 
     step(["a"], {"a": 2}, [10, 20])

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lib.cpu_speed import probed
-from benchmarks.lib.normalised_time import NormalisedTime, felt_by_engines, normalised
+from benchmarks.lib.cpu_speed import record_cpu_speed
+from benchmarks.lib.normalised_time import NormalisedTime, fit_engine_sensitivity, normalise_trial
 from eldr_serve.commands.errors import UserInputError
 from loadgen.trial import Trial
 
@@ -68,7 +68,7 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
     failed = record(70.0, error="HTTP 500")
     engines = {"seconds": 6.0, "token_seconds": 60.0, "requests": 10.0}
     trial = Trial("random", 0, [record(20.0, **quick), record(60.0, **slow), failed], engines)
-    even = normalised(trial, NormalisedTime([samples()]))
+    even = normalise_trial(trial, NormalisedTime([samples()]))
     first, second, unknown = even.requests
     for key in quick:
         assert second[key] == pytest.approx(first[key], rel=0.01), key
@@ -81,8 +81,8 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
     assert even.engines["token_seconds"] == pytest.approx(10 * even.engines["seconds"])
 
 
-@pytest.mark.parametrize("felt", [0.0, 0.5, 1.0, 1.5])
-def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(felt: float) -> None:
+@pytest.mark.parametrize("sensitivity", [0.0, 0.5, 1.0, 1.5])
+def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(sensitivity: float) -> None:
     """Use two equal balancers and a policy whose steps take half as long, on cores of changing speed."""
     slowdown = np.array([1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6])
     at = np.arange(0.0, 800.0, 0.25)
@@ -91,15 +91,15 @@ def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(felt: float) -
     trials = []
     for n, policy in enumerate(policies):
         sent = record(100.0 * n + 10.0, ttft_s=10.0, tpot_s=0.1, end_s=80.0, itl_s=[], handover_s=None)
-        seconds = (5.0 if policy == "marginal-cost" else 10.0) * slowdown[n] ** felt
+        seconds = (5.0 if policy == "marginal-cost" else 10.0) * slowdown[n] ** sensitivity
         trials.append(
             Trial(policy, 0, [sent], {"seconds": seconds, "token_seconds": seconds, "requests": 100.0})
         )
     alike = ("random", "round-robin")
     clock = NormalisedTime([of_core])
-    assert felt_by_engines(trials, clock, alike) == pytest.approx(felt, abs=0.02)
-    assert felt_by_engines(trials[:5], clock, alike) == 1.0  # too few trials
-    even = [normalised(trial, NormalisedTime([of_core], felt)).engines for trial in trials]
+    assert fit_engine_sensitivity(trials, clock, alike) == pytest.approx(sensitivity, abs=0.02)
+    assert fit_engine_sensitivity(trials[:5], clock, alike) == 1.0  # too few trials
+    even = [normalise_trial(trial, NormalisedTime([of_core], sensitivity)).engines for trial in trials]
     for group in (alike, ("marginal-cost",)):
         took = [e["seconds"] for e, name in zip(even, policies, strict=True) if e and name in group]
         assert np.ptp(took) < 0.2
@@ -108,7 +108,7 @@ def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(felt: float) -
 @pytest.mark.slow
 def test_the_speed_of_every_core_is_sampled_until_the_end(tmp_path: Path) -> None:
     began = time.time()
-    with probed(tmp_path):
+    with record_cpu_speed(tmp_path):
         deadline = time.monotonic() + 120
         files = [tmp_path / f"cpu_speed_{core}.jsonl" for core in os.sched_getaffinity(0)]
         while not all(f.exists() and len(f.read_text().splitlines()) > 8 for f in files):

@@ -4,13 +4,13 @@ import pytest
 
 from benchmarks.lib.client import Answer
 from benchmarks.serving import objectives
-from benchmarks.serving.objectives import COUNT, PREDICTION, Arrivals, _Load, fitting, row
+from benchmarks.serving.objectives import COUNT, PREDICTION, Arrivals, _Load, largest_fitting_load, row
 from eldr_serve.objective import TPOT_HEADER, TTFT_HEADER
 from loadgen.sse import StreamTiming
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from tests.support.fake_service import fake_service
 
-SLO = Slo(ttft_ms=200.0, tpot_ms=20.0)
+OBJECTIVE = LatencyObjective(ttft_ms=200.0, tpot_ms=20.0)
 
 
 def answered(ttft_s: float, tpot_s: float) -> Answer:
@@ -20,8 +20,8 @@ def answered(ttft_s: float, tpot_s: float) -> Answer:
 
 def test_the_load_that_fits_is_the_largest_whose_requests_meet_the_objective() -> None:
     small, middle, large = _Load(2, 1.0, 1.0), _Load(4, 2.0, 0.95), _Load(8, 3.0, 0.5)
-    assert fitting([small, large, middle]) is middle
-    assert fitting([large, _Load(16, 3.0, 0.1)]) is large
+    assert largest_fitting_load([small, large, middle]) is middle
+    assert largest_fitting_load([large, _Load(16, 3.0, 0.1)]) is large
 
 
 def test_a_row_separates_refused_late_and_failed_requests() -> None:
@@ -33,7 +33,7 @@ def test_a_row_separates_refused_late_and_failed_requests() -> None:
         Answer(5.0, 5.3, error="HTTP 429: no"),
         Answer(5.0, 6.0, error="HTTP 500: no"),
     ]
-    found = row(PREDICTION, answers, SLO, 10.0)
+    found = row(PREDICTION, answers, OBJECTIVE, 10.0)
     assert (found["requests"], found["failures"]) == (6, 1)
     assert found["refused_pct"] == pytest.approx(100 / 3)
     assert found["refusal_p50_s"] == pytest.approx(0.2)
@@ -41,7 +41,7 @@ def test_a_row_separates_refused_late_and_failed_requests() -> None:
     assert found["within_pct"] == pytest.approx(25.0)
     assert found["goodput_per_s"] == pytest.approx(0.1)
     assert found["answers_per_s"] == pytest.approx(0.3)
-    assert set(row(COUNT, [], SLO, 1.0)) == set(found)
+    assert set(row(COUNT, [], OBJECTIVE, 1.0)) == set(found)
 
 
 async def test_arrivals_by_count_are_refused_beyond_the_limit_and_name_no_objective(
@@ -57,7 +57,7 @@ async def test_arrivals_by_count_are_refused_beyond_the_limit_and_name_no_object
     monkeypatch.setattr(objectives, "complete", recorded)
     with fake_service() as service:
         service.first_s = 1.0
-        arrivals = Arrivals(service.url, [{"max_tokens": 2, "ignore_eos": True}], SLO, limit=2)
+        arrivals = Arrivals(service.url, [{"max_tokens": 2, "ignore_eos": True}], OBJECTIVE, limit=2)
         by_count = await arrivals.send(COUNT, per_s=40.0, seconds=0.3, seed=0)
         by_prediction = await arrivals.send(PREDICTION, per_s=40.0, seconds=0.3, seed=0)
     assert len(by_count) == len(by_prediction) > 3

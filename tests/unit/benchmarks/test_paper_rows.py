@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from benchmarks.lib.tables import PAPERS, filled, has_result
+from benchmarks.lib.tables import PAPERS, fill_blocks, has_result
 from eldr_serve.config.application import EldrArgs
 from eldr_serve.experts.parallel.replica_choice import RULES
 from eldr_serve.experts.signature import TRANSFORMS
@@ -28,7 +28,7 @@ ROWS = [(paper, line) for paper, part in PAPERS.items() for line in part["lines"
 
 def test_the_page_has_every_row() -> None:
     page = (ROOT / "docs/papers.md").read_text()
-    assert filled(page) == page
+    assert fill_blocks(page) == page
     assert [line[3:] for line in page.splitlines() if line.startswith("## ")] == list(PAPERS)
     for state in STATES:
         assert state in page

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.engine.moe_layer_latency import routes
-from benchmarks.lib.capture import Captured
+from benchmarks.lib.capture import CapturedRoutes
 from benchmarks.lib.engine_pool import EnginePool, Served
 from benchmarks.lib.engines import device_kwargs
 from benchmarks.lib.replay import schedule as replay
@@ -42,7 +42,7 @@ def test_routes_activate_the_exact_number_of_experts(seed: int, batch: int, top_
 
 
 def test_workloads_are_split_without_overlap() -> None:
-    data = Captured(synthetic_trace(), [])
+    data = CapturedRoutes(synthetic_trace(), [])
     data.trace.domains[:3] = ["code", "math", "legal"]
     domains = np.array(data.trace.domains)
     task, language = data.group("task"), data.group("language")
@@ -121,7 +121,7 @@ def test_a_stopped_run_resumes_and_repeats_no_measurement(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trace = synthetic_trace(num_layers=LAYERS)
-    data = Captured(trace, [[1, 2, 3]] * len(trace.ids))
+    data = CapturedRoutes(trace, [[1, 2, 3]] * len(trace.ids))
     monkeypatch.setattr(replay, "captured", lambda *_, **__: data)
     arms = [Arm("round-robin", "round-robin"), Arm("locality-band", "locality-band")]
     pools: list[_EnginePool] = []

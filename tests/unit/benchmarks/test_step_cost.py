@@ -26,7 +26,7 @@ class _Engine:
     def start(self, prompts: list[list[int]], tokens: int) -> None:
         self._batch = len(prompts)
 
-    def timed(self, routed: NDArray[np.int64]) -> list[dict[str, Any]]:
+    def run_step(self, routed: NDArray[np.int64]) -> list[dict[str, Any]]:
         assert len(routed) == self._batch
         active = len(np.unique(routed)) - self._lossy
         seconds = float(COST.seconds(self._batch, 0, LAYERS * active))

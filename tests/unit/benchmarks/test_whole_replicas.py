@@ -185,7 +185,7 @@ def test_impossible_options_are_refused_before_anything_starts() -> None:
         ({"workloads": "sessions"}, "'sessions' needs an option"),
     ):
         assert said in sentence(command("benchmarks.serving.whole_replicas", **asked))
-    assert whole_replicas._chosen("workload", "", whole_replicas.WORKLOADS, "sessions", None) == [
+    assert whole_replicas._choose("workload", "", whole_replicas.WORKLOADS, "sessions", None) == [
         "many domains",
         "system prompts",
     ]

@@ -19,7 +19,7 @@ from eldr_serve.commands.errors import UserInputError
 from loadgen.compare import compare
 from loadgen.figures import policy_rows, tpot_by_domain
 from loadgen.journal import Journal
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.trial import (
     JOURNAL,
     RESTORE,
@@ -279,7 +279,7 @@ def test_a_closed_loop_measures_requests_that_end_in_the_measured_part() -> None
         {"number": n, "due_s": None, "sent_s": sent} | ({} if took is None else {"end_s": took})
         for n, (sent, took) in enumerate(zip(sent_s, took_s, strict=True))
     ]
-    assert [r["number"] for r in Trial("random", 0, ended).measured(10, 10)] == [1, 2, 4]
+    assert [r["number"] for r in Trial("random", 0, ended).measured_requests(10, 10)] == [1, 2, 4]
 
 
 def test_only_steps_of_the_measured_part_are_counted() -> None:
@@ -310,7 +310,9 @@ def test_the_best_baseline_is_chosen_figure_by_figure() -> None:
     for policy, (tpot_s, ttft_s) in times.items():
         record = {"tpot_s": tpot_s, "ttft_s": ttft_s, "end_s": 1.0, "late_s": 0.0}
         trials.append(Trial(policy, 0, [record | {"number": n, "due_s": float(n)} for n in range(20)]))
-    found = policy_rows(list(times), trials, warm_up_s=5, seconds=15, slo=Slo(150, 50), seed=0)
+    found = policy_rows(
+        list(times), trials, warm_up_s=5, seconds=15, objective=LatencyObjective(150, 50), seed=0
+    )
     band = found[2]
     assert band["requests"] == 15
     assert (band["tpot_p50_ms_baseline"], band["ttft_p50_ms_baseline"]) == ("shortest-queue", "random")

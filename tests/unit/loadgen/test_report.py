@@ -10,7 +10,7 @@ from PIL import Image
 from loadgen.figures import policy_rows
 from loadgen.report import html_report
 from loadgen.sentences import client_sentences, step_sentences
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.trial import Trial
 from tests.support.browser import rendered
 
@@ -57,7 +57,7 @@ async def test_the_report_renders_in_a_browser(
     tmp_path: Path, engines: dict[str, float] | None, bad: bool
 ) -> None:
     made = trials(engines)
-    rows = policy_rows(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
+    rows = policy_rows(POLICIES, made, warm_up_s=2, seconds=8, objective=LatencyObjective(500, 30), seed=0)
     page = tmp_path / "report.html"
     sentences, remarks = step_sentences(rows), client_sentences(rows, rounds=2)
     assert bool(sentences) == (engines is not None)

@@ -7,7 +7,7 @@ import pytest
 
 from loadgen.figures import policy_rows
 from loadgen.sentences import client_sentences, step_sentences
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from loadgen.trial import Trial
 
 KEYS = ("tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms")
@@ -91,7 +91,9 @@ def test_each_figure_of_a_trial_has_a_sentence() -> None:
         for policy, (tpot_s, ttft_s) in times.items()
         for round_ in range(4)
     ]
-    rows = policy_rows(list(times), trials, warm_up_s=0, seconds=20, slo=Slo(500, 50), seed=0)
+    rows = policy_rows(
+        list(times), trials, warm_up_s=0, seconds=20, objective=LatencyObjective(500, 50), seed=0
+    )
     random, shortest, ours = client_sentences(rows, rounds=4)
     assert "TPOT p50 worse, +100.0 %" in random
     assert "TTFT" not in random
@@ -150,7 +152,9 @@ def test_steps_of_a_round_are_paired_and_the_best_balancer_is_the_baseline() -> 
         for policy, factor in share.items()
         for round_, size in enumerate((1.0, 3.0, 10.0, 2.0))
     ]
-    rows = policy_rows(list(share), trials, warm_up_s=0, seconds=20, slo=Slo(500, 50), seed=0)
+    rows = policy_rows(
+        list(share), trials, warm_up_s=0, seconds=20, objective=LatencyObjective(500, 50), seed=0
+    )
     random, shortest, ours = rows
     assert "active_experts_baseline" not in shortest
     for row, change in ((random, 25.0), (ours, -25.0)):
@@ -161,6 +165,8 @@ def test_steps_of_a_round_are_paired_and_the_best_balancer_is_the_baseline() -> 
     assert ours["active_experts"] == pytest.approx(0.6 * 100 * 4 / 10)
     # Rounds without a baseline form no pair, and a single pair has no interval.
     alone = [t for t in trials if t.policy == "marginal-cost" or (t.policy == "random" and t.round == 2)]
-    (_, ours) = policy_rows(["random", "marginal-cost"], alone, warm_up_s=0, seconds=9, slo=Slo(1, 1), seed=0)
+    objective = LatencyObjective(1, 1)
+    policies = ["random", "marginal-cost"]
+    (_, ours) = policy_rows(policies, alone, warm_up_s=0, seconds=9, objective=objective, seed=0)
     assert ours["active_experts_change_pct"] == pytest.approx(-40)
     assert ours["active_experts_change_pct_low"] is None

@@ -9,8 +9,8 @@ from scipy import stats
 
 from loadgen.statistics import (
     DRAWS,
+    LatencyObjective,
     Sample,
-    Slo,
     interval,
     median_ci,
     paired_change_percent,
@@ -35,7 +35,7 @@ def test_a_paired_change_resamples_both_sides_together(q: int) -> None:
 def test_a_resample_by_counts_equals_a_direct_resample() -> None:
     for units in (np.arange(300), np.repeat(np.arange(60), 5)):  # a unit is drawn with all its values
         counts = resampled_counts(np.zeros(units[-1] + 1, int), draws=50)
-        found = Sample(VALUES, units).resampled(counts, [0.25, 0.5, 0.99])
+        found = Sample(VALUES, units).resample(counts, [0.25, 0.5, 0.99])
         expected = [np.quantile(np.repeat(VALUES, drawn[units]), [0.25, 0.5, 0.99]) for drawn in counts]
         np.testing.assert_allclose(found, expected)
     assert all(np.isnan(v) for v in median_ci([]))
@@ -58,7 +58,7 @@ def test_a_cluster_bootstrap_includes_variation_between_rounds() -> None:
     widths = []
     for whole in (True, False):
         counts = resampled_counts(rounds, draws=500, whole_rounds=whole)
-        _, low, high = interval(sample.quantile(0.5), sample.resampled(counts, [0.5])[:, 0])
+        _, low, high = interval(sample.quantile(0.5), sample.resample(counts, [0.5])[:, 0])
         widths.append(high - low)
     assert widths[0] > 10 * widths[1]
 
@@ -68,7 +68,7 @@ def test_pairing_removes_common_variation() -> None:
     common = rng.lognormal(3, 1, 400)
     base, faster = (Sample(common * factor * rng.normal(1, 0.01, 400), np.arange(400)) for factor in (1, 0.9))
     counts = resampled_counts(np.zeros(400, int))
-    draws = [s.resampled(counts, [0.5])[:, 0] for s in (base, faster)]
+    draws = [s.resample(counts, [0.5])[:, 0] for s in (base, faster)]
     change = relative_percent(faster.quantile(0.5), base.quantile(0.5), draws[1], draws[0])
     assert change.low < -10 < change.high
     assert change.high - change.low < 5
@@ -78,13 +78,13 @@ def test_pairing_removes_common_variation() -> None:
 
 
 def test_goodput_needs_both_objectives() -> None:
-    slo = Slo(ttft_ms=100, tpot_ms=20)
-    assert slo.met({"ttft_s": 0.1, "tpot_s": 0.02})
-    assert slo.met({"ttft_s": 0.1, "tpot_s": None})  # one token
+    objective = LatencyObjective(ttft_ms=100, tpot_ms=20)
+    assert objective.is_met_by({"ttft_s": 0.1, "tpot_s": 0.02})
+    assert objective.is_met_by({"ttft_s": 0.1, "tpot_s": None})  # one token
     for ttft_s, tpot_s in ((0.11, 0.01), (0.05, 0.021), (None, None)):
-        assert not slo.met({"ttft_s": ttft_s, "tpot_s": tpot_s})
-    assert not slo.met({"ttft_s": 0.05, "tpot_s": 0.01, "error": "lost"})
-    assert not slo.met({"error": "HTTP 503"})
+        assert not objective.is_met_by({"ttft_s": ttft_s, "tpot_s": tpot_s})
+    assert not objective.is_met_by({"ttft_s": 0.05, "tpot_s": 0.01, "error": "lost"})
+    assert not objective.is_met_by({"error": "HTTP 503"})
 
 
 @pytest.mark.parametrize("rounds", [2, 3, 6, 20])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from eldr_serve.scheduling import Decision, Loads, PlacementRequest, QueuedPolicy, StepCost, make_policy
-from loadgen.statistics import Slo
+from loadgen.statistics import LatencyObjective
 from offline.simulation.cluster import Cluster, Decode, Prefill, Whole
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests, SimulationError, rank_masks
@@ -309,9 +309,9 @@ def test_good_requests_meet_both_objectives() -> None:
     # Steps end at 1 (the first alone), 2.5, 4 (both), 5 (the second alone), and 91.
     assert outcome.ttft_s.tolist() == pytest.approx([1, 2.4, 1])
     assert outcome.tpot_s[:2].tolist() == pytest.approx([1.5, 1.25])
-    assert outcome.good(Slo(2000, 1500)).tolist() == [True, False, True]
-    assert outcome.good(Slo(3000, 1400)).tolist() == [False, True, True]
-    row = outcome.summary(Slo(3000, 1400))
+    assert outcome.good(LatencyObjective(2000, 1500)).tolist() == [True, False, True]
+    assert outcome.good(LatencyObjective(3000, 1400)).tolist() == [False, True, True]
+    row = outcome.summary(LatencyObjective(3000, 1400))
     assert (row["good_pct"], row["goodput_per_s"]) == pytest.approx((200 / 3, 2 / 91))
     assert "good_pct" not in outcome.summary()
 

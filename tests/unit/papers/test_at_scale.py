@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.papers import at_scale as module
-from benchmarks.papers.at_scale import at_scale, divided, fewest
+from benchmarks.papers.at_scale import at_scale, divide_among_routers, smallest_that_meets
 from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost_file import FittedCost
 from offline.simulation.requests import Requests
@@ -127,13 +127,13 @@ def test_a_router_delays_placements_and_several_share_its_work(
 
 def test_a_request_goes_to_one_router_drawn_at_random() -> None:
     requests = Requests(np.arange(4000.0), *np.random.default_rng(0).integers(1, 9000, (3, 4000)))
-    parts = divided(requests, 4, seed=1)
+    parts = divide_among_routers(requests, 4, seed=1)
     assert all(900 < len(part) < 1100 for part in parts)
     for name in ("arrival_s", "prompt_tokens", "output_tokens", "kind"):
         together = np.concatenate([getattr(part, name) for part in parts])
         order = np.argsort(np.concatenate([part.arrival_s for part in parts]))
         assert (together[order] == getattr(requests, name)).all()
-    (same,) = divided(requests, 1, seed=1)
+    (same,) = divide_among_routers(requests, 1, seed=1)
     assert (same.kind == requests.kind).all()
 
 
@@ -146,7 +146,7 @@ def test_the_fewest_workers_are_found_with_few_runs(goal: int) -> None:
         return count >= goal
 
     found: Callable[[], int | None] = lambda: next((c for c in counts if c >= goal), None)  # noqa: E731
-    assert fewest(counts, meets) == found()
+    assert smallest_that_meets(counts, meets) == found()
     assert len(asked) <= 3
 
 

@@ -48,7 +48,7 @@ def test_requests_are_drawn_in_the_mix(trace: Path) -> None:
     assert sorted(chat.values()) == pytest.approx([8.1 / 82.9, 16.6 / 82.9, 58.2 / 82.9])
     assert min(chat, key=chat.__getitem__) == "law"
     among = np.arange(0, 80, 2)
-    kinds = eldr_domains.drawn(found, among, "chat", 3000, np.random.default_rng(0))
+    kinds = eldr_domains.draw_requests(found, among, "chat", 3000, np.random.default_rng(0))
     assert set(kinds) == set(among)
     names, counts = np.unique(np.array(found.domains)[kinds], return_counts=True)
     assert dict(zip(names, counts / 3000, strict=True)) == pytest.approx(chat, abs=0.03)

@@ -35,7 +35,7 @@ def test_every_routing_serves_every_token_on_a_host_of_its_expert(options: Optio
     tokens = half.batches(16, 5, 0)
     assert (tokens.sum(axis=2) == 16 * TOP_K).all()
     for routing in ("even", "greedy", "metro", "optimum"):
-        served = metro.served(routing, plan, tokens)
+        served = metro.tokens_on_ranks(routing, plan, tokens)
         assert np.array_equal(served.sum(axis=-1), tokens)
         assert not served[:, plan.shares < 0].any()
         assert routing == "even" or ((served > 0).sum(axis=-1) <= 1).all()

@@ -112,7 +112,7 @@ def outputs_of_rank(rank: int, cases: list[Case]) -> list[np.ndarray]:
         )
         x = hidden(sum(case.sizes), seed).split(case.sizes)[rank]
         gathered = case.dispatch == "gathered"
-        outputs.append((layer.gathered(x, case.sizes) if gathered else layer.exchanged(x)).numpy())
+        outputs.append((layer.run_gathered(x, case.sizes) if gathered else layer.run_exchanged(x)).numpy())
     return outputs
 
 

@@ -111,7 +111,7 @@ def test_a_workers_own_placement_relieves_its_slowest_rank(
 
 
 def test_locality_saves_experts_at_every_rate(observed: Path) -> None:
-    rows = eldr._swept(Options((observed,), requests=400), [8], (60,), ("round-robin", "marginal-cost"))
+    rows = eldr._sweep(Options((observed,), requests=400), [8], (60,), ("round-robin", "marginal-cost"))
     for workload in ("task", "language"):
         row = row_of(rows, workload=workload, policy="marginal-cost")
         assert row["active_experts_change_pct"] < -10

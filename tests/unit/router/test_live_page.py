@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from playwright.async_api import Page
 
-from benchmarks.lib.screenshots import VIEWS, browser, taken
+from benchmarks.lib.screenshots import VIEWS, browser, take_screenshots
 from eldr_serve.dashboard import live_page
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.messages import NamedPolicy, StreamLatencies
@@ -248,7 +248,7 @@ async def test_a_late_refusal_of_an_old_key_shows_no_message() -> None:
 @pytest.mark.slow
 async def test_screenshots_are_small_and_fit_each_width() -> None:
     async with served(busy_actor()) as (_, url):
-        pictures = await taken(url, KEY)
+        pictures = await take_screenshots(url, KEY)
     assert pictures.keys() == VIEWS.keys()
     for name, (width, dark) in VIEWS.items():
         assert len(pictures[name]) < 100_000

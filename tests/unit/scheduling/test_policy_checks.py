@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import Field
 
-from benchmarks.lib.tables import filled
+from benchmarks.lib.tables import fill_blocks
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.scheduling import (
     Decision,
@@ -245,4 +245,4 @@ def test_the_policy_on_the_page_passes_the_checks(tmp_path: Path, monkeypatch: p
 def test_the_page_lists_the_declared_parameters() -> None:
     page = PAGE.read_text()
     assert page.count("<!-- parameters ") >= 5
-    assert filled(page) == page, "run: make tables"
+    assert fill_blocks(page) == page, "run: make tables"

@@ -1,4 +1,4 @@
-"""Serve the application over engines that compute nothing (benchmarks/lib/fakes.py), and send it requests."""
+"""Serve the application over engines that compute nothing, and send requests to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from benchmarks.lib.client import Answer
 from benchmarks.lib.cluster import local_ray, wait_ready
-from benchmarks.lib.fake_names import APPLICATION, MODEL
+from benchmarks.lib.fakes.names import APPLICATION, MODEL
 
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
 # Serve's environment variable: no other component tracks the replicas.
@@ -31,7 +31,7 @@ def fake_service(port: int, *, own: bool, **options: Any) -> Iterator[str]:
     with local_ray(http_port=port):
         from ray import serve
 
-        from benchmarks.lib.fakes import fake_application
+        from benchmarks.lib.fakes.application import fake_application
 
         application = fake_application(own_port=port + 1 if own else None, **options)
         serve.run(application, name=APPLICATION, route_prefix="/")

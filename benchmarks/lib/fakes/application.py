@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 
-from benchmarks.lib.fake_names import APPLICATION, MODEL
+from benchmarks.lib.fakes.names import APPLICATION, MODEL
 from benchmarks.lib.synthetic import prompt_counts, random_spec, table_near
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.ingress.deployment import EldrIngress, decode_directory, prefill_directory
@@ -46,7 +46,7 @@ def fake_application(
     prompts = prompt_counts(32, np.random.default_rng(seed))
     config = FakeConfig(prompts, prompt_tokens=_PROMPT_TOKENS, prefill_s=prefill_s, step_s=_STEP_S)
 
-    def deployed(server: type[EngineServer], directory_name: str, replicas: int, **arguments: Any) -> Any:
+    def deploy(server: type[EngineServer], directory_name: str, replicas: int, **arguments: Any) -> Any:
         router = RequestRouterConfig(
             request_router_class="eldr_serve.fleet.request_router.ReplicaPublisher",
             request_router_kwargs={"directory_name": directory_name},
@@ -61,24 +61,24 @@ def fake_application(
 
     rng = np.random.default_rng(seed)
     table = table_near(prompt_counts(decode_replicas, rng), decode_replicas, rng, spec=random_spec(rng))
-    limits = IngressOptions(port=own_port)
+    ingress_limits = IngressOptions(port=own_port)
     table_bytes = replace(table, model=MODEL).to_bytes()
     ingress = serve.deployment(
         serve.ingress(http_application)(EldrIngress),
         name="EldrIngress",
         num_replicas=ingresses,
-        max_ongoing_requests=2 * limits.max_in_flight,
+        max_ongoing_requests=2 * ingress_limits.max_in_flight,
         **{"ray_actor_options": {"num_cpus": 0.1}} | dict(ingress_options),
     )
     return ingress.bind(
-        prefill=deployed(PrefillServer, prefill_directory(name), prefill_replicas),
-        decode=deployed(DecodeServer, decode_directory(name), decode_replicas, router_name=actor_name(name)),
+        prefill=deploy(PrefillServer, prefill_directory(name), prefill_replicas),
+        decode=deploy(DecodeServer, decode_directory(name), decode_replicas, router_name=actor_name(name)),
         tokenizer=str(WEIGHTS),
         model_card={"id": MODEL, "object": "model"},
         openapi={},
         application=name,
         router_settings=RouterSettings(model_id=MODEL, policy="locality-band", table=table_bytes),
-        options=limits,
+        options=ingress_limits,
         path_options=options,
         prefill_options=PrefillRouterOptions(),
     )

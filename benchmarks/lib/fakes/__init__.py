@@ -1,0 +1,1 @@
+"""The application over engines that compute nothing, to measure the serving layer alone."""
