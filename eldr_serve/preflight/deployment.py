@@ -104,20 +104,20 @@ def build_deployment(path: Path, document: Document, model: Path | None = None) 
             beside the deployment.
 
     Raises:
-        UserInputError: the application cannot be built.
+        UserInputError: the application cannot be application.
         OSError: a file cannot be read.
     """
     from eldr_serve.app import build  # imports vLLM
 
-    built = build(document.application.get("args") or {})
-    ignored = (*document.ignored, *check_overrides(document, built.names))
-    options = built.args.ingress_deployment_config
+    application = build(document.application.get("args") or {})
+    ignored = (*document.ignored, *check_overrides(document, application.names))
+    options = application.args.ingress_deployment_config
     actor = options.get("ray_actor_options") or {}
     cpus = actor.get("num_cpus")
     bundle = {"CPU": 1.0 if cpus is None else float(cpus), **(actor.get("resources") or {})}
     return Deployment(
-        built.args,
-        tuple(_build_engines(role, spec, path, model) for role, spec in built.specs.items()),
+        application.args,
+        tuple(_build_engines(role, spec, path, model) for role, spec in application.specs.items()),
         ReplicaDemand("ingress", _replica_limits(options)[2], [bundle]),
         document.proxy,
         document.content,
@@ -169,6 +169,6 @@ def _read_model_config(role: EngineRole, spec: EngineSpec, path: Path, model: Pa
             return text
     raise UserInputError(
         f"{_section(role)}.model_loading_config.model_source is {source!r}: its config.json is neither in a "
-        f"folder of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and give it with "
-        "--model-config FILE"
+        f"folder of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and give "
+        "it with --model-config FILE"
     )

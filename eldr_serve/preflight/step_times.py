@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eldr_serve.errors import UserInputError
-from eldr_serve.gpu_cost import package
+from eldr_serve.gpu_cost import kernel_times
 from eldr_serve.gpu_cost.expected import CONTEXT_TOKENS, ExpectedStep, expected_steps
 from eldr_serve.gpu_cost.fitting import fit
 from eldr_serve.gpu_cost.readings import Readings, Setting
@@ -58,13 +58,13 @@ def step_times(engines: EngineDeployment, gpu: Gpu | None) -> StepTimes | None:
     """Return the expected decode steps of engines on a GPU; None for engines that have none to show."""
     if engines.role == "prefill" or gpu is None:
         return None
-    if not package.installed():
-        return StepTimes(why_not=f"`pip install {package.REQUIREMENT}` shows it")
+    if not kernel_times.is_installed():
+        return StepTimes(why_not=f"`pip install {kernel_times.REQUIREMENT}` shows it")
     setting = _setting(engines, gpu)
     if setting is None:
         return StepTimes(why_not="there are no kernel times for such engines")
     try:
-        return times_of(package.read(setting, config=engines.model_config))
+        return times_of(kernel_times.read(setting, config=engines.model_config))
     except UserInputError as error:
         return StepTimes(why_not=str(error))
 

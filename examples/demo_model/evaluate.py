@@ -203,7 +203,7 @@ def quality(requests: CalibrationTrace, seed: int) -> dict[str, float]:
     idf = inverse_document_frequency(fit.prefill_counts)
     for name, weights in (("count", np.ones_like(idf)), ("count_idf", idf)):
         for which, kept in (("all_layers", layers), ("greedy_mask", mask)):
-            signatures = SignatureSpec(idf=weights, layers=kept).encode(test.prefill_counts)
+            signatures = SignatureSpec(weights=weights, layers=kept).encode(test.prefill_counts)
             found[f"rho_{name}_{which}"] = signature_quality(signatures, decode, seed=seed)
     label = np.array([[d == x for x in sorted(set(test.domains))] for d in test.domains], float)
     found["rho_domain_label"] = signature_quality(label, decode, seed=seed)

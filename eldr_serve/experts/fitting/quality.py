@@ -69,7 +69,7 @@ def select_layers(
     prefill_counts: ArrayLike,
     decode_probability: ArrayLike,
     *,
-    idf: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
     element: Element = "count",
     pairs: int = 5000,
     seed: int = 0,
@@ -79,15 +79,15 @@ def select_layers(
     Args:
         prefill_counts: unsigned[N,L,E].
         decode_probability: float[N,L,E], share of decode steps in which the expert was chosen.
-        idf: float[L,E]; None for no weights.
+        weights: float[L,E], weight of each cell; None: no weights.
         pairs: number of random pairs of requests for rho.
 
     Raises:
         UserInputError: there are fewer than three requests.
     """
     cells = cells_of(np.asarray(prefill_counts), element)
-    if idf is not None:
-        cells = cells * np.asarray(idf, np.float32)
+    if weights is not None:
+        cells = cells * np.asarray(weights, np.float32)
     decode = np.asarray(decode_probability, np.float32)
     i, j = _pairs(len(cells), pairs, seed)
     target = _centred_ranks(_cosine_distance(decode.reshape(len(decode), -1), i, j)[None])[0]
