@@ -142,7 +142,7 @@ class Planner:
 
         Args:
             recent: unsigned[L,E] each, expert counts of prompts, the newest last.
-            held: experts that each replica holds, see engine.protocol.Engine.experts; not empty.
+            held: experts that each replica holds, see engine.protocol.Engine.expert_status; not empty.
             model: id of the model.
 
         Raises:

@@ -15,7 +15,7 @@ from eldr_serve.queues.reports import QUEUE, QueueReport
 from eldr_serve.scheduling.worker_names import worker_names
 
 BLOCK_TOKENS = "eldr_block_tokens"  # in a replica's metadata: tokens of a block of its prefix cache
-EXPERTS = "eldr_experts"  # field of a replica's report, see protocol.Engine.experts
+EXPERTS = "eldr_experts"  # field of a replica's report, see protocol.Engine.expert_status
 RANKS = "eldr_ranks"  # in the metadata: number of data-parallel ranks; in a report: a report of each rank
 
 

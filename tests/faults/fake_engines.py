@@ -70,7 +70,7 @@ class BlockEngine(InProcess):
         """Send the prompt's tokens, whatever the request."""
         send(json.dumps({"tokens": prompt_of(json.loads(request.body))}).encode(), 0)
 
-    async def shape(self) -> tuple[int, int]:
+    async def measure_shape(self) -> tuple[int, int]:
         return LAYERS, EXPERTS
 
     def kv_usage(self, rank: int | None = None) -> float:
@@ -190,7 +190,7 @@ class DecodeEngine(BlockEngine):
         self.prefixes: dict[tuple[int, ...], tuple[int, ...]] = {}  # prompt up to the end of a block -> block
         self._asked: dict[str, asyncio.Future[tuple[int, str]]] = {}  # expert counts, by request
 
-    async def expert_counts(self, request_id: str) -> tuple[int, str]:
+    async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         asked: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         self._asked[request_id] = asked
         try:

@@ -48,10 +48,10 @@ from eldr_serve.engine.vllm.ep.plugin import switched_on
 from eldr_serve.engine.vllm.ep.swap import EngineExperts
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.rank_client import RankClient
-from eldr_serve.engine.vllm.requests.answer_forms import to_events, to_json, to_whole_answer
+from eldr_serve.engine.vllm.requests.answer_forms import answer_form, to_events, to_json, to_whole_answer
 from eldr_serve.engine.vllm.requests.continuation import Continuation
 from eldr_serve.engine.vllm.requests.first_token import first_token
-from eldr_serve.engine.vllm.requests.plain_stream import PLAIN_STREAMS, PlainStream, is_plain
+from eldr_serve.engine.vllm.requests.plain_stream import PlainStream, is_plain
 from eldr_serve.engine.vllm.requests.request_parsing import parse_generation, parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_message
 from eldr_serve.experts.parallel.placement import ExpertPlacement
@@ -125,7 +125,7 @@ class VllmEngine:
         if MEASUREMENTS.awaits_counts(request.id):
             request = replace(request, kv={REQUEST: request.id})
         parsed = await parse_generation(request, self.server.engine)
-        if request.token_ids and request.method != "responses":  # vLLM renders those from their input alone
+        if request.token_ids and not answer_form(request.method).renders_text_alone:
             set_prompt(parsed, _ids(request.token_ids))
         if not _has_one_answer(parsed):
             await self._generate_several(request, parsed, send)
@@ -149,6 +149,7 @@ class VllmEngine:
 
     async def _generate_one(self, request: EngineRequest, parsed: Any, send: Send) -> Continuation:
         """Send an answer that another engine can continue."""
+        form = answer_form(request.method)
         serving, create = self._serving_on_rank(request)
         serving, continuation = with_client(
             serving,
@@ -158,10 +159,10 @@ class VllmEngine:
                 parsed,
                 _ids(request.generated),
                 request.created,
-                random_ids=request.method == "responses",
+                random_ids=form.has_random_ids,
             ),
         )
-        if parsed.stream and request.method in PLAIN_STREAMS and is_plain(serving, parsed):
+        if parsed.stream and form.has_plain_streams and is_plain(serving, parsed):
             wrap_stream(serving, request.method, lambda generator: PlainStream(generator, continuation.write))
         answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
         if isinstance(answer, AsyncGenerator):
@@ -187,7 +188,7 @@ class VllmEngine:
             ids = np.asarray(continuation.prompt_token_ids, np.uint32)
             self._samples.put(request, ids, prefill, counts["eldr_decode"], counts["eldr_decode_steps"])
 
-    async def expert_counts(self, request_id: str) -> tuple[int, str]:
+    async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         """Wait for a prompt's expert counts; never return with `disable_log_stats`."""
         return await MEASUREMENTS.wait_for_counts(request_id)
 
@@ -212,7 +213,7 @@ class VllmEngine:
         """Free the blocks of a held prompt."""
         await self.server.collective_rpc("eldr_abandon", args=([request_id],))
 
-    async def shape(self) -> tuple[int, int]:
+    async def measure_shape(self) -> tuple[int, int]:
         """Prefill a short prompt and return the shape of its counts."""
         body = {"model": self._model_id, "prompt": "count the experts of this prompt"}
         first = EngineRequest("completions", json.dumps(body).encode(), f"start-{uuid.uuid4().hex}")
@@ -245,7 +246,7 @@ class VllmEngine:
             )
         return await self._experts.place(placement, load)
 
-    def experts(self) -> dict[str, Any] | None:
+    def expert_status(self) -> dict[str, Any] | None:
         """Return the state of the expert placement."""
         return None if self._experts is None else self._experts.status
 

@@ -15,7 +15,6 @@ import pydantic_core
 
 from eldr_serve.engine.protocol import several_prompts
 
-PLAIN_STREAMS = ("chat", "completions")  # methods whose streams may be plain
 _MARK = "\x00eldr\x00"
 _MARK_JSON = pydantic_core.to_json(_MARK).decode()
 
@@ -59,11 +58,11 @@ class PlainStream:
 
     async def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
         """Yield the chunks that vLLM's generator makes; the arguments are those of the generator."""
-        at = next(number for number, arg in enumerate(args) if hasattr(arg, "__anext__"))
-        self._outputs = args[at]
-        async for chunk in self._generator(*args[:at], self, *args[at + 1 :], **kwargs):
-            head, found, tail = chunk.partition(_MARK_JSON) if self._mark is not None else ("", "", "")
-            if found:
+        position = next(number for number, arg in enumerate(args) if hasattr(arg, "__anext__"))
+        self._outputs = args[position]
+        async for chunk in self._generator(*args[:position], self, *args[position + 1 :], **kwargs):
+            head, mark, tail = chunk.partition(_MARK_JSON) if self._mark is not None else ("", "", "")
+            if mark:
                 self._mark, self._template = None, (head.encode(), tail.encode())
             else:
                 yield chunk
