@@ -50,7 +50,8 @@ def cost(
     It needs no GPU, but NVIDIA's Python package aiconfigurator-core.
     """
     if names:
-        typer.echo("\n".join(["GPUs:", *kernel_times.list_gpus(), "", "models:", *kernel_times.list_models()]))
+        gpus, models = kernel_times.list_gpus(), kernel_times.list_models()
+        typer.echo("\n".join(["GPUs:", *gpus, "", "models:", *models]))
         return
     if model is None or gpu is None or out is None:
         raise UserInputError("give --model, --gpu and --out, or --list")
@@ -60,7 +61,9 @@ def cost(
     if plot is not None and plot.suffix not in _PLOTS:
         raise UserInputError(f"--plot is {plot}: the name must end in {', '.join(_PLOTS)}")
     readings = kernel_times.read(
-        Setting(model, gpu, tp, ep, dtype), _parse_numbers("--batches", batches), _parse_numbers("--context", context)
+        Setting(model, gpu, tp, ep, dtype),
+        _parse_numbers("--batches", batches),
+        _parse_numbers("--context", context),
     )
     fitted = fit(readings)
     print_table(f"{fitted.file().source}: step, and error of the fit", fitted.table())
@@ -69,9 +72,9 @@ def cost(
         _plot(fitted, plot)
     summary = fitted.summary()
     typer.echo(
-        f"{_describe_terms(fitted)}; error {summary['error_rms']:.1%} rms, at most {summary['error_max_even']:.1%} with "
-        f"even and {summary['error_max_skewed']:.1%} with skewed routing, {summary['error_rms_prompts']:.0%} rms "
-        f"with prompts; wrote {out}"
+        f"{_describe_terms(fitted)}; error {summary['error_rms']:.1%} rms, "
+        f"at most {summary['error_max_even']:.1%} with even and {summary['error_max_skewed']:.1%} with skewed "
+        f"routing, {summary['error_rms_prompts']:.0%} rms with prompts; wrote {out}"
     )
 
 

@@ -74,7 +74,7 @@ def ep_layer(
     together = _slowest(on_ranks(2, layers_together, pair))
 
     alone_work = _work(points)
-    compute = LayerCost.fitted(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
+    compute = LayerCost.fit_ranks(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
     source = f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
     source += f"slowest of {many_ranks} ranks on real batches; no second node: a far byte is as a near one"
     fit = _fit(compute, many, alone, measurements=len(points), source=source)
@@ -198,7 +198,7 @@ def _slowest(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
 
 def _predicted(compute: LayerCost, plan: Plan, arm: Arm) -> Floats:
     """Return the predicted time [B, L] of the slowest rank's experts, s."""
-    return compute.layer_s(LayerWork.gathered(plan.served(arm)))
+    return compute.layer_s(LayerWork.from_gathered(plan.served(arm)))
 
 
 def _work(points: list[dict[str, Any]]) -> LayerWork:
@@ -214,7 +214,7 @@ def _with_messages(compute: LayerCost, moved: list[dict[str, Any]]) -> LayerCost
     """
     size = np.array([row["message_bytes"] for row in moved], np.float64)
     gather, exchange = (
-        LayerCost.fitted(np.zeros_like(size), size, 1e-3 * np.array([row[key] for row in moved]))
+        LayerCost.fit_ranks(np.zeros_like(size), size, 1e-3 * np.array([row[key] for row in moved]))
         for key in ("all_gather_reduce_scatter_p50_ms", "all_to_all_twice_p50_ms")
     )
     byte_s = dict.fromkeys(("near_byte_s", "far_byte_s"), exchange.per_token_s)
