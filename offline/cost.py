@@ -73,8 +73,8 @@ def cost(
     summary = fitted.summary()
     typer.echo(
         f"{_describe_terms(fitted)}; error {summary['error_rms']:.1%} rms, "
-        f"at most {summary['error_max_even']:.1%} with even and {summary['error_max_skewed']:.1%} with skewed "
-        f"routing, {summary['error_rms_prompts']:.0%} rms with prompts; wrote {out}"
+        f"at most {summary['error_max_even']:.1%} with even and {summary['error_max_skewed']:.1%} with "
+        f"skewed routing, {summary['error_rms_prompts']:.0%} rms with prompts; wrote {out}"
     )
 
 

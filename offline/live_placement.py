@@ -71,7 +71,7 @@ def live_placement(
                 typer.echo(result)
         except ServiceError as error:
             typer.echo(f"placement unchanged: {one_line_message(error)}")
-        except (RayError, ValueError) as error:  # the actor is unreachable, or restarts with another deployment
+        except (RayError, ValueError) as error:  # unreachable, or of another deployment
             typer.echo(f"the router of {application!r} does not answer: {one_line_message(error)}")
         time.sleep(every)
 
@@ -148,7 +148,7 @@ class Planner:
 
         Args:
             recent: unsigned[L,E] each, expert counts of prompts, the newest last.
-            live: experts that each replica holds, by replica, see engine.protocol.Engine.expert_status; not empty.
+            live: by replica, its experts (see engine.protocol.Engine.expert_status); not empty.
             model: id of the model.
 
         Raises:
