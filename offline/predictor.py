@@ -21,9 +21,9 @@ from eldr_serve.experts.signature_predictor import SignaturePredictor
 
 PENALTIES = np.geomspace(1e-4, 3, 10)  # of the ridge, relative to the kernel's mean diagonal
 FOLDS = 5
-# Noise of a prompt in online learning, in the unit of PENALTIES. Of the values from 1e-4 to 3 it was the best,
-# or nearly, on all traces, even where the fit's own penalty was far lower: a diagonal covariance overrates
-# prompts.
+# Noise of a prompt in online learning, in the unit of PENALTIES. Of the values from 1e-4 to 3 it was the best
+# or nearly the best on all traces, even where the fit's own penalty was far lower, because a diagonal
+# covariance overrates prompts.
 _NOISE = 0.3
 _RARE = 1e-4  # share of a token below which its weight is constant
 Floats = NDArray[np.float64]

@@ -160,11 +160,11 @@ class PrefillEngine(BlockEngine):
         blocks = self.held.pop(engine_id, None)
         if blocks is not None:
             self._leases.pop(engine_id).cancel()
-            self._names.freed([engine_id])
+            self._names.forget([engine_id])
             self.blocks.give_back(blocks)
 
     def _free_abandoned(self) -> None:
-        for engine_id in self._names.due():
+        for engine_id in self._names.ids_to_free():
             self.free(engine_id)
 
 
