@@ -17,7 +17,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_all
 from loadgen.progress import progress_bar
 from loadgen.results import print_table
-from offline.route_files import MODELS, Cut, Sample, long_enough, find_model, read_samples, trace_of
+from offline.route_files import MODELS, Cut, Sample, find_model, long_enough, read_samples, trace_of
 
 Model = Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}; default: by the records' fields.")]
 PromptShare = Annotated[

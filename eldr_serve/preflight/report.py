@@ -106,9 +106,7 @@ def _rows(
         "KV cache": _gib(max(0, result.kv)),
         "KV tokens": _tokens(result),
         "MoE kernel": ", ".join(name for name, _ in result.kernels) or "-",
-        "experts counted": "no"
-        if any(hides for _, hides in result.kernels) or not result.kernels
-        else "yes",
+        "experts counted": "no" if any(hides for _, hides in result.kernels) or not result.kernels else "yes",
         "NIXL ports": f"{ports[0]}-{ports[-1]}" if ports[0] != ports[-1] else str(ports[0]),
         "scales by": _scale(scaling) if scaling else "nothing",
         "health check": f"every {options.get('health_check_period_s', 10)} s, "

@@ -53,9 +53,7 @@ def grace_placement(
     pairs, tokens = np.asarray(affinity, np.float64), np.asarray(load, np.float64)
     layers, experts = tokens.shape
     if pairs.shape != (layers, experts, experts):
-        raise UserInputError(
-            f"affinity of shape {pairs.shape} does not match load of shape {tokens.shape}"
-        )
+        raise UserInputError(f"affinity of shape {pairs.shape} does not match load of shape {tokens.shape}")
     capacity = slots_per_rank(experts, num_physical, topology.ranks)
     if ratio is None:
         ratio = knee_ratio(pairs, topology, capacity=capacity, seed=seed)

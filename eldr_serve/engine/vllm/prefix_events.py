@@ -27,8 +27,8 @@ _MAX_BLOCKS = 2**18  # maximum blocks of an engine; they take some 25 MB in the 
 class PrefixEvents(EventPublisher):
     """Receives KV events in place of vLLM's publisher, and keeps the ids of the cached blocks.
 
-    Blocks that depend on more than tokens and a cache salt (a LoRA adapter, images, prompt embeddings) have no
-    id. Neither have the blocks that follow them, so no prompt can match them.
+    Blocks that depend on more than tokens and a cache salt (a LoRA adapter, images, prompt embeddings) have
+    no id. Neither have the blocks that follow them, so no prompt can match them.
 
     Args:
         group: index of the KV cache group whose blocks count; other groups free theirs earlier.
@@ -96,8 +96,9 @@ def prefix_events(vllm_config: VllmConfig, kv_cache_config: Any, *, log_stats: b
     """Make a new scheduler collect KV events, and return their receiver; None if nobody needs them.
 
     The router needs the events of an engine that prefills and decodes and has a prefix cache. The changes
-    reach the replica with vLLM's statistics. The router estimates the prefix cache itself if the engine has no
-    statistics, its own `kv_events_config`, data-parallel ranks (whose caches are separate) or too many blocks.
+    reach the replica with vLLM's statistics. The router estimates the prefix cache itself if the engine has
+    no statistics, its own `kv_events_config`, data-parallel ranks (whose caches are separate) or too many
+    blocks.
     """
     cache = vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config

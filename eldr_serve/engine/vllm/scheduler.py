@@ -1,9 +1,9 @@
 """Extend vLLM's schedulers, in its engine core; set as `scheduler_cls`.
 
-The connector receives the workers' counts before vLLM finishes the step's requests. vLLM itself passes them on
-only afterwards, so a prefill that ends in the step would have no counts. The connector's stats, which reach
-the replica, also contain the share of KV blocks in use, the expert counts of prompts that decode in this
-engine, and the changes of the prefix cache.
+The connector receives the workers' counts before vLLM finishes the step's requests. vLLM itself passes them
+on only afterwards, so a prefill that ends in the step would have no counts. The connector's stats, which
+reach the replica, also contain the share of KV blocks in use, the expert counts of prompts that decode in
+this engine, and the changes of the prefix cache.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def configured(**model: Any) -> SimpleNamespace:
 
 def test_differences_between_resolved_values_are_listed_by_field() -> None:
     one = resolve_shared_arguments(configured(max_model_len=2048, dtype="torch.bfloat16", quantization=None))
-    other = resolve_shared_arguments(configured(max_model_len=4096, dtype="torch.bfloat16", quantization="fp8"))
+    other = resolve_shared_arguments(
+        configured(max_model_len=4096, dtype="torch.bfloat16", quantization="fp8")
+    )
     assert one == {"max_model_len": 2048, "dtype": "torch.bfloat16", "block_size": 32, "quantization": None}
     assert not list(differences(one, dict(one)))
     first, second = differences(one, other)

@@ -44,7 +44,8 @@ def test_a_config_in_a_file_or_folder_is_as_good_as_a_name(tmp_path: Path) -> No
     for model in (str(path), str(tmp_path)):
         assert kernel_times.read(replace(MOE, model=model)).steps == by_name.steps
     assert kernel_times.read(replace(MOE, model="a/name"), config=path.read_text()).steps == by_name.steps
-    assert kernel_times.read(replace(MOE, model="acme/Moe-Large")).shape.layers == 20  # only its config is there
+    # Only the config of this model is there.
+    assert kernel_times.read(replace(MOE, model="acme/Moe-Large")).shape.layers == 20
 
 
 @pytest.mark.usefixtures("kernels")
