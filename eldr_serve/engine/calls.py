@@ -24,8 +24,8 @@ ROUTES = "eldr_routes"  # with CALIBRATE: request the routes too
 REPLICA = "eldr_replica"
 # Headers that steer an engine. The ingress drops those that a client sends.
 STEERING_HEADERS = frozenset({"x-vllm-priority"})
-# Keys in the engine's report at the end of a `generate` call: the time from the call to its first step, s, and
-# the tokens of the prompt, and of an answer that the call continues, that were in the prefix cache.
+# Keys in the engine's report at the end of a `generate` call: the time from the call to its first step, s;
+# the tokens in the prefix cache, of the prompt and of an answer that the call continues.
 TRANSPORT_S = "transport_s"
 CACHED_TOKENS = "cached_tokens"
 WARM = "warm-"  # prefix of the ids of warm-up calls

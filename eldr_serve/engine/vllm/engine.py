@@ -109,8 +109,8 @@ class VllmEngine:
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """Compute a prompt and hold its blocks."""
-        named = replace(request, kv=_HAND_OVER | {REQUEST: request.id})
-        parsed = await parse_generation(named, self.server.engine)
+        request_to_hold = replace(request, kv=_HAND_OVER | {REQUEST: request.id})
+        parsed = await parse_generation(request_to_hold, self.server.engine)
         raw_request, generated = _raw_request(parsed, request), _ids(request.generated)
         output = await first_token(self.server.engine, request.method, parsed, raw_request, generated)
         ids = output.prompt_token_ids[: len(output.prompt_token_ids) - len(generated)]
@@ -121,7 +121,7 @@ class VllmEngine:
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""
-        called_s = time.monotonic()
+        call_time_s = time.monotonic()
         if MEASUREMENTS.awaits_counts(request.id):
             request = replace(request, kv={REQUEST: request.id})
         parsed = await parse_generation(request, self.server.engine)
@@ -135,7 +135,7 @@ class VllmEngine:
         continuation = await self._generate_one(request, parsed, send)
         self._keep_sample(request, continuation)
         report = {CACHED_TOKENS: float(continuation.cached_tokens)}
-        transport_s = _transport_s(continuation, called_s)
+        transport_s = _transport_s(continuation, call_time_s)
         return report if transport_s is None else report | {TRANSPORT_S: transport_s}
 
     async def _generate_several(self, request: EngineRequest, parsed: Any, send: Send) -> None:
@@ -310,10 +310,10 @@ def _raw_request(parsed: Any, request: EngineRequest) -> Any:
     return RawRequestInfo.to_starlette_request_optional(info)
 
 
-def _transport_s(continuation: Continuation, called_s: float) -> float | None:
+def _transport_s(continuation: Continuation, call_time_s: float) -> float | None:
     """Return the time from the call to its first step, s; vLLM uses the same monotonic clock."""
     scheduled_s: float = getattr(continuation.metrics, "scheduled_ts", 0.0)
-    return max(scheduled_s - called_s, 0.0) if scheduled_s else None
+    return max(scheduled_s - call_time_s, 0.0) if scheduled_s else None
 
 
 def _ids(packed: bytes) -> list[int]:
@@ -322,8 +322,8 @@ def _ids(packed: bytes) -> list[int]:
 
 
 def _has_one_answer(parsed: Any) -> bool:
-    several = (getattr(parsed, "n", None) or 1) > 1 or getattr(parsed, "use_beam_search", False)
-    return not several and not several_prompts(getattr(parsed, "prompt", None))
+    has_choices = (getattr(parsed, "n", None) or 1) > 1 or getattr(parsed, "use_beam_search", False)
+    return not has_choices and not several_prompts(getattr(parsed, "prompt", None))
 
 
 def _body(response: Any, method: str = "") -> tuple[bytes, int]:

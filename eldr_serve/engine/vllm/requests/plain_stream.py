@@ -1,7 +1,7 @@
 """Serialize the chunks of plain streams without pydantic, byte for byte as vLLM's server does, in a replica.
 
-vLLM's own generator makes the first and last chunks of a stream, and one more with a marker as its text. That
-chunk, split at the marker, is the template of all chunks in between.
+vLLM's own generator makes the first and last chunks of a stream, and one more with a marker as its text. This
+chunk, split at the marker, is the template of all chunks in the middle of the stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_plain(serving: Any, request: Any) -> bool:
     return (
         (request.n or 1) == 1
         and not several_prompts(getattr(request, "prompt", None))
-        and (request.logprobs is None or request.logprobs is False)  # 0 requests some in a completion
+        and (request.logprobs is None or request.logprobs is False)  # a completion's 0 requests one
         and not request.return_token_ids
         and not (options and options.continuous_usage_stats)
         and getattr(serving, "parser_cls", None) is None
@@ -75,7 +75,7 @@ class PlainStream:
         if self._mark is not None:
             return self._mark
         while True:
-            item = await anext(self._outputs)  # of completions: a tuple of the prompt's index and the result
+            item = await anext(self._outputs)  # for completions a tuple: the prompt's index, and the result
             result = item[1] if isinstance(item, tuple) else item
             output = result.outputs[0]
             if self._template is None or output.finish_reason is not None:
