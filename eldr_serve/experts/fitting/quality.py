@@ -14,7 +14,7 @@ from eldr_serve.experts.signature import Element, cells_of
 
 
 def inverse_document_frequency(prefill_counts: ArrayLike) -> NDArray[np.float32]:
-    """Return log((N+1)/(df+1)), float32[L,E]; df is the number of requests that use the expert (4.2.2).
+    """Return log((N+1)/(df+1)), float32[L,E]; df is the number of requests that use the expert (ELDR, 4.2.2).
 
     Raises:
         UserInputError: the counts are not [N, L, E] with N > 0.
@@ -60,7 +60,7 @@ class LayerSelection:
     rho: NDArray[np.float64]
 
     @property
-    def kept(self) -> NDArray[np.int64]:
+    def best_layers(self) -> NDArray[np.int64]:
         """Return the layers up to the maximum of rho, ascending."""
         return np.sort(self.order[: int(np.argmax(self.rho)) + 1])
 

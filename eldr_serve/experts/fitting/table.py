@@ -34,7 +34,7 @@ def fit_signature(
     selection = select_layers(
         trace.prefill_counts, trace.decode_probability, weights=weights, element=element, seed=seed
     )
-    return SignatureSpec(weights, selection.kept, element)
+    return SignatureSpec(weights, selection.best_layers, element)
 
 
 def signature_weights(trace: CalibrationTrace, transform: str) -> tuple[Element, NDArray[np.float32]]:
@@ -119,7 +119,7 @@ def compare_transforms(trace: CalibrationTrace, *, seed: int = 0) -> dict[str, d
         results[name] = {
             "rho_all_layers": float(selection.rho[-1]),
             "rho_kept_layers": float(selection.rho.max()),
-            "layers_kept": len(selection.kept),
+            "layers_kept": len(selection.best_layers),
             "order": selection.order.tolist(),
             "rho": selection.rho.tolist(),
         }

@@ -118,8 +118,8 @@ def test_layer_selection_equals_a_greedy_search_from_scratch() -> None:
         kept.append(best)
         assert found.order[step] == best
         assert found.rho[step] == pytest.approx(scores[best], abs=1e-3)
-    assert set(found.kept) == set(found.order[: int(np.argmax(found.rho)) + 1])
-    assert 0 not in found.kept  # the layer of noise
+    assert set(found.best_layers) == set(found.order[: int(np.argmax(found.rho)) + 1])
+    assert 0 not in found.best_layers  # the layer of noise
 
 
 def test_every_transform_can_be_fitted_and_predicts() -> None:
