@@ -26,7 +26,7 @@ class Record(BaseModel):
 
     model: str
     package: str = Field(default_factory=lambda: _package_version())
-    fingerprint: str = ""  # of the source data
+    fingerprint: str = ""  # of the data that the file was made from
 
 
 def require(condition: bool, message: str) -> None:
@@ -52,7 +52,7 @@ def parse_record(record: type[R], text: str | bytes, name: str) -> R:
 
 
 def build(name: str, make: Callable[[], A]) -> A:
-    """Return `make()`; convert its KeyError and ValueError to ArtifactError with the file's name."""
+    """Return `make()`; convert its KeyError and ValueError to an ArtifactError with the file's name."""
     try:
         return make()
     except KeyError as error:

@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-_MANY = 20  # maximum number of names to list
+_MAX_NAMES = 20  # maximum number of names to list
 _MAX_CHARACTERS = 80  # maximum number of characters to show of a value
 _SECRET = re.compile(r"(^|_)(key|token|password|secret)$", re.IGNORECASE)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
-_RAISED = ("value_error", "assertion_error")  # by a validator
+_BY_VALIDATOR = ("value_error", "assertion_error")
 _MUST_BE = {
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -39,13 +39,13 @@ _MUST_BE = {
 }
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
+def did_you_mean(word: object, known_words: Iterable[str]) -> str:
     """Return "did you mean 'x'?" for a misspelt word; else list the known words, if they are few."""
-    names = sorted(set(known))
+    names = sorted(set(known_words))
     near = difflib.get_close_matches(str(word), names, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"there are {', '.join(names)}" if 0 < len(names) <= _MANY else ""
+    return f"there are {', '.join(names)}" if 0 < len(names) <= _MAX_NAMES else ""
 
 
 def format_value(value: Any, name: object = "") -> str:
@@ -62,15 +62,15 @@ def format_value(value: Any, name: object = "") -> str:
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
-def unknown_name(where: str, name: object, known: Iterable[str], what: str = "key") -> str:
+def unknown_name(where: str, name: object, known_names: Iterable[str], what: str = "key") -> str:
     """Return an error sentence for an unknown name in a mapping."""
-    hint = did_you_mean(name, known)
+    hint = did_you_mean(name, known_names)
     message = f"unknown {what} {name!r}" + (f": {hint}" if hint else "")
     return f"{where}: {message}" if where else message
 
 
 def first_problem(
-    error: ValidationError, given: Any = None, *, where: str = "", model: type | None = None
+    error: ValidationError, content: Any = None, *, where: str = "", model: type | None = None
 ) -> str:
     """Return one sentence about the first problem in a pydantic error.
 
@@ -88,22 +88,23 @@ def first_problem(
 
     Args:
         error: the pydantic error.
-        given: the validated input. If given, parts of a location that are not names in it are left out.
+        content: the validated input. Parts of a location that are not names in it are left out. None: all
+            parts are shown.
         where: location of the input, a prefix of the fields' names.
         model: the class that validated the input; it provides the known names.
     """
     problems = error.errors(include_url=False)
     problem = next((p for p in problems if p["type"] in _UNKNOWN), problems[0])
     location = [part for part in problem["loc"] if part != "__root__"]
-    path, parent = _path(location, given), _path(location[:-1], given)
+    path, parent = _path(location, content), _path(location[:-1], content)
     cause = _cause(problem)
     if cause is not None:
-        nested = _inside(given, location)
-        return first_problem(cause, nested, where=_joined(where, path), model=_class_at(model, location))
+        nested = _part_at(content, location)
+        return first_problem(cause, nested, where=_join(where, path), model=_class_at(model, location))
     if problem["type"] in _UNKNOWN:
-        return unknown_name(_joined(where, parent), location[-1], _fields(_class_at(model, parent)))
+        return unknown_name(_join(where, parent), location[-1], _fields(_class_at(model, parent)))
     if problem["type"] in ("missing", "missing_argument"):
-        return f"{_joined(where, [*parent, location[-1]])} is missing: it must be given"
+        return f"{_join(where, [*parent, location[-1]])} is missing: it must be given"
     value, must_be = problem["input"], _must_be(problem)
     if hasattr(value, "kwargs"):  # the input of a dataclass is pydantic's ArgsKwargs
         value = value.kwargs or {}
@@ -111,10 +112,10 @@ def first_problem(
         field = _field_at_fault(problem, must_be)
         if field in value:
             path, value, must_be = [*path, field], value[field], must_be.removeprefix(f"{field} ")
-    place = _joined(where, path)
+    place = _join(where, path)
     formatted = format_value(value, place.rpartition(".")[2])
-    refused_as_a_whole = isinstance(value, Mapping | list) and problem["type"] in _RAISED
-    if place and formatted and not refused_as_a_whole:
+    is_refused_as_a_whole = isinstance(value, Mapping | list) and problem["type"] in _BY_VALIDATOR
+    if place and formatted and not is_refused_as_a_whole:
         return f"{place} is {formatted}: {must_be}"
     return f"{place}: {must_be}" if place else must_be
 
@@ -140,43 +141,43 @@ def _must_be(problem: Any) -> str:
         names = re.findall(r"'([^']*)'", expected)
         near = did_you_mean(problem["input"], names)
         return f"unknown, {near}" if near.startswith("did") else f"must be {expected}"
-    raised = context.get("error")
-    text = str(raised) if isinstance(raised, Exception) else problem["msg"]
+    error = context.get("error")
+    text = str(error) if isinstance(error, Exception) else problem["msg"]
     text = " ".join(text.split()).removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return re.sub("^Input should", "must", text)
 
 
 def _cause(problem: Any) -> ValidationError | None:
     """Return the pydantic error behind a validator's error; None if the validator's own text suffices."""
-    raised = (problem.get("ctx") or {}).get("error")
-    cause = raised.__cause__ if type(raised) is ValueError else raised
+    error = (problem.get("ctx") or {}).get("error")
+    cause = error.__cause__ if type(error) is ValueError else error
     return cause if isinstance(cause, ValidationError) else None
 
 
-def _path(location: Sequence[Any], given: Any) -> list[Any]:
+def _path(location: Sequence[Any], content: Any) -> list[Any]:
     """Return the parts of a location, without pydantic's names of union members."""
-    if given is None:
+    if content is None:
         return list(location)
-    path, here = [], given
+    path, value = [], content
     for part in location:
-        if part in here if isinstance(here, Mapping) else _is_index(part, here):
+        if part in value if isinstance(value, Mapping) else _is_index(part, value):
             path.append(part)
-            here = here[part]
+            value = value[part]
     return path
 
 
-def _is_index(part: Any, of: Any) -> bool:
-    return isinstance(of, list | tuple) and isinstance(part, int) and part < len(of)
+def _is_index(part: Any, values: Any) -> bool:
+    return isinstance(values, list | tuple) and isinstance(part, int) and part < len(values)
 
 
-def _inside(given: Any, location: Sequence[Any]) -> Any:
+def _part_at(content: Any, location: Sequence[Any]) -> Any:
     """Return the part of the input at a location."""
-    for part in _path(location, given) if given is not None else ():
-        given = given[part]
-    return given
+    for part in _path(location, content) if content is not None else ():
+        content = content[part]
+    return content
 
 
-def _joined(where: str, path: Sequence[Any]) -> str:
+def _join(where: str, path: Sequence[Any]) -> str:
     return ".".join(str(part) for part in (where, *path) if part != "")
 
 
@@ -198,5 +199,5 @@ def _classes(annotation: Any) -> Iterator[Any]:
 
 
 def _fields(model: type | None) -> Mapping[str, Any]:
-    found = getattr(model, "model_fields", None) or getattr(model, "__pydantic_fields__", None)
-    return found if isinstance(found, Mapping) else {}
+    fields = getattr(model, "model_fields", None) or getattr(model, "__pydantic_fields__", None)
+    return fields if isinstance(fields, Mapping) else {}

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from eldr_serve.commands.errors import UserInputError, run
-from eldr_serve.gpu_cost import package
+from eldr_serve.gpu_cost import kernel_times
 from eldr_serve.gpu_cost.fitting import Fit, fit
 from eldr_serve.gpu_cost.readings import Setting
 from loadgen.results import print_table
@@ -22,20 +22,22 @@ _MOST = 100_000  # KV tokens of a request or requests of a step
 
 def cost(
     model: Annotated[
-        str | None, typer.Option(help="Name that the package knows, or a config.json or its folder.")
+        str | None, typer.Option(help="Name that NVIDIA's package knows, or a config.json or its folder.")
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="The package's name of the GPU, such as h100_sxm.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Name of the GPU in NVIDIA's package, such as h100_sxm.")
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size: 1, or a divisor of --tp.")] = 1,
     dtype: Annotated[
         str | None,
-        typer.Option(help=f"Weights: {', '.join(package.DTYPES)}; default: as the model's config says."),
+        typer.Option(help=f"Weights: {', '.join(kernel_times.DTYPES)}; default: as the model's config says."),
     ] = None,
     context: Annotated[
         str, typer.Option(help="KV tokens of a request in the fitted steps, with commas.")
-    ] = ",".join(map(str, package.CONTEXTS)),
+    ] = ",".join(map(str, kernel_times.CONTEXTS)),
     batches: Annotated[str, typer.Option(help="Requests of the fitted steps, with commas.")] = ",".join(
-        map(str, package.BATCHES)
+        map(str, kernel_times.BATCHES)
     ),
     out: Annotated[Path | None, typer.Option(help="Step cost to write (JSON).")] = None,
     plot: Annotated[
@@ -43,12 +45,13 @@ def cost(
     ] = None,
     names: Annotated[bool, typer.Option("--list", help="List GPUs and models instead.")] = False,
 ) -> None:
-    """Fit a step cost to a package's kernel times, for `eldr simulate --cost` and `router.cost`.
+    """Fit a step cost to kernel times that NVIDIA measured, for `eldr simulate --cost` and `router.cost`.
 
-    It needs no GPU, but the package aiconfigurator-core.
+    It needs no GPU, but NVIDIA's Python package aiconfigurator-core.
     """
     if names:
-        typer.echo("\n".join(["GPUs:", *package.gpus(), "", "models:", *package.models()]))
+        gpus, models = kernel_times.list_gpus(), kernel_times.list_models()
+        typer.echo("\n".join(["GPUs:", *gpus, "", "models:", *models]))
         return
     if model is None or gpu is None or out is None:
         raise UserInputError("give --model, --gpu and --out, or --list")
@@ -57,40 +60,42 @@ def cost(
             raise UserInputError(f"the folder {path.parent} does not exist")
     if plot is not None and plot.suffix not in _PLOTS:
         raise UserInputError(f"--plot is {plot}: the name must end in {', '.join(_PLOTS)}")
-    readings = package.read(
-        Setting(model, gpu, tp, ep, dtype), _numbers("--batches", batches), _numbers("--context", context)
+    readings = kernel_times.read(
+        Setting(model, gpu, tp, ep, dtype),
+        _parse_numbers("--batches", batches),
+        _parse_numbers("--context", context),
     )
     fitted = fit(readings)
     print_table(f"{fitted.file().source}: step, and error of the fit", fitted.table())
     fitted.file().save(out)
     if plot is not None:
         _plot(fitted, plot)
-    found = fitted.summary()
+    summary = fitted.summary()
     typer.echo(
-        f"{_terms(fitted)}; error {found['error_rms']:.1%} rms, at most {found['error_max_even']:.1%} with "
-        f"even and {found['error_max_skewed']:.1%} with skewed routing, {found['error_rms_prompts']:.0%} rms "
-        f"with prompts; wrote {out}"
+        f"{_describe_terms(fitted)}; error {summary['error_rms']:.1%} rms, "
+        f"at most {summary['error_max_even']:.1%} with even and {summary['error_max_skewed']:.1%} with "
+        f"skewed routing, {summary['error_rms_prompts']:.0%} rms with prompts; wrote {out}"
     )
 
 
-def _numbers(option: str, words: str) -> list[int]:
+def _parse_numbers(option: str, words: str) -> list[int]:
     try:
-        found = sorted({int(word) for word in words.split(",")})
+        numbers = sorted({int(word) for word in words.split(",")})
     except ValueError:
         raise UserInputError(f"{option} is {words!r}: give whole numbers with commas") from None
-    if found[0] < 1 or found[-1] > _MOST:
+    if numbers[0] < 1 or numbers[-1] > _MOST:
         raise UserInputError(f"{option} is {words!r}: each must be from 1 to {_MOST}")
-    return found
+    return numbers
 
 
-def _terms(fitted: Fit) -> str:
+def _describe_terms(fitted: Fit) -> str:
     """Return the terms that are not 0, in words."""
 
     def us(value: float) -> str:
         return f"{value:.3g} us" if value < 1000 else f"{value:,.0f} us"
 
-    found = [(name, value) for name, value in fitted.summary().items() if name.endswith("_us") and value]
-    words = [f"{name.removesuffix('_us').replace('_', ' ')} {us(value)}" for name, value in found]
+    terms = [(name, value) for name, value in fitted.summary().items() if name.endswith("_us") and value]
+    words = [f"{name.removesuffix('_us').replace('_', ' ')} {us(value)}" for name, value in terms]
     if table := fitted.cost.batch_s:
         words.append(f"a batch of {max(table)} {us(1e6 * table[max(table)])} more than one of {min(table)}")
     return ", ".join(words)

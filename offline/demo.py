@@ -49,8 +49,8 @@ from offline.demo_arguments import demo_arguments
 KEY = "demo"
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 console = Console()
-_LINE_S = 15.0  # between lines on what a step waits for, where the output is not a terminal
-_STRETCHES = 6  # of load for the routing table, at most
+_LINE_S = 15.0  # time between two lines about a running step, if the output is not a terminal
+_STRETCHES = 6  # maximum stretches of load for the routing table
 _TABLE_S = 30.0  # time limit for the routing table once there are enough samples
 _CLOCKS = {"cpu": "CPU time"}  # by kind of accelerator; else "engine time"
 _SHOWN = (
@@ -149,14 +149,14 @@ def _begin(module: str, *arguments: object, log: Path) -> Callable[[], None]:
 
 @contextmanager
 def _application(
-    plan: _Plan, port: int, dashboard: bool, model_ready: Callable[[], None]
+    plan: _Plan, port: int, dashboard: bool, wait_for_model: Callable[[], None]
 ) -> Iterator[Client]:
     application.check_port(port)
     prefill, decode = plan.engines
     try:
         with _step(f"starting the engines ({prefill} prefill, {decode} decode)") as tell:
             service, address = application.start(
-                plan.arguments, port, KEY, dashboard=dashboard, tell=tell, before_deploy=model_ready
+                plan.arguments, port, KEY, dashboard=dashboard, tell=tell, before_deploy=wait_for_model
             )
         if dashboard:
             console.print(f"Ray's dashboard: {address}", soft_wrap=True)
@@ -166,15 +166,15 @@ def _application(
             application.stop()
 
 
-def _widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], None]]:
+def _start_widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], None]]:
     """Start widening the demo model's experts; return the folder and a function that waits for the end."""
     if intermediate <= 32:
         return ROOT / "examples/demo_model/weights", lambda: None
-    wide = (out / f"model_{intermediate}").resolve()
-    if (wide / "config.json").exists():
-        return wide, lambda: None
-    arguments = ("--intermediate", intermediate, "--out", wide)
-    return wide, _begin("offline.widen", *arguments, log=out / "widen.log")
+    folder = (out / f"model_{intermediate}").resolve()
+    if (folder / "config.json").exists():
+        return folder, lambda: None
+    arguments = ("--intermediate", intermediate, "--out", folder)
+    return folder, _begin("offline.widen", *arguments, log=out / "widen.log")
 
 
 def _load(service: Client, plan: _Plan, trial: Trial, load: LoadSpec, *, seed: int, what: str) -> None:
@@ -194,8 +194,8 @@ def _wait_for_table(service: Client, tell: Callable[[str], None]) -> tuple[bool,
     while True:
         status = service.status()
         pool = status["signatures"]
-        hopeless = pool["samples"] < pool["needed"] or pool["last_refusal"] or time.monotonic() > deadline
-        if status["table"] or hopeless:
+        gives_up = pool["samples"] < pool["needed"] or pool["last_refusal"] or time.monotonic() > deadline
+        if status["table"] or gives_up:
             return bool(status["table"]), pool["note"]
         tell(pool["note"])
         time.sleep(0.5)
@@ -231,7 +231,7 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
     return trace, table
 
 
-def _rounds(service: Client, plan: _Plan) -> list[Trial]:
+def _measure_rounds(service: Client, plan: _Plan) -> list[Trial]:
     """Measure every policy once in each round, in random order."""
     trials = []
     for step in schedule_trials(POLICIES, plan.rounds, plan.seed):
@@ -324,7 +324,7 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
         raise UserInputError(f"{failures} requests failed; see {plan.out}/locust.log")
 
 
-def _until_interrupted(what: str) -> None:
+def _wait_for_interrupt(what: str) -> None:
     console.print(what, soft_wrap=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
@@ -370,7 +370,7 @@ def demo(
 ) -> None:
     """Serve the demo model and compare shortest-queue, marginal-cost and locality-band on it."""
     out.mkdir(parents=True, exist_ok=True)
-    model, model_ready = _widening(intermediate, out)
+    model, wait_for_model = _start_widening(intermediate, out)
     load = LoadSpec(
         str(prompts),
         "eldr-demo",
@@ -385,12 +385,12 @@ def demo(
     )
     arguments = demo_arguments(deployment, model, decode_engines, first_table, gpu=gpu)
     plan = _Plan(arguments, load, rounds, greedy, out, seed, table_seconds)
-    with _application(plan, port, keep, model_ready) as service:
+    with _application(plan, port, keep, wait_for_model) as service:
         trace, fitted = _make_table(service, plan)
         equal = _compare_greedy(service, plan)
-        _publish(plan, _rounds(service, plan), equal, trace, fitted)
+        _publish(plan, _measure_rounds(service, plan), equal, trace, fitted)
         if keep:
-            _until_interrupted(f"serving at {service.url} until Ctrl-C; admin key: {KEY}")
+            _wait_for_interrupt(f"serving at {service.url} until Ctrl-C; admin key: {KEY}")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import yaml
 _NO_REFIT_S = 86400.0  # no refit during the comparison, so that all policies use the same table
 _KV_BYTES = 256 << 20  # KV cache of an engine, enough for about 50 requests of the demo model
 _ROLES = ("prefill_config", "decode_config")
-_OF_A_GPU = 0.9  # what all engines on one GPU ask Ray for together
-_FOR_RAY = 0.01  # of a GPU, beside an engine: Ray makes the engine's configuration in a task of its own
+_GPU_SHARE = 0.9  # share of one GPU that all its engines together request from Ray
+_RAY_GPU_SHARE = 0.01  # requested beside each engine, since Ray makes its configuration in a separate task
 
 
 def demo_arguments(
@@ -25,7 +25,7 @@ def demo_arguments(
         decode: number of decode engines, each with a small KV cache so that they fit in memory; 0: all as
             deployed.
         first_table: number of requests for the routing table, which is not refitted later.
-        gpu: whether all engines share one GPU, as `on_one_gpu` has them.
+        gpu: whether all engines share one GPU, see `move_to_one_gpu`.
     """
     arguments: dict[str, Any] = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
     signatures = {"first_table": first_table, "every_s": _NO_REFIT_S}
@@ -40,11 +40,11 @@ def demo_arguments(
     if decode:
         arguments["decode_config"]["deployment_config"]["num_replicas"] = decode
     if gpu:
-        on_one_gpu(arguments)
+        move_to_one_gpu(arguments)
     return arguments
 
 
-def on_one_gpu(arguments: dict[str, Any]) -> None:
+def move_to_one_gpu(arguments: dict[str, Any]) -> None:
     """Move the engines of a deployment for CPUs to one GPU, which they share evenly.
 
     Each is one process with bf16 weights, whose decode steps run in CUDA graphs unless its arguments say
@@ -52,10 +52,10 @@ def on_one_gpu(arguments: dict[str, Any]) -> None:
     """
     configs = [arguments[role] for role in _ROLES]
     engines = sum(config["deployment_config"].get("num_replicas", 1) for config in configs)
-    share = round(_OF_A_GPU / engines, 3)
+    share = round(_GPU_SHARE / engines, 3)
     for config in configs:
         config["accelerator_config"] = {"kind": "gpu"}
-        config["placement_group_config"] = {"bundles": [{"CPU": 0.1, "GPU": _FOR_RAY}]}
+        config["placement_group_config"] = {"bundles": [{"CPU": 0.1, "GPU": _RAY_GPU_SHARE}]}
         config["deployment_config"].setdefault("ray_actor_options", {})["num_gpus"] = share
         config["engine_kwargs"] |= {
             "dtype": "bfloat16",

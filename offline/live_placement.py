@@ -1,10 +1,12 @@
-"""Keep the experts of expert-parallel decode engines placed for the prompts that will decode next.
+"""Keep the experts of a live service's decode engines placed for the prompts that will decode next.
+
+Unlike most of this package, it acts on a running service. It runs as a Ray job beside the service:
 
     ray job submit --no-wait --working-dir . -- python -m offline.live_placement --cost COST --top-k K
 
-This applies DIRECTOR's idea to a service (docs/proactive_placement.md): the forecast is what prefill has
-counted of the prompts that decode or wait for a decode worker; if there are none, of the newest prompts. If
-the service samples its traffic, the decode correction is learnt from it.
+It applies DIRECTOR's idea (docs/proactive_placement.md). The forecast is made from the expert counts of the
+prompts that decode or wait for a decode worker; if there are none, from those of the newest prompts. If the
+service samples its traffic, the decode correction is learnt from the samples.
 """
 
 from __future__ import annotations
@@ -62,44 +64,48 @@ def live_placement(
     for check in count():
         try:
             if check % _CHECKS_PER_CORRECTION == 0:
-                planner.correction = learnt_correction(client)
+                planner.correction = learn_correction(client)
             router = find_actor(actor_name(application))
             pending, recent = ray.get([router.pending_counts.remote(), router.recent_counts.remote()])
             if (result := update_placement(planner, client, pending or recent)) is not None:
                 typer.echo(result)
         except ServiceError as error:
             typer.echo(f"placement unchanged: {one_line_message(error)}")
-        except (RayError, ValueError) as error:  # the actor is away, or restarts with another deployment
+        except (RayError, ValueError) as error:  # unreachable, or of another deployment
             typer.echo(f"the router of {application!r} does not answer: {one_line_message(error)}")
         time.sleep(every)
 
 
-def learnt_correction(client: Client) -> NDArray[np.float64] | None:
+def learn_correction(client: Client) -> NDArray[np.float64] | None:
     """Return `decode_correction` [L, E] of the traffic that the service has sampled; None without samples."""
     try:
         trace = CalibrationTrace.from_bytes(client.trace())
     except ServiceError:  # no signature pool, or no samples yet
         return None
-    decoded = trace.decode_steps > 0
+    has_steps = trace.decode_steps > 0
     columns = (trace.prefill_counts, trace.prompt_tokens, trace.decode_counts, trace.decode_steps)
-    return decode_correction(*(column[decoded] for column in columns)) if decoded.any() else None
+    return decode_correction(*(column[has_steps] for column in columns)) if has_steps.any() else None
 
 
 def update_placement(planner: Planner, client: Client, recent: Sequence[NDArray[Any]]) -> str | None:
-    """Swap the placement if it pays; return what was done, or None."""
+    """Swap the placement of the service's engines if that pays.
+
+    Returns:
+        One sentence about the swap; None if there was none.
+    """
     status = client.status()
-    held: Mapping[str, Mapping[str, Any]] = status.get("ingress", {}).get("experts", {})
-    if not held or not recent:
+    live: Mapping[str, Mapping[str, Any]] = status.get("ingress", {}).get("experts", {})
+    if not live or not recent:
         return None
-    placed = planner.plan(recent, held, model=str(status.get("model", "")))
-    if placed is None:
+    placement = planner.plan(recent, live, model=str(status.get("model", "")))
+    if placement is None:
         return None
-    content, described = placed.files(Path("placement.json")).values()
-    swaps = client.place_experts(content, described, sorted(held))
-    moved = sum(swap["experts"] for swap in swaps.values())
-    gain = placed.report["gain"]
+    content, sidecar = placement.files(Path("placement.json")).values()
+    swaps = client.place_experts(content, sidecar, sorted(live))
+    num_moved = sum(swap["experts"] for swap in swaps.values())
+    gain = placement.report["gain"]
     why = "first placement" if gain is None else f"{gain:.1%} less by the cost"
-    return f"{why}: {moved} experts moved, placement {placed.id}"
+    return f"{why}: {num_moved} experts moved, placement {placement.id}"
 
 
 class Planner:
@@ -110,7 +116,7 @@ class Planner:
         top_k: experts per token.
         prompts: number of newest prompts in the forecast.
         min_gain: share of the slowest ranks' time that a swap must save.
-        seed: of the rounding.
+        seed: seed of the rounding.
         token_bytes: bytes that a token sends to a rank which serves it.
 
     Attributes:
@@ -134,7 +140,7 @@ class Planner:
     def plan(
         self,
         recent: Sequence[NDArray[Any]],
-        held: Mapping[str, Mapping[str, Any]],
+        live: Mapping[str, Mapping[str, Any]],
         *,
         model: str,
     ) -> ExpertPlacement | None:
@@ -142,13 +148,13 @@ class Planner:
 
         Args:
             recent: unsigned[L,E] each, expert counts of prompts, the newest last.
-            held: experts that each replica holds, see engine.protocol.Engine.experts; not empty.
+            live: by replica, its experts (see engine.protocol.Engine.expert_status); not empty.
             model: id of the model.
 
         Raises:
             UserInputError: the replicas have different shapes, so that no single placement fits.
         """
-        shapes = {(engine["ranks"], engine["slots"]) for engine in held.values()}
+        shapes = {(engine["ranks"], engine["slots"]) for engine in live.values()}
         if len(shapes) > 1:
             raise UserInputError(
                 f"decode replicas have {len(shapes)} kinds of slots: no one placement fits them"
@@ -165,9 +171,9 @@ class Planner:
         engine: dict[str, Any] = {"topology": topology, "slots": slots // ranks, "cost": self._cost}
         engine |= {"token_bytes": self._token_bytes, "seed": self._seed}
         last = self._last
-        if last is not None and any(replica["placement"] != last.id for replica in held.values()):
-            last = None  # another process has moved them, or a replica is new
-        gain = None  # of the first placement only the id is known
+        if last is not None and any(replica["placement"] != last.id for replica in live.values()):
+            last = None  # another process has moved the experts, or a replica is new
+        gain = None  # unknown for a first placement, since the service reports only the id of the old one
         if last is None:
             rows = director_placement(work, **engine)[0]
         else:

@@ -75,20 +75,21 @@ def place(
         raise UserInputError(f"--groups is an option of method eplb, not of {method}")
     if not out.parent.is_dir():
         raise UserInputError(f"the folder {out.parent} does not exist")
-    topology = _topology(ranks, nodes)
+    topology = _make_topology(ranks, nodes)
     layer_cost = None if cost is None else LayerCost.load(cost)
     loaded = observed(routes_of(trace))
     num_experts = loaded.prefill_counts.shape[2]
-    num_slots = _slots(num_experts, slots, redundant)
+    num_slots = _count_slots(num_experts, slots, redundant)
     slots_per_rank(num_experts, num_slots, ranks)
     order = np.random.default_rng(seed).permutation(len(loaded.ids))
     fit, held_out = np.split(order, [len(order) // 2])
     fingerprint = loaded.fingerprint
     rows: list[Report] = []
     files: dict[Path, bytes] = {}
-    for name, path, mine, others in _parts(loaded, fit, held_out, workers, cluster_of, out, seed):
+    parts = _split_by_worker(loaded, fit, held_out, workers, cluster_of, out, seed)
+    for name, path, to_fit, to_evaluate in parts:
         problem = Problem(
-            loaded.decode_routes(mine),
+            loaded.decode_routes(to_fit),
             num_experts,
             num_slots,
             topology,
@@ -98,7 +99,9 @@ def place(
             token_bytes,
             seed,
         )
-        placement, new_rows = _placed(problem, method, loaded, fingerprint, name, others, expert_bytes)
+        placement, new_rows = _place_and_evaluate(
+            problem, method, loaded, fingerprint, name, to_evaluate, expert_bytes
+        )
         rows += new_rows
         files |= placement.files(path)
         if export == "vllm":
@@ -111,7 +114,7 @@ def place(
     typer.echo(f"wrote {', '.join(str(path) for path in files)}")
 
 
-def _placed(
+def _place_and_evaluate(
     problem: Problem,
     method: str,
     trace: CalibrationTrace,
@@ -121,16 +124,16 @@ def _placed(
     expert_bytes: float | None,
 ) -> tuple[ExpertPlacement, list[Report]]:
     """Return the method's placement, and its rows on the held-out requests beside the linear one's."""
-    placed, report = METHODS[method](problem)
+    slots, report = METHODS[method](problem)
     batches = sample_batches(trace, held_out, problem.batch, BATCHES, seed=problem.seed + 1)
     rows = [
         {"worker": worker, "placement": label} | row
-        for label, tried in (("linear", _linear(problem)), (method, placed))
-        for row in _evaluated(problem, tried, batches, expert_bytes)
+        for label, candidate in (("linear", _linear(problem)), (method, slots))
+        for row in _evaluate_by_rule(problem, candidate, batches, expert_bytes)
     ]
     topology = problem.topology
     placement = ExpertPlacement(
-        placed,
+        slots,
         topology.ranks,
         problem.num_experts,
         trace.model,
@@ -150,19 +153,19 @@ def _linear(problem: Problem) -> Ints:
     return np.tile(np.arange(slots) % problem.num_experts, (len(problem.load), 1))
 
 
-def _topology(ranks: int, nodes: int) -> Topology:
+def _make_topology(ranks: int, nodes: int) -> Topology:
     if ranks % nodes:
         raise UserInputError(f"{ranks} ranks do not divide by {nodes} nodes")
     return Topology(ranks=ranks, nodes=nodes)
 
 
-def _slots(num_experts: int, slots: int | None, redundant: int | None) -> int:
+def _count_slots(num_experts: int, slots: int | None, redundant: int | None) -> int:
     if slots is not None and redundant is not None:
         raise UserInputError("give --slots or --redundant, not both")
     return slots if slots is not None else num_experts + (redundant or 0)
 
 
-def _parts(
+def _split_by_worker(
     trace: CalibrationTrace,
     fit: Ints,
     held_out: Ints,
@@ -176,37 +179,39 @@ def _parts(
         return [("all", out, fit, held_out)]
     if table is None:
         assert workers is not None
-        fitted, _ = fit_table(trace.subset(fit), workers, seed=seed)
+        clusters, _ = fit_table(trace.subset(fit), workers, seed=seed)
     else:
-        fitted = RoutingTable.load(table)
-        sizes = (fitted.num_layers, fitted.num_experts)
-        if (fitted.model, *sizes) != (trace.model, *trace.prefill_counts.shape[1:]):
+        clusters = RoutingTable.load(table)
+        sizes = (clusters.num_layers, clusters.num_experts)
+        if (clusters.model, *sizes) != (trace.model, *trace.prefill_counts.shape[1:]):
             shape = trace.prefill_counts.shape
             raise UserInputError(
-                f"{table} is a table of {fitted.model} with {sizes[0]} x {sizes[1]} experts, the trace is of "
-                f"{trace.model} with {shape[1]} x {shape[2]}"
+                f"{table} is a table of {clusters.model} with {sizes[0]} x {sizes[1]} experts, the trace is "
+                f"of {trace.model} with {shape[1]} x {shape[2]}"
             )
-        if workers not in (None, len(fitted.centroids)):
-            raise UserInputError(f"{table} has {len(fitted.centroids)} clusters, not {workers}")
-    cluster = np.array([int(fitted.similarity(counts).argmax()) for counts in trace.prefill_counts])
+        if workers not in (None, len(clusters.centroids)):
+            raise UserInputError(f"{table} has {len(clusters.centroids)} clusters, not {workers}")
+    cluster = np.array([int(clusters.similarity(counts).argmax()) for counts in trace.prefill_counts])
     parts = []
-    for worker in range(len(fitted.centroids)):
-        mine, others = (part[cluster[part] == worker] for part in (fit, held_out))
-        if not len(mine) or not len(others):
+    for worker in range(len(clusters.centroids)):
+        to_fit, to_evaluate = (half[cluster[half] == worker] for half in (fit, held_out))
+        if not len(to_fit) or not len(to_evaluate):
             raise UserInputError(
                 f"too few requests are nearest to worker {worker} to fit to and to evaluate on"
             )
-        parts.append((str(worker), out.with_stem(f"{out.stem}.{worker}"), mine, others))
+        parts.append((str(worker), out.with_stem(f"{out.stem}.{worker}"), to_fit, to_evaluate))
     return parts
 
 
-def _evaluated(problem: Problem, placed: Ints, batches: Ints, expert_bytes: float | None) -> list[Report]:
+def _evaluate_by_rule(
+    problem: Problem, placement: Ints, batches: Ints, expert_bytes: float | None
+) -> list[Report]:
     """Return a row for each rule that chooses replicas."""
     topology = problem.topology
-    hosts = hosts_of(placed, problem.num_experts, topology.ranks)
+    hosts = hosts_of(placement, problem.num_experts, topology.ranks)
     memory: Report = {}
     if expert_bytes is not None:
-        memory["gib_a_rank"] = placed.size / topology.ranks * expert_bytes / 2**30
+        memory["gib_a_rank"] = placement.size / topology.ranks * expert_bytes / 2**30
     return [
         {"replicas_by": name}
         | evaluate(batches, hosts, topology, rule, token_bytes=problem.token_bytes, cost=problem.cost)

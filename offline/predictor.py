@@ -21,8 +21,9 @@ from eldr_serve.experts.signature_predictor import SignaturePredictor
 
 PENALTIES = np.geomspace(1e-4, 3, 10)  # of the ridge, relative to the kernel's mean diagonal
 FOLDS = 5
-# Noise of a prompt in online learning, relative like PENALTIES. Of 1e-4 to 3 it was best, or nearly, on all
-# traces, even where the fit's own penalty was far below: the diagonal alone overrates prompts.
+# Noise of a prompt in online learning, in the unit of PENALTIES. Of the values from 1e-4 to 3 it was the best
+# or nearly the best on all traces, even where the fit's own penalty was far lower, because a diagonal
+# covariance overrates prompts.
 _NOISE = 0.3
 _RARE = 1e-4  # share of a token below which its weight is constant
 Floats = NDArray[np.float64]
@@ -58,7 +59,7 @@ def fit_signature_predictor(
     Args:
         rank: maximum number of directions kept; fewer if there are fewer prompts.
         seed: seed of the folds.
-        done: callback, called FOLDS + 1 times.
+        done: callback after each step of the fit, called FOLDS + 1 times.
 
     Returns:
         The predictor, and a JSON-able report: prompts, rank, penalty, token ids seen, MiB, seconds,
@@ -77,13 +78,13 @@ def fit_signature_predictor(
     features = shares * weights[None, :]
     kernel = (features @ features.T).toarray()
     y = expert_frequencies(trace)
-    chosen = choose_penalty(kernel, y, seed, done)
+    scores = choose_penalty(kernel, y, seed, done)
     mean = y.mean(axis=0)
-    (dual,) = dual_ridge(kernel, y - mean, [chosen["penalty"]])
+    (dual,) = dual_ridge(kernel, y - mean, [scores["penalty"]])
     directions = _directions(kernel @ dual, rank)
     tokens = (features.T @ (dual @ directions.T)) * weights[:, None]
     noise = _NOISE * kernel.trace() / len(kernel)
-    seen = np.asarray((shares * shares).sum(axis=0))
+    squares = np.asarray((shares * shares).sum(axis=0))
     shape = trace.prefill_counts.shape[1:]
     predictor = SignaturePredictor(
         model=trace.model,
@@ -92,25 +93,31 @@ def fit_signature_predictor(
         mean=mean.reshape(shape).astype(np.float32),
         tokens=tokens.astype(np.float32),
         experts=directions.reshape(-1, *shape).astype(np.float32),
-        variance=_variance(noise, weights, seen).astype(np.float32),
+        variance=_variance(noise, weights, squares).astype(np.float32),
         fingerprint=trace.fingerprint,
     )
     done()
     report = {
         "prompts": len(y),
-        "token_ids_seen": int((seen > 0).sum()),
+        "token_ids_seen": int((squares > 0).sum()),
         "vocabulary": trace.vocabulary,
         "rank": len(directions),
-        **chosen,
+        **scores,
         "mib": len(predictor.to_bytes()) / 2**20,
         "seconds": time.perf_counter() - start,
     }
     return predictor, report
 
 
-def _variance(noise: float, weights: Floats, seen: Floats) -> Floats:
-    """Return the variance of each token's effect: the ridge as a Bayesian regression without covariances."""
-    variance: Floats = 1 / (noise / weights**2 + seen)
+def _variance(noise: float, weights: Floats, squares: Floats) -> Floats:
+    """Return the variance of each token's effect: the ridge as a Bayesian regression without covariances.
+
+    Args:
+        noise: variance of a prompt's noise.
+        weights: from `token_weights`.
+        squares: float64[V], sum of the squared shares of each token.
+    """
+    variance: Floats = 1 / (noise / weights**2 + squares)
     return variance
 
 
@@ -121,12 +128,13 @@ def agreement(predicted: Floats, true: Floats, mean: Floats) -> dict[str, float]
         `cosine` of the deviations from the mean, averaged over prompts, and `gain`, 1 - squared error / that
         of the mean.
     """
-    mine, wanted = predicted - mean, true - mean
-    lengths = np.linalg.norm(mine, axis=1) * np.linalg.norm(wanted, axis=1)
-    cosines = np.divide((mine * wanted).sum(axis=1), lengths, out=np.zeros(len(mine)), where=lengths > 0)
+    prediction, deviation = predicted - mean, true - mean
+    lengths = np.linalg.norm(prediction, axis=1) * np.linalg.norm(deviation, axis=1)
+    products = (prediction * deviation).sum(axis=1)
+    cosines = np.divide(products, lengths, out=np.zeros(len(products)), where=lengths > 0)
     return {
         "cosine": float(cosines.mean()),
-        "gain": 1 - float(((mine - wanted) ** 2).sum() / (wanted**2).sum()),
+        "gain": 1 - float(((prediction - deviation) ** 2).sum() / (deviation**2).sum()),
     }
 
 
@@ -138,7 +146,7 @@ def choose_penalty(
     Args:
         kernel: float64[N, N] of the prompts' features.
         y: float64[N, *], the targets.
-        done: callback, called FOLDS times.
+        done: callback after each fold, called FOLDS times.
     """
     predicted = np.zeros((len(PENALTIES), *y.shape))
     means = np.zeros_like(y)
@@ -149,11 +157,11 @@ def choose_penalty(
         for prediction, dual in zip(predicted, duals, strict=True):
             prediction[part] = means[part] + kernel[np.ix_(part, rest)] @ dual
         done()
-    found_by = [
+    scores_by_penalty = [
         {"penalty": float(penalty)} | agreement(prediction, y, means)
         for penalty, prediction in zip(PENALTIES, predicted, strict=True)
     ]
-    return max(found_by, key=lambda scores: scores["gain"])
+    return max(scores_by_penalty, key=lambda scores: scores["gain"])
 
 
 def dual_ridge(kernel: Floats, y: Floats, penalties: Sequence[float] | Floats) -> list[Floats]:
@@ -167,7 +175,7 @@ def dual_ridge(kernel: Floats, y: Floats, penalties: Sequence[float] | Floats) -
 def _directions(fitted: Floats, rank: int) -> Floats:
     """Return float64[r, L*E], orthonormal directions in which the rows vary most about zero."""
     values, vectors = np.linalg.eigh(fitted @ fitted.T)
-    kept = np.argsort(-values)[:rank]
-    kept = kept[values[kept] > 1e-12 * max(values.max(), 1e-300)]
-    directions: Floats = (vectors[:, kept].T @ fitted) / np.sqrt(values[kept])[:, None]
+    largest = np.argsort(-values)[:rank]
+    largest = largest[values[largest] > 1e-12 * max(values.max(), 1e-300)]
+    directions: Floats = (vectors[:, largest].T @ fitted) / np.sqrt(values[largest])[:, None]
     return directions

@@ -56,7 +56,7 @@ def refit(
     if trace is None:
         if out is not None or workers is not None:
             raise UserInputError("--out and --workers require --trace: the service fits for its own replicas")
-        entry = _of_recent_traffic(application, url, admin_key)
+        entry = _refit_to_recent_traffic(application, url, admin_key)
         typer.echo(
             f"table version {entry['version']} is live: {entry['samples']} recent requests, "
             f"{entry['workers']} decode replicas"
@@ -66,10 +66,10 @@ def refit(
         raise UserInputError("nothing to do: give --swap, --out or both")
     if workers is None and not swap:
         raise UserInputError("give --workers, or --swap to fit for the live replicas")
-    _of_trace(CalibrationTrace.load(trace), workers, swap, out, application, band, seed)
+    _refit_to_trace(CalibrationTrace.load(trace), workers, swap, out, application, band, seed)
 
 
-def _of_recent_traffic(application: str, url: str | None, admin_key: str | None) -> dict[str, Any]:
+def _refit_to_recent_traffic(application: str, url: str | None, admin_key: str | None) -> dict[str, Any]:
     if url is not None or "RAY_ADDRESS" not in os.environ:  # Ray sets this variable in jobs
         return Client(url or _URL, admin_key).refit()
     _join_cluster()
@@ -79,7 +79,7 @@ def _of_recent_traffic(application: str, url: str | None, admin_key: str | None)
         raise UserInputError(str(error)) from None
 
 
-def _of_trace(
+def _refit_to_trace(
     trace: CalibrationTrace,
     workers: int | None,
     swap: bool,
@@ -88,7 +88,7 @@ def _of_trace(
     band: float,
     seed: int,
 ) -> None:
-    router = _router(application) if swap else None
+    router = _find_router(application) if swap else None
     if workers is None:
         workers = len(ray.get(router.status.remote())["workers"])  # type: ignore[union-attr]
         if workers == 0:
@@ -113,7 +113,7 @@ def _join_cluster() -> None:
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
 
 
-def _router(application: str) -> Any:
+def _find_router(application: str) -> Any:
     _join_cluster()
     try:
         return find_actor(actor_name(application))

@@ -1,8 +1,9 @@
 """Published expert choices of real models, read as calibration traces.
 
 A file has one JSON object a line, plain or gzip, with `id`, `domain` and `routes`: the experts that each
-token chose, tokens x MoE layers x k in this order, as a list of ids or as a string of letters, whose places
-in the model's alphabet are the ids. `MODELS` has the known models, and which field has the number of tokens.
+token chose, tokens x MoE layers x k in this order. They are a list of ids, or a string of letters whose
+places in the model's alphabet are the ids. `MODELS` has the known models, and names the field with the number
+of tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Sample(NamedTuple):
     routes: NDArray[np.uint16]
 
 
-def model_named(name: str) -> RouteModel:
+def find_model(name: str) -> RouteModel:
     """Return a known model; raise UserInputError that lists them otherwise."""
     if name not in MODELS:
         raise UserInputError(f"unknown model {name!r}; routes are known of {', '.join(MODELS)}")
@@ -112,9 +113,9 @@ def read_samples(
     lines: dict[str, int] = {}
     for number, line in numbered_lines(path):
         where = f"{path}, line {number}"
-        record = _record(where, line)
-        model = model or _recognised(where, record)
-        samples.append(Sample(record, _routes(where, record, model)))
+        record = _parse_record(where, line)
+        model = model or _recognise_model(where, record)
+        samples.append(Sample(record, _parse_routes(where, record, model)))
         if (before := lines.setdefault(str(record["id"]), number)) != number:
             raise UserInputError(f"{where}: id {record['id']!r} is that of line {before}; remove one of them")
         on_sample()
@@ -130,14 +131,14 @@ def trace_of(model: RouteModel, samples: Iterable[Sample], cut: Cut | None = Non
         UserInputError: no sample is long enough.
     """
     cut = cut or model.cut
-    kept = long_enough(samples, cut)
-    if not kept:
+    usable = long_enough(samples, cut)
+    if not usable:
         raise UserInputError(
             f"no sample of {model.name} has an answer of {cut.min_output_tokens} tokens after its prompt: "
             "take a shorter prompt or a smaller minimum"
         )
     prompts, answers = [], []
-    for _, routes in kept:
+    for _, routes in usable:
         prompt, output = cut.lengths(len(routes))
         prompts.append(routes[:prompt])
         answers.append(routes[prompt : prompt + output])
@@ -150,8 +151,8 @@ def trace_of(model: RouteModel, samples: Iterable[Sample], cut: Cut | None = Non
         np.stack([model.counts(a) for a in answers]),
         steps,
         np.array([len(prompt) for prompt in prompts], np.uint32),
-        [str(sample.record["domain"]) for sample in kept],
-        [str(sample.record["id"]) for sample in kept],
+        [str(sample.record["domain"]) for sample in usable],
+        [str(sample.record["id"]) for sample in usable],
         np.concatenate(answers).astype(kind),
         np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
     )
@@ -168,14 +169,14 @@ def read_trace_of_routes(path: Path, model: str | None = None, **cut: Any) -> Ca
     Raises:
         UserInputError: as `read_samples` and `trace_of`; the message names the file.
     """
-    known, samples = read_samples(path, None if model is None else model_named(model))
+    known, samples = read_samples(path, None if model is None else find_model(model))
     try:
         return trace_of(known, samples, replace(known.cut, **cut))
     except UserInputError as error:
         raise UserInputError(f"{path}: {error}") from None
 
 
-def _record(where: str, line: str) -> dict[str, Any]:
+def _parse_record(where: str, line: str) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(line)
     except json.JSONDecodeError as error:
@@ -186,7 +187,7 @@ def _record(where: str, line: str) -> dict[str, Any]:
     return record
 
 
-def _recognised(where: str, record: dict[str, Any]) -> RouteModel:
+def _recognise_model(where: str, record: dict[str, Any]) -> RouteModel:
     for model in MODELS.values():
         if model.tokens_field in record:
             return model
@@ -194,7 +195,7 @@ def _recognised(where: str, record: dict[str, Any]) -> RouteModel:
     raise UserInputError(f"{where} has no field {fields}, so that its model is unknown: {_AGAIN}")
 
 
-def _routes(where: str, record: dict[str, Any], model: RouteModel) -> NDArray[np.uint16]:
+def _parse_routes(where: str, record: dict[str, Any], model: RouteModel) -> NDArray[np.uint16]:
     """Return uint16[T, L, k] of a record."""
     tokens = record.get(model.tokens_field)
     if not isinstance(tokens, int) or tokens < 1:
@@ -202,26 +203,31 @@ def _routes(where: str, record: dict[str, Any], model: RouteModel) -> NDArray[np
             f"{where}: {model.tokens_field} of {model.name} is {tokens!r}, not a number of tokens: {_AGAIN}"
         )
     ids = _expert_ids(record["routes"], model.alphabet)
-    a_token = model.layers * model.top_k
-    expected = min(tokens, model.max_tokens or tokens) * a_token
+    per_token = model.layers * model.top_k
+    expected = min(tokens, model.max_tokens or tokens) * per_token
     if ids is None or len(ids) != expected:
-        found = "neither letters nor ids" if ids is None else f"{len(ids)} experts"
+        content = "neither letters nor ids" if ids is None else f"{len(ids)} experts"
         raise UserInputError(
-            f"{where}: routes are {found}, not {expected} of {tokens} tokens of {model.name}: {_AGAIN}"
+            f"{where}: routes are {content}, not {expected} of {tokens} tokens of {model.name}: {_AGAIN}"
         )
     wrong = np.flatnonzero((ids < 0) | (ids >= model.experts))
     if len(wrong):
-        at, place = int(wrong[0]), divmod(int(wrong[0]) % a_token, model.top_k)
+        position = int(wrong[0])
+        layer, choice = divmod(position % per_token, model.top_k)
         raise UserInputError(
-            f"{where}: routes[{at}] is {record['routes'][at]!r} (token {at // a_token}, layer {place[0]}, "
-            f"choice {place[1]}), which names none of the {model.experts} experts of {model.name}: {_AGAIN}"
+            f"{where}: routes[{position}] is {record['routes'][position]!r} (token {position // per_token}, "
+            f"layer {layer}, choice {choice}), which names none of the {model.experts} experts of "
+            f"{model.name}: {_AGAIN}"
         )
     routes = ids.astype(np.uint16).reshape(-1, model.layers, model.top_k)
-    return _distinct(where, routes, model)
+    return _check_distinct(where, routes, model)
 
 
 def _expert_ids(routes: Any, alphabet: str) -> NDArray[np.int64] | None:
-    """Return the ids of letters or of a list of ids, _UNKNOWN for other letters; None of anything else."""
+    """Return the ids of letters or of a list of ids; None if `routes` is anything else.
+
+    A letter outside the alphabet gets the id _UNKNOWN.
+    """
     if isinstance(routes, str):
         values = np.full(256, _UNKNOWN, np.int64)
         values[np.frombuffer(alphabet.encode(), np.uint8)] = np.arange(len(alphabet))
@@ -231,11 +237,11 @@ def _expert_ids(routes: Any, alphabet: str) -> NDArray[np.int64] | None:
     return None
 
 
-def _distinct(where: str, routes: NDArray[np.uint16], model: RouteModel) -> NDArray[np.uint16]:
+def _check_distinct(where: str, routes: NDArray[np.uint16], model: RouteModel) -> NDArray[np.uint16]:
     ordered = np.sort(routes, axis=2)
-    twice = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
-    if len(twice):
-        token, layer = twice[0].tolist()
+    repeated = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
+    if len(repeated):
+        token, layer = repeated[0].tolist()
         raise UserInputError(
             f"{where}: routes name an expert of layer {layer} twice for token {token}, which {model.name} "
             f"cannot choose: {_AGAIN}"

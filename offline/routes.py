@@ -17,7 +17,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_all
 from loadgen.progress import progress_bar
 from loadgen.results import print_table
-from offline.route_files import MODELS, Cut, Sample, long_enough, model_named, read_samples, trace_of
+from offline.route_files import MODELS, Cut, Sample, find_model, long_enough, read_samples, trace_of
 
 Model = Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}; default: by the records' fields.")]
 PromptShare = Annotated[
@@ -61,7 +61,7 @@ def routes(
     deepseek-v2-lite: the first half of a sample is its prompt. gpt-oss-20b: the first 96 steps are the
     prompt, the next 64 the answer; shorter samples are left out.
     """
-    known = None if model is None else model_named(model)
+    known = None if model is None else find_model(model)
     _check_shares(prompt_share, prompt_tokens, held_out, samples)
     if not out.parent.is_dir():
         raise UserInputError(f"the folder {out.parent} does not exist")
@@ -69,12 +69,13 @@ def routes(
         raise UserInputError(f"--out is {out.name}, which must end in .safetensors")
     with progress_bar() as progress:
         bar = progress.add_task("reading samples", total=None)
-        known, found = read_samples(file, known, lambda: progress.advance(bar))
-    cut = _cut(known.cut, prompt_share, prompt_tokens, output_tokens, min_output_tokens)
-    chosen, held = _split_samples(file, long_enough(found, cut), len(found), domain, samples, held_out, seed)
+        known, all_samples = read_samples(file, known, lambda: progress.advance(bar))
+    cut = _change_cut(known.cut, prompt_share, prompt_tokens, output_tokens, min_output_tokens)
+    usable = long_enough(all_samples, cut)
+    chosen, others = _split_samples(file, usable, len(all_samples), domain, samples, held_out, seed)
     traces = {out: trace_of(known, chosen, cut)}
-    if held:
-        traces[out.with_stem(f"{out.stem}.held_out")] = trace_of(known, held, cut)
+    if others:
+        traces[out.with_stem(f"{out.stem}.held_out")] = trace_of(known, others, cut)
     write_all({path: trace.to_bytes() for path, trace in traces.items()})
     print_table(known.name, [row for path, trace in traces.items() for row in _rows(path, trace)])
     typer.echo(f"wrote {', '.join(map(str, traces))}")
@@ -93,7 +94,7 @@ def _check_shares(
         raise UserInputError("--samples is 1, which leaves none to hold out: take 2 or more")
 
 
-def _cut(
+def _change_cut(
     cut: Cut, prompt_share: float | None, prompt_tokens: int | None, output: int | None, minimum: int | None
 ) -> Cut:
     """Return the model's cut, changed by the options that were given."""
@@ -132,7 +133,7 @@ def _split_samples(
         by_domain.setdefault(str(sample.record["domain"]), []).append(index)
     needed = max(number or 1, 2 if held_out else 1)
     chosen: list[int] = []
-    held: list[int] = []
+    others: list[int] = []
     for name in dict.fromkeys(domains or sorted(by_domain)):
         members = by_domain.get(name, [])
         if len(members) < needed:
@@ -141,10 +142,10 @@ def _split_samples(
                 f"lower --samples, or choose by --domain from {', '.join(sorted(by_domain))}"
             )
         order = np.random.default_rng([seed, *name.encode()]).permutation(members)[:number].tolist()
-        aside = min(len(order) - 1, max(1, round(held_out * len(order)))) if held_out else 0
-        held += order[:aside]
-        chosen += order[aside:]
-    return [usable[i] for i in sorted(chosen)], [usable[i] for i in sorted(held)]
+        num_held_out = min(len(order) - 1, max(1, round(held_out * len(order)))) if held_out else 0
+        others += order[:num_held_out]
+        chosen += order[num_held_out:]
+    return [usable[i] for i in sorted(chosen)], [usable[i] for i in sorted(others)]
 
 
 def _rows(path: Path, trace: CalibrationTrace) -> list[dict[str, Any]]:

@@ -151,17 +151,17 @@ class Work:
         self.rng = np.random.default_rng(seed)
         self.experts: Experts | None = None
         self.table: RoutingTable | None = None
-        self.fitted_on = np.zeros(0, np.int64)  # observed requests behind the table, not simulated
+        self.fitted_on = np.zeros(0, np.int64)  # observed requests of the table, not simulated
         self.mix: dict[str, float] = {}  # requests of each domain that the table is fitted to
         kinds: NDArray[np.int64] | None = None
         if scenario.experts is not None:
             trace = observed(scenario.experts)
-            chosen = np.isin(trace.domains, scenario.experts.domains or trace.domains)
-            if not chosen.any():
+            is_chosen = np.isin(trace.domains, scenario.experts.domains or trace.domains)
+            if not is_chosen.any():
                 raise UserInputError(
                     f"{scenario.experts.path} holds no request of {', '.join(scenario.experts.domains)}"
                 )
-            kinds = self.rng.permutation(np.flatnonzero(chosen))
+            kinds = self.rng.permutation(np.flatnonzero(is_chosen))
             if scenario.experts.fit_path is None:
                 cut = max(1, round(scenario.experts.fit_share * len(kinds)))
                 self.fitted_on, kinds = kinds[:cut], kinds[cut:]
@@ -189,7 +189,7 @@ class Work:
                 self.experts = self.experts.mix(kinds, scenario.experts.parts, number, self.rng)
                 kinds = np.arange(number)
         self._capacity = scenario.cluster.decode.kv_tokens
-        self.requests = self._requests(scenario.arrivals, kinds)
+        self.requests = self._make_requests(scenario.arrivals, kinds)
 
     def require_domains(self) -> list[str]:
         """Return the domain of each kind of request; raise UserInputError if the model is dense."""
@@ -209,13 +209,13 @@ class Work:
         policy.update_cost_model(cluster.decode.cost)
         return policy
 
-    def _requests(self, arrivals: Poisson | Trace, kinds: NDArray[np.int64] | None) -> Requests:
+    def _make_requests(self, arrivals: Poisson | Trace, kinds: NDArray[np.int64] | None) -> Requests:
         if isinstance(arrivals, Trace):
             resampled = arrivals.rate_per_s is not None
-            return self._resampled(arrivals, kinds) if resampled else self._replayed(arrivals, kinds)
+            return self._resample(arrivals, kinds) if resampled else self._replay(arrivals, kinds)
         n = arrivals.requests
         times = np.cumsum(self.rng.exponential(1 / arrivals.rate_per_s, n))
-        kind = self._kinds(n, kinds)
+        kind = self._draw_kinds(n, kinds)
         if arrivals.prompt_tokens is not None:
             prompt = np.full(n, arrivals.prompt_tokens)
         elif self.experts is not None:
@@ -226,8 +226,8 @@ class Work:
             )
         return Requests(times, prompt, np.full(n, arrivals.output_tokens), kind)
 
-    def _replayed(self, arrivals: Trace, kinds: NDArray[np.int64] | None) -> Requests:
-        records = self._records(arrivals)
+    def _replay(self, arrivals: Trace, kinds: NDArray[np.int64] | None) -> Requests:
+        records = self._read_records(arrivals)
         span = records[-1].due_s or 1.0
         rows = []
         for copy in range(arrivals.repeat):
@@ -240,19 +240,19 @@ class Work:
             np.array([at for at, _, _ in rows]) / arrivals.speed,
             np.array([r.prompt_tokens for _, _, r in rows]),
             np.array([r.output_tokens for _, _, r in rows]),
-            self._kinds(len(rows), kinds),
+            self._draw_kinds(len(rows), kinds),
             tuple(tuple(block * arrivals.repeat + copy for block in r.hash_ids) for _, copy, r in rows)
             if shared
             else (),
         )
 
-    def _resampled(self, arrivals: Trace, kinds: NDArray[np.int64] | None) -> Requests:
-        """Return requests drawn evenly from the whole recording, at the wanted rate.
+    def _resample(self, arrivals: Trace, kinds: NDArray[np.int64] | None) -> Requests:
+        """Return requests drawn evenly from the whole recording, at the rate of the scenario.
 
         Each record occurs n / records times, rounded up or down at random. Copies are spread evenly between
         their record and the next later one, so that the load rises and falls as recorded.
         """
-        records = self._records(arrivals)
+        records = self._read_records(arrivals)
         n, rate = arrivals.requests, arrivals.rate_per_s
         assert n is not None
         assert rate is not None
@@ -268,12 +268,12 @@ class Work:
         order = np.argsort(at, kind="stable")
         chosen, at = chosen[order], at[order] * (n / rate / (ends[-1] - times[0]))
         prompt, output = np.array([(r.prompt_tokens, r.output_tokens) for r in records])[chosen].T
-        return Requests(at, prompt, output, self._kinds(n, kinds))
+        return Requests(at, prompt, output, self._draw_kinds(n, kinds))
 
-    def _records(self, arrivals: Trace) -> list[TraceRequest]:
-        everything = read_trace(arrivals.path)
-        self._check_lengths(arrivals.path, everything)
-        records = [r for r in everything if r.output_tokens >= arrivals.min_output_tokens][: arrivals.limit]
+    def _read_records(self, arrivals: Trace) -> list[TraceRequest]:
+        all_records = read_trace(arrivals.path)
+        self._check_lengths(arrivals.path, all_records)
+        records = [r for r in all_records if r.output_tokens >= arrivals.min_output_tokens][: arrivals.limit]
         if not records:
             raise UserInputError(
                 f"{arrivals.path} holds no answer of {arrivals.min_output_tokens} tokens or more"
@@ -289,7 +289,7 @@ class Work:
                     f"{self._capacity} KV tokens of a decode worker"
                 )
 
-    def _kinds(self, n: int, kinds: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    def _draw_kinds(self, n: int, kinds: NDArray[np.int64] | None) -> NDArray[np.int64]:
         return np.zeros(0, np.int64) if kinds is None else self.rng.choice(kinds, n)
 
 
@@ -302,9 +302,9 @@ def read_scenario(path: Path) -> Scenario:
     try:
         content = yaml.safe_load(path.read_text())
         for part, name in (("arrivals", "path"), ("experts", "path"), ("experts", "fit_path")):
-            found = content.get(part) if isinstance(content, dict) else None
-            if isinstance(found, dict) and found.get(name) is not None:
-                found[name] = path.parent / found[name]
+            fields = content.get(part) if isinstance(content, dict) else None
+            if isinstance(fields, dict) and fields.get(name) is not None:
+                fields[name] = path.parent / fields[name]
         return Scenario.model_validate(content)
     except yaml.YAMLError as error:
         raise UserInputError(f"{path} is not YAML ({error})") from error

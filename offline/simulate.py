@@ -66,10 +66,10 @@ def simulate(
     if not out.parent.is_dir():
         raise UserInputError(f"the folder {out.parent} does not exist")
     if calibrate_from is not None:
-        _calibrate(calibrate_from, out)
+        _fit_cost(calibrate_from, out)
         return
     assert config is not None
-    scenario = _changed(read_scenario(config), cost, trace, fit_trace, workers)
+    scenario = _apply_options(read_scenario(config), cost, trace, fit_trace, workers)
     first = Work(scenario, scenario.seeds[0])
     if by_domain:
         first.require_domains()
@@ -77,7 +77,7 @@ def simulate(
         runs, workers = len(scenario.seeds) * len(scenario.policies), scenario.cluster.decode.workers
         typer.echo(f"{runs} runs of {len(first.requests)} requests on {workers} workers")
         return
-    rows = simulated(scenario, first, processes, by_domain=by_domain)
+    rows = simulate_all(scenario, first, processes, by_domain=by_domain)
     publish(
         "simulate",
         rows,
@@ -88,14 +88,14 @@ def simulate(
     )
 
 
-def simulated(
+def simulate_all(
     scenario: Scenario, first: Work, processes: int, *, by_domain: bool = False
 ) -> list[dict[str, Any]]:
-    """Return a row for each policy and seed, seed by seed, and show the progress.
+    """Simulate each policy and seed, seed by seed, show the progress, and return the rows.
 
     Args:
         first: the work of the first seed.
-        by_domain: also return a row for each domain after it; the domain of the others is "all".
+        by_domain: also return a row for each domain after the row of its run, whose domain is "all".
     """
     total = len(scenario.seeds) * len(scenario.policies) * len(first.requests)
     with progress_bar() as progress:
@@ -103,7 +103,7 @@ def simulated(
         rows: list[dict[str, Any]] = []
         if processes > 1:
             advance = partial(progress.advance, bar)
-            rows = _in_parallel(scenario, processes, by_domain, lambda runs: advance(total / runs))
+            rows = _simulate_in_parallel(scenario, processes, by_domain, lambda runs: advance(total / runs))
         else:
             for number, seed in enumerate(scenario.seeds):
                 work = Work(scenario, seed) if number else first
@@ -112,11 +112,11 @@ def simulated(
                     rows.append(
                         one_run(scenario, choice, seed, work, partial(progress.advance, bar), by_domain)
                     )
-    return [line for row in rows for line in _lines(row)]
+    return [line for row in rows for line in _split_by_domain(row)]
 
 
-def _lines(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the row, and behind it those of its domains, if it has them."""
+def _split_by_domain(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the row of a run, followed by the rows of its domains if there are any."""
     domains = row.pop("domains", None)
     if domains is None:
         return [row]
@@ -133,10 +133,12 @@ def one_run(
     on_finished: Callable[[int], None] = lambda n: None,
     by_domain: bool = False,
 ) -> dict[str, Any]:
-    """Return the row of one policy and seed, with those of its `domains` if wanted.
+    """Simulate one policy and seed, and return its row.
 
     Args:
-        work: that of the seed, if already made.
+        work: the work of the seed, if it has been made already.
+        on_finished: callback with the number of requests that have finished since the last call.
+        by_domain: add the rows of each domain to the row, as `domains`.
     """
     work = work or Work(scenario, seed)
     started = time.perf_counter()
@@ -160,10 +162,10 @@ def one_run(
     return row | ({"domains": outcome.by_domain(work.domains)} if by_domain else {})
 
 
-def _changed(
+def _apply_options(
     scenario: Scenario, cost: Path | None, trace: Path | None, fit_trace: Path | None, workers: int | None
 ) -> Scenario:
-    """Return the scenario with what the command line replaces."""
+    """Return the scenario with the parts that the command line replaces."""
     if cost is not None:
         scenario = with_cost(scenario, FittedCost.load(cost))
     if trace is not None or fit_trace is not None:
@@ -204,16 +206,16 @@ def with_workers(scenario: Scenario, workers: int) -> Scenario:
             "--workers needs arrivals.rate_per_s and arrivals.requests: set both for the trace"
         )
     ratio = workers / cluster.decode.workers
-    changed: dict[str, Any] = {"decode": cluster.decode.model_copy(update={"workers": workers})}
+    changes: dict[str, Any] = {"decode": cluster.decode.model_copy(update={"workers": workers})}
     if cluster.prefill is not None:
         prefill = max(1, round(ratio * cluster.prefill.workers))
-        changed["prefill"] = cluster.prefill.model_copy(update={"workers": prefill})
+        changes["prefill"] = cluster.prefill.model_copy(update={"workers": prefill})
     requests = max(1, round(ratio * arrivals.requests))
     more = arrivals.model_copy(update={"rate_per_s": ratio * arrivals.rate_per_s, "requests": requests})
-    return scenario.model_copy(update={"cluster": cluster.model_copy(update=changed), "arrivals": more})
+    return scenario.model_copy(update={"cluster": cluster.model_copy(update=changes), "arrivals": more})
 
 
-def _in_parallel(
+def _simulate_in_parallel(
     scenario: Scenario, processes: int, by_domain: bool, on_row: Callable[[int], None]
 ) -> list[dict[str, Any]]:
     import ray
@@ -233,7 +235,7 @@ def _in_parallel(
     return rows
 
 
-def _calibrate(source: str, out: Path) -> None:
+def _fit_cost(source: str, out: Path) -> None:
     if source.startswith(("http://", "https://")):
         status = Client(source, os.environ.get("ELDR_ADMIN_KEY"), timeout_s=10).status()
         fitted = from_status(status, source)

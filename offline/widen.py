@@ -1,10 +1,10 @@
 """Widen a model's experts, or add attention heads, without changing its function.
 
-A new neuron has zero gate, up and down weights: it adds silu(0) * 0 = 0 to its expert's output. A new head
-has a zero query and a zero output projection: whatever it attends to is multiplied by 0. The widened model
-gives the same logits and the same expert choices, but each expert is as large in memory as a real one, so
-that a decode step pays a realistic price for each expert that its batch selects; and the number of heads
-divides by the ranks of tensor parallelism.
+A new neuron has zero gate, up and down weights, so it adds silu(0) * 0 = 0 to its expert's output. A new head
+has a zero query and a zero output projection, so whatever it attends to is multiplied by 0. The widened model
+gives the same logits and the same expert choices. But each expert is as large in memory as a real one, so
+that a decode step pays a realistic price for each expert that its batch selects. The number of heads can be
+chosen so that it divides by the ranks of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
     """
     try:
         config = json.loads((model / "config.json").read_text("utf-8"))
-        present = config["moe_intermediate_size"]
+        present_size = config["moe_intermediate_size"]
         present_heads, size = config["num_attention_heads"], config["head_dim"]
         groups = config["num_key_value_heads"]
         with safe_open(model / "model.safetensors", "pt") as file:
@@ -50,9 +50,9 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
         raise UserInputError(
             f"{model} is not a mixture-of-experts model in one safetensors file: {error}"
         ) from error
-    if intermediate < present or intermediate % 32:
+    if intermediate < present_size or intermediate % 32:
         raise UserInputError(
-            f"--intermediate must be a multiple of 32 and at least {present}, not {intermediate}"
+            f"--intermediate must be a multiple of 32 and at least {present_size}, not {intermediate}"
         )
     heads = present_heads if heads is None else heads
     if heads < present_heads or heads % groups:
@@ -66,12 +66,12 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
         if match:
             axis = 1 if match.group(1) == "down" else 0  # down [H, I]; gate, up [I, H]
             shape = list(tensor.shape)
-            shape[axis] = intermediate - present
+            shape[axis] = intermediate - present_size
             tensors[name] = torch.cat([tensor, tensor.new_zeros(shape)], axis).contiguous()
         elif name.endswith(".self_attn.q_proj.weight"):  # [heads * size, hidden]
-            tensors[name] = _with_heads(tensor, groups, size, heads)
+            tensors[name] = _add_heads(tensor, groups, size, heads)
         elif name.endswith(".self_attn.o_proj.weight"):  # [hidden, heads * size]
-            tensors[name] = _with_heads(tensor.T, groups, size, heads).T.contiguous()
+            tensors[name] = _add_heads(tensor.T, groups, size, heads).T.contiguous()
     temporary = out.with_name(out.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(model, temporary, ignore=shutil.ignore_patterns("model.safetensors", "SHA256SUMS"))
@@ -81,7 +81,7 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
     os.replace(temporary, out)
 
 
-def _with_heads(weight: torch.Tensor, groups: int, size: int, heads: int) -> torch.Tensor:
+def _add_heads(weight: torch.Tensor, groups: int, size: int, heads: int) -> torch.Tensor:
     """Return the rows of each group of heads that share keys and values, and zeros for its new heads."""
     grouped = weight.reshape(groups, -1, weight.shape[1])
     more = heads // groups * size - grouped.shape[1]

@@ -74,7 +74,7 @@ def ep_layer(
     times_together = _slowest(on_ranks(2, layers_together, two_ranks))
 
     alone_work = _work(points)
-    compute = LayerCost.fitted(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
+    compute = LayerCost.fit_ranks(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
     source = f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
     source += f"slowest of {many_ranks} ranks on real batches; no second node: a far byte is as a near one"
     fit = _fit(compute, many_ranks_plan, times_alone, measurements=len(points), source=source)
@@ -216,7 +216,7 @@ def _slowest(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
 
 def _predict_experts_s(compute: LayerCost, plan: Plan, arm: Arm) -> Floats:
     """Return the predicted time [B, L] of the slowest rank's experts, s."""
-    return compute.layer_s(LayerWork.gathered(plan.tokens_by_rank(arm)))
+    return compute.layer_s(LayerWork.from_gathered(plan.tokens_by_rank(arm)))
 
 
 def _work(points: list[dict[str, Any]]) -> LayerWork:
@@ -232,7 +232,7 @@ def _with_messages(compute: LayerCost, message_rows: list[dict[str, Any]]) -> La
     """
     size = np.array([row["message_bytes"] for row in message_rows], np.float64)
     gather, exchange = (
-        LayerCost.fitted(np.zeros_like(size), size, 1e-3 * np.array([row[key] for row in message_rows]))
+        LayerCost.fit_ranks(np.zeros_like(size), size, 1e-3 * np.array([row[key] for row in message_rows]))
         for key in ("all_gather_reduce_scatter_p50_ms", "all_to_all_twice_p50_ms")
     )
     byte_s = dict.fromkeys(("near_byte_s", "far_byte_s"), exchange.per_token_s)

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.lib import options
 from eldr_serve.commands.errors import UserInputError, run
-from eldr_serve.gpu_cost import package
+from eldr_serve.gpu_cost import kernel_times
 from eldr_serve.gpu_cost.expected import CONTEXT_TOKENS, expected_steps
 from eldr_serve.gpu_cost.fitting import fit
 from eldr_serve.gpu_cost.readings import Readings, Setting
@@ -66,15 +66,15 @@ def _error_of_a_range(readings: Readings, fewest: int, most: int) -> float | Non
 
 def gpu_cost(seed: options.Seed = 0, out: options.Out = None) -> None:
     """Fit six models on H100 and H200 GPUs."""
-    all_readings = [package.read(setting) for setting in SETTINGS]
+    all_readings = [kernel_times.read(setting) for setting in SETTINGS]
     publish(
         "gpu_cost",
         [row_of(readings) for readings in all_readings],
         inputs={
             "source": all_readings[0].source,
-            "batches": package.BATCHES,
-            "contexts": package.CONTEXTS,
-            "prompts": package.PROMPTS,
+            "batches": kernel_times.BATCHES,
+            "contexts": kernel_times.CONTEXTS,
+            "prompts": kernel_times.PROMPTS,
         },
         seed=seed,
         notes="fitted to kernel times that NVIDIA measured; nothing of this project ran on these GPUs",

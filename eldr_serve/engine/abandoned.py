@@ -1,8 +1,8 @@
 """Track prompts whose KV blocks no decode engine will read, in each worker of a prefill engine.
 
-A client may disconnect before, in or after the step in which its prompt ends, and the engine's own id of
-the prompt reaches the caller only with the answer. So callers name their prompts themselves, and an
-abandoned name stays abandoned.
+A client may disconnect before, in or after the step in which its prompt ends. The engine's own id of the
+prompt reaches the caller only with the answer, so callers name their prompts themselves. A name that was
+abandoned is remembered for `REMEMBERED_S`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
-REMEMBERED_S = 120.0  # longer than a prompt waits and computes after its client has left
+REMEMBERED_S = 120.0  # longer than a prompt waits and is computed after its client has disconnected
 
 
 class AbandonedPrompts:
@@ -35,13 +35,13 @@ class AbandonedPrompts:
             self._abandoned[name] = now
             self._abandoned.move_to_end(name)
 
-    def due(self) -> list[str]:
+    def ids_to_free(self) -> list[str]:
         """Return the engine's ids of abandoned prompts whose blocks are held."""
         if not self._abandoned:
             return []
         return [engine_id for engine_id, name in self._names.items() if name in self._abandoned]
 
-    def freed(self, engine_ids: Iterable[str]) -> None:
-        """Remove prompts whose blocks were freed, for whatever reason."""
+    def forget(self, engine_ids: Iterable[str]) -> None:
+        """Remove prompts whose blocks have been freed for any reason."""
         for engine_id in engine_ids:
             self._abandoned.pop(self._names.pop(engine_id, ""), None)

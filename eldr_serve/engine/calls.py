@@ -1,4 +1,4 @@
-"""Make the headers of calls to engines, read their answers, and name the keys of `kv_transfer_params`.
+"""Make the headers of calls to engines, read the answers, and name the keys of `kv_transfer_params`.
 
 Ingresses, replicas and engine cores share this module, which imports no engine software.
 """
@@ -22,10 +22,10 @@ CALIBRATE = "eldr_calibrate"  # request decode counts, and prefill counts if the
 ROUTES = "eldr_routes"  # with CALIBRATE: request the routes too
 # Key that engines ignore: the replica that a call through a Serve handle must go to.
 REPLICA = "eldr_replica"
-# Headers that steer an engine; clients' own are dropped.
+# Headers that steer an engine. The ingress drops those that a client sends.
 STEERING_HEADERS = frozenset({"x-vllm-priority"})
-# Keys in the engine's report at the end of a `generate` call: s from the call to its first step; tokens of
-# the prompt, and of an answer that it continues, that were in its prefix cache.
+# Keys in the engine's report at the end of a `generate` call: the time from the call to its first step, s;
+# the tokens in the prefix cache, of the prompt and of an answer that the call continues.
 TRANSPORT_S = "transport_s"
 CACHED_TOKENS = "cached_tokens"
 WARM = "warm-"  # prefix of the ids of warm-up calls
@@ -61,7 +61,12 @@ def prefill_header(
 ) -> dict[str, Any]:
     """Return the header of a prefill call.
 
-    `generated` (uint32 ids) is the part of the answer that a lost engine has generated.
+    Args:
+        method: see EngineRequest.method.
+        request_id: identifier of the call.
+        headers: HTTP headers of the client's request.
+        cache_salt: see EngineRequest.cache_salt.
+        generated: uint32 ids of the part of the answer that a lost engine has generated.
     """
     return {
         "method": method,
@@ -86,16 +91,22 @@ def decode_header(
 ) -> dict[str, Any]:
     """Return the header of a generate call.
 
-    `params` and `token_ids` are those that prefill returned. The expert counts are sent apart from `params`,
-    which the engine's core gets; a sample of the request needs them.
-
-    The answer continues after `generated` (uint32 ids); `created` is the timestamp of chunks already sent.
+    Args:
+        method: see EngineRequest.method.
+        request_id: identifier of the call.
+        params, token_ids: `kv` and token ids that prefill returned. The expert counts in `params` are sent
+            separately, since only a sample of the request needs them, and not the engine's core.
+        headers: HTTP headers of the client's request.
+        cache_salt: see EngineRequest.cache_salt.
+        generated: uint32 ids after which the answer continues.
+        created: timestamp of the chunks that were already sent, s since 1970.
+        domain: the client's label for the kind of request.
     """
-    passed = {key: value for key, value in (params or {}).items() if key != EXPERT_COUNTS}
+    engine_params = {key: value for key, value in (params or {}).items() if key != EXPERT_COUNTS}
     return {
         "method": method,
         "id": request_id,
-        "kv": passed,
+        "kv": engine_params,
         "token_ids": token_ids,
         "headers": headers or {},
         "cache_salt": cache_salt,
@@ -107,7 +118,10 @@ def decode_header(
 
 
 def created_at(chunk: bytes) -> int | None:
-    """Return the timestamp in a stream's first chunk, s since 1970; generated text has its quotes escaped."""
+    """Return the timestamp in a stream's first chunk, s since 1970; None if there is none.
+
+    Quotes in generated text are escaped, so text cannot look like the timestamp.
+    """
     match = _CREATED.search(chunk)
     return int(match[1]) if match else None
 

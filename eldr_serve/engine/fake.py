@@ -60,7 +60,7 @@ class InProcess:
         """Refuse: experts cannot be moved."""
         raise RequestRefusedError("this engine's experts cannot be moved", status=400)
 
-    def experts(self) -> dict[str, Any] | None:
+    def expert_status(self) -> dict[str, Any] | None:
         """Return None: no experts can be moved."""
         return None
 
@@ -144,7 +144,7 @@ class FakeEngine(InProcess):
         decode = _decode_counts(self._config.expert_counts[0].shape, steps, self._config.top_k)
         self._samples.put(request, ids, prefill, pack_counts(decode), steps)
 
-    async def expert_counts(self, request_id: str) -> tuple[int, str]:
+    async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         """Return the next configured expert counts."""
         await asyncio.sleep(self._config.prefill_s)
         return self._config.prompt_tokens, next(self._packed)
@@ -157,7 +157,7 @@ class FakeEngine(InProcess):
         """Remove a prompt that is held."""
         self.held.discard(request_id)
 
-    async def shape(self) -> tuple[int, int]:
+    async def measure_shape(self) -> tuple[int, int]:
         """Return the shape of the configured counts."""
         layers, experts = self._config.expert_counts[0].shape
         return layers, experts

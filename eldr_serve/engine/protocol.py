@@ -42,7 +42,8 @@ class EngineRequest:
     """A client's request on its way to an engine.
 
     Attributes:
-        method: "chat", "completions", or an endpoint that generates nothing ("embeddings", ...).
+        method: "chat", "completions", "messages", "responses", or an endpoint that generates nothing
+            ("embeddings", ...).
         body: JSON, as the client sent it; the engine validates it.
         id: identifier that the caller assigned to this call.
         headers: HTTP headers of the client's request.
@@ -94,14 +95,17 @@ class Prefilled:
 class Engine(Protocol):
     """A running engine in this process, for one replica of a deployment.
 
-    A method that refuses a request raises RequestRefusedError, or CallFailedError with the response body.
+    Its owner is an engine server (`eldr_serve.replicas.servers`). A method that refuses a request raises
+    RequestRefusedError, or CallFailedError with the response body.
     `status_of` maps all other errors to an HTTP status. Cancelling a call ends the request in the engine.
     """
+
+    # -- requests ------------------------------------------------------------------------------------
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """Compute the prompt and hold its KV blocks until they are read or released, or their lease ends.
 
-        It refuses the requests that `generate` would refuse, with the same message, before any step runs.
+        Refuse the requests that `generate` would refuse, with the same message, before any step runs.
         """
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
@@ -113,7 +117,7 @@ class Engine(Protocol):
             if any. `calls.CACHED_TOKENS`: number of tokens that were in the prefix cache.
         """
 
-    async def expert_counts(self, request_id: str) -> tuple[int, str]:
+    async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         """Wait until `generate` has computed a prompt, and return its expert counts.
 
         Call it before `generate`. An engine that counts no experts never returns, so wait for it beside
@@ -134,14 +138,75 @@ class Engine(Protocol):
         """
 
     async def release(self, request_id: str) -> None:
-        """Free the KV blocks of a prefill that no engine will read; at its end if it still runs."""
+        """Free the KV blocks of a prefill that no engine will read.
 
-    async def shape(self) -> tuple[int, int]:
+        If the prefill still runs, free them at its end. An unknown id is ignored.
+
+        Args:
+            request_id: EngineRequest.id of the `prefill` call.
+        """
+
+    # -- errors of requests --------------------------------------------------------------------------
+
+    def status_of(self, error: Exception) -> int:
+        """Return the HTTP status of an error that a method raised: below 500 if the request is at fault."""
+
+    def parameter_of(self, error: Exception) -> str | None:
+        """Return the field of the request that is at fault; None if no single field is."""
+
+    # -- sizes ---------------------------------------------------------------------------------------
+
+    async def measure_shape(self) -> tuple[int, int]:
         """Prefill a test prompt and return the shape (L, E) of its counts.
 
         Raises:
             ConfigurationError: the engine failed the prompt, or does not count experts.
         """
+
+    def ranks(self) -> int:
+        """Return the number of data-parallel ranks, each with its own requests and KV cache; 1 without."""
+
+    def slots(self) -> int:
+        """Return the number of requests that one step of a rank can serve; further requests wait.
+
+        0 means that the number is unknown.
+        """
+
+    def prefix_cache(self) -> tuple[int, int]:
+        """Return tokens per block of a rank's prefix cache, and the capacity of its KV cache in tokens.
+
+        An engine without a prefix cache returns (0, 0).
+        """
+
+    # -- measurements --------------------------------------------------------------------------------
+
+    def kv_usage(self, rank: int | None = None) -> float:
+        """Return the share of KV blocks in use after the newest step, 0 to 1.
+
+        Args:
+            rank: a data-parallel rank; None: the one with the largest share.
+        """
+
+    def take_prefix_changes(self, *, whole: bool) -> BlockChanges | None:
+        """Return the changes of the prefix cache since the last call; None if there are none.
+
+        The changes include the blocks of answers. An engine that does not report blocks returns None.
+
+        Args:
+            whole: return all blocks that are cached instead.
+        """
+
+    def take_steps(self, rank: int = 0) -> StepSums:
+        """Return sums over the steps of a data-parallel rank since the last call."""
+
+    def take_samples(self) -> list[ExpertSample]:
+        """Return samples of the sampled requests that ended since the last call, the oldest first.
+
+        A sample exists only for an answer that the engine itself ended, by its length or a stop token,
+        after at least one decode step. The engine keeps at most MAX_SAMPLES and drops the oldest.
+        """
+
+    # -- experts of expert-parallel ranks ------------------------------------------------------------
 
     async def place_experts(
         self, placement: ExpertPlacement, load: ArrayLike | None = None
@@ -164,58 +229,17 @@ class Engine(Protocol):
                 engine's experts cannot be moved (400); nothing was changed.
         """
 
-    def experts(self) -> dict[str, Any] | None:
-        """Return the expert placement of the ranks as JSON types; None if experts cannot be moved.
+    def expert_status(self) -> dict[str, Any] | None:
+        """Return the expert placement of the ranks; None if experts cannot be moved.
 
-        `placement` (its id), `ranks`, `slots` of a layer, `replica_choice`, `slices_left` of the swap that
-        is under way, `experts_moved` since the start, and summed over all ranks, in bytes: `weight_bytes`
-        without replicas, `replica_bytes` of the redundant slots, `slice_bytes` (largest additional use of
-        a swap), `bytes_received` since the start.
+        Returns:
+            JSON types: `placement` (its id), `ranks`, `slots` of a layer, `replica_choice`, `slices_left` of
+            the swap that is under way, and `experts_moved` since the start. In bytes and summed over all
+            ranks: `weight_bytes` without replicas, `replica_bytes` of the redundant slots, `slice_bytes`
+            (the most that a swap uses in addition), and `bytes_received` since the start.
         """
 
-    def ranks(self) -> int:
-        """Return the number of data-parallel ranks, each with requests and a KV cache of its own; else 1."""
-
-    def kv_usage(self, rank: int | None = None) -> float:
-        """Return the share of KV blocks in use after the newest step, 0 to 1.
-
-        Args:
-            rank: a data-parallel rank; None: the one with the largest share.
-        """
-
-    def prefix_cache(self) -> tuple[int, int]:
-        """Return tokens per block of a rank's prefix cache, and capacity of its KV cache in tokens.
-
-        (0, 0) if the engine has no prefix cache.
-        """
-
-    def take_prefix_changes(self, *, whole: bool) -> BlockChanges | None:
-        """Return the changes of the prefix cache since the last call; None without any.
-
-        The blocks of answers are among them.
-
-        Args:
-            whole: return all blocks that are cached instead; None if the engine does not report them.
-        """
-
-    def slots(self) -> int:
-        """Return how many requests one step of a rank can serve; further requests wait. 0 if unknown."""
-
-    def take_steps(self, rank: int = 0) -> StepSums:
-        """Return sums over the steps of a data-parallel rank since the last call."""
-
-    def take_samples(self) -> list[ExpertSample]:
-        """Return samples of the sampled requests that ended since the last call, the oldest first.
-
-        A sample exists only for an answer that the engine itself ended, by its length or a stop token,
-        after at least one decode step. The engine keeps at most MAX_SAMPLES and drops the oldest.
-        """
-
-    def status_of(self, error: Exception) -> int:
-        """Return the HTTP status of an error that a method raised: below 500 if the request is at fault."""
-
-    def parameter_of(self, error: Exception) -> str | None:
-        """Return the field of the request that is at fault; None if no single field is."""
+    # -- life cycle ----------------------------------------------------------------------------------
 
     async def ping(self) -> None:
         """Return when the engine's core has answered, which it does between two steps and when idle.

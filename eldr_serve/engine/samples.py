@@ -27,7 +27,7 @@ class SampleBuffer:
 
     def __init__(self, size: int = MAX_SAMPLES) -> None:
         self.dropped = 0
-        self._kept: deque[ExpertSample] = deque(maxlen=size)
+        self._samples: deque[ExpertSample] = deque(maxlen=size)
 
     def put(
         self, request: EngineRequest, token_ids: NDArray[np.uint32], prefill: str, decode: str, steps: int
@@ -35,8 +35,8 @@ class SampleBuffer:
         """Add the sample of a finished request. Ignore a request without decode steps or prefill counts.
 
         Args:
-            prefill, decode: packed counts. If they are malformed or their shapes differ, they come from
-                another model, and no sample is added.
+            prefill, decode: packed counts. Counts that are malformed or differ in shape come from another
+                model, and no sample is added.
         """
         if not steps or not prefill:
             return
@@ -53,14 +53,14 @@ class SampleBuffer:
                 decode_counts.shape,
             )
             return
-        if len(self._kept) == self._kept.maxlen:
+        if len(self._samples) == self._samples.maxlen:
             self.dropped += 1
-        self._kept.append(
+        self._samples.append(
             ExpertSample(request.id, request.domain, token_ids, prefill_counts, decode_counts, steps)
         )
 
     def take(self) -> list[ExpertSample]:
         """Remove and return all samples, oldest first."""
-        taken = list(self._kept)
-        self._kept.clear()
-        return taken
+        samples = list(self._samples)
+        self._samples.clear()
+        return samples

@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 class OnlinePredictor:
     """A predictor that is updated with the true counts of each prompt.
 
-    The tokens' rows are learnt by recursive least squares with a diagonal covariance: the row of a frequent
-    token moves little, that of a new token much. The directions are rotated towards the residual (a step of
-    GROUSE, Balzano et al. 2010) and stay orthonormal; the mean is fixed.
+    The rows of tokens are learnt by recursive least squares with a diagonal covariance: the row of a frequent
+    token changes little, the row of a new token much. The directions are rotated towards the residual (a step
+    of GROUSE, Balzano et al. 2010) and stay orthonormal. The mean is fixed.
 
-    Each prompt is evaluated before it is learnt: the baseline predicts the mean of recent prompts. While the
-    baseline is better, the predictor is off; it continues to learn. Not thread-safe.
+    Each prompt is evaluated before it is learnt. The baseline predicts the mean of recent prompts. While the
+    baseline is better, the predictor is off, but continues to learn. Not thread-safe.
 
     Attributes:
         predictor: current predictor; its `tokens`, `experts` and `variance` change in place.

@@ -73,12 +73,12 @@ class RoutingTable(Artifact):
     @property
     def num_layers(self) -> int:
         """Return L, the number of MoE layers."""
-        return int(self.spec.idf.shape[0])
+        return int(self.spec.weights.shape[0])
 
     @property
     def num_experts(self) -> int:
         """Return E, the number of experts per layer."""
-        return int(self.spec.idf.shape[1])
+        return int(self.spec.weights.shape[1])
 
     def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]:
         """Return the cosine to each centroid, float32[K].
@@ -100,7 +100,7 @@ class RoutingTable(Artifact):
     def to_bytes(self) -> bytes:
         """Return the file's content; equal tables give equal bytes."""
         arrays: dict[str, NDArray[Any]] = {
-            "idf": self.spec.idf,
+            "idf": self.spec.weights,
             "layers": self.spec.layers,
             "centroids": self.centroids,
             "cluster_sizes": self.cluster_sizes,

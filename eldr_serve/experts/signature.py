@@ -1,4 +1,7 @@
-"""Expert signatures (ELDR, section 4.2): the conversion of a prompt's expert counts to a unit vector.
+"""Compute expert signatures (ELDR, section 4.2): convert a prompt's expert counts to a unit vector.
+
+This module has no state. The package `eldr_serve.signatures` collects counts of live traffic, and fits
+routing tables to their signatures.
 
 Array sizes: L MoE layers, E experts per layer, N requests, n layers kept.
 """
@@ -21,7 +24,7 @@ from eldr_serve.errors import UserInputError
 Counts = NDArray[np.unsignedinteger[Any]]
 Element = Literal["count", "sqrt", "binary"]
 
-# Name -> element, and what is added to the IDF of each weight; None: no weights.
+# Name -> element, and the number added to the IDF to make a weight; None: all weights are 1.
 TRANSFORMS: dict[str, tuple[Element, float | None]] = {
     "count": ("count", None),
     "count-idf": ("count", 0.0),  # the paper's: experts that every request uses have no weight
@@ -37,7 +40,7 @@ class SignatureSpec:
     """Parameters of the conversion of counts to a signature.
 
     Attributes:
-        idf: float32[L,E], weight of each cell (ones where the transform has no IDF).
+        weights: float32[L,E], weight of each cell: IDF, or ones if the transform has no IDF.
         layers: int64[n], kept layers, ascending.
         element: function applied to each count before weighting.
 
@@ -45,32 +48,32 @@ class SignatureSpec:
         UserInputError: invalid shapes, layers or weights.
     """
 
-    idf: NDArray[np.float32]
+    weights: NDArray[np.float32]
     layers: NDArray[np.int64]
     element: Element = "count"
 
     def __post_init__(self) -> None:
-        idf = np.ascontiguousarray(self.idf, np.float32)
+        weights = np.ascontiguousarray(self.weights, np.float32)
         layers = np.unique(np.asarray(self.layers, np.int64))
-        if idf.ndim != 2 or not idf.size or not np.isfinite(idf).all() or (idf < 0).any():
-            raise UserInputError("idf must be a finite, non-negative array [L, E]")
-        if not len(layers) or layers[0] < 0 or layers[-1] >= len(idf):
-            raise UserInputError(f"layers must name at least one of the {len(idf)} layers")
+        if weights.ndim != 2 or not weights.size or not np.isfinite(weights).all() or (weights < 0).any():
+            raise UserInputError("weights must be a finite, non-negative array [L, E]")
+        if not len(layers) or layers[0] < 0 or layers[-1] >= len(weights):
+            raise UserInputError(f"layers must name at least one of the {len(weights)} layers")
         if self.element not in ("count", "sqrt", "binary"):
             raise UserInputError(f"unknown element {self.element!r}")
-        for array in (idf, layers):
+        for array in (weights, layers):
             array.setflags(write=False)
-        object.__setattr__(self, "idf", idf)
+        object.__setattr__(self, "weights", weights)
         object.__setattr__(self, "layers", layers)
 
     @property
     def dim(self) -> int:
         """Return n*E, the length of a signature."""
-        return len(self.layers) * int(self.idf.shape[1])
+        return len(self.layers) * int(self.weights.shape[1])
 
     @cached_property
-    def _weights(self) -> NDArray[np.float32]:
-        return np.ascontiguousarray(self.idf[self.layers])
+    def _kept_weights(self) -> NDArray[np.float32]:
+        return np.ascontiguousarray(self.weights[self.layers])
 
     def encode(self, counts: ArrayLike) -> NDArray[np.float32]:
         """Return signatures float32[..., n*E] of unit norm; zero counts give zeros.
@@ -82,12 +85,12 @@ class SignatureSpec:
             UserInputError: the counts have another shape.
         """
         array = np.asarray(counts)
-        if array.shape[-2:] != self.idf.shape:
+        if array.shape[-2:] != self.weights.shape:
             raise UserInputError(
-                f"counts have shape {array.shape}, the signature is for [..., L, E] = {self.idf.shape}"
+                f"counts have shape {array.shape}, the signature is for [..., L, E] = {self.weights.shape}"
             )
         cells = cells_of(array[..., self.layers, :], self.element)
-        cells *= self._weights
+        cells *= self._kept_weights
         flat: NDArray[np.float32] = cells.reshape(*array.shape[:-2], self.dim)
         norm = np.sqrt(np.einsum("...d,...d->...", flat, flat))[..., None]
         np.divide(flat, norm, out=flat, where=norm > 0)
@@ -126,11 +129,11 @@ def pack_counts(counts: ArrayLike) -> str:
         raise UserInputError("counts must be integers from 0 to 2**32 - 1")
     width = next(w for w in (1, 2, 4) if largest < 1 << 8 * w)
     cells = array.astype(f"<u{width}").tobytes()
-    body = _stored(cells) if len(cells) <= _STORED_BYTES else zlib.compress(cells, level=1)
+    body = _store_uncompressed(cells) if len(cells) <= _STORED_BYTES else zlib.compress(cells, level=1)
     return base64.b64encode(_HEADER.pack(_MAGIC, width, *array.shape) + body).decode()
 
 
-def _stored(data: bytes) -> bytes:
+def _store_uncompressed(data: bytes) -> bytes:
     """Return an uncompressed zlib stream; for small data, setting up a compressor takes too long."""
     size = len(data)
     return _ZLIB + struct.pack("<HH", size, 0xFFFF ^ size) + data + struct.pack(">I", zlib.adler32(data))

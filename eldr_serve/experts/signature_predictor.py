@@ -112,9 +112,9 @@ class SignaturePredictor(Artifact):
 
     def hidden(self, token_ids: NDArray[np.int64]) -> Floats:
         """Return the mean row of the tokens, float32[r]; ids outside the vocabulary have zeros."""
-        known = token_ids[(token_ids >= 0) & (token_ids < len(self.tokens))]
+        in_vocabulary = token_ids[(token_ids >= 0) & (token_ids < len(self.tokens))]
         # A product with ones is five times as fast as `sum`.
-        total: Floats = np.ones(len(known), np.float32) @ self.tokens.take(known, axis=0)
+        total: Floats = np.ones(len(in_vocabulary), np.float32) @ self.tokens.take(in_vocabulary, axis=0)
         total /= np.float32(max(len(token_ids), 1))
         return total
 

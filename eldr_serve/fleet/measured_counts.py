@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.experts.signature import unpack_counts
 
-METHOD = "expert_counts"  # see protocol.Engine.expert_counts
+METHOD = "expert_counts"  # see protocol.Engine.wait_for_counts
 _LATER_S = 1.0  # maximum delay after the answer to the request itself
 
 _Answer = tuple[int, str]  # tokens of the prompt, its packed counts

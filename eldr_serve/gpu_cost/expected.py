@@ -20,8 +20,8 @@ class ExpectedStep:
         requests: number of requests.
         seconds: time of the step, s.
         experts_share: share of that time that active experts take.
-        most_saved: share that placement would save if all requests of the batch used the same experts, which
-            is the least that any step activates: real requests share fewer.
+        most_saved: share that placement would save if all requests of the batch used the same experts. No
+            step activates fewer experts than such a batch; real requests share fewer.
     """
 
     requests: int
@@ -32,12 +32,12 @@ class ExpectedStep:
 
 def expected_steps(cost: StepCost, shape: Shape) -> list[ExpectedStep]:
     """Return the steps of BATCH_SIZES requests with CONTEXT_TOKENS KV tokens each."""
-    found = []
+    steps = []
     for requests in BATCH_SIZES:
         independent = shape.layers * independent_experts(requests, shape)
         shared = shape.layers * min(shared_experts(shape), independent / shape.layers)
         seconds = float(cost.seconds(requests, requests * CONTEXT_TOKENS, independent))
-        found.append(
+        steps.append(
             ExpectedStep(
                 requests,
                 seconds,
@@ -45,4 +45,4 @@ def expected_steps(cost: StepCost, shape: Shape) -> list[ExpectedStep]:
                 cost.per_expert_s * (independent - shared) / seconds,
             )
         )
-    return found
+    return steps

@@ -1,4 +1,4 @@
-"""Fit a step cost to the package's steps of a model on a GPU."""
+"""Fit a step cost to the steps of a model on a GPU that NVIDIA's package gives (see `kernel_times`)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Fit:
-    """A cost fitted to the package's steps.
+    """A cost fitted to steps of NVIDIA's package.
 
     Attributes:
-        errors: relative error of the cost at each of the readings' steps.
-        prompt_errors: the same at each of their steps with prompts.
+        errors: relative error of the cost at each step of the readings.
+        prompt_errors: relative error at each step of the readings that also computes prompt tokens.
     """
 
     readings: Readings
@@ -41,7 +41,7 @@ class Fit:
             steps=len(self.errors),
             rms_relative_error=_rms(self.errors),
             median_relative_error=float(np.median(np.abs(self.errors))),
-            source=f"{described(self.readings.setting, self.readings.shape)}; {self.readings.source}",
+            source=f"{describe(self.readings.setting, self.readings.shape)}; {self.readings.source}",
         )
 
     def summary(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def fit(readings: Readings) -> Fit:
     """Fit non-negative terms and a table of batches by least squares of the relative error.
 
     The terms of experts and KV tokens fit even and skewed steps best, with any table that does not fall.
-    Given these, the table fits the package's own steps best, the skewed ones.
+    With these terms, the table fits best the package's own steps, which are the skewed ones.
 
     Raises:
         UserInputError: experts cost nothing in these steps, or hardly differ between them.
@@ -91,34 +91,37 @@ def fit(readings: Readings) -> Fit:
     seconds = np.array([step.seconds for step in readings.steps])
     sizes = np.unique(requests)
     from_size = requests[:, None] >= sizes  # each size adds 0 or more to the one below
-    both = _least_squares(np.column_stack([from_size, kv_tokens, experts]), seconds, seconds)
-    per_kv_token_s, per_expert_s = both[-2:].tolist()
-    differ = [np.ptp(experts[requests == size]) > _LEAST_DIFFERENCE * experts.max() for size in sizes]
-    if per_expert_s <= 0 or not any(differ):
+    terms = _least_squares(np.column_stack([from_size, kv_tokens, experts]), seconds, seconds)
+    per_kv_token_s, per_expert_s = terms[-2:].tolist()
+    routing_matters = [
+        np.ptp(experts[requests == size]) > _LEAST_DIFFERENCE * experts.max() for size in sizes
+    ]
+    if per_expert_s <= 0 or not any(routing_matters):
         raise UserInputError(
-            f"{described(readings.setting, readings.shape)}: these steps do not show what an expert costs; "
+            f"{describe(readings.setting, readings.shape)}: these steps do not show what an expert costs; "
             "give more --batches"
         )
-    own = np.array([step.routing == "skewed" for step in readings.steps])
-    rest = seconds - per_kv_token_s * kv_tokens - per_expert_s * experts
-    by_size = np.cumsum(_least_squares(from_size[own], seconds[own], rest[own]))
-    added = dict(zip(sizes.tolist(), (by_size - by_size[0]).tolist(), strict=True))
-    batch_s = added if len(sizes) > 1 else {}
+    is_skewed = np.array([step.routing == "skewed" for step in readings.steps])
+    rest_s = seconds - per_kv_token_s * kv_tokens - per_expert_s * experts
+    by_size = np.cumsum(_least_squares(from_size[is_skewed], seconds[is_skewed], rest_s[is_skewed]))
+    added_s = dict(zip(sizes.tolist(), (by_size - by_size[0]).tolist(), strict=True))
+    batch_s = added_s if len(sizes) > 1 else {}
     cost = StepCost(float(by_size[0]), 0.0, per_kv_token_s, per_expert_s, batch_s=batch_s)
     prompts = readings.prompt_steps
     tokens = np.array([step.prompt_tokens for step in prompts], np.float64)
-    wholes = np.array([step.seconds for step in prompts])
-    usual = cost.seconds(
+    prompt_step_s = np.array([step.seconds for step in prompts])
+    decode_s = cost.seconds(
         *_counts([Step(p.requests, p.context, "skewed", 0.0) for p in prompts], readings.shape)
     )
-    (each,) = _least_squares(tokens[:, None], wholes, wholes - usual)
-    cost = replace(cost, per_prompt_token_s=float(each))
+    (per_prompt_token_s,) = _least_squares(tokens[:, None], prompt_step_s, prompt_step_s - decode_s)
+    cost = replace(cost, per_prompt_token_s=float(per_prompt_token_s))
     errors = cost.seconds(requests, kv_tokens, experts) / seconds - 1
-    return Fit(readings, cost, errors, (usual + each * tokens) / wholes - 1)
+    prompt_errors = (decode_s + per_prompt_token_s * tokens) / prompt_step_s - 1
+    return Fit(readings, cost, errors, prompt_errors)
 
 
-def described(setting: Setting, shape: Shape) -> str:
-    """Return the words for a model on a GPU."""
+def describe(setting: Setting, shape: Shape) -> str:
+    """Return one phrase about a model on a GPU."""
     return f"{setting.model} on {setting.gpu}, TP {setting.tp}, EP {setting.ep}, experts in {shape.dtype}"
 
 

@@ -1,4 +1,4 @@
-"""Steps of a model on a GPU, as plain data read from the package of kernel times."""
+"""Steps of a model on a GPU, as plain data read from NVIDIA's package (see `kernel_times`)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Setting:
     """A model on GPUs.
 
     Attributes:
-        model: a name that the package knows, or the path of a config.json or its folder.
-        gpu: the package's name of the GPU, such as h100_sxm.
+        model: a name that NVIDIA's package knows, or the path of a config.json or its folder.
+        gpu: the name of the GPU in NVIDIA's package, such as h100_sxm.
         tp: tensor-parallel size.
         ep: expert-parallel size: 1, or a divisor of `tp`.
-        dtype: kind of the weights, one of package.DTYPES; None: as the model's config says.
+        dtype: kind of the weights, one of kernel_times.DTYPES; None: as the model's config says.
     """
 
     model: str
@@ -40,7 +40,7 @@ class Shape:
         top_k: experts that a token uses in a layer.
         layers: MoE layers.
         ranks: expert-parallel ranks.
-        skew: exponent of the power law by which the package's own steps load experts.
+        skew: exponent of the power law by which the own steps of NVIDIA's package load experts.
         dtype: kind of the experts' weights.
     """
 
@@ -59,8 +59,8 @@ class Step:
     Attributes:
         requests: number of requests, of one token each.
         context: KV tokens of each request.
-        routing: "even": the requests use as many experts as possible, equally; "skewed": the package's power
-            law, by which its own steps are priced.
+        routing: "even": the requests use as many experts as possible, equally; "skewed": the power
+            law by which NVIDIA's package prices its own steps.
         seconds: time of the step, s.
     """
 
@@ -85,7 +85,7 @@ class Readings:
     """Steps of a model on a GPU.
 
     Attributes:
-        source: the package and the kernels that it measured, with versions.
+        source: NVIDIA's package and the measured kernels, with versions.
         steps, prompt_steps: at least one of each.
 
     Raises:
@@ -110,15 +110,15 @@ class Readings:
     @classmethod
     def from_json(cls, text: str) -> Readings:
         """Read the result of `as_json`."""
-        found: dict[str, Any] = json.loads(text)
+        fields: dict[str, Any] = json.loads(text)
         return cls(
-            Setting(**found["setting"]),
-            found["source"],
-            Shape(**found["shape"]),
-            _all(Step, found["steps"]),
-            _all(PromptStep, found["prompt_steps"]),
+            Setting(**fields["setting"]),
+            fields["source"],
+            Shape(**fields["shape"]),
+            _build_rows(Step, fields["steps"]),
+            _build_rows(PromptStep, fields["prompt_steps"]),
         )
 
 
-def _all(kind: type[Any], rows: Iterable[dict[str, Any]]) -> tuple[Any, ...]:
+def _build_rows(kind: type[Any], rows: Iterable[dict[str, Any]]) -> tuple[Any, ...]:
     return tuple(kind(**row) for row in rows)

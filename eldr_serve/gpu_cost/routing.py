@@ -19,29 +19,31 @@ Ints = NDArray[np.int64]
 
 
 def active_experts(requests: int, routing: Routing, shape: Shape) -> float:
-    """Return the active experts of a layer in one of the package's steps.
+    """Return the active experts of a layer in a step of NVIDIA's package.
 
-    Even routing is exact. The skewed rows are means over five unseeded draws: this is their expectation.
+    Even routing is exact. The package's skewed times are means over five unseeded draws, so the result for
+    skewed routing is an expectation.
     """
     if routing == "even":
-        return float(_even(requests, shape))
-    return _skewed(requests, shape)
+        return float(_count_even(requests, shape))
+    return _mean_skewed(requests, shape)
 
 
 @lru_cache(maxsize=1024)
 def independent_experts(requests: int, shape: Shape) -> float:
     """Return the mean active experts of a layer if each request draws its experts on its own, uniformly.
 
-    Under expert parallelism, return those of the rank with the most. Skewed routers activate fewer.
+    Under expert parallelism, return the mean of the rank with the most active experts.
+    Skewed routers activate fewer.
     """
     if shape.ranks == 1:
         return shape.experts * (1 - (1 - shape.top_k / shape.experts) ** requests)
     rng = np.random.default_rng(0)
-    most = []
+    busiest = []
     for _ in range(_DRAWS):
         chosen = rng.random((requests, shape.experts)).argsort(axis=1)[:, : shape.top_k]
-        most.append(np.bincount(np.unique(chosen) * shape.ranks // shape.experts).max())
-    return float(np.mean(most))
+        busiest.append(np.bincount(np.unique(chosen) * shape.ranks // shape.experts).max())
+    return float(np.mean(busiest))
 
 
 def shared_experts(shape: Shape) -> float:
@@ -49,44 +51,48 @@ def shared_experts(shape: Shape) -> float:
     return float(-(-shape.top_k // shape.ranks))
 
 
-def _even(requests: int, shape: Shape) -> int:
+def _count_even(requests: int, shape: Shape) -> int:
     stride = -(-shape.experts // shape.top_k)
     spread = 1.0 if requests >= stride else stride / requests
-    places = np.arange(requests)[:, None] * spread + np.arange(shape.top_k) * stride
-    chosen = np.unique(places.astype(np.int64) % shape.experts)
+    positions = np.arange(requests)[:, None] * spread + np.arange(shape.top_k) * stride
+    chosen = np.unique(positions.astype(np.int64) % shape.experts)
     return int(np.count_nonzero(chosen < shape.experts // shape.ranks))
 
 
 @lru_cache(maxsize=1024)
-def _skewed(requests: int, shape: Shape) -> float:
+def _mean_skewed(requests: int, shape: Shape) -> float:
     rng = np.random.default_rng(0)
-    return float(np.mean([np.count_nonzero(_drawn(requests, shape, rng)) for _ in range(_DRAWS)]))
+    return float(np.mean([np.count_nonzero(_draw_tokens(requests, shape, rng)) for _ in range(_DRAWS)]))
 
 
-def _drawn(requests: int, shape: Shape, rng: np.random.Generator) -> Ints:
+def _draw_tokens(requests: int, shape: Shape, rng: np.random.Generator) -> Ints:
     """Return the tokens of each expert of the rank with most tokens, in one draw."""
-    wanted = requests * shape.top_k
-    low, high = (1.0, requests * 0.8) if wanted > shape.experts else (0.01, 2.0)
+    pairs = requests * shape.top_k
+    low, high = (1.0, requests * 0.8) if pairs > shape.experts else (0.01, 2.0)
     power = 1 - shape.skew
     weights = (low**power + rng.random(shape.experts) * (high**power - low**power)) ** (1 / power)
-    tokens = np.rint(weights / weights.sum() * wanted).astype(np.int64)
-    over = int(np.maximum(tokens - requests, 0).sum())
+    tokens = np.rint(weights / weights.sum() * pairs).astype(np.int64)
+    excess = int(np.maximum(tokens - requests, 0).sum())
     ranks = np.minimum(tokens, requests).reshape(shape.ranks, -1)
-    _adjust(ranks, over, requests)
-    _adjust(ranks, wanted - int(ranks.sum()), requests)
+    _adjust(ranks, excess, requests)
+    _adjust(ranks, pairs - int(ranks.sum()), requests)
     busiest: Ints = ranks[ranks.sum(axis=1).argmax()]
     return busiest
 
 
 def _adjust(ranks: Ints, tokens: int, most: int) -> None:
-    """Add tokens (or take -`tokens` away), rank by rank: one to the smallest, or from the largest, expert."""
-    step, left = (1 if tokens > 0 else -1), abs(tokens)
-    while left:
-        before = left
+    """Add tokens in place, or remove them if `tokens` is negative.
+
+    The ranks take turns. Each adds a token to its smallest expert below `most`, or removes one from its
+    largest expert.
+    """
+    step, remaining = (1 if tokens > 0 else -1), abs(tokens)
+    while remaining:
+        before = remaining
         for rank in ranks:
             allowed = np.flatnonzero(rank < most if step > 0 else rank > 0)
-            if left and len(allowed):
+            if remaining and len(allowed):
                 rank[allowed[(step * rank[allowed]).argmin()]] += step
-                left -= 1
-        if left == before:
+                remaining -= 1
+        if remaining == before:
             return

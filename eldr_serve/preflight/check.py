@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from eldr_serve.engine.protocol import EngineRole
-from eldr_serve.preflight import findings
+from eldr_serve.preflight import rules
 from eldr_serve.preflight.deployment import Deployment, EngineDeployment, build_deployment
 from eldr_serve.preflight.document import read_document
 from eldr_serve.preflight.engines import EngineProbe, ProbeResult, probe_engines
-from eldr_serve.preflight.findings import Finding
 from eldr_serve.preflight.machine import Gpu, NodePool
 from eldr_serve.preflight.placement import ReplicaPlacement, place
+from eldr_serve.preflight.rules import Finding
 from eldr_serve.preflight.step_times import StepTimes, step_times
 
 FindNodePools = Callable[[Path, Literal["gpu", "cpu"]], Sequence[NodePool]]
@@ -29,7 +29,7 @@ class CheckOutcome:
     Attributes:
         path: the deployment YAML.
         deployment: the content of the YAML; None if it could not be read.
-        placed: the placement of the replicas.
+        placement: the placement of the replicas.
         results: (engines, their GPU or None, result of their probe) for each role.
         findings: errors first.
         times: expected decode steps, by role of the engines that decode on a GPU.
@@ -37,14 +37,14 @@ class CheckOutcome:
 
     path: Path
     deployment: Deployment | None
-    placed: ReplicaPlacement
+    placement: ReplicaPlacement
     results: Sequence[tuple[EngineDeployment, Gpu | None, ProbeResult]]
     findings: Sequence[Finding]
     times: Mapping[EngineRole, StepTimes] = field(default_factory=dict)
 
     @property
-    def starts(self) -> bool:
-        """Return whether there is no error."""
+    def can_start(self) -> bool:
+        """Return whether there is no error; there may be warnings."""
         return all(finding.severity != "error" for finding in self.findings)
 
 
@@ -62,82 +62,99 @@ def check(
         UserInputError: the cluster cannot be determined.
         OSError: a file cannot be read, or the probe process failed.
     """
-    cases = [_place(path, find_node_pools, model) for path in paths]
+    plans = [_plan(path, find_node_pools, model) for path in paths]
     # Probe all engines at once: the probe process is slow to start.
-    results = iter(probe_engines([engine for case in cases for engine in case.probed if engine is not None]))
+    probes = [probe for plan in plans for probe in plan.probes if probe is not None]
+    results = iter(probe_engines(probes))
     return [
-        _outcome(case, [ProbeResult() if e is None else next(results) for e in case.probed]) for case in cases
+        _check_plan(plan, [ProbeResult() if probe is None else next(results) for probe in plan.probes])
+        for plan in plans
     ]
 
 
 @dataclass(frozen=True)
-class _UnprobedDeployment:
-    """A deployment before its engines are probed.
+class _DeploymentPlan:
+    """A deployment with its replicas placed on nodes, before its engines are probed.
 
     Attributes:
+        path: the deployment YAML.
+        deployment: the content of the YAML; None if it could not be read.
+        node_pools: the nodes of the cluster.
+        placement: the placement of the replicas.
+        gpus: for each role, the GPU of its engines; None on CPUs, or if no replica was placed.
+        probes: for each role, the engine to probe; None if it needs a GPU and none was found.
         unreadable: why the file could not be read; empty if it could.
     """
 
     path: Path
     deployment: Deployment | None = None
     node_pools: Sequence[NodePool] = ()
-    placed: ReplicaPlacement = _NOWHERE
+    placement: ReplicaPlacement = _NOWHERE
     gpus: Sequence[Gpu | None] = ()
-    probed: Sequence[EngineProbe | None] = ()
+    probes: Sequence[EngineProbe | None] = ()
     unreadable: str = ""
 
 
-def _place(path: Path, find_node_pools: FindNodePools, model: Path | None) -> _UnprobedDeployment:
+def _plan(path: Path, find_node_pools: FindNodePools, model: Path | None) -> _DeploymentPlan:
     try:
         deployment = build_deployment(path, read_document(path), model)
     except ValueError as error:
-        return _UnprobedDeployment(path, unreadable=" ".join(str(error).split()))
+        return _DeploymentPlan(path, unreadable=" ".join(str(error).split()))
     node_pools = find_node_pools(path, deployment.engines[0].spec.device)
-    placed = place(node_pools, [*(engines.replicas for engines in deployment.engines), deployment.ingress])
-    gpus = [_gpu(engines, placed) for engines in deployment.engines]
-    probed = [_engine(engines, gpu) for engines, gpu in zip(deployment.engines, gpus, strict=True)]
-    return _UnprobedDeployment(path, deployment, node_pools, placed, gpus, probed)
+    placement = place(node_pools, [*(engines.replicas for engines in deployment.engines), deployment.ingress])
+    gpus = [_smallest_gpu(engines, placement) for engines in deployment.engines]
+    probes = [_engine_probe(engines, gpu) for engines, gpu in zip(deployment.engines, gpus, strict=True)]
+    return _DeploymentPlan(path, deployment, node_pools, placement, gpus, probes)
 
 
-def _outcome(case: _UnprobedDeployment, results: Sequence[ProbeResult]) -> CheckOutcome:
-    deployment, placed = case.deployment, case.placed
+def _check_plan(plan: _DeploymentPlan, results: Sequence[ProbeResult]) -> CheckOutcome:
+    deployment, placement = plan.deployment, plan.placement
     if deployment is None:
-        return CheckOutcome(case.path, None, placed, [], [Finding("error", case.unreadable)])
-    engines = list(zip(deployment.engines, case.gpus, results, strict=True))
-    missing = list(findings.resources(deployment, case.node_pools))
-    faults = [
-        *missing,
-        *(() if missing else findings.placement(deployment, placed)),
-        *(fault for e, gpu, result in engines for fault in findings.memory(e, gpu, result)),
-        *findings.host_memory(deployment, placed, results),
-        *findings.agreement(engines),
-        *findings.network(deployment, placed),
-        *(fault for pool in case.node_pools if pool.here for fault in findings.this_machine(deployment)),
-        *findings.keys_file(deployment, case.node_pools),
-        *(fault for e in deployment.engines for fault in findings.settings(e)),
-        *findings.drain("ingress", deployment.args.ingress_deployment_config),
+        return CheckOutcome(plan.path, None, placement, [], [Finding("error", plan.unreadable)])
+    probed_engines = list(zip(deployment.engines, plan.gpus, results, strict=True))
+    missing_resources = list(rules.check_resources(deployment, plan.node_pools))
+    findings = [
+        *missing_resources,
+        *(() if missing_resources else rules.check_placement(deployment, placement)),
+        *(finding for probed in probed_engines for finding in rules.check_memory(*probed)),
+        *rules.check_host_memory(deployment, placement, results),
+        *rules.check_agreement(probed_engines),
+        *rules.check_network(deployment, placement),
+        *(
+            finding
+            for pool in plan.node_pools
+            if pool.is_this_machine
+            for finding in rules.check_this_machine(deployment)
+        ),
+        *rules.check_keys_file(deployment, plan.node_pools),
+        *(finding for engines in deployment.engines for finding in rules.check_settings(engines)),
+        *rules.check_drain("ingress", deployment.args.ingress_deployment_config),
         *(Finding("warning", sentence) for sentence in deployment.ignored),
     ]
-    faults.sort(key=lambda fault: fault.severity != "error")
-    times = {e.role: step for e, gpu, _ in engines if (step := step_times(e, gpu)) is not None}
-    return CheckOutcome(case.path, deployment, placed, engines, faults, times)
+    findings.sort(key=lambda finding: finding.severity != "error")
+    times_by_role = {engines.role: step_times(engines, gpu) for engines, gpu, _ in probed_engines}
+    times = {role: times for role, times in times_by_role.items() if times is not None}
+    return CheckOutcome(plan.path, deployment, placement, probed_engines, findings, times)
 
 
-def _gpu(engines: EngineDeployment, placed: ReplicaPlacement) -> Gpu | None:
+def _smallest_gpu(engines: EngineDeployment, placement: ReplicaPlacement) -> Gpu | None:
     """Return the smallest GPU on which replicas were placed; None on CPUs, or if none was placed."""
     if engines.spec.device == "cpu":
         return None
-    used = [node.pool.gpu for node in placed.nodes if any(name == engines.role for name, _ in node.replicas)]
-    return min((gpu for gpu in used if gpu is not None), key=lambda gpu: gpu.memory_gib, default=None)
+    gpus = [
+        node.pool.gpu for node in placement.nodes if any(name == engines.role for name, _ in node.replicas)
+    ]
+    return min((gpu for gpu in gpus if gpu is not None), key=lambda gpu: gpu.memory_gib, default=None)
 
 
-def _engine(engines: EngineDeployment, gpu: Gpu | None) -> EngineProbe | None:
+def _engine_probe(engines: EngineDeployment, gpu: Gpu | None) -> EngineProbe | None:
     """Return the engine to probe; None if it needs a GPU and none was found."""
     arguments = engines.spec.arguments()
     if gpu is not None:
-        return EngineProbe(engines.where, engines.model, arguments, gpu.memory_gib, gpu.capability)
+        return EngineProbe(
+            engines.arguments_name, engines.model_config, arguments, gpu.memory_gib, gpu.capability
+        )
     if engines.spec.device == "gpu":
         return None
-    configured = engines.spec.host_kv_gib
-    kv_gib = _CPU_KV_GIB if configured is None else configured
-    return EngineProbe(engines.where, engines.model, arguments, kv_gib, None)
+    kv_gib = _CPU_KV_GIB if engines.spec.host_kv_gib is None else engines.spec.host_kv_gib
+    return EngineProbe(engines.arguments_name, engines.model_config, arguments, kv_gib, None)

@@ -74,18 +74,18 @@ def check(
         same_nodes = identical_nodes(
             None if gpu in (None, _CPU) else gpu_of(gpu, gpu_memory_gib),
             gpus_per_node=gpus_per_node,
-            resources=dict(_named_amount(word) for word in resource or ()),
-            **_machine(nodes, cpus_per_node, memory_gib),
+            resources=dict(_parse_amount(word) for word in resource or ()),
+            **_node_sizes(nodes, cpus_per_node, memory_gib),
         )
 
-    def node_pools(path: Path, device: str) -> list[NodePool]:
+    def find_node_pools(path: Path, device: str) -> list[NodePool]:
         if same_nodes is not None:
             return same_nodes
         if device == _CPU and cluster is None:
-            own = identical_nodes(None, **_machine(1, cpus_per_node, memory_gib))
-            return [replace(pool, here=True) for pool in own]
-        read = read_cluster(cluster or _cluster_file(path))
-        return with_gpu(read, gpu_of(gpu, gpu_memory_gib)) if gpu else read
+            pools = identical_nodes(None, **_node_sizes(1, cpus_per_node, memory_gib))
+            return [replace(pool, is_this_machine=True) for pool in pools]
+        pools = read_cluster(cluster or _find_cluster_file(path))
+        return with_gpu(pools, gpu_of(gpu, gpu_memory_gib)) if gpu else pools
 
     if sys.stderr.isatty():
         typer.echo("probing vLLM, which takes a minute on slow cores", err=True)
@@ -93,15 +93,15 @@ def check(
     try:
         from eldr_serve.preflight.check import check as check_all
 
-        outcomes = check_all(deployments, node_pools, model_config)
+        outcomes = check_all(deployments, find_node_pools, model_config)
     finally:
         logging.disable(logging.NOTSET)
     _print(outcomes, as_json)
-    if not all(outcome.starts for outcome in outcomes):
+    if not all(outcome.can_start for outcome in outcomes):
         raise typer.Exit(1)
 
 
-def _cluster_file(deployment: Path) -> Path:
+def _find_cluster_file(deployment: Path) -> Path:
     """Return the cluster file beside the deployment or in the folder above."""
     for folder in (deployment.parent, deployment.parent.parent):
         if (folder / _CLUSTER).is_file():
@@ -123,12 +123,12 @@ def _print(outcomes: list[CheckOutcome], as_json: bool) -> None:
         report.show(outcome, Console(markup=False))
 
 
-def _machine(nodes: int, cpus: float, memory_gib: float | None) -> dict[str, Any]:
-    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    return {"nodes": nodes, "cpus_per_node": cpus, "memory_gib": memory_gib or own}
+def _node_sizes(nodes: int, cpus: float, memory_gib: float | None) -> dict[str, Any]:
+    own_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    return {"nodes": nodes, "cpus_per_node": cpus, "memory_gib": memory_gib or own_gib}
 
 
-def _named_amount(word: str) -> tuple[str, float]:
+def _parse_amount(word: str) -> tuple[str, float]:
     name, _, amount = word.partition("=")
     try:
         return name, float(amount)

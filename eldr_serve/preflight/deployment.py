@@ -30,9 +30,9 @@ class EngineDeployment:
         role: role of the engines.
         spec: specification of the engines.
         min_replicas, initial_replicas, max_replicas: minimum, initial and maximum number of replicas.
-        scaled: whether Serve may change the number of replicas.
+        is_autoscaled: whether Serve may change the number of replicas.
         bundles, strategy: placement group of one replica.
-        model: content of the model's config.json.
+        model_config: content of the model's config.json.
     """
 
     role: EngineRole
@@ -40,23 +40,23 @@ class EngineDeployment:
     min_replicas: int
     initial_replicas: int
     max_replicas: int
-    scaled: bool
+    is_autoscaled: bool
     bundles: list[dict[str, float]]
     strategy: str
-    model: str
+    model_config: str
 
     @property
-    def config(self) -> str:
+    def section(self) -> str:
         """Return the name of the engines' configuration in the file."""
-        return "prefill_config" if self.role == "prefill" else "decode_config"
+        return _section(self.role)
 
     @property
-    def where(self) -> str:
+    def arguments_name(self) -> str:
         """Return the name of the engine arguments in the file."""
-        return f"{self.config}.engine_kwargs"
+        return f"{self.section}.engine_kwargs"
 
     @property
-    def on_hub(self) -> bool:
+    def is_on_hub(self) -> bool:
         """Return whether the location of the model is a name on the model hub."""
         source = self.spec.model_source
         return not source.startswith(("/", "./", "../")) and "://" not in source
@@ -109,49 +109,54 @@ def build_deployment(path: Path, document: Document, model: Path | None = None) 
     """
     from eldr_serve.app import build  # imports vLLM
 
-    built = build(document.application.get("args") or {})
-    ignored = (*document.ignored, *check_overrides(document, built.deployment_names))
-    options = built.args.ingress_deployment_config
+    application = build(document.application.get("args") or {})
+    ignored = (*document.ignored, *check_overrides(document, application.deployment_names))
+    options = application.args.ingress_deployment_config
     actor = options.get("ray_actor_options") or {}
     cpus = actor.get("num_cpus")
     bundle = {"CPU": 1.0 if cpus is None else float(cpus), **(actor.get("resources") or {})}
     return Deployment(
-        built.args,
-        tuple(_engines(role, spec, path, model) for role, spec in built.specs.items()),
-        ReplicaDemand("ingress", _replicas(options)[2], [bundle]),
+        application.args,
+        tuple(_build_engines(role, spec, path, model) for role, spec in application.specs.items()),
+        ReplicaDemand("ingress", _replica_limits(options)[2], [bundle]),
         document.proxy,
         document.content,
         ignored,
     )
 
 
-def _engines(role: EngineRole, spec: EngineSpec, path: Path, model: Path | None) -> EngineDeployment:
+def _build_engines(role: EngineRole, spec: EngineSpec, path: Path, model: Path | None) -> EngineDeployment:
     bundles, strategy = spec.placement()
     options = spec.deployment_config
-    scaled = bool(options.get("autoscaling_config"))
+    is_autoscaled = bool(options.get("autoscaling_config"))
+    model_config = _read_model_config(role, spec, path, model)
     return EngineDeployment(
-        role, spec, *_replicas(options), scaled, bundles, strategy, _model(role, spec, path, model)
+        role, spec, *_replica_limits(options), is_autoscaled, bundles, strategy, model_config
     )
 
 
-def _replicas(options: Mapping[str, Any]) -> tuple[int, int, int]:
+def _section(role: EngineRole) -> str:
+    return "prefill_config" if role == "prefill" else "decode_config"
+
+
+def _replica_limits(options: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the minimum, initial and maximum number of replicas of a deployment."""
     if not options.get("autoscaling_config"):
-        fixed = int(options.get("num_replicas", 1))
-        return fixed, fixed, fixed
+        replicas = int(options.get("num_replicas", 1))
+        return replicas, replicas, replicas
     scaling = AutoscalingConfig.model_validate(options["autoscaling_config"])
     least = int(scaling.min_replicas)
     initial = scaling.initial_replicas
     return least, least if initial is None else int(initial), int(scaling.max_replicas)
 
 
-def _model(role: str, spec: EngineSpec, path: Path, given: Path | None) -> str:
-    config = "prefill_config" if role == "prefill" else "decode_config"
+def _read_model_config(role: EngineRole, spec: EngineSpec, path: Path, model: Path | None) -> str:
+    """Return the content of a model's config.json; `path` and `model` as for `build_deployment`."""
     source = spec.model_source
     name = source.rpartition("/")[2].lower()
     places = (
-        [given, given / "config.json"]
-        if given
+        [model, model / "config.json"]
+        if model
         else [Path(source) / "config.json", path.parent / _MODELS / f"{name}.json"]
     )
     for place in places:
@@ -163,7 +168,7 @@ def _model(role: str, spec: EngineSpec, path: Path, given: Path | None) -> str:
                 raise UserInputError(f"{place} is not JSON: {error}") from error
             return text
     raise UserInputError(
-        f"{config}.model_loading_config.model_source is {source!r}: its config.json is neither in a folder "
-        f"of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and give it with "
-        "--model-config FILE"
+        f"{_section(role)}.model_loading_config.model_source is {source!r}: its config.json is neither in a "
+        f"folder of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and give "
+        "it with --model-config FILE"
     )

@@ -54,15 +54,15 @@ def read_document(path: Path) -> Document:
         ConfigurationError: `serve run` or the application would refuse the file.
         OSError: the file cannot be read.
     """
-    content = _loaded(path)
+    content = _load_yaml(path)
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} is not a mapping: a Serve file has `applications`, a list")
-    ignored = tuple(_ignored(content))
+    ignored = tuple(_list_ignored_keys(content))
     try:
         ServeDeploySchema.model_validate(content)
     except ValidationError as error:
         raise ConfigurationError(first_problem(error, content, model=ServeDeploySchema)) from error
-    application, where = _ours(path, content["applications"])
+    application, where = _find_application(path, content["applications"])
     prefix = application.get("route_prefix", "/")
     if prefix is not None and (
         not prefix.startswith("/") or prefix != prefix.rstrip("/") + "/" * (prefix == "/") or "{" in prefix
@@ -74,7 +74,7 @@ def read_document(path: Path) -> Document:
     return Document(content, application, where, parse(application.get("args") or {}), ignored)
 
 
-def _loaded(path: Path) -> Any:
+def _load_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text())
     except UnicodeDecodeError as error:
@@ -89,7 +89,7 @@ def _loaded(path: Path) -> Any:
         raise ConfigurationError(f"{path}: {' '.join(str(error).split())}") from error
 
 
-def _ours(path: Path, applications: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+def _find_application(path: Path, applications: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     """Return the eldr-serve application and its location in the file.
 
     The import path is normalised to the form with a colon.
@@ -97,7 +97,7 @@ def _ours(path: Path, applications: list[dict[str, Any]]) -> tuple[dict[str, Any
     for application in applications:
         if application["import_path"] == APPLICATION.replace(":", "."):
             application["import_path"] = APPLICATION
-    numbers = [number for number, given in enumerate(applications) if given["import_path"] == APPLICATION]
+    numbers = [n for n, application in enumerate(applications) if application["import_path"] == APPLICATION]
     if len(numbers) == 1:
         return applications[numbers[0]], f"applications.{numbers[0]}"
     if numbers:
@@ -106,26 +106,26 @@ def _ours(path: Path, applications: list[dict[str, Any]]) -> tuple[dict[str, Any
         )
     if not applications:
         raise ConfigurationError(f"applications is empty: it needs one with import_path {APPLICATION}")
-    given = applications[0]["import_path"]
-    raise ConfigurationError(f"applications.0.import_path is {format_value(given)}: must be {APPLICATION}")
+    import_path = format_value(applications[0]["import_path"])
+    raise ConfigurationError(f"applications.0.import_path is {import_path}: must be {APPLICATION}")
 
 
-def _ignored(content: Mapping[str, Any]) -> Iterator[str]:
+def _list_ignored_keys(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key that Serve ignores.
 
     Raises:
         ConfigurationError: a key looks misspelt.
     """
-    yield from _unknown("", content, ServeDeploySchema)
-    yield from _unknown("http_options", content.get("http_options"), HTTPOptionsSchema)
-    yield from _unknown("logging_config", content.get("logging_config"), LoggingConfig)
+    yield from _list_unknown_keys("", content, ServeDeploySchema)
+    yield from _list_unknown_keys("http_options", content.get("http_options"), HTTPOptionsSchema)
+    yield from _list_unknown_keys("logging_config", content.get("logging_config"), LoggingConfig)
     applications = content.get("applications")
     for number, application in enumerate(applications if isinstance(applications, list) else ()):
-        yield from _unknown(f"applications.{number}", application, ServeApplicationSchema)
+        yield from _list_unknown_keys(f"applications.{number}", application, ServeApplicationSchema)
 
 
-def _unknown(where: str, given: Any, model: type[BaseModel]) -> Iterator[str]:
-    for name in given if isinstance(given, Mapping) else ():
+def _list_unknown_keys(where: str, mapping: Any, model: type[BaseModel]) -> Iterator[str]:
+    for name in mapping if isinstance(mapping, Mapping) else ():
         if name in model.model_fields:
             continue
         if difflib.get_close_matches(str(name), model.model_fields, n=1):
@@ -139,11 +139,9 @@ def check_overrides(document: Document, names: tuple[str, ...]) -> Iterator[str]
     Raises:
         ConfigurationError: the application has no deployment of that name.
     """
-    for number, given in enumerate(document.application.get("deployments") or ()):
-        where = f"{document.where}.deployments.{number}"
-        if given["name"] not in names:
-            hint = did_you_mean(given["name"], names)
-            raise ConfigurationError(
-                f"{where}.name is {format_value(given['name'])}: unknown deployment, {hint}"
-            )
-        yield (f"{where} overrides options of {given['name']}, which this check ignores: set them in args")
+    for number, options in enumerate(document.application.get("deployments") or ()):
+        where, name = f"{document.where}.deployments.{number}", options["name"]
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise ConfigurationError(f"{where}.name is {format_value(name)}: unknown deployment, {hint}")
+        yield f"{where} overrides options of {name}, which this check ignores: set them in args"

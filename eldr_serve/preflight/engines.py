@@ -87,8 +87,6 @@ def probe_engines(engines: Sequence[EngineProbe]) -> list[ProbeResult]:
             f"the probe of vLLM failed: {(probe.stderr.strip() or 'without a message').splitlines()[-1]}"
         )
     return [
-        ProbeResult(
-            **fields | {"kernels": tuple((name, hidden) for name, hidden in fields.get("kernels", ()))}
-        )
+        ProbeResult(**fields | {"kernels": tuple((name, hides) for name, hides in fields.get("kernels", ()))})
         for fields in json.loads(probe.stdout.splitlines()[-1])
     ]

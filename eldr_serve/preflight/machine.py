@@ -52,7 +52,7 @@ class NodePool:
         resources: Ray resources of one node, by name.
         gpu: kind of the GPUs; None on nodes without GPUs.
         memory_gib: memory of a node without GPUs, GiB; 0 if unknown.
-        here: whether the node is this machine, so that its ports and files can be checked.
+        is_this_machine: whether the node is this machine, so that its ports and files can be checked.
     """
 
     name: str
@@ -60,7 +60,7 @@ class NodePool:
     resources: Mapping[str, float]
     gpu: Gpu | None = None
     memory_gib: float = 0.0
-    here: bool = False
+    is_this_machine: bool = False
 
 
 def gpu_of(kind: str, memory_gib: float | None = None) -> Gpu:

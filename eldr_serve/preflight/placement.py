@@ -72,7 +72,7 @@ class ReplicaPlacement:
     spread: Mapping[str, int]
 
 
-def place(node_pools: Sequence[NodePool], wanted: Sequence[ReplicaDemand]) -> ReplicaPlacement:
+def place(node_pools: Sequence[NodePool], demands: Sequence[ReplicaDemand]) -> ReplicaPlacement:
     """Place all replicas, one after the other, each where the least resources remain.
 
     As Ray does, it places replicas in the given order and never moves them.
@@ -88,17 +88,17 @@ def place(node_pools: Sequence[NodePool], wanted: Sequence[ReplicaDemand]) -> Re
     ]
     missing: Counter[str] = Counter()
     spread: Counter[str] = Counter()
-    for replicas in wanted:
-        for number in range(replicas.count):
-            chosen = _choose(nodes, replicas)
+    for demand in demands:
+        for number in range(demand.count):
+            chosen = _choose_nodes(nodes, demand)
             if chosen is None:
-                missing[replicas.name] += 1
+                missing[demand.name] += 1
                 continue
-            for node, bundle in zip(chosen, replicas.bundles, strict=True):
+            for node, bundle in zip(chosen, demand.bundles, strict=True):
                 node.take(bundle)
             for node in {node.name: node for node in chosen}.values():
-                node.replicas.append((replicas.name, number))
-            spread[replicas.name] += len({node.name for node in chosen}) > 1
+                node.replicas.append((demand.name, number))
+            spread[demand.name] += len({node.name for node in chosen}) > 1
     return ReplicaPlacement(nodes, +missing, +spread)
 
 
@@ -108,26 +108,31 @@ def total(bundles: Sequence[Bundle]) -> dict[str, float]:
     return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
 
 
-def _choose(nodes: Sequence[Node], replicas: ReplicaDemand) -> list[Node] | None:
+def _choose_nodes(nodes: Sequence[Node], demand: ReplicaDemand) -> list[Node] | None:
     """Return a node for each bundle; None if they do not fit."""
-    order = sorted(nodes, key=_room)
-    if replicas.strategy in ("PACK", "STRICT_PACK"):
-        whole = total(replicas.bundles)
-        together = next((node for node in order if node.fits(whole)), None)
-        if together is not None or replicas.strategy == "STRICT_PACK":
-            return [together] * len(replicas.bundles) if together is not None else None
-        return _one_by_one(order[::-1], replicas.bundles, apart=False, prefer_used=True)
-    strict = replicas.strategy == "STRICT_SPREAD"
-    return _one_by_one(order, replicas.bundles, apart=strict, prefer_used=False)
+    order = sorted(nodes, key=_free_room)
+    if demand.strategy in ("PACK", "STRICT_PACK"):
+        one_node = next((node for node in order if node.fits(total(demand.bundles))), None)
+        if one_node is not None or demand.strategy == "STRICT_PACK":
+            return [one_node] * len(demand.bundles) if one_node is not None else None
+        return _choose_one_by_one(order[::-1], demand.bundles, distinct=False, prefer_used=True)
+    strict = demand.strategy == "STRICT_SPREAD"
+    return _choose_one_by_one(order, demand.bundles, distinct=strict, prefer_used=False)
 
 
-def _one_by_one(
-    order: Sequence[Node], bundles: Sequence[Bundle], *, apart: bool, prefer_used: bool
+def _choose_one_by_one(
+    order: Sequence[Node], bundles: Sequence[Bundle], *, distinct: bool, prefer_used: bool
 ) -> list[Node] | None:
+    """Return a node for each bundle, in turn the first that fits; None if a bundle fits on none.
+
+    Args:
+        distinct: every bundle needs another node.
+        prefer_used: prefer the nodes already chosen, instead of the others.
+    """
     chosen: list[Node] = []
     try:
         for bundle in bundles:
-            fitting = [node for node in order if node.fits(bundle) and not (apart and node in chosen)]
+            fitting = [node for node in order if node.fits(bundle) and not (distinct and node in chosen)]
             if not fitting:
                 return None
             node = next((n for n in fitting if (n in chosen) == prefer_used), fitting[0])
@@ -139,6 +144,6 @@ def _one_by_one(
             node.give(bundle)
 
 
-def _room(node: Node) -> tuple[int, int]:
+def _free_room(node: Node) -> tuple[int, int]:
     """Return the free GPUs and CPUs of a node, which a placement there would waste."""
     return node.free.get("GPU", 0), node.free.get("CPU", 0)

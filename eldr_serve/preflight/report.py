@@ -23,16 +23,16 @@ def show(outcome: CheckOutcome, console: Console) -> None:
         table = Table("")
         for engines, _, _ in outcome.results:
             table.add_column(engines.role, overflow="fold")
-        columns = [_rows(*result, outcome.placed) for result in outcome.results]
+        columns = [_rows(*result, outcome.placement) for result in outcome.results]
         for name in columns[0]:
             table.add_row(name, *(column[name] for column in columns))
         console.print(table)
-        console.print(_ingress(outcome.deployment, outcome.placed), soft_wrap=True, highlight=False)
+        console.print(_ingress(outcome.deployment, outcome.placement), soft_wrap=True, highlight=False)
     for role, times in outcome.times.items():
         console.print(times.describe(role), soft_wrap=True, highlight=False)
     for finding in outcome.findings:
         console.print(f"{finding.severity}: {finding.sentence}", soft_wrap=True, highlight=False)
-    verdict = "would start" if outcome.starts else "would not start"
+    verdict = "would start" if outcome.can_start else "would not start"
     console.print(f"{outcome.path}: {verdict}", soft_wrap=True, highlight=False)
 
 
@@ -40,7 +40,7 @@ def as_json(outcome: CheckOutcome) -> dict[str, Any]:
     """Return the outcome as JSON types; sizes in bytes, times in s."""
     return {
         "deployment": str(outcome.path),
-        "starts": outcome.starts,
+        "starts": outcome.can_start,
         "findings": [{"severity": f.severity, "sentence": f.sentence} for f in outcome.findings],
         "engines": [_engine(*result) for result in outcome.results],
         "expected_decode_steps": {role: [asdict(s) for s in t.steps] for role, t in outcome.times.items()},
@@ -50,7 +50,7 @@ def as_json(outcome: CheckOutcome) -> dict[str, Any]:
                 "pool": node.pool.name,
                 "replicas": [list(replica) for replica in node.replicas],
             }
-            for node in outcome.placed.nodes
+            for node in outcome.placement.nodes
         ],
     }
 
@@ -73,7 +73,7 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> 
         "kv_tokens": result.kv_tokens,
         "sequences": result.sequences,
         "max_model_len": result.max_model_len,
-        "kernels": [{"name": name, "hides_choices": hidden} for name, hidden in result.kernels],
+        "kernels": [{"name": name, "hides_choices": hides} for name, hides in result.kernels],
         "nixl_ports": engines.nixl_ports,
         "bundles": engines.bundles,
         "strategy": engines.strategy,
@@ -86,30 +86,28 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> 
 
 
 def _rows(
-    engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult, placed: ReplicaPlacement
+    engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult, placement: ReplicaPlacement
 ) -> dict[str, str]:
     options = engines.spec.deployment_config
     scaling = options.get("autoscaling_config") or {}
-    numbers = engines.nixl_ports
+    ports = engines.nixl_ports
     return {
         "model": engines.spec.model_source,
         "model cache": engines.spec.environment.get("HF_HOME", "-"),
         "replicas": f"{engines.min_replicas} to {engines.max_replicas}, first {engines.initial_replicas}"
-        if engines.scaled
+        if engines.is_autoscaled
         else str(engines.max_replicas),
         "an engine": f"{engines.spec.ranks} x {gpu.kind}, {gpu.memory_gib:g} GiB"
         if gpu
         else f"{engines.spec.ranks} x CPU",
-        "nodes": _nodes(engines.role, placed),
+        "nodes": _nodes(engines.role, placement),
         "weights": _gib(result.weights),
         "reserve (estimate)": _gib(result.reserve),
         "KV cache": _gib(max(0, result.kv)),
         "KV tokens": _tokens(result),
         "MoE kernel": ", ".join(name for name, _ in result.kernels) or "-",
-        "experts counted": "no"
-        if any(hidden for _, hidden in result.kernels) or not result.kernels
-        else "yes",
-        "NIXL ports": f"{numbers[0]}-{numbers[-1]}" if numbers[0] != numbers[-1] else str(numbers[0]),
+        "experts counted": "no" if any(hides for _, hides in result.kernels) or not result.kernels else "yes",
+        "NIXL ports": f"{ports[0]}-{ports[-1]}" if ports[0] != ports[-1] else str(ports[0]),
         "scales by": _scale(scaling) if scaling else "nothing",
         "health check": f"every {options.get('health_check_period_s', 10)} s, "
         f"within {options.get('health_check_timeout_s', 10)} s",
@@ -123,16 +121,18 @@ def _scale(scaling: dict[str, Any]) -> str:
     return f"requests in flight / {target}" if policy.endswith(by_requests_in_flight.__name__) else policy
 
 
-def _ingress(deployment: Deployment, placed: ReplicaPlacement) -> str:
+def _ingress(deployment: Deployment, placement: ReplicaPlacement) -> str:
     name, port, count = deployment.ingress.name, deployment.args.ingress.port, deployment.ingress.count
     own = f", port {port} on each" if port is not None else ""
     proxy = f"; Serve's proxy at port {deployment.proxy[1]}" if deployment.proxy else ""
-    return f"{name}: {count} replica{'s' * (count != 1)} on {_nodes(name, placed)}{own}{proxy}"
+    return f"{name}: {count} replica{'s' * (count != 1)} on {_nodes(name, placement)}{own}{proxy}"
 
 
-def _nodes(name: str, placed: ReplicaPlacement) -> str:
-    used = Counter(node.pool.name for node in placed.nodes if any(held == name for held, _ in node.replicas))
-    return ", ".join(f"{count} {pool}" for pool, count in used.items()) or "none"
+def _nodes(name: str, placement: ReplicaPlacement) -> str:
+    nodes_by_pool = Counter(
+        node.pool.name for node in placement.nodes if any(owner == name for owner, _ in node.replicas)
+    )
+    return ", ".join(f"{count} {pool}" for pool, count in nodes_by_pool.items()) or "none"
 
 
 def _tokens(result: ProbeResult) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eldr_serve.errors import UserInputError
-from eldr_serve.gpu_cost import package
+from eldr_serve.gpu_cost import kernel_times
 from eldr_serve.gpu_cost.expected import CONTEXT_TOKENS, ExpectedStep, expected_steps
 from eldr_serve.gpu_cost.fitting import fit
 from eldr_serve.gpu_cost.readings import Readings, Setting
@@ -19,7 +19,8 @@ _SYSTEMS = {
     "A100-80G": "a100_sxm",
     "L40S": "l40s",
 }
-_SIMPLE = ("pipeline_parallel_size", "data_parallel_size")  # the package is asked about TP and EP alone
+# Kernel times are read for tensor and expert parallelism alone, so these sizes must be 1.
+_UNPRICED_SIZES = ("pipeline_parallel_size", "data_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ class StepTimes:
         if not self.steps:
             return f"{role}: expected decode step: {self.why_not}"
 
-        def each(values: list[str]) -> str:
+        def join(values: list[str]) -> str:
             return " / ".join(values)
 
         return (
-            f"{role}: expected decode step at batch {each([str(s.requests) for s in self.steps])}: "
-            f"{each([f'{1e3 * s.seconds:.1f}' for s in self.steps])} ms, of which active experts take "
-            f"{each([f'{s.experts_share:.0%}' for s in self.steps])}; placement saves at most "
-            f"{each([f'{s.most_saved:.0%}' for s in self.steps])}, if all requests of a batch used the same "
+            f"{role}: expected decode step at batch {join([str(s.requests) for s in self.steps])}: "
+            f"{join([f'{1e3 * s.seconds:.1f}' for s in self.steps])} ms, of which active experts take "
+            f"{join([f'{s.experts_share:.0%}' for s in self.steps])}; placement saves at most "
+            f"{join([f'{s.most_saved:.0%}' for s in self.steps])}, if all requests of a batch used the same "
             f"experts instead of drawing their own ({CONTEXT_TOKENS:,} KV tokens each; {self.source})"
         )
 
@@ -57,13 +58,13 @@ def step_times(engines: EngineDeployment, gpu: Gpu | None) -> StepTimes | None:
     """Return the expected decode steps of engines on a GPU; None for engines that have none to show."""
     if engines.role == "prefill" or gpu is None:
         return None
-    if not package.installed():
-        return StepTimes(why_not=f"`pip install {package.REQUIREMENT}` shows it")
+    if not kernel_times.is_installed():
+        return StepTimes(why_not=f"`pip install {kernel_times.REQUIREMENT}` shows it")
     setting = _setting(engines, gpu)
     if setting is None:
         return StepTimes(why_not="there are no kernel times for such engines")
     try:
-        return times_of(package.read(setting, config=engines.model))
+        return times_of(kernel_times.read(setting, config=engines.model_config))
     except UserInputError as error:
         return StepTimes(why_not=str(error))
 
@@ -79,7 +80,7 @@ def _setting(engines: EngineDeployment, gpu: Gpu) -> Setting | None:
     if (
         gpu.kind not in _SYSTEMS
         or quantization not in (None, "fp8")
-        or any(arguments.get(name, 1) != 1 for name in _SIMPLE)
+        or any(arguments.get(name, 1) != 1 for name in _UNPRICED_SIZES)
     ):
         return None
     tp = int(arguments.get("tensor_parallel_size", 1))

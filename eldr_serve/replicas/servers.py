@@ -123,7 +123,7 @@ class EngineServer:
         """
         calls, number = self._channel.in_flight_of(SLOT_METHODS), next(self._report_numbers)
         values = self._report_load(number, self._meter, calls, self._engine.kv_usage())
-        experts = self._engine.experts()
+        experts = self._engine.expert_status()
         return values if experts is None else values | {EXPERTS: experts}
 
     def _report_load(self, number: int, meter: Meter, calls: int, kv_usage: float) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class PrefillServer(EngineServer):
 
     async def __init__(self, llm_config: EngineConfig, **kwargs: Any) -> None:  # type: ignore[misc]
         await super().__init__(llm_config, **kwargs)
-        layers, experts = await self._engine.shape()
+        layers, experts = await self._engine.measure_shape()
         logger.info("the engine counts %d experts in each of %d layers", experts, layers)
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
@@ -251,7 +251,7 @@ class DecodeServer(EngineServer):
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
         """Answer the calls of an EngineServer and of the modules measured_counts, expert_swap and drain."""
         if method == measured_counts.METHOD:
-            answer.send(msgspec.msgpack.encode(await self._engine.expert_counts(header["id"])))
+            answer.send(msgspec.msgpack.encode(await self._engine.wait_for_counts(header["id"])))
         elif method == expert_swap.METHOD:
             answer.send(await place_experts(self._engine, body), 0)
         elif method == drain.METHOD:

@@ -48,7 +48,7 @@ def fit_new_table(live: bytes | None, trace: CalibrationTrace, workers: int, why
     if live is not None:
         live_table = RoutingTable.from_bytes(live)
         table = replace(table, band=live_table.band)
-        if live_table.spec.idf.shape == trace.prefill_counts.shape[1:]:
+        if live_table.spec.weights.shape == trace.prefill_counts.shape[1:]:
             table = keep_positions(table, live_table, trace.prefill_counts)
     return FittedTable(table.to_bytes(), why, verdict)
 
@@ -61,7 +61,7 @@ def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: f
         UserInputError: the samples do not fit the table.
     """
     table, counts = RoutingTable.from_bytes(live), trace.prefill_counts
-    if table.spec.idf.shape != counts.shape[1:]:
+    if table.spec.weights.shape != counts.shape[1:]:
         raise RefusedTableError(
             f"the live table is for {table.num_layers} layers x {table.num_experts} experts, the samples "
             f"have {counts.shape[1]} x {counts.shape[2]}"

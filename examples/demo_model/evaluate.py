@@ -197,13 +197,13 @@ def quality(requests: CalibrationTrace, seed: int) -> dict[str, float]:
     order = np.random.default_rng(seed).permutation(len(requests.domains))
     fit, test = requests.subset(order[::2]), requests.subset(order[1::2])
     layers = np.arange(fit.prefill_counts.shape[1])
-    mask = select_layers(fit.prefill_counts, fit.decode_probability).kept
+    mask = select_layers(fit.prefill_counts, fit.decode_probability).best_layers
     decode = test.decode_probability.reshape(len(test.domains), -1)
     found: dict[str, float] = {}
     idf = inverse_document_frequency(fit.prefill_counts)
     for name, weights in (("count", np.ones_like(idf)), ("count_idf", idf)):
-        for which, kept in (("all_layers", layers), ("greedy_mask", mask)):
-            signatures = SignatureSpec(idf=weights, layers=kept).encode(test.prefill_counts)
+        for which, selection in (("all_layers", layers), ("greedy_mask", mask)):
+            signatures = SignatureSpec(weights=weights, layers=selection).encode(test.prefill_counts)
             found[f"rho_{name}_{which}"] = signature_quality(signatures, decode, seed=seed)
     label = np.array([[d == x for x in sorted(set(test.domains))] for d in test.domains], float)
     found["rho_domain_label"] = signature_quality(label, decode, seed=seed)

@@ -12,17 +12,17 @@ Floats = NDArray[np.float64]
 
 def expert_load(routes: ArrayLike, num_experts: int) -> Floats:
     """Return float[L, E], the tokens of each expert in routes [T, L, k]."""
-    return np.stack([_chosen(layer, num_experts).sum(axis=0) for layer in _layers(routes)])
+    return np.stack([_choices(layer, num_experts).sum(axis=0) for layer in _layers(routes)])
 
 
 def co_activation(routes: ArrayLike, num_experts: int) -> Floats:
     """Return float[L, E, E], the tokens that chose both experts in routes [T, L, k]; 0 on the diagonal."""
     affinity = []
     for layer in _layers(routes):
-        chosen = _chosen(layer, num_experts)
-        together = chosen.T @ chosen
-        np.fill_diagonal(together, 0)
-        affinity.append(together)
+        choices = _choices(layer, num_experts)
+        pairs = choices.T @ choices
+        np.fill_diagonal(pairs, 0)
+        affinity.append(pairs)
     return np.stack(affinity)
 
 
@@ -34,8 +34,8 @@ def _layers(routes: ArrayLike) -> NDArray[np.int64]:
     return array.transpose(1, 0, 2)
 
 
-def _chosen(experts: NDArray[np.int64], num_experts: int) -> Floats:
+def _choices(experts: NDArray[np.int64], num_experts: int) -> Floats:
     """Return float[T, E], 1 if the token chose the expert."""
-    chosen = np.zeros((len(experts), num_experts))
-    chosen[np.arange(len(experts))[:, None], experts] = 1
-    return chosen
+    choices = np.zeros((len(experts), num_experts))
+    choices[np.arange(len(experts))[:, None], experts] = 1
+    return choices

@@ -14,8 +14,13 @@ Ints = NDArray[np.int64]
 def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = False) -> Ints:
     """Return the new placement with its slots ordered so that the fewest experts move.
 
-    An expert that stays on its rank keeps its slot. With `alike`, if every rank serves any token at the same
-    cost, the new ranks are also exchanged by the assignment that keeps most experts in place.
+    An expert that stays on its rank keeps its slot.
+
+    Args:
+        old, new: int[L, P], rank-major.
+        ranks: G.
+        alike: every rank serves any token at the same cost. Then the new ranks are also exchanged, by the
+            assignment that keeps most experts in place.
 
     Returns:
         int[L, P].
@@ -25,11 +30,11 @@ def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = 
     """
     before, after = pair(old, new, ranks)
     if alike:
-        after = np.stack([_renamed(*rows, ranks) for rows in zip(before, after, strict=True)])
+        after = np.stack([_exchange_ranks(*rows, ranks) for rows in zip(before, after, strict=True)])
     return keep_slots(before, after, ranks)
 
 
-def _renamed(old: Ints, new: Ints, ranks: int) -> Ints:
+def _exchange_ranks(old: Ints, new: Ints, ranks: int) -> Ints:
     """Exchange the ranks of a layer's new placement so that most experts stay in place."""
     experts = 1 + int(max(old.max(), new.max()))
     counts = [
@@ -38,5 +43,5 @@ def _renamed(old: Ints, new: Ints, ranks: int) -> Ints:
     ]
     shared = np.minimum(counts[0][:, None], counts[1][None, :]).sum(axis=2)
     order = linear_sum_assignment(shared, maximize=True)[1]
-    renamed: Ints = new.reshape(ranks, -1)[order].reshape(-1)
-    return renamed
+    exchanged: Ints = new.reshape(ranks, -1)[order].reshape(-1)
+    return exchanged

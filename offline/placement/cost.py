@@ -41,7 +41,7 @@ class LayerWork:
     far_bytes: Floats
 
     @classmethod
-    def gathered(cls, served: ArrayLike) -> LayerWork:
+    def from_gathered(cls, served: ArrayLike) -> LayerWork:
         """Count `served` [..., E, G] tokens of each expert on each rank under all-gather dispatch.
 
         All tokens are on all ranks before the layer, so traffic does not depend on the choice of replicas.
@@ -51,7 +51,7 @@ class LayerWork:
         return cls((pairs > 0).sum(axis=-2).astype(np.float64), pairs.sum(axis=-2), nothing, nothing)
 
     @classmethod
-    def dispatched(
+    def from_dispatched(
         cls,
         experts: ArrayLike,
         ranks: ArrayLike,
@@ -81,12 +81,12 @@ class LayerWork:
         visits = np.zeros((len(home), size), bool)
         visits[np.arange(len(home))[:, None], served] = True
         visits[np.arange(len(home)), home] = False
-        same = topology.node_of[home][:, None] == topology.node_of[None, :]
+        same_node = topology.node_of[home][:, None] == topology.node_of[None, :]
         return cls(
             (pairs > 0).sum(axis=0).astype(np.float64),
             pairs.sum(axis=0).astype(np.float64),
-            token_bytes * (visits & same).sum(axis=0),
-            token_bytes * (visits & ~same).sum(axis=0),
+            token_bytes * (visits & same_node).sum(axis=0),
+            token_bytes * (visits & ~same_node).sum(axis=0),
         )
 
 
@@ -133,8 +133,10 @@ class LayerCost(BaseModel):
             raise UserInputError(f"{path} is not a layer cost: {where}: {first['msg']}") from error
 
     @classmethod
-    def fitted(cls, activated: ArrayLike, tokens: ArrayLike, seconds: ArrayLike) -> LayerCost:
-        """Fit ranks timed alone, without messages, by least squares of relative errors; no cost is below 0.
+    def fit_ranks(cls, activated: ArrayLike, tokens: ArrayLike, seconds: ArrayLike) -> LayerCost:
+        """Fit a cost to ranks that were timed alone, without messages, by least squares of relative errors.
+
+        No term is negative.
 
         Args:
             activated: [N] expert replicas that had tokens.

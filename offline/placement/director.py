@@ -1,10 +1,12 @@
 """DIRECTOR's placement: where experts should be for the next batch (sections VI, VII).
 
-Tokens by source rank and expert give each expert a price on each rank (`LayerCost`); the placement minimises
-the time of each layer's slowest rank. The paper's budget bounds the sum over layers, and no constraint
-couples layers, so the least budget is the sum of the layers' own min-max LPs, and each is solved directly,
-without a binary search. Replicas, iterative rounding within the LP's polytope by a random walk,
-packing and local search follow.
+Tokens by source rank and expert give each expert a price on each rank (`LayerCost`). The placement minimises
+the time of each layer's slowest rank.
+
+The paper searches for the least budget that bounds the sum over layers. No constraint couples layers, so
+this budget is the sum of the optima of one min-max LP per layer. Each LP is solved directly, without a
+search. Then replicas are counted, a random walk within the LP's polytope rounds them, and packing and local
+search follow.
 """
 
 from __future__ import annotations
@@ -17,20 +19,23 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.alignment import minimise_moves
-from offline.placement.cost import LayerCost, LayerWork
+from offline.placement.cost import LayerCost
 from offline.placement.packing import (
     copies_of,
+    fill_empty_ranks,
     fill_empty_slots,
     price_list,
     rank_s,
     reassign_spares,
+    repeat_in_empty_slots,
     replica_counts,
     swap_slots,
 )
 from offline.placement.relaxation import Relaxation, relax, slots_bound
 from offline.placement.rounding import round_in_polytope
+from offline.placement.workload import check_slots, placement_s, price_experts, split_by_source
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -85,7 +90,7 @@ def director_placement(
         token_bytes: bytes that a token sends to a rank which serves it.
         start: int[L, P], a placement to improve with as few swaps as reach the tolerance; None: a new one.
         tolerance: distance to the bound at which a layer is good enough.
-        seed: of the random walk that rounds.
+        seed: seed of the random walk that rounds.
 
     Returns:
         int[L, P], rank-major, and its quality. Slots that no replica needs repeat an expert of
@@ -94,35 +99,38 @@ def director_placement(
     Raises:
         UserInputError: the workload has another shape or is not finite, or slots are fewer than experts.
     """
-    tokens = by_source(workload, topology)
+    tokens = split_by_source(workload, topology)
     layers, _, experts = tokens.shape
     ranks = topology.ranks
     check_slots(ranks, slots, experts)
-    token_s, active_s = prices(tokens, topology, cost, token_bytes)
+    token_s, active_s = price_experts(tokens, topology, cost, token_bytes)
     relaxation = relax(token_s + active_s[..., None], topology, slots)
     bound_s = np.maximum(relaxation.lp_s, slots_bound(token_s.min(axis=2), active_s, ranks, slots))
     spare = ranks * slots - experts
     mean_s = token_s.mean(axis=2)
-    begun = np.full((layers, ranks, slots), experts) if start is None else _parsed(start, tokens, slots)
-    best, reached = begun.copy(), np.full(layers, np.inf)
-    # Replicas cost reads of weights or traffic to another node, so fewer may be better. Layers that are not
-    # close to the bound with all replicas try those that the bound forces, then none. A new placement
-    # follows the rounded LP first; layers not close to the bound are also packed without it.
-    for enough_s, rounded in product(
+    empty = np.full((layers, ranks, slots), experts)
+    initial = empty if start is None else _parse_start(start, tokens, slots)
+    best, reached_s = initial.copy(), np.full(layers, np.inf)
+    # A replica costs a read of its weights or traffic to another node, so fewer replicas may be better.
+    # Layers that are not close to the bound with all replicas try only the replicas that the bound forces,
+    # then none. A new placement follows the rounded LP first. Layers that are not close to the bound are
+    # also packed without the LP.
+    for enough_s, follows_lp in product(
         (np.zeros(layers), bound_s - cost.per_expert_s, np.full(layers, np.inf)),
         (False,) if start is not None else (True, False),
     ):
-        at = np.flatnonzero(reached > bound_s * (1 + _CLOSE_TO_BOUND))
+        at = np.flatnonzero(reached_s > bound_s * (1 + _CLOSE_TO_BOUND))
         copies = replica_counts(mean_s[at], spare, ranks, enough_s[at])
         price = price_list(token_s[at], active_s[at], copies)
-        quota = _quota(relaxation, at, copies, slots, seed) if rounded else None
-        kept = begun[at] if start is None else _kept(begun[at], copies, price)
-        tried = fill_empty_slots(kept, price, copies, quota, relaxation.column)
-        tried, worst = _searched(tried, token_s[at], active_s[at], bound_s[at] * (1 + tolerance))
-        better = worst < reached[at]
-        best[at[better]], reached[at[better]] = tried[better], worst[better]
-    reached = fill_empty_ranks(best, token_s, active_s, reached)
-    return full_slots(best, experts).reshape(layers, -1), DirectorReport(relaxation.lp_s, bound_s, reached)
+        quota = _round_quota(relaxation, at, copies, slots, seed) if follows_lp else None
+        present = initial[at] if start is None else _remove_surplus(initial[at], copies, price)
+        candidate = fill_empty_slots(present, price, copies, quota, relaxation.column)
+        candidate, worst_s = _search(candidate, token_s[at], active_s[at], bound_s[at] * (1 + tolerance))
+        better = worst_s < reached_s[at]
+        best[at[better]], reached_s[at[better]] = candidate[better], worst_s[better]
+    reached_s = fill_empty_ranks(best, token_s, active_s, reached_s)
+    placement = repeat_in_empty_slots(best, experts).reshape(layers, -1)
+    return placement, DirectorReport(relaxation.lp_s, bound_s, reached_s)
 
 
 def renewed_placement(
@@ -137,134 +145,51 @@ def renewed_placement(
 ) -> tuple[Ints, float]:
     """Return the placement for a pending batch that replaces `start`, and its gain.
 
-    Of a new placement, by LP and rounding, and a repair of `start`, which moves few experts, the one with the
-    least time wins; the repair, unless the new placement saves at least `_WORTH` more.
+    There are two candidates: a new placement by LP and rounding, and a repair of `start`, which moves few
+    experts. The repair is chosen unless the new placement saves at least `_WORTH` more time.
+    If neither saves time, the result is `start`.
 
     Args:
         workload, topology, slots, cost, token_bytes, seed: as for `director_placement`.
         start: int[L, P], the present placement.
 
     Returns:
-        int[L, P], with experts that stay in their slots, and the share of all layers' time that it saves.
+        int[L, P], in which experts that stay keep their slots, and the share of all layers' time saved.
     """
-    given: dict[str, Any] = {"topology": topology, "cost": cost, "token_bytes": token_bytes}
+    engine: dict[str, Any] = {"topology": topology, "cost": cost, "token_bytes": token_bytes}
     alike = not token_bytes or not (cost.near_byte_s or cost.far_byte_s)
-    now_s = placement_s(workload, start, **given)
+    now_s = placement_s(workload, start, **engine)
     best, least_s = np.asarray(start), now_s
     for origin in (start, None):
-        placed = director_placement(workload, slots=slots, start=origin, seed=seed, **given)[0]
-        placed = minimise_moves(start, placed, topology.ranks, alike=alike)
-        seconds = placement_s(workload, placed, **given)
+        candidate = director_placement(workload, slots=slots, start=origin, seed=seed, **engine)[0]
+        candidate = minimise_moves(start, candidate, topology.ranks, alike=alike)
+        seconds = placement_s(workload, candidate, **engine)
         if seconds < least_s - (0.0 if origin is not None else _WORTH * now_s):
-            best, least_s = placed, seconds
+            best, least_s = candidate, seconds
     return best, 1 - least_s / now_s if now_s else 0.0
 
 
-def placement_s(
-    workload: ArrayLike,
-    placement: ArrayLike,
-    *,
-    topology: Topology,
-    cost: LayerCost,
-    token_bytes: float = 0.0,
-) -> float:
-    """Return the time of all layers by the cost, s, for a workload of `director_placement`."""
-    experts = np.shape(workload)[-1]
-    hosts = hosts_of(placement, experts, topology.ranks)
-    work = placed_work(workload, hosts, topology=topology, token_bytes=token_bytes)
-    return float(cost.layer_s(work).sum())
+def _search(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) -> tuple[Ints, Floats]:
+    """Improve layers by swaps and changes of replicas, in place, while either helps.
 
-
-def check_slots(ranks: int, slots: int, experts: int) -> None:
-    """Raise UserInputError if ranks with this many slots each cannot hold all experts."""
-    if slots < 1 or ranks * slots < experts:
-        raise UserInputError(f"{ranks} ranks of {slots} slots cannot hold {experts} experts")
-
-
-def fill_empty_ranks(slots: Ints, token_s: Floats, active_s: Floats, reached: Floats) -> Floats:
-    """Give each rank without expert the one with the least work, in place; return layers' times, s [L]."""
-    experts = token_s.shape[1]
-    empty = (slots == experts).all(axis=2)
-    if not empty.any():
-        return reached
-    idlest = token_s.mean(axis=2).argmin(axis=1)[:, None]
-    slots[..., 0] = np.where(empty, idlest, slots[..., 0])
-    price = price_list(token_s, active_s, copies_of(slots, experts))
-    return np.where(empty.any(axis=1), rank_s(slots, price).max(axis=1), reached)
-
-
-def _searched(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) -> tuple[Ints, Floats]:
-    """Return (slots, the slowest rank's s [L]) after swaps and changes of replicas, while either helps."""
-    experts = token_s.shape[1]
-    open_ = np.arange(len(slots))
-    reached = np.full(len(slots), np.inf)
-    while len(open_):
-        price = price_list(token_s[open_], active_s[open_], copies_of(slots[open_], experts))
-        slots[open_] = swap_slots(slots[open_], price, enough_s[open_])
-        reached[open_] = rank_s(slots[open_], price).max(axis=1)
-        before = slots.copy()
-        for layer in open_[reached[open_] > enough_s[open_]]:
-            slots[layer] = reassign_spares(slots[layer], token_s[layer], active_s[layer], enough_s[layer])
-        open_ = open_[(slots[open_] != before[open_]).any(axis=(1, 2))]
-    return slots, reached
-
-
-def placed_work(
-    workload: ArrayLike, hosts: NDArray[np.bool_], *, topology: Topology, token_bytes: float = 0.0
-) -> LayerWork:
-    """Return the work of a batch on each rank if replicas share an expert's tokens of every source evenly.
-
-    Args:
-        workload: [..., G, E] tokens by source rank and expert, or [..., E], if all ranks have the same.
-        hosts: bool[..., E, G], by `hosts_of`.
+    Returns:
+        The slots, and the time of each layer's slowest rank, s [L].
     """
-    tokens = np.asarray(workload, np.float64)
-    if tokens.ndim == hosts.ndim - 1:
-        tokens = np.repeat(tokens[..., None, :] / topology.ranks, topology.ranks, axis=-2)
-    share = hosts / hosts.sum(axis=-1, keepdims=True)
-    sent = tokens @ share  # [..., source, rank]
-    same = topology.node_of[:, None] == topology.node_of[None, :]
-    near, far = sent * (same & ~np.eye(topology.ranks, dtype=bool)), sent * ~same
-    active = hosts & (tokens.sum(axis=-2) > 0)[..., None]
-    return LayerWork(
-        active.sum(axis=-2).astype(np.float64),
-        sent.sum(axis=-2),
-        token_bytes * near.sum(axis=-2),
-        token_bytes * far.sum(axis=-2),
-    )
+    experts = token_s.shape[1]
+    pending = np.arange(len(slots))
+    reached_s = np.full(len(slots), np.inf)
+    while len(pending):
+        price = price_list(token_s[pending], active_s[pending], copies_of(slots[pending], experts))
+        slots[pending] = swap_slots(slots[pending], price, enough_s[pending])
+        reached_s[pending] = rank_s(slots[pending], price).max(axis=1)
+        before = slots.copy()
+        for layer in pending[reached_s[pending] > enough_s[pending]]:
+            slots[layer] = reassign_spares(slots[layer], token_s[layer], active_s[layer], enough_s[layer])
+        pending = pending[(slots[pending] != before[pending]).any(axis=(1, 2))]
+    return slots, reached_s
 
 
-def by_source(workload: ArrayLike, topology: Topology) -> Floats:
-    """Return a workload of `director_placement` as float[L, G, E]; raise UserInputError if it is invalid."""
-    tokens = np.asarray(workload, np.float64)
-    if tokens.ndim == 2:
-        tokens = np.repeat(tokens[:, None] / topology.ranks, topology.ranks, axis=1)
-    if tokens.ndim != 3 or tokens.shape[1] != topology.ranks or not tokens.size:
-        raise UserInputError(
-            f"a workload of shape {np.shape(workload)} is neither [layers, experts] nor [layers, "
-            f"{topology.ranks} ranks, experts]"
-        )
-    if not np.isfinite(tokens).all() or tokens.min() < 0:
-        raise UserInputError("a workload must be finite and 0 or more")
-    return tokens
-
-
-def prices(tokens: Floats, topology: Topology, cost: LayerCost, token_bytes: float) -> tuple[Floats, Floats]:
-    """Return token_s[L, E, G], for all tokens on the rank, and active_s[L, E], for reading the weights."""
-    everyone = tokens.sum(axis=1)
-    node = np.stack(
-        [tokens[:, topology.node_of == n].sum(axis=1) for n in range(topology.nodes)], axis=2
-    )  # [L, E, nodes]
-    mine, local = np.swapaxes(tokens, 1, 2), node[:, :, topology.node_of]
-    token_s = (
-        cost.per_token_s * everyone[..., None]
-        + cost.near_byte_s * token_bytes * (local - mine)
-        + cost.far_byte_s * token_bytes * (everyone[..., None] - local)
-    )
-    return token_s, cost.per_expert_s * (everyone > 0)
-
-
-def _quota(relaxation: Relaxation, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
+def _round_quota(relaxation: Relaxation, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
     """Return int[n, E, N], replicas by column of ranks, of the layers `at`; None if there is one column."""
     width = np.bincount(relaxation.column)
     if len(width) == 1 or not len(at):
@@ -279,7 +204,7 @@ def _quota(relaxation: Relaxation, at: Ints, copies: Ints, slots: int, seed: int
     )
 
 
-def _parsed(start: ArrayLike, tokens: Floats, slots: int) -> Ints:
+def _parse_start(start: ArrayLike, tokens: Floats, slots: int) -> Ints:
     """Return int[L, G, C] of a placement; a second replica on a rank becomes an empty slot."""
     layers, ranks, experts = tokens.shape
     placement = np.asarray(start)
@@ -292,32 +217,17 @@ def _parsed(start: ArrayLike, tokens: Floats, slots: int) -> Ints:
     return np.where(earlier, experts, rows).reshape(layers, ranks, slots)
 
 
-def _kept(slots: Ints, copies: Ints, price: Floats) -> Ints:
+def _remove_surplus(slots: Ints, copies: Ints, price: Floats) -> Ints:
     """Remove replicas beyond `copies` from the slots, first on the most expensive ranks."""
-    kept = slots.copy()
+    remaining = slots.copy()
     experts = copies.shape[1]
-    surplus = copies_of(kept, experts) - copies
-    cost = rank_s(kept, price)
+    surplus = copies_of(remaining, experts) - copies
+    cost = rank_s(remaining, price)
     for layer, expert in np.argwhere(surplus > 0):
-        holders, slot = np.nonzero(kept[layer] == expert)
+        holders, slot = np.nonzero(remaining[layer] == expert)
         dearest = np.argsort(-cost[layer, holders], kind="stable")[: surplus[layer, expert]]
-        kept[layer, holders[dearest], slot[dearest]] = experts
-    return kept
-
-
-def full_slots(slots: Ints, experts: int) -> Ints:
-    """Fill empty slots with an expert of their rank, if possible one with no other rank, so no token moves.
-
-    Every rank of `slots` [L, G, C] holds an expert.
-    """
-    slots = slots.copy()
-    alone = copies_of(slots, experts) == 1
-    for layer, rank in np.argwhere((slots == experts).any(axis=2)):
-        row = slots[layer, rank]
-        there = row[row < experts]
-        single = there[alone[layer, there]]
-        slots[layer, rank] = np.where(row == experts, single[0] if len(single) else there[0], row)
-    return slots
+        remaining[layer, holders[dearest], slot[dearest]] = experts
+    return remaining
 
 
 def _relative_excess(value: Floats, bound: Floats) -> float:

@@ -30,12 +30,12 @@ def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: in
     Raises:
         UserInputError: sizes that do not divide, or fewer slots than experts.
     """
-    weight = _activity(load)
+    weight = _check_activity(load)
     num_experts = weight.shape[1]
     if num_physical < num_experts:
         raise UserInputError(f"{num_physical} slots cannot hold {num_experts} experts")
     if groups % nodes:
-        groups, nodes = 1, 1  # groups cannot be kept together on nodes: one flat pool
+        groups, nodes = 1, 1  # groups do not fit on nodes: pack all experts as one flat pool
     for what, total, parts in (
         ("experts", num_experts, groups),
         ("groups", groups, nodes),
@@ -58,20 +58,20 @@ def activation_placement(activation: ArrayLike, ranks: int) -> Ints:
     Returns:
         int[L, E].
     """
-    activity = _activity(activation)
+    activity = _check_activity(activation)
     if ranks < 1 or activity.shape[1] % ranks:
         raise UserInputError(f"{activity.shape[1]} experts do not divide by {ranks} ranks")
-    return np.stack([np.concatenate(_packed(row, ranks)) for row in activity])
+    return np.stack([np.concatenate(_pack(row, ranks)) for row in activity])
 
 
-def _activity(values: ArrayLike) -> NDArray[np.float64]:
+def _check_activity(values: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(values, np.float64)
     if array.ndim != 2 or not array.size or not np.isfinite(array).all() or array.min() < 0:
         raise UserInputError("loads and activations must be a [layers, experts] array, finite and 0 or more")
     return array
 
 
-def _packed(weight: NDArray[np.float64], packs: int) -> list[Ints]:
+def _pack(weight: NDArray[np.float64], packs: int) -> list[Ints]:
     """Return the items of each pack, equally many, heaviest first to the lightest pack with room."""
     room = len(weight) // packs
     chosen: list[list[int]] = [[] for _ in range(packs)]
@@ -83,7 +83,7 @@ def _packed(weight: NDArray[np.float64], packs: int) -> list[Ints]:
     return [np.array(items, np.int64) for items in chosen]
 
 
-def _replicated(weight: NDArray[np.float64], slots: int) -> tuple[Ints, Ints]:
+def _replicate(weight: NDArray[np.float64], slots: int) -> tuple[Ints, Ints]:
     """Return (expert of each slot, replicas of each expert); add replicas where a replica has most load."""
     count = np.ones(len(weight), np.int64)
     experts = list(range(len(weight)))
@@ -96,11 +96,11 @@ def _replicated(weight: NDArray[np.float64], slots: int) -> tuple[Ints, Ints]:
 
 def _eplb_layer(weight: NDArray[np.float64], slots: int, groups: int, nodes: int, ranks: int) -> Ints:
     size = len(weight) // groups
-    of_node = _packed(weight.reshape(groups, size).sum(axis=1), nodes)
-    placed: list[Ints] = []
+    of_node = _pack(weight.reshape(groups, size).sum(axis=1), nodes)
+    packs: list[Ints] = []
     for members in of_node:
         experts = (members[:, None] * size + np.arange(size)).reshape(-1)
-        local, count = _replicated(weight[experts], slots // nodes)
+        local, count = _replicate(weight[experts], slots // nodes)
         share = (weight[experts] / count)[local]
-        placed += [experts[local[pack]] for pack in _packed(share, ranks // nodes)]
-    return np.concatenate(placed)
+        packs += [experts[local[pack]] for pack in _pack(share, ranks // nodes)]
+    return np.concatenate(packs)

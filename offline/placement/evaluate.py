@@ -37,8 +37,9 @@ def sample_batches(trace: CalibrationTrace, requests: Ints, tokens: int, batches
     chosen = requests[trace.decode_steps[requests] > 0]
     ends = np.cumsum(trace.decode_steps[chosen], dtype=np.int64)
     routes = trace.decode_routes(chosen)
-    drawn = rng.integers(len(chosen), size=(batches, tokens))
-    return routes[rng.integers(ends[drawn] - trace.decode_steps[chosen[drawn]], ends[drawn])].astype(np.int64)
+    request = rng.integers(len(chosen), size=(batches, tokens))
+    first = ends[request] - trace.decode_steps[chosen[request]]
+    return routes[rng.integers(first, ends[request])].astype(np.int64)
 
 
 def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
@@ -53,22 +54,22 @@ def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
 def metro_rule(hosts: ArrayLike) -> Rule:
     """Return METRO's rule for hosts bool[L, E, G]: in each batch all tokens of an expert use one replica."""
     plans = [MetroPlan.from_hosts(layer) for layer in np.asarray(hosts, bool)]
-    return lambda layer, experts, source, held: plans[layer].route(
-        np.bincount(experts.reshape(-1), minlength=len(held))
+    return lambda layer, experts, source, hosts: plans[layer].route(
+        np.bincount(experts.reshape(-1), minlength=len(hosts))
     )[experts]
 
 
-def served(batches: Ints, hosts: ArrayLike, topology: Topology, rule: Rule) -> Ints:
+def serve(batches: Ints, hosts: ArrayLike, topology: Topology, rule: Rule) -> Ints:
     """Return int[B, T, L, k], the rank that serves each pair of batches [B, T, L, k] by the rule.
 
     Args:
         hosts: bool[L, E, G].
     """
-    held, source = np.asarray(hosts, bool), home_ranks(batches.shape[1], topology)
+    hosted, source = np.asarray(hosts, bool), home_ranks(batches.shape[1], topology)
     ranks = np.empty_like(batches)
     for batch, experts in enumerate(batches):
         for layer in range(experts.shape[1]):
-            ranks[batch, :, layer] = rule(layer, experts[:, layer], source, held[layer])
+            ranks[batch, :, layer] = rule(layer, experts[:, layer], source, hosted[layer])
     return ranks
 
 
@@ -80,7 +81,7 @@ def home_ranks(tokens: int, topology: Topology) -> Ints:
 def work_of(
     batches: Ints, ranks: Ints, topology: Topology, *, num_experts: int, token_bytes: float = 1.0
 ) -> LayerWork:
-    """Return the work of each batch in each layer, [B, L, G], with the ranks of `served`.
+    """Return the work of each batch in each layer, [B, L, G], with the ranks of `serve`.
 
     Args:
         token_bytes: bytes of a hidden state; 1 counts copies of tokens.
@@ -88,7 +89,7 @@ def work_of(
     source = home_ranks(batches.shape[1], topology)
     work = [
         [
-            LayerWork.dispatched(
+            LayerWork.from_dispatched(
                 experts[:, layer],
                 chosen[:, layer],
                 source,
@@ -118,11 +119,11 @@ def forwarded_copies(ranks: Ints, topology: Topology) -> tuple[float, float]:
     np.put_along_axis(visited, ranks, True, axis=-1)
     home = home_ranks(shape[1], topology)
     by_node = visited.reshape(*shape, topology.nodes, -1)
-    other = topology.node_of[home][:, None] != np.arange(topology.nodes)  # [T, nodes]
-    away = by_node.any(axis=-1) & other[:, None, :]
+    is_other = topology.node_of[home][:, None] != np.arange(topology.nodes)  # [T, nodes]
+    to_nodes = by_node.any(axis=-1) & is_other[:, None, :]
     at_home = visited[:, np.arange(shape[1]), :, home]  # [T, B, L]: the copy that is not sent
-    near = visited.sum() - at_home.sum() - away.sum()
-    return float(near / np.prod(shape)), float(away.sum() / np.prod(shape))
+    near = visited.sum() - at_home.sum() - to_nodes.sum()
+    return float(near / np.prod(shape)), float(to_nodes.sum() / np.prod(shape))
 
 
 def evaluate(
@@ -143,9 +144,9 @@ def evaluate(
     other nodes, per token and layer; `near_forwarded` and `far_forwarded`, the same by `forwarded_copies`;
     with a cost `layer_us`.
     """
-    held = np.asarray(hosts, bool)
-    ranks = served(batches, held, topology, rule)
-    work = work_of(batches, ranks, topology, num_experts=held.shape[1], token_bytes=token_bytes)
+    hosted = np.asarray(hosts, bool)
+    ranks = serve(batches, hosted, topology, rule)
+    work = work_of(batches, ranks, topology, num_experts=hosted.shape[1], token_bytes=token_bytes)
     copies = batches.shape[1] * token_bytes
     total = work.tokens.sum(axis=0)
     near, far = forwarded_copies(ranks, topology)

@@ -53,10 +53,15 @@ def workload_by_rank(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike, top
     seen, length = np.asarray(counts, np.float64), np.asarray(tokens, np.float64)
     if seen.ndim != 3 or length.shape != seen.shape[:1]:
         raise UserInputError(f"counts of shape {seen.shape} do not match {length.shape} prompt lengths")
-    wanted = np.broadcast_to(np.asarray(steps, np.float64), length.shape)
+    steps_of_request = np.broadcast_to(np.asarray(steps, np.float64), length.shape)
     home = home_ranks(len(seen), topology)
-    own = [home == rank for rank in range(topology.ranks)]
-    return np.stack([expected_workload(seen[mine], length[mine], wanted[mine]) for mine in own], axis=1)
+    return np.stack(
+        [
+            expected_workload(seen[home == rank], length[home == rank], steps_of_request[home == rank])
+            for rank in range(topology.ranks)
+        ],
+        axis=1,
+    )
 
 
 def decode_correction(

@@ -50,17 +50,15 @@ def grace_placement(
     Raises:
         UserInputError: shapes that do not match, or slots that cannot hold the experts.
     """
-    together, tokens = np.asarray(affinity, np.float64), np.asarray(load, np.float64)
+    pairs, tokens = np.asarray(affinity, np.float64), np.asarray(load, np.float64)
     layers, experts = tokens.shape
-    if together.shape != (layers, experts, experts):
-        raise UserInputError(
-            f"affinity of shape {together.shape} does not match load of shape {tokens.shape}"
-        )
+    if pairs.shape != (layers, experts, experts):
+        raise UserInputError(f"affinity of shape {pairs.shape} does not match load of shape {tokens.shape}")
     capacity = slots_per_rank(experts, num_physical, topology.ranks)
     if ratio is None:
-        ratio = knee_ratio(together, topology, capacity=capacity, seed=seed)
+        ratio = knee_ratio(pairs, topology, capacity=capacity, seed=seed)
     rows, reports = [], []
-    for matrix, counts in zip(together, tokens, strict=True):
+    for matrix, counts in zip(pairs, tokens, strict=True):
         primary = hierarchical_groups(matrix, topology, ratio=ratio, capacity=capacity, seed=seed)
         replicated = with_replicas(counts, primary, topology.ranks, capacity=capacity)
         hosts = fill_slots(counts, replicated, capacity)

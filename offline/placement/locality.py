@@ -20,50 +20,50 @@ Bools = NDArray[np.bool_]
 def polling_weights(load: ArrayLike, hosts: ArrayLike) -> Floats:
     """Return float[..., G]: the inverse of each rank's predicted load; replicas share a load evenly.
 
-    This is Eq. 3 for any number of replicated experts, with W_p = W_r / (1 + n), the share of the replicated
-    load, as the paper's text says; its formula divides W_max.
+    This is Eq. 3 for any number of replicated experts. W_p is W_r / (1 + n), the share of the replicated
+    load, as the paper's text says; the paper's formula divides W_max instead.
     """
-    held = np.asarray(hosts, bool)
-    share = np.asarray(load, np.float64) / np.maximum(held.sum(axis=-1), 1)
-    predicted: Floats = (share[..., None] * held).sum(axis=-2)
+    hosted = np.asarray(hosts, bool)
+    share = np.asarray(load, np.float64) / np.maximum(hosted.sum(axis=-1), 1)
+    predicted: Floats = (share[..., None] * hosted).sum(axis=-2)
     weights: Floats = 1 / np.maximum(predicted, 1.0)
     return weights
 
 
 def route_weighted(experts: Ints, hosts: Bools, weights: Floats, rng: np.random.Generator) -> Ints:
     """Choose randomly among all replicas by weight (Algorithm 3)."""
-    return _drawn(hosts[experts], weights, rng)
+    return _draw(hosts[experts], weights, rng)
 
 
 def route_local(
     experts: Ints, source: Ints, hosts: Bools, weights: Floats, topology: Topology, rng: np.random.Generator
 ) -> Ints:
     """Choose a replica on the token's rank, else by weights one on its node, else any (Algorithm 4)."""
-    held = hosts[experts]  # [T, k, G]
+    candidates = hosts[experts]  # [T, k, G]
     node = topology.node_of
     for near in (source[:, None] == np.arange(topology.ranks), node[source][:, None] == node):
-        nearer = held & near[:, None, :]
-        held = np.where(nearer.any(axis=2, keepdims=True), nearer, held)
-    return _drawn(held, weights, rng)
+        nearer = candidates & near[:, None, :]
+        candidates = np.where(nearer.any(axis=2, keepdims=True), nearer, candidates)
+    return _draw(candidates, weights, rng)
 
 
 def weighted_rule(load: ArrayLike, hosts: ArrayLike, *, seed: int = 0) -> Rule:
     """Return the rule `route_weighted` with the polling weights of load [L, E] on hosts [L, E, G]."""
     weights, rng = polling_weights(load, hosts), np.random.default_rng(seed)
-    return lambda layer, experts, source, held: route_weighted(experts, held, weights[layer], rng)
+    return lambda layer, experts, source, hosts: route_weighted(experts, hosts, weights[layer], rng)
 
 
 def local_rule(load: ArrayLike, hosts: ArrayLike, topology: Topology, *, seed: int = 0) -> Rule:
     """Return the rule `route_local` with the polling weights of load [L, E] on hosts [L, E, G]."""
     weights, rng = polling_weights(load, hosts), np.random.default_rng(seed)
-    return lambda layer, experts, source, held: route_local(
-        experts, source, held, weights[layer], topology, rng
+    return lambda layer, experts, source, hosts: route_local(
+        experts, source, hosts, weights[layer], topology, rng
     )
 
 
-def _drawn(candidates: Bools, weights: Floats, rng: np.random.Generator) -> Ints:
+def _draw(candidates: Bools, weights: Floats, rng: np.random.Generator) -> Ints:
     """Draw one of the candidates [T, k, G] of each pair, in proportion to the ranks' weights."""
-    # The shortest of exponential waiting times is each rank's in proportion to its weight.
-    race = rng.exponential(size=candidates.shape) / weights
-    ranks: Ints = np.where(candidates, race, np.inf).argmin(axis=2)
+    # The probability that a rank has the shortest of exponential waiting times is proportional to its weight.
+    waiting = rng.exponential(size=candidates.shape) / weights
+    ranks: Ints = np.where(candidates, waiting, np.inf).argmin(axis=2)
     return ranks

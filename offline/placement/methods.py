@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from eldr_serve.commands.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.affinity import co_activation, expert_load
-from offline.placement.as_written import director_as_written
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement
+from offline.placement.director_paper import director_paper_placement
 from offline.placement.eplb import activation_placement, eplb_placement
 from offline.placement.evaluate import home_ranks
 from offline.placement.grace import grace_placement
@@ -71,40 +71,41 @@ class Problem:
         return activation
 
 
-def _eplb(problem: Problem) -> tuple[Ints, Report]:
-    placed = eplb_placement(
+def _place_by_eplb(problem: Problem) -> tuple[Ints, Report]:
+    placement = eplb_placement(
         problem.load,
         problem.slots,
         groups=problem.groups,
         nodes=problem.topology.nodes,
         ranks=problem.topology.ranks,
     )
-    return placed, {"groups": problem.groups}
+    return placement, {"groups": problem.groups}
 
 
-def _activation(problem: Problem) -> tuple[Ints, Report]:
+def _place_by_activation(problem: Problem) -> tuple[Ints, Report]:
     if problem.slots != problem.num_experts:
         raise UserInputError("method activation places every expert once: omit --redundant and --slots")
     return activation_placement(problem.activation, problem.topology.ranks), {"batch": problem.batch}
 
 
-def _grace(problem: Problem) -> tuple[Ints, Report]:
+def _place_by_grace(problem: Problem) -> tuple[Ints, Report]:
     affinity = co_activation(problem.routes, problem.num_experts)
     return grace_placement(affinity, problem.load, problem.slots, problem.topology, seed=problem.seed)
 
 
-def _director(problem: Problem) -> tuple[Ints, Report]:
-    placed, report = director_placement(problem.workload, seed=problem.seed, **_engine(problem, "director"))
-    return placed, {"above_lp": report.gap, "above_bound": report.bound_gap, "batch": problem.batch}
+def _place_by_director(problem: Problem) -> tuple[Ints, Report]:
+    engine = _engine_of(problem, "director")
+    placement, report = director_placement(problem.workload, seed=problem.seed, **engine)
+    return placement, {"above_lp": report.gap, "above_bound": report.bound_gap, "batch": problem.batch}
 
 
-def _director_paper(problem: Problem) -> tuple[Ints, Report]:
-    engine = _engine(problem, "director-paper")
-    placed, report = director_as_written(problem.workload, seed=problem.seed, **engine)
-    return placed, asdict(report) | {"above_budget": report.above_budget, "batch": problem.batch}
+def _place_by_director_paper(problem: Problem) -> tuple[Ints, Report]:
+    engine = _engine_of(problem, "director-paper")
+    placement, report = director_paper_placement(problem.workload, seed=problem.seed, **engine)
+    return placement, asdict(report) | {"above_budget": report.above_budget, "batch": problem.batch}
 
 
-def _engine(problem: Problem, method: str) -> dict[str, Any]:
+def _engine_of(problem: Problem, method: str) -> dict[str, Any]:
     """Return what DIRECTOR knows of the engine; raise UserInputError if the cost is unknown."""
     if problem.cost is None:
         raise UserInputError(f"method {method} weighs experts against tokens and bytes: give their --cost")
@@ -117,9 +118,9 @@ def _engine(problem: Problem, method: str) -> dict[str, Any]:
 
 
 METHODS: dict[str, Callable[[Problem], tuple[Ints, Report]]] = {
-    "eplb": _eplb,
-    "activation": _activation,
-    "grace": _grace,
-    "director": _director,
-    "director-paper": _director_paper,
+    "eplb": _place_by_eplb,
+    "activation": _place_by_activation,
+    "grace": _place_by_grace,
+    "director": _place_by_director,
+    "director-paper": _place_by_director_paper,
 }

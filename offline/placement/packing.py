@@ -35,17 +35,17 @@ def rank_s(slots: Ints, price: Floats) -> Floats:
 
 def copies_of(slots: Ints, experts: int) -> Ints:
     """Return int[L, E], the replicas of each expert."""
-    copies: Ints = held_by(slots, experts)[:, :-1].sum(axis=2)
+    copies: Ints = rank_hosts(slots, experts)[:, :-1].sum(axis=2)
     return copies
 
 
-def held_by(slots: Ints, experts: int) -> NDArray[np.bool_]:
-    """Return bool[L, E + 1, G]; the last row, of empty slots, is never held."""
-    held = np.zeros((len(slots), experts + 1, slots.shape[1]), bool)
+def rank_hosts(slots: Ints, experts: int) -> NDArray[np.bool_]:
+    """Return whether a rank holds an expert, bool[L, E + 1, G]; False in the last row, of empty slots."""
+    hosts = np.zeros((len(slots), experts + 1, slots.shape[1]), bool)
     layer, rank = np.ogrid[: slots.shape[0], : slots.shape[1]]
-    held[layer[..., None], slots, rank[..., None]] = True
-    held[:, experts] = False
-    return held
+    hosts[layer[..., None], slots, rank[..., None]] = True
+    hosts[:, experts] = False
+    return hosts
 
 
 def replica_counts(token_s: Floats, spare: int, ranks: int, enough_s: Floats) -> Ints:
@@ -67,46 +67,47 @@ def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | Non
 
     Args:
         slots: present slots; their replicas do not move.
-        copies: [L, E] wanted replicas; one that every rank with room already holds is omitted.
-        quota: [L, E, N] replicas wanted in each column of ranks; None: anywhere.
+        copies: [L, E] number of replicas; a replica is omitted if every rank with room holds the expert.
+        quota: [L, E, N] number of replicas in each column of ranks; None: anywhere.
         column: [G] column of each rank.
     """
     slots = slots.copy()
     size, experts = copies.shape
-    held = held_by(slots, experts)
+    hosts = rank_hosts(slots, experts)
     cost = rank_s(slots, price)
     room = (slots == experts).sum(axis=2)
-    missing = np.maximum(copies - held[:, :-1].sum(axis=2), 0)
-    left = None
+    missing = np.maximum(copies - hosts[:, :-1].sum(axis=2), 0)
+    remaining = None
     if quota is not None:
-        left = quota - np.stack([held[:, :-1, column == n].sum(2) for n in range(quota.shape[2])], axis=2)
+        present = [hosts[:, :-1, column == n].sum(axis=2) for n in range(quota.shape[2])]
+        remaining = quota - np.stack(present, axis=2)
     # The first replica of each expert must find a slot before the second of any. Then the heaviest.
-    first = held[:, :-1].sum(axis=2) == 0
+    is_first = hosts[:, :-1].sum(axis=2) == 0
     weight = price[:, :-1].mean(axis=2)
     layer = np.arange(size)
-    reserved = first.sum(axis=1)
+    num_reserved = is_first.sum(axis=1)
     for _ in range(int(missing.sum(axis=1).max(initial=0))):
-        open_ = missing > 0
+        is_open = missing > 0
         # Reserve slots for experts without a replica.
-        open_ &= first | (room.sum(axis=1) > reserved)[:, None]
-        item = np.where(open_, weight, -1.0).argmax(axis=1)
-        wanted = open_[layer, item]
-        fits = (room > 0) & ~held[layer, item]
+        is_open &= is_first | (room.sum(axis=1) > num_reserved)[:, None]
+        item = np.where(is_open, weight, -1.0).argmax(axis=1)
+        has_item = is_open[layer, item]
+        fits = (room > 0) & ~hosts[layer, item]
         score = np.where(fits, cost + price[layer, item], np.inf)
-        if left is not None:
-            score = score + np.where(left[layer, item][:, column] > 0, 0.0, 1e6)
+        if remaining is not None:
+            score = score + np.where(remaining[layer, item][:, column] > 0, 0.0, 1e6)
         rank = score.argmin(axis=1)
-        placed = wanted & fits[layer, rank]
-        missing[layer, item] = np.where(placed, missing[layer, item] - 1, 0)
-        at, expert, to = layer[placed], item[placed], rank[placed]
+        has_place = has_item & fits[layer, rank]
+        missing[layer, item] = np.where(has_place, missing[layer, item] - 1, 0)
+        at, expert, to = layer[has_place], item[has_place], rank[has_place]
         slots[at, to, (slots[at, to] == experts).argmax(axis=1)] = expert
         cost[at, to] += price[at, expert, to]
         room[at, to] -= 1
-        held[at, expert, to] = True
-        reserved[at] -= first[at, expert]
-        first[at, expert] = False
-        if left is not None:
-            left[at, expert, column[to]] -= 1
+        hosts[at, expert, to] = True
+        num_reserved[at] -= is_first[at, expert]
+        is_first[at, expert] = False
+        if remaining is not None:
+            remaining[at, expert, column[to]] -= 1
     return slots
 
 
@@ -120,33 +121,33 @@ def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
     experts = price.shape[1] - 1
     ranks, room = slots.shape[1:]
     of_slot = np.repeat(np.arange(ranks), room)
-    open_ = np.arange(len(slots))
-    while len(open_):
-        mine = slots[open_]
-        here = np.arange(len(open_))
-        cost = rank_s(mine, price[open_])
+    pending = np.arange(len(slots))
+    while len(pending):
+        rows = slots[pending]
+        index = np.arange(len(pending))
+        cost = rank_s(rows, price[pending])
         slow = cost.argmax(axis=1)
-        worst = cost[here, slow]
-        held = held_by(mine, experts)
-        a, b = mine[here, slow], mine.reshape(len(open_), -1)
-        local, every = price[open_], here[:, None]
-        out_a, in_b = local[every, a, slow[:, None]], local[every, b, slow[:, None]]
-        out_b, in_a = local[every, b, of_slot], local[every, a][..., of_slot]
+        worst = cost[index, slow]
+        hosts = rank_hosts(rows, experts)
+        a, b = rows[index, slow], rows.reshape(len(pending), -1)
+        prices, every = price[pending], index[:, None]
+        out_a, in_b = prices[every, a, slow[:, None]], prices[every, b, slow[:, None]]
+        out_b, in_a = prices[every, b, of_slot], prices[every, a][..., of_slot]
         after = np.maximum(
             worst[:, None, None] - out_a[..., None] + in_b[:, None, :],
             (cost[:, of_slot] - out_b)[:, None, :] + in_a,
         )
-        twice = held[every, b, slow[:, None]][:, None, :] | held[every, a][..., of_slot]
-        after[twice | (of_slot == slow[:, None])[:, None, :]] = np.inf
-        flat = after.reshape(len(open_), -1)
+        is_duplicate = hosts[every, b, slow[:, None]][:, None, :] | hosts[every, a][..., of_slot]
+        after[is_duplicate | (of_slot == slow[:, None])[:, None, :]] = np.inf
+        flat = after.reshape(len(pending), -1)
         best = flat.argmin(axis=1)
-        better = (flat[here, best] < worst * (1 - 1e-6)) & (worst > enough_s[open_])
-        at = here[better]
-        i, j = best[at] // b.shape[1], best[at] % b.shape[1]
-        out, into = a[at, i], b[at, j]
-        slots[open_[at], slow[at], i] = into
-        slots[open_[at], of_slot[j], j % room] = out
-        open_ = open_[better]
+        better = (flat[index, best] < worst * (1 - 1e-6)) & (worst > enough_s[pending])
+        improved = index[better]
+        i, j = best[improved] // b.shape[1], best[improved] % b.shape[1]
+        out, into = a[improved, i], b[improved, j]
+        slots[pending[improved], slow[improved], i] = into
+        slots[pending[improved], of_slot[j], j % room] = out
+        pending = pending[better]
     return slots
 
 
@@ -166,29 +167,64 @@ def reassign_spares(slots: Ints, token_s: Floats, active_s: Floats, enough_s: fl
     whole = np.concatenate([token_s, np.zeros((1, ranks))])  # a last row for empty slots
     active = np.append(active_s, 0.0)
     while True:
-        held = held_by(slots[None], experts)[0]
-        copies = np.maximum(held.sum(axis=1), 1).astype(np.float64)
+        hosts = rank_hosts(slots[None], experts)[0]
+        copies = np.maximum(hosts.sum(axis=1), 1).astype(np.float64)
         price = active[:, None] + whole / copies[:, None]
         cost = rank_s(slots[None], price[None])[0]
         worst = float(cost.max())
         if worst <= enough_s:
             return slots
         flat = slots.reshape(-1)
-        spared = np.flatnonzero((copies[flat] > 1) | (flat == experts))
-        out, at = flat[spared], of_slot[spared]
-        more = np.where(held, whole * (1 / np.maximum(copies - 1, 1) - 1 / copies)[:, None], 0.0)
+        spare_slots = np.flatnonzero((copies[flat] > 1) | (flat == experts))
+        out, owner = flat[spare_slots], of_slot[spare_slots]
+        more = np.where(hosts, whole * (1 / np.maximum(copies - 1, 1) - 1 / copies)[:, None], 0.0)
         removed = more[out]
-        removed[row[: len(out)], at] = -price[out, at]
-        coming = np.unique(np.append(slots[cost.argmax()], experts))
-        less = np.where(held, whole * (1 / (copies + 1) - 1 / copies)[:, None], 0.0)[coming]
+        removed[row[: len(out)], owner] = -price[out, owner]
+        candidates = np.unique(np.append(slots[cost.argmax()], experts))
+        less = np.where(hosts, whole * (1 / (copies + 1) - 1 / copies)[:, None], 0.0)[candidates]
         after = cost + removed[:, None, :] + less[None, :, :]
-        joins = np.where(
-            coming[:, None] < experts, active[coming, None] + whole[coming] / (copies[coming, None] + 1), 0.0
-        )
-        after[row[: len(out)], :, at] += joins[:, at].T
+        share = whole[candidates] / (copies[candidates, None] + 1)
+        added = np.where(candidates[:, None] < experts, active[candidates, None] + share, 0.0)
+        after[row[: len(out)], :, owner] += added[:, owner].T
         slowest = after.max(axis=2)
-        slowest[held[coming][:, at].T | (out[:, None] == coming)] = np.inf
+        slowest[hosts[candidates][:, owner].T | (out[:, None] == candidates)] = np.inf
         best = np.unravel_index(slowest.argmin(), slowest.shape) if slowest.size else None
         if best is None or slowest[best] >= worst * (1 - 1e-6):
             return slots
-        slots.reshape(-1)[spared[best[0]]] = coming[best[1]]
+        slots.reshape(-1)[spare_slots[best[0]]] = candidates[best[1]]
+
+
+def fill_empty_ranks(slots: Ints, token_s: Floats, active_s: Floats, reached_s: Floats) -> Floats:
+    """Give each rank without an expert the expert with the least work, in place.
+
+    Args:
+        slots: every rank may be empty; it changes.
+        token_s, active_s: as in `price_list`.
+        reached_s: [L] time of each layer's slowest rank before.
+
+    Returns:
+        [L], time of each layer's slowest rank afterwards, s.
+    """
+    experts = token_s.shape[1]
+    empty = (slots == experts).all(axis=2)
+    if not empty.any():
+        return reached_s
+    idlest = token_s.mean(axis=2).argmin(axis=1)[:, None]
+    slots[..., 0] = np.where(empty, idlest, slots[..., 0])
+    price = price_list(token_s, active_s, copies_of(slots, experts))
+    return np.where(empty.any(axis=1), rank_s(slots, price).max(axis=1), reached_s)
+
+
+def repeat_in_empty_slots(slots: Ints, experts: int) -> Ints:
+    """Fill empty slots by repeating an expert of their rank.
+
+    If possible, the expert is on no other rank, so that no token moves. Every rank must hold an expert.
+    """
+    slots = slots.copy()
+    is_single = copies_of(slots, experts) == 1
+    for layer, rank in np.argwhere((slots == experts).any(axis=2)):
+        row = slots[layer, rank]
+        present = row[row < experts]
+        single = present[is_single[layer, present]]
+        slots[layer, rank] = np.where(row == experts, single[0] if len(single) else present[0], row)
+    return slots

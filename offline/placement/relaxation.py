@@ -16,12 +16,20 @@ from eldr_serve.experts.parallel.placement import Topology
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-_SMALL_LP = 512  # variables of a layer's LP, unless it has the fewest columns: one a node, two of one node
+# Most variables of a layer's LP. A larger LP has the fewest columns: one per node, or two of a single node.
+_SMALL_LP = 512
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The LP relaxation: optimum [L], s; shares [L, E, N] and prices of the N columns of ranks [G]."""
+    """The LP relaxation over columns of ranks.
+
+    Attributes:
+        lp_s: float[L], optimum of each layer, s.
+        share: float[L, E, N], share of each expert in each column.
+        price: float[L, E, N], price of each expert in each column, s.
+        column: int[G], column of each rank.
+    """
 
     lp_s: Floats
     share: Floats
@@ -32,15 +40,17 @@ class Relaxation:
 def relax(price: Floats, topology: Topology, slots: int) -> Relaxation:
     """Solve the LP (6) of each layer over columns of ranks.
 
-    A column is one rank in a small LP, else a block of ranks of a node, which share the work at the cheapest
-    rank's price, so that the optimum is still a lower bound of every placement. The LP is also solved if all
-    ranks are alike: its vertex tells which experts share a column, and splits few of them.
+    In a small LP a column is one rank. In a large one it is a block of ranks of a node, which share the work
+    at the price of the cheapest rank, so that the optimum is still a lower bound of every placement. The LP
+    is also solved if all ranks are alike: its vertex tells which experts share a column, and splits few of
+    them.
     """
     column = _columns(price.shape[1], topology)
     width = np.bincount(column)
     least = np.stack([price[:, :, column == n].min(axis=2) / width[n] for n in range(len(width))], axis=2)
-    solved = [_solved(layer, width * slots) for layer in least]
-    return Relaxation(np.array([s for s, _ in solved]), np.stack([x for _, x in solved]), least, column)
+    solutions = [_solve_layer(layer, width * slots) for layer in least]
+    lp_s, shares = zip(*solutions, strict=True)
+    return Relaxation(np.array(lp_s), np.stack(shares), least, column)
 
 
 def _columns(experts: int, topology: Topology) -> Ints:
@@ -52,7 +62,7 @@ def _columns(experts: int, topology: Topology) -> Ints:
     return column
 
 
-def _solved(price: Floats, room: Ints) -> tuple[float, Floats]:
+def _solve_layer(price: Floats, room: Ints) -> tuple[float, Floats]:
     """Solve the LP of one layer; return the largest column's time, s, and x[E, N], the share of each expert.
 
     Args:

@@ -70,7 +70,7 @@ class BlockEngine(InProcess):
         """Send the prompt's tokens, whatever the request."""
         send(json.dumps({"tokens": prompt_of(json.loads(request.body))}).encode(), 0)
 
-    async def shape(self) -> tuple[int, int]:
+    async def measure_shape(self) -> tuple[int, int]:
         return LAYERS, EXPERTS
 
     def kv_usage(self, rank: int | None = None) -> float:
@@ -160,11 +160,11 @@ class PrefillEngine(BlockEngine):
         blocks = self.held.pop(engine_id, None)
         if blocks is not None:
             self._leases.pop(engine_id).cancel()
-            self._names.freed([engine_id])
+            self._names.forget([engine_id])
             self.blocks.give_back(blocks)
 
     def _free_abandoned(self) -> None:
-        for engine_id in self._names.due():
+        for engine_id in self._names.ids_to_free():
             self.free(engine_id)
 
 
@@ -190,7 +190,7 @@ class DecodeEngine(BlockEngine):
         self.prefixes: dict[tuple[int, ...], tuple[int, ...]] = {}  # prompt up to the end of a block -> block
         self._asked: dict[str, asyncio.Future[tuple[int, str]]] = {}  # expert counts, by request
 
-    async def expert_counts(self, request_id: str) -> tuple[int, str]:
+    async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         asked: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         self._asked[request_id] = asked
         try:

@@ -108,7 +108,7 @@ async def prefill_gives_ids_a_handle_and_counts_of_the_prompt(subject: Subject) 
 
 
 async def the_shape_is_that_of_the_counts(subject: Subject) -> None:
-    assert await subject.prefills.shape() == subject.shape
+    assert await subject.prefills.measure_shape() == subject.shape
 
 
 async def an_answer_is_a_stream_that_ends(subject: Subject) -> None:
@@ -180,7 +180,7 @@ async def an_engine_says_how_full_it_is(subject: Subject) -> None:
 
 
 async def a_signature_is_that_of_the_prompt(subject: Subject) -> None:
-    asked = asyncio.create_task(subject.generates.expert_counts("whole prompt"))
+    asked = asyncio.create_task(subject.generates.wait_for_counts("whole prompt"))
     await asyncio.sleep(0)  # requested before the engine gets the prompt
     await subject.generates.generate(request("whole prompt"), Sent())
     tokens, packed = await asked

@@ -102,7 +102,7 @@ BASE, SERVE, ENGINE = "", "serve", ("cpu", "gpu")
 RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
     "eldr_serve.experts.parallel.metro_triton": ("gpu",),
-    "eldr_serve.gpu_cost.package": ("cost",),
+    "eldr_serve.gpu_cost.kernel_times": ("cost",),
     "benchmarks.lib.channel_ways": ("dev",),
     "benchmarks.lib.frames_in_grpc": ("dev",),
     "benchmarks.lib.screenshots": ("dev",),
@@ -261,7 +261,7 @@ def test_only_compat_uses_internal_names(found: Callable[[Path], Iterator[str]])
 
 ENGINES = "eldr_serve.engine"
 # The public method that writes a file for vLLM, and the name of a part of NVIDIA's tables.
-FORMATS = {("eldr_serve.experts.parallel.placement", "to_vllm"), ("eldr_serve.gpu_cost.package", "vllm")}
+FORMATS = {("eldr_serve.experts.parallel.placement", "to_vllm"), ("eldr_serve.gpu_cost.kernel_times", "vllm")}
 
 
 def _names_in(path: Path) -> Iterator[str]:

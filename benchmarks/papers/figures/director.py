@@ -14,8 +14,8 @@ from benchmarks.papers.figures import shifting
 from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
 from benchmarks.papers.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from offline.placement.as_written import director_as_written
 from offline.placement.director import director_placement
+from offline.placement.director_paper import director_paper_placement
 
 BATCHES = 8
 RANKS = 32
@@ -82,7 +82,7 @@ def _place_by_experts(cluster: Cluster, workload: NDArray[np.float64]) -> Placem
 
 def _place_as_written(cluster: Cluster, workload: NDArray[np.float64]) -> Placement:
     """Return a placement, its time by the paper's two maxima and, twice, the bound by its LP, s."""
-    placement, report = director_as_written(workload, **_engine(cluster))
+    placement, report = director_paper_placement(workload, **_engine(cluster))
     return placement, report.reached_s, report.infeasible_s, report.infeasible_s
 
 

@@ -202,7 +202,7 @@ def _table(
 
 
 def _all_layers(spec: SignatureSpec) -> SignatureSpec:
-    return replace(spec, layers=np.arange(len(spec.idf)))
+    return replace(spec, layers=np.arange(len(spec.weights)))
 
 
 def _first_tokens(path: Path, trace: CalibrationTrace) -> dict[int | str, Any]:

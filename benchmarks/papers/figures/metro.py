@@ -137,7 +137,7 @@ def figure_4(options: Options) -> Rows:
     tokens = np.full((1, 1, 8), 2)
     rows: Rows = []
     for routing, paper in (("even", 2), ("metro", 1), ("optimum", 1)):
-        work = LayerWork.gathered(tokens_on_ranks(routing, MetroPlan.from_hosts(hosts), tokens))
+        work = LayerWork.from_gathered(tokens_on_ranks(routing, MetroPlan.from_hosts(hosts), tokens))
         row = {"routing": routing, "most_tokens_of_a_rank": int(work.tokens.max())}
         activated = int(work.activated.max())
         rows.append(row | {"most_activated_of_a_rank": activated, "paper_most_activated": paper})
@@ -194,7 +194,7 @@ def _works(
         plan = half.plan(ratio)
         tokens = half.batches(size, options.requests or BATCHES, seed)
         for routing in routings:
-            works[routing].append(LayerWork.gathered(tokens_on_ranks(routing, plan, tokens)))
+            works[routing].append(LayerWork.from_gathered(tokens_on_ranks(routing, plan, tokens)))
     return works
 
 

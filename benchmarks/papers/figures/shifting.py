@@ -21,8 +21,9 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from offline.placement.alignment import minimise_moves
 from offline.placement.cost import LayerCost, LayerWork
-from offline.placement.director import director_placement, placed_work
+from offline.placement.director import director_placement
 from offline.placement.forecast import decode_correction, expected_workload
+from offline.placement.workload import placed_work
 from offline.scenario import observed, routes_of
 
 STEPS = 256  # decode steps of a batch; observed steps repeat

@@ -23,7 +23,7 @@ class SharedArgument:
         name: name of the argument.
         reason: why it must be equal.
         resolved: path of the resolved value in vLLM's configuration. If empty, vLLM does not change the
-            value, so an argument that is missing in one role differs from one that is given in the other.
+            value. An argument that only one role gives is then a difference.
     """
 
     name: str
@@ -82,10 +82,12 @@ def compare_specs(prefill: Any, decode: Any) -> None:
     ):
         if of_prefill != of_decode:
             raise ConfigurationError(_sentence(f"model_loading_config.{name}", of_prefill, of_decode, reason))
-    one_side, other_side = prefill.config.engine_kwargs, decode.config.engine_kwargs
+    prefill_kwargs, decode_kwargs = prefill.config.engine_kwargs, decode.config.engine_kwargs
     for field in SHARED_ARGUMENTS:
         default = _DEFAULTS.get(field.name)
-        of_prefill, of_decode = one_side.get(field.name, default), other_side.get(field.name, default)
+        of_prefill, of_decode = (
+            kwargs.get(field.name, default) for kwargs in (prefill_kwargs, decode_kwargs)
+        )
         if field.resolved and (of_prefill in _CHOSEN_BY_VLLM or of_decode in _CHOSEN_BY_VLLM):
             continue
         if of_prefill != of_decode:
@@ -94,15 +96,15 @@ def compare_specs(prefill: Any, decode: Any) -> None:
             )
 
 
-def resolved(config: Any) -> dict[str, Any]:
+def resolve_shared_arguments(config: Any) -> dict[str, Any]:
     """Return the value of each resolved field in vLLM's configuration; see VllmDescribed.shared_arguments."""
     values = {}
     for field in SHARED_ARGUMENTS:
         part, _, name = field.resolved.partition(".")
         if part and hasattr(getattr(config, part), name):
             value = getattr(getattr(config, part), name)
-            plain = isinstance(value, int | float | str | None)
-            values[field.name] = value if plain else str(value).removeprefix("torch.")
+            is_plain = isinstance(value, int | float | str | None)
+            values[field.name] = value if is_plain else str(value).removeprefix("torch.")
     return values
 
 

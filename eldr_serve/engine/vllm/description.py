@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_serve.engine.protocol import StepSizes
-from eldr_serve.engine.vllm.agreement import resolved
+from eldr_serve.engine.vllm.agreement import resolve_shared_arguments
 from eldr_serve.engine.vllm.compat.checked import configuration_errors
 from eldr_serve.engine.vllm.compat.described import DescribedEngine
 
@@ -37,9 +37,9 @@ class VllmDescribed(DescribedEngine):
         self, model: Path, arguments: dict[str, Any], memory_gib: float, capability: tuple[int, int] | None
     ) -> None:
         if capability is not None:
-            arguments = {"block_size": _GPU_BLOCK} | _batch(memory_gib, capability) | arguments
+            arguments = {"block_size": _GPU_BLOCK} | _default_batch(memory_gib, capability) | arguments
         super().__init__(arguments | {"model": str(model)}, capability)
-        self.shared_arguments: Mapping[str, Any] = resolved(self.config)
+        self.shared_arguments: Mapping[str, Any] = resolve_shared_arguments(self.config)
         self.max_model_len: int = self.config.model_config.max_model_len
         self.memory_utilization: float = self.config.cache_config.gpu_memory_utilization
 
@@ -72,7 +72,7 @@ class VllmDescribed(DescribedEngine):
             super().check()
 
 
-def _batch(memory_gib: float, capability: tuple[int, int]) -> dict[str, int]:
+def _default_batch(memory_gib: float, capability: tuple[int, int]) -> dict[str, int]:
     """Return the default tokens and sequences of a step on a GPU; copied from vLLM 0.32.0."""
     if memory_gib >= 160:
         return {"max_num_batched_tokens": 16384, "max_num_seqs": 1024}

@@ -48,10 +48,10 @@ from eldr_serve.engine.vllm.ep.plugin import switched_on
 from eldr_serve.engine.vllm.ep.swap import EngineExperts
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.rank_client import RankClient
-from eldr_serve.engine.vllm.requests.answer_forms import to_events, to_json, to_whole_answer
+from eldr_serve.engine.vllm.requests.answer_forms import answer_form, to_events, to_json, to_whole_answer
 from eldr_serve.engine.vllm.requests.continuation import Continuation
 from eldr_serve.engine.vllm.requests.first_token import first_token
-from eldr_serve.engine.vllm.requests.plain_stream import PLAIN_STREAMS, PlainStream, is_plain
+from eldr_serve.engine.vllm.requests.plain_stream import PlainStream, is_plain
 from eldr_serve.engine.vllm.requests.request_parsing import parse_generation, parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_message
 from eldr_serve.experts.parallel.placement import ExpertPlacement
@@ -109,8 +109,8 @@ class VllmEngine:
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """Compute a prompt and hold its blocks."""
-        named = replace(request, kv=_HAND_OVER | {REQUEST: request.id})
-        parsed = await parse_generation(named, self.server.engine)
+        request_to_hold = replace(request, kv=_HAND_OVER | {REQUEST: request.id})
+        parsed = await parse_generation(request_to_hold, self.server.engine)
         raw_request, generated = _raw_request(parsed, request), _ids(request.generated)
         output = await first_token(self.server.engine, request.method, parsed, raw_request, generated)
         ids = output.prompt_token_ids[: len(output.prompt_token_ids) - len(generated)]
@@ -121,11 +121,11 @@ class VllmEngine:
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""
-        called_s = time.monotonic()
+        call_time_s = time.monotonic()
         if MEASUREMENTS.awaits_counts(request.id):
             request = replace(request, kv={REQUEST: request.id})
         parsed = await parse_generation(request, self.server.engine)
-        if request.token_ids and request.method != "responses":  # vLLM renders those from their input alone
+        if request.token_ids and not answer_form(request.method).renders_text_alone:
             set_prompt(parsed, _ids(request.token_ids))
         if not _has_one_answer(parsed):
             await self._generate_several(request, parsed, send)
@@ -135,7 +135,7 @@ class VllmEngine:
         continuation = await self._generate_one(request, parsed, send)
         self._keep_sample(request, continuation)
         report = {CACHED_TOKENS: float(continuation.cached_tokens)}
-        transport_s = _transport_s(continuation, called_s)
+        transport_s = _transport_s(continuation, call_time_s)
         return report if transport_s is None else report | {TRANSPORT_S: transport_s}
 
     async def _generate_several(self, request: EngineRequest, parsed: Any, send: Send) -> None:
@@ -149,6 +149,7 @@ class VllmEngine:
 
     async def _generate_one(self, request: EngineRequest, parsed: Any, send: Send) -> Continuation:
         """Send an answer that another engine can continue."""
+        form = answer_form(request.method)
         serving, create = self._serving_on_rank(request)
         serving, continuation = with_client(
             serving,
@@ -158,10 +159,10 @@ class VllmEngine:
                 parsed,
                 _ids(request.generated),
                 request.created,
-                random_ids=request.method == "responses",
+                random_ids=form.has_random_ids,
             ),
         )
-        if parsed.stream and request.method in PLAIN_STREAMS and is_plain(serving, parsed):
+        if parsed.stream and form.has_plain_streams and is_plain(serving, parsed):
             wrap_stream(serving, request.method, lambda generator: PlainStream(generator, continuation.write))
         answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
         if isinstance(answer, AsyncGenerator):
@@ -187,7 +188,7 @@ class VllmEngine:
             ids = np.asarray(continuation.prompt_token_ids, np.uint32)
             self._samples.put(request, ids, prefill, counts["eldr_decode"], counts["eldr_decode_steps"])
 
-    async def expert_counts(self, request_id: str) -> tuple[int, str]:
+    async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         """Wait for a prompt's expert counts; never return with `disable_log_stats`."""
         return await MEASUREMENTS.wait_for_counts(request_id)
 
@@ -212,7 +213,7 @@ class VllmEngine:
         """Free the blocks of a held prompt."""
         await self.server.collective_rpc("eldr_abandon", args=([request_id],))
 
-    async def shape(self) -> tuple[int, int]:
+    async def measure_shape(self) -> tuple[int, int]:
         """Prefill a short prompt and return the shape of its counts."""
         body = {"model": self._model_id, "prompt": "count the experts of this prompt"}
         first = EngineRequest("completions", json.dumps(body).encode(), f"start-{uuid.uuid4().hex}")
@@ -245,7 +246,7 @@ class VllmEngine:
             )
         return await self._experts.place(placement, load)
 
-    def experts(self) -> dict[str, Any] | None:
+    def expert_status(self) -> dict[str, Any] | None:
         """Return the state of the expert placement."""
         return None if self._experts is None else self._experts.status
 
@@ -309,10 +310,10 @@ def _raw_request(parsed: Any, request: EngineRequest) -> Any:
     return RawRequestInfo.to_starlette_request_optional(info)
 
 
-def _transport_s(continuation: Continuation, called_s: float) -> float | None:
+def _transport_s(continuation: Continuation, call_time_s: float) -> float | None:
     """Return the time from the call to its first step, s; vLLM uses the same monotonic clock."""
     scheduled_s: float = getattr(continuation.metrics, "scheduled_ts", 0.0)
-    return max(scheduled_s - called_s, 0.0) if scheduled_s else None
+    return max(scheduled_s - call_time_s, 0.0) if scheduled_s else None
 
 
 def _ids(packed: bytes) -> list[int]:
@@ -321,8 +322,8 @@ def _ids(packed: bytes) -> list[int]:
 
 
 def _has_one_answer(parsed: Any) -> bool:
-    several = (getattr(parsed, "n", None) or 1) > 1 or getattr(parsed, "use_beam_search", False)
-    return not several and not several_prompts(getattr(parsed, "prompt", None))
+    has_choices = (getattr(parsed, "n", None) or 1) > 1 or getattr(parsed, "use_beam_search", False)
+    return not has_choices and not several_prompts(getattr(parsed, "prompt", None))
 
 
 def _body(response: Any, method: str = "") -> tuple[bytes, int]:

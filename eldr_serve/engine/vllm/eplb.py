@@ -55,10 +55,10 @@ class PlacedWorker(Worker):
 def experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
     """Return the engine's setting; raise UnsupportedEngineError if it is invalid or not supported."""
     check_expert_placement(vllm_config)
-    given = vllm_config.additional_config
-    if not isinstance(given, dict) or CONFIG_KEY not in given:
+    settings = vllm_config.additional_config
+    if not isinstance(settings, dict) or CONFIG_KEY not in settings:
         raise UnsupportedEngineError(f"additional_config has no {CONFIG_KEY!r}")
-    return parse(ExpertsConfig, given[CONFIG_KEY])
+    return parse(ExpertsConfig, settings[CONFIG_KEY])
 
 
 def place_experts(state: EplbState, placement: Ints) -> None:
@@ -109,12 +109,13 @@ def choose_replicas(vllm_config: VllmConfig, choice: str) -> None:
     group = get_ep_group()
     topology = Topology(ranks=group.world_size, nodes=get_node_count())
     for index, layer in moe_layers(vllm_config):
-        own, state = routes_own_tokens(layer), layer.router.eplb_state
+        sees_own_tokens, state = routes_own_tokens(layer), layer.router.eplb_state
         slots, device = _slots(state, topology.ranks), state.logical_replica_count.device
         if choice in ("metro", "metro-paper"):
-            gather, as_written = group.all_reduce if own else None, choice == "metro-paper"
-            set_choice(layer.router, Metro(slots, device, gather, as_written=as_written))
-        elif own:
+            gather = group.all_reduce if sees_own_tokens else None
+            metro = Metro(slots, device, gather, as_written=choice == "metro-paper")
+            set_choice(layer.router, metro)
+        elif sees_own_tokens:
             set_choice(layer.router, Nearest(slots, topology, group.rank_in_group, device))
         else:
             raise UnsupportedEngineError(
@@ -126,9 +127,9 @@ def choose_replicas(vllm_config: VllmConfig, choice: str) -> None:
 def set_choice(router: Any, choice: OnePerExpert) -> None:
     """Make a BaseRouter, whose EPLB maps are set, use a replica choice.
 
-    vLLM's own function still maps the ids and counts the load. It reads the layer's maps, which this
-    replaces: one replica per expert, updated before each call, at fixed addresses. EPLB's own maps of all
-    layers do not change.
+    vLLM's own function still maps the ids and counts the load. It reads the layer's maps, which are replaced
+    by maps with one replica per expert, at fixed addresses, that are updated before each call. EPLB's own
+    maps of all layers do not change.
     """
     state = router.eplb_state
     state.logical_to_physical_map = choice.chosen[:, None]

@@ -1,7 +1,7 @@
 """Keep what a replica's engine has measured: KV cache, steps, and the expert counts of prompts.
 
-vLLM makes the object that receives the engine's statistics (`stats.EldrPromMetrics`) and has no argument by
-which it could know the replica's VllmEngine; so both use the one `MEASUREMENTS` of their process.
+vLLM makes the object that receives the engine's statistics (`stats.EldrPromMetrics`), and passes it no
+argument by which it could find the replica's VllmEngine. So both use the one `MEASUREMENTS` of their process.
 """
 
 from __future__ import annotations

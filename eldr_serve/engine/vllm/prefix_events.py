@@ -21,14 +21,14 @@ from eldr_serve.engine.vllm.compat.kv_events import (
 )
 from eldr_serve.scheduling.prefixes import BlockChanges, TrackedBlocks, block_id, first_parent
 
-_MAX_BLOCKS = 2**18  # of an engine; some 25 MB in the router
+_MAX_BLOCKS = 2**18  # maximum blocks of an engine; they take some 25 MB in the router
 
 
 class PrefixEvents(EventPublisher):
     """Receives KV events in place of vLLM's publisher, and keeps the ids of the cached blocks.
 
     Blocks that depend on more than tokens and a cache salt (a LoRA adapter, images, prompt embeddings) have
-    no id, and neither have those that follow them, so no prompt can match them.
+    no id. Neither have the blocks that follow them, so no prompt can match them.
 
     Args:
         group: index of the KV cache group whose blocks count; other groups free theirs earlier.
@@ -68,7 +68,7 @@ class PrefixEvents(EventPublisher):
         size = self._block_tokens
         hashes = event.block_hashes
         if event.lora_name is not None or len(event.token_ids) != size * len(hashes):
-            return  # the last: a part of a block
+            return  # a LoRA adapter's blocks, or a part of a block
         keys = event.extra_keys or [None] * len(hashes)
         parent = self._ids.get(event.parent_block_hash)
         if event.parent_block_hash is None:
@@ -93,11 +93,12 @@ class PrefixEvents(EventPublisher):
 
 
 def prefix_events(vllm_config: VllmConfig, kv_cache_config: Any, *, log_stats: bool) -> PrefixEvents | None:
-    """Return the receiver of a new scheduler's events, which it will collect; None if nobody needs them.
+    """Make a new scheduler collect KV events, and return their receiver; None if nobody needs them.
 
-    They are needed of engines that prefill and decode, with a prefix cache and statistics, in which the
-    changes reach the replica. Those with their own `kv_events_config`, with data-parallel ranks (whose caches
-    are separate) or with too many blocks are left to the router's estimate.
+    The router needs the events of an engine that prefills and decodes and has a prefix cache. The changes
+    reach the replica with vLLM's statistics. The router estimates the prefix cache itself if the engine has
+    no statistics, its own `kv_events_config`, data-parallel ranks (whose caches are separate) or too many
+    blocks.
     """
     cache = vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config

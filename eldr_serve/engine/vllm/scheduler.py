@@ -1,9 +1,9 @@
 """Extend vLLM's schedulers, in its engine core; set as `scheduler_cls`.
 
-The connector receives the workers' counts earlier: vLLM would pass them on after it has finished the step's
-requests, so a prefill that ends in that step would have no counts. The connector's stats, which reach the
-replica, also contain the share of KV blocks in use, the expert counts of prompts that decode in this engine,
-and changes of the prefix cache.
+The connector receives the workers' counts before vLLM finishes the step's requests. vLLM itself passes them
+on only afterwards, so a prefill that ends in the step would have no counts. The connector's stats, which
+reach the replica, also contain the share of KV blocks in use, the expert counts of prompts that decode in
+this engine, and the changes of the prefix cache.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _CountingScheduler:
     def make_stats(
         self, spec_decoding_stats: Any = None, kv_connector_stats: Any = None, *others: Any, **named: Any
     ) -> Any:
-        """Return vLLM's statistics, with what this process knows in those of the connector."""
+        """Return vLLM's statistics; the connector's stats get the values that only this process knows."""
         if isinstance(self.connector, EldrConnector):
             kv_connector_stats = kv_connector_stats or EldrStats()
             kv_connector_stats.data["kv_usage"] = self.kv_cache_manager.usage

@@ -45,20 +45,20 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
     # By default Serve LLM batches streamed tokens for 50 ms, which would distort the inter-token latency.
     experimental = {"stream_batching_interval_ms": 0, "NIXL_SIDE_CHANNEL_PORT_BASE": _PORT_BASE[role]}
     config["experimental_configs"] = experimental | config["experimental_configs"]
-    kind = LLMConfig
+    config_class = LLMConfig
     environment = config["runtime_env"]["env_vars"] = config["runtime_env"].get("env_vars") or {}
     for variable, value in ENVIRONMENT.items():
         environment.setdefault(variable, value)
-    if _in_one_process(config["engine_kwargs"], accelerator):
-        kind = OneProcessLLMConfig
-        config["engine_kwargs"].pop("distributed_executor_backend", None)  # Ray knows its own names alone
+    if _runs_in_one_process(config["engine_kwargs"], accelerator):
+        config_class = OneProcessLLMConfig
+        config["engine_kwargs"].pop("distributed_executor_backend", None)  # Ray knows only its own names
         environment.update(ONE_PROCESS | environment)
-    llm_config: LLMConfig = kind.model_validate(config)
-    llm_config.get_engine_config().get_initialization_kwargs()  # raises the errors that a replica would
+    llm_config: LLMConfig = config_class.model_validate(config)
+    llm_config.get_engine_config().get_initialization_kwargs()  # raise errors here, not in a replica
     return llm_config
 
 
-def _in_one_process(kwargs: dict[str, Any], accelerator: str) -> bool:
+def _runs_in_one_process(kwargs: dict[str, Any], accelerator: str) -> bool:
     """Return whether scheduler and model run in one process, for each data-parallel rank.
 
     They do on a CPU unless the arguments name an executor, and on a GPU if they name "uni".

@@ -35,7 +35,7 @@ _TOKEN_SECONDS = "eldr_decode_token_seconds_total"
 class EldrStats(KVConnectorStats):
     """NIXL's transfer stats, step records and capture times.
 
-    `data` has these keys. If a step verifies drafts, its experts and KV tokens include those.
+    `data` has these keys. If a step verifies drafts, its experts and KV tokens include those of the drafts.
 
     - nixl: data of NIXL's stats, or None.
     - steps: records of decode steps: requests, kv_tokens, active_experts (mean over layers),
@@ -58,12 +58,12 @@ class EldrStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> EldrStats:
         """Merge another rank's stats; only the first rank reports steps, so none is counted twice."""
-        mine, theirs = self.data["nixl"], other.data["nixl"]
-        if mine and theirs:
-            joined = NixlKVConnectorStats(data=mine).aggregate(NixlKVConnectorStats(data=theirs))
-            self.data["nixl"] = joined.data
+        own_nixl, other_nixl = self.data["nixl"], other.data["nixl"]
+        if own_nixl and other_nixl:
+            merged = NixlKVConnectorStats(data=own_nixl).aggregate(NixlKVConnectorStats(data=other_nixl))
+            self.data["nixl"] = merged.data
         else:
-            self.data["nixl"] = mine or theirs
+            self.data["nixl"] = own_nixl or other_nixl
         for key in ("steps", "prompt_steps", "capture_s"):
             self.data[key] = (self.data[key] + other.data[key])[-_MAX_RECORDS:]
         return self

@@ -14,17 +14,18 @@ from eldr_serve.engine.vllm.capture.host_copy import HostCopy
 class StepTimer:
     """Measures the time from the start of a step in the worker to the end of its forward, s.
 
-    On CPU the forward has ended when it returns, and thread time is measured: engines may share cores, and
-    the work of others is no cost of this step. (Wall time would also grow with the number of requests on
-    the machine, and a fit would attribute that to the requests of the step.) On CUDA the forward has only
-    been launched, so CUDA events are recorded, and a step's time is known one or more steps later.
+    On CPUs the forward has ended when it returns. The time of the thread is measured, because engines may
+    share cores, and the work of other engines is no cost of this step. (Wall time would also grow with the
+    number of requests on the machine, and a fit would attribute that to the requests of the step.) On CUDA
+    the forward has only been launched when it returns. So CUDA events are recorded, and a step's time is
+    known one or more steps later.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self._cuda = torch.device(device).type == "cuda"
         self._start: Any = None
         self._end: Any = None
-        self._waiting: deque[tuple[Any, Any, HostCopy | None, dict[str, int]]] = deque()
+        self._unfinished: deque[tuple[Any, Any, HostCopy | None, dict[str, int]]] = deque()
 
     def begin(self) -> None:
         """Record the start of a step."""
@@ -41,13 +42,13 @@ class StepTimer:
 
     def finish(self, record: dict[str, int], active: HostCopy | None) -> None:
         """Store the record of the step just stopped, and its active experts int64[L] if counted."""
-        self._waiting.append((self._start, self._end, active, record))
+        self._unfinished.append((self._start, self._end, active, record))
 
     def take_completed(self) -> list[dict[str, Any]]:
         """Return the records of steps whose time and experts have become available; each only once."""
         completed = []
-        while self._waiting and self._ready(*self._waiting[0][1:3]):
-            start, end, active, record = self._waiting.popleft()
+        while self._unfinished and self._is_ready(*self._unfinished[0][1:3]):
+            start, end, active, record = self._unfinished.popleft()
             seconds = start.elapsed_time(end) / 1000 if self._cuda else end - start
             step: dict[str, Any] = record | {"seconds": seconds}
             if active is not None:
@@ -56,7 +57,7 @@ class StepTimer:
             completed.append(step)
         return completed
 
-    def _ready(self, end: Any, active: HostCopy | None) -> bool:
+    def _is_ready(self, end: Any, active: HostCopy | None) -> bool:
         if active is not None:
             return active.ready
         return not self._cuda or bool(end.query())

@@ -52,10 +52,12 @@ def balanced_kmeans(
     """
     if starts < 1:
         raise UserInputError(f"starts is {starts}, it must be 1 or more")
-    x = _checked(points, k)
+    x = _check_points(points, k)
     rng = np.random.RandomState(seed)  # the generator that scikit-learn takes
-    found = [_one_start(x, kmeans_plusplus(x, k, random_state=rng)[0], iterations) for _ in range(starts)]
-    return min(found, key=lambda clusters: clusters.distance(x))
+    candidates = [
+        _one_start(x, kmeans_plusplus(x, k, random_state=rng)[0], iterations) for _ in range(starts)
+    ]
+    return min(candidates, key=lambda clusters: clusters.distance(x))
 
 
 def _one_start(x: NDArray[np.float32], first: NDArray[np.float32], iterations: int) -> Clusters:
@@ -76,7 +78,7 @@ def _one_start(x: NDArray[np.float32], first: NDArray[np.float32], iterations: i
 
 def kmeans(points: ArrayLike, k: int, *, seed: int = 0) -> Clusters:
     """Run K-means without the bound, the baseline of the balanced variant."""
-    x = _checked(points, k)
+    x = _check_points(points, k)
     model = KMeans(k, n_init=4, random_state=seed).fit(x)
     return Clusters(_unit(model.cluster_centers_.astype(np.float32)), model.labels_.astype(np.int64))
 
@@ -114,7 +116,7 @@ def balanced_assignment(
     moves = np.full((k, k), np.inf)  # least extra cost of moving a point from a to b
     movers = np.zeros((k, k), np.int64)
     for cluster in range(k):
-        _refresh(cluster, costs, labels, moves, movers)
+        _refresh_moves(cluster, costs, labels, moves, movers)
     while (sizes > capacity).any():
         path = _shortest_path(moves, price, sizes, capacity)
         for a, b in itertools.pairwise(path):
@@ -122,7 +124,7 @@ def balanced_assignment(
         sizes[path[0]] -= 1
         sizes[path[-1]] += 1
         for cluster in path:
-            _refresh(cluster, costs, labels, moves, movers)
+            _refresh_moves(cluster, costs, labels, moves, movers)
     return labels[:num_points], price
 
 
@@ -152,13 +154,14 @@ def _shortest_path(
     return path[::-1]
 
 
-def _refresh(
+def _refresh_moves(
     cluster: int,
     costs: NDArray[np.float64],
     labels: NDArray[np.int64],
     moves: NDArray[np.float64],
     movers: NDArray[np.int64],
 ) -> None:
+    """Update the least extra cost of moving a point from the cluster, and the point, in place."""
     members = np.flatnonzero(labels == cluster)
     if not len(members):
         moves[cluster] = np.inf
@@ -182,7 +185,7 @@ def _soft_prices(
     return price
 
 
-def _checked(points: ArrayLike, k: int) -> NDArray[np.float32]:
+def _check_points(points: ArrayLike, k: int) -> NDArray[np.float32]:
     x = np.asarray(points, np.float32)
     if x.ndim != 2 or not np.isfinite(x).all():
         raise UserInputError(f"points must be a finite array [N, D], got shape {x.shape}")

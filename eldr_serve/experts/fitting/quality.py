@@ -14,7 +14,7 @@ from eldr_serve.experts.signature import Element, cells_of
 
 
 def inverse_document_frequency(prefill_counts: ArrayLike) -> NDArray[np.float32]:
-    """Return log((N+1)/(df+1)), float32[L,E]; df is the number of requests that use the expert (4.2.2).
+    """Return log((N+1)/(df+1)), float32[L,E]; df is the number of requests that use the expert (ELDR, 4.2.2).
 
     Raises:
         UserInputError: the counts are not [N, L, E] with N > 0.
@@ -60,7 +60,7 @@ class LayerSelection:
     rho: NDArray[np.float64]
 
     @property
-    def kept(self) -> NDArray[np.int64]:
+    def best_layers(self) -> NDArray[np.int64]:
         """Return the layers up to the maximum of rho, ascending."""
         return np.sort(self.order[: int(np.argmax(self.rho)) + 1])
 
@@ -69,7 +69,7 @@ def select_layers(
     prefill_counts: ArrayLike,
     decode_probability: ArrayLike,
     *,
-    idf: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
     element: Element = "count",
     pairs: int = 5000,
     seed: int = 0,
@@ -79,15 +79,15 @@ def select_layers(
     Args:
         prefill_counts: unsigned[N,L,E].
         decode_probability: float[N,L,E], share of decode steps in which the expert was chosen.
-        idf: float[L,E]; None for no weights.
+        weights: float[L,E], weight of each cell; None: no weights.
         pairs: number of random pairs of requests for rho.
 
     Raises:
         UserInputError: there are fewer than three requests.
     """
     cells = cells_of(np.asarray(prefill_counts), element)
-    if idf is not None:
-        cells = cells * np.asarray(idf, np.float32)
+    if weights is not None:
+        cells = cells * np.asarray(weights, np.float32)
     decode = np.asarray(decode_probability, np.float32)
     i, j = _pairs(len(cells), pairs, seed)
     target = _centred_ranks(_cosine_distance(decode.reshape(len(decode), -1), i, j)[None])[0]

@@ -98,8 +98,8 @@ def _matching_order(similarity: NDArray[np.floating]) -> NDArray[np.int64]:
         similarity: float[new, old], similarities.
     """
     new, old = linear_sum_assignment(similarity, maximize=True)
-    kept = new[np.argsort(old)]
-    return np.concatenate([kept, np.setdiff1d(np.arange(len(similarity)), kept)])
+    matched = new[np.argsort(old)]
+    return np.concatenate([matched, np.setdiff1d(np.arange(len(similarity)), matched)])
 
 
 def _nearest(points: NDArray[np.float32], table: RoutingTable) -> float:

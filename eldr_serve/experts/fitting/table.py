@@ -32,17 +32,17 @@ def fit_signature(
         raise UserInputError(f"unknown transform {transform!r}; there are {', '.join(TRANSFORMS)}")
     element, weights = signature_weights(trace, transform)
     selection = select_layers(
-        trace.prefill_counts, trace.decode_probability, idf=weights, element=element, seed=seed
+        trace.prefill_counts, trace.decode_probability, weights=weights, element=element, seed=seed
     )
-    return SignatureSpec(weights, selection.kept, element)
+    return SignatureSpec(weights, selection.best_layers, element)
 
 
 def signature_weights(trace: CalibrationTrace, transform: str) -> tuple[Element, NDArray[np.float32]]:
     """Return the element of a transform of TRANSFORMS, and the weight of each cell, float32[L,E]."""
-    element, added = TRANSFORMS[transform]
-    if added is None:
+    element, added_to_idf = TRANSFORMS[transform]
+    if added_to_idf is None:
         return element, np.ones(trace.prefill_counts.shape[1:], np.float32)
-    return element, inverse_document_frequency(trace.prefill_counts) + np.float32(added)
+    return element, inverse_document_frequency(trace.prefill_counts) + np.float32(added_to_idf)
 
 
 def fit_table(
@@ -71,23 +71,24 @@ def fit_table(
     if workers > len(trace.ids):
         raise UserInputError(f"cannot make {workers} clusters of {len(trace.ids)} requests")
     start = time.perf_counter()
-    spec, fitted = fit_signature(trace, transform, seed=seed), time.perf_counter()
+    spec = fit_signature(trace, transform, seed=seed)
+    signature_end = time.perf_counter()
     points = spec.encode(trace.prefill_counts)
     clusters = balanced_kmeans(points, workers, seed=seed, starts=starts)
-    clustered = time.perf_counter()
+    clustering_end = time.perf_counter()
     table = RoutingTable(
         model=trace.model,
         spec=spec,
         centroids=clusters.centroids,
         cluster_sizes=clusters.sizes,
-        domains=_majorities(clusters, trace.domains),
+        domains=_majority_domains(clusters, trace.domains),
         band=band,
         version=1,
         transform=transform,
         seed=seed,
         fingerprint=trace.fingerprint,
     )
-    whole = SignatureSpec(spec.idf, np.arange(table.num_layers), spec.element)
+    all_layers = SignatureSpec(spec.weights, np.arange(table.num_layers), spec.element)
     report = {
         "model": trace.model,
         "requests": len(trace.ids),
@@ -95,14 +96,14 @@ def fit_table(
         "transform": transform,
         "rho": signature_quality(points, trace.decode_probability, seed=seed),
         "rho_all_layers": signature_quality(
-            whole.encode(trace.prefill_counts), trace.decode_probability, seed=seed
+            all_layers.encode(trace.prefill_counts), trace.decode_probability, seed=seed
         ),
         "layers": spec.layers.tolist(),
         "cluster_sizes": clusters.sizes.tolist(),
-        "clusters_by_domain": _by_domain(clusters, trace.domains),
+        "clusters_by_domain": _count_by_domain(clusters, trace.domains),
         **_separation(points, clusters),
-        "signature_s": fitted - start,
-        "clustering_s": clustered - fitted,
+        "signature_s": signature_end - start,
+        "clustering_s": clustering_end - signature_end,
     }
     return table, report
 
@@ -113,26 +114,26 @@ def compare_transforms(trace: CalibrationTrace, *, seed: int = 0) -> dict[str, d
     for name in TRANSFORMS:
         element, weights = signature_weights(trace, name)
         selection = select_layers(
-            trace.prefill_counts, trace.decode_probability, idf=weights, element=element, seed=seed
+            trace.prefill_counts, trace.decode_probability, weights=weights, element=element, seed=seed
         )
         results[name] = {
             "rho_all_layers": float(selection.rho[-1]),
             "rho_kept_layers": float(selection.rho.max()),
-            "layers_kept": len(selection.kept),
+            "layers_kept": len(selection.best_layers),
             "order": selection.order.tolist(),
             "rho": selection.rho.tolist(),
         }
     return results
 
 
-def _majorities(clusters: Clusters, domains: list[str]) -> list[str]:
+def _majority_domains(clusters: Clusters, domains: list[str]) -> list[str]:
     counts = [
         Counter(np.array(domains)[clusters.labels == c].tolist()) for c in range(len(clusters.centroids))
     ]
     return [count.most_common(1)[0][0] if count else "" for count in counts]
 
 
-def _by_domain(clusters: Clusters, domains: list[str]) -> dict[str, list[int]]:
+def _count_by_domain(clusters: Clusters, domains: list[str]) -> dict[str, list[int]]:
     names = np.array(domains)
     k = len(clusters.centroids)
     return {
@@ -145,5 +146,5 @@ def _separation(points: NDArray[np.float32], clusters: Clusters) -> dict[str, fl
     similarity = points @ clusters.centroids.T
     own = np.take_along_axis(similarity, clusters.labels[:, None], axis=1)[:, 0]
     np.put_along_axis(similarity, clusters.labels[:, None], -np.inf, axis=1)
-    following = similarity.max(axis=1) if len(clusters.centroids) > 1 else np.zeros_like(own)
-    return {"similarity_own_cluster": float(own.mean()), "similarity_next_cluster": float(following.mean())}
+    next_best = similarity.max(axis=1) if len(clusters.centroids) > 1 else np.zeros_like(own)
+    return {"similarity_own_cluster": float(own.mean()), "similarity_next_cluster": float(next_best.mean())}

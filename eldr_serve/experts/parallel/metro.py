@@ -39,11 +39,11 @@ class MetroPlan:
         Raises:
             ValueError: the shape is wrong, or so large that loads would not fit into 31 bits.
         """
-        hosted = _checked_hosts(hosts)
+        hosted = _check_hosts(hosts)
         experts = hosted.shape[1]
         replicas = hosted.sum(axis=2)
-        choosing = int((replicas > 1).sum(axis=1).max(initial=0))
-        order = np.argsort(replicas, axis=1, kind="stable")[:, experts - choosing :]
+        num_choosing = int((replicas > 1).sum(axis=1).max(initial=0))
+        order = np.argsort(replicas, axis=1, kind="stable")[:, experts - num_choosing :]
         return cls(np.where(hosted, _fair_shares(hosted), -1), order)
 
     @classmethod
@@ -55,12 +55,12 @@ class MetroPlan:
         Args:
             hosts: as for `from_hosts`, with the same errors.
         """
-        hosted = _checked_hosts(hosts)
+        hosted = _check_hosts(hosts)
         return cls(np.where(hosted, 0, -1), np.tile(np.arange(hosted.shape[1]), (len(hosted), 1)))
 
     def route(self, tokens: ArrayLike) -> Ints:
         """Run the greedy algorithm for a batch of tokens int[..., E]; see `route_metro`."""
-        count = _checked_tokens(tokens, self.shares >= 0)
+        count = _check_tokens(tokens, self.shares >= 0)
         active = count > 0
         expected = np.where(active[..., None], np.maximum(self.shares, 0), 0)
         load = expected.sum(axis=1)
@@ -89,11 +89,11 @@ def route_metro(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
     Raises:
         ValueError: the shapes do not agree, or an expert has tokens and no host.
     """
-    checked(tokens, hosts)
+    _check_shapes(tokens, hosts)
     return MetroPlan.from_hosts(hosts).route(tokens)
 
 
-def _checked_hosts(hosts: ArrayLike) -> NDArray[np.bool_]:
+def _check_hosts(hosts: ArrayLike) -> NDArray[np.bool_]:
     """Return hosts[..., E, G] as bool[N, E, G]; raise ValueError if no plan can have them."""
     hosted = np.asarray(hosts, bool)
     if hosted.ndim < 2:
@@ -104,16 +104,15 @@ def _checked_hosts(hosts: ArrayLike) -> NDArray[np.bool_]:
     return hosted.reshape(-1, experts, ranks)
 
 
-def checked(tokens: ArrayLike, hosts: ArrayLike) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return tokens as int64[N, E] and hosts as bool[N, E, G]; raise ValueError if they do not agree."""
+def _check_shapes(tokens: ArrayLike, hosts: ArrayLike) -> None:
+    """Raise ValueError if tokens [..., E] and hosts [..., E, G] do not agree."""
     count, hosted = np.asarray(tokens), np.asarray(hosts, bool)
     if hosted.ndim < 2 or count.shape != hosted.shape[:-1]:
         raise ValueError(f"tokens of shape {count.shape} do not go with hosts of shape {hosted.shape}")
-    hosted = hosted.reshape(-1, *hosted.shape[-2:])
-    return _checked_tokens(count, hosted), hosted
+    _check_tokens(count, hosted.reshape(-1, *hosted.shape[-2:]))
 
 
-def _checked_tokens(tokens: ArrayLike, hosted: NDArray[np.bool_]) -> Ints:
+def _check_tokens(tokens: ArrayLike, hosted: NDArray[np.bool_]) -> Ints:
     """Return tokens[..., E] as int64[N, E]; raise ValueError if they do not fit hosted bool[N, E, G]."""
     count = np.asarray(tokens)
     if count.size != hosted.shape[0] * hosted.shape[1] or count.shape[-1:] != hosted.shape[1:2]:

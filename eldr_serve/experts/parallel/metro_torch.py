@@ -1,9 +1,9 @@
 """METRO in PyTorch, for CPUs and for GPUs without Triton; bitwise equal to `MetroPlan.route`.
 
-The greedy algorithm is a recurrence over experts: each choice depends on the loads after the previous ones.
-Here all experts choose at once from estimates of the previous choices, and repeat until nothing changes. A
-choice is final once all before it are, so the fixed point is the greedy result; it takes some ten rounds
-rather than one step per expert.
+In the greedy algorithm each choice depends on the loads after the previous choices. Here all experts choose
+at once, from estimates of the previous choices, and repeat this until no choice changes. A choice is final
+once all choices before it are final, so the fixed point is the greedy result. It takes some ten rounds
+instead of one step per expert.
 """
 
 from __future__ import annotations

@@ -82,11 +82,11 @@ def slice_moves(old: ArrayLike, new: ArrayLike, ranks: int, max_moves: int) -> l
             raise ValueError(f"layer {layer} would have other experts than before")
         for group in _write_groups(before[layer], after[layer]):
             if current and len(current) + len(group) > max_moves:
-                slices.append(_with_sources(current, content, after, ranks))
+                slices.append(_choose_sources(current, content, after, ranks))
                 current = []
             current += [(layer, slot) for slot in group]
     if current:
-        slices.append(_with_sources(current, content, after, ranks))
+        slices.append(_choose_sources(current, content, after, ranks))
     return slices
 
 
@@ -140,7 +140,7 @@ def _write_groups(old: Ints, new: Ints) -> Iterator[list[int]]:
         yield group
 
 
-def _with_sources(writes: list[tuple[int, int]], content: Ints, new: Ints, ranks: int) -> list[Move]:
+def _choose_sources(writes: list[tuple[int, int]], content: Ints, new: Ints, ranks: int) -> list[Move]:
     """Return the moves of a slice, each from its own rank if possible, else from the rank that sends least.
 
     Updates `content` int[L, P].

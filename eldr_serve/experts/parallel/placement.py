@@ -152,7 +152,7 @@ class ExpertPlacement:
         )
         return {
             path: content,
-            _sidecar(path): record.model_dump_json(by_alias=True, indent=1).encode() + b"\n",
+            _sidecar_path(path): record.model_dump_json(by_alias=True, indent=1).encode() + b"\n",
         }
 
     def save(self, path: Path | str) -> None:
@@ -162,17 +162,17 @@ class ExpertPlacement:
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """Read a file and its sidecar; raise ArtifactError that names the first problem."""
-        beside = _sidecar(Path(path))
-        return cls.parse(read_file(path), read_file(beside), (str(path), str(beside)))
+        sidecar = _sidecar_path(Path(path))
+        return cls.parse(read_file(path), read_file(sidecar), (str(path), str(sidecar)))
 
     @classmethod
-    def parse(cls, content: bytes, described: bytes | str, names: tuple[str, str]) -> Self:
-        """Parse the contents of a file and its sidecar; `names` of the two appear in errors."""
-        name, beside = names
-        record = parse_record(_PlacementRecord, described, beside)
-        slots = build(name, lambda: _map(content, record.layers, record.slots))
+    def parse(cls, content: bytes, sidecar: bytes | str, names: tuple[str, str]) -> Self:
+        """Parse the contents of a file and its sidecar; errors contain the `names` of the two files."""
+        name, sidecar_name = names
+        record = parse_record(_PlacementRecord, sidecar, sidecar_name)
+        slots = build(name, lambda: _parse_map(content, record.layers, record.slots))
         if hashlib.sha256(content).hexdigest() != record.map_sha256:
-            raise ArtifactError(f"{name} is not the placement that {Path(beside).name} describes")
+            raise ArtifactError(f"{name} is not the placement that {Path(sidecar_name).name} describes")
         return build(
             name,
             lambda: cls(
@@ -184,7 +184,7 @@ class ExpertPlacement:
                 record.nodes,
                 record.fingerprint,
                 record.report,
-                None if record.expected_tokens is None else _table(record.expected_tokens),
+                None if record.expected_tokens is None else _to_array(record.expected_tokens),
             ),
         )
 
@@ -241,20 +241,20 @@ def check_fits(placement: ArrayLike, *, layers: int, slots: int, num_experts: in
     hosts_of(placement, num_experts, ranks)
 
 
-def _table(rows: list[list[float]]) -> NDArray[np.float64]:
+def _to_array(rows: list[list[float]]) -> NDArray[np.float64]:
     """Return rows of equal length as an array."""
     if len({len(row) for row in rows}) > 1:
         raise UserInputError("expected_tokens have layers of different lengths")
     return np.array(rows, np.float64)
 
 
-def _sidecar(path: Path) -> Path:
+def _sidecar_path(path: Path) -> Path:
     if path.suffix != ".json":
         raise UserInputError(f"{path.name} must end in .json: SGLang recognises placement files by it")
     return path.with_suffix(".meta.json")
 
 
-def _map(content: bytes, layers: int, slots: int) -> Ints:
+def _parse_map(content: bytes, layers: int, slots: int) -> Ints:
     """Parse the canonical file to int64[layers, slots]."""
     try:
         parsed = json.loads(content)

@@ -21,13 +21,13 @@ def test_a_prompt_is_freed_once_it_is_held_and_abandoned(order: tuple[str, ...])
     for event in order:
         events[event]()
         done.add(event)
-        assert prompts.due() == (["engine-1"] if {"hold", "abandon"} <= done else [])
-    assert prompts.due() == ["engine-1"]  # until it is freed
-    prompts.freed(["engine-1"])
-    assert prompts.due() == []
-    prompts.freed(["engine-1", "never-held"])
+        assert prompts.ids_to_free() == (["engine-1"] if {"hold", "abandon"} <= done else [])
+    assert prompts.ids_to_free() == ["engine-1"]  # until it is freed
+    prompts.forget(["engine-1"])
+    assert prompts.ids_to_free() == []
+    prompts.forget(["engine-1", "never-held"])
     prompts.abandon(["other"])
-    assert prompts.due() == ["engine-2"]
+    assert prompts.ids_to_free() == ["engine-2"]
 
 
 def test_the_name_of_a_prompt_that_never_arrives_is_forgotten() -> None:
@@ -39,4 +39,4 @@ def test_the_name_of_a_prompt_that_never_arrives_is_forgotten() -> None:
     clock[0] = REMEMBERED_S + 0.5
     prompts.abandon(["now"])
     prompts.hold({"1": "early", "2": "late", "3": "now"})
-    assert prompts.due() == ["2", "3"]
+    assert prompts.ids_to_free() == ["2", "3"]

@@ -11,7 +11,7 @@ from ray.serve.llm import LLMConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
-from eldr_serve.engine.vllm.agreement import SHARED_ARGUMENTS, differences, resolved
+from eldr_serve.engine.vllm.agreement import SHARED_ARGUMENTS, differences, resolve_shared_arguments
 from eldr_serve.engine.vllm.compat import declared
 from eldr_serve.engine.vllm.compat.arguments import check_arguments
 from eldr_serve.engine.vllm.config import engine_kwargs
@@ -44,8 +44,10 @@ def configured(**model: Any) -> SimpleNamespace:
 
 
 def test_differences_between_resolved_values_are_listed_by_field() -> None:
-    one = resolved(configured(max_model_len=2048, dtype="torch.bfloat16", quantization=None))
-    other = resolved(configured(max_model_len=4096, dtype="torch.bfloat16", quantization="fp8"))
+    one = resolve_shared_arguments(configured(max_model_len=2048, dtype="torch.bfloat16", quantization=None))
+    other = resolve_shared_arguments(
+        configured(max_model_len=4096, dtype="torch.bfloat16", quantization="fp8")
+    )
     assert one == {"max_model_len": 2048, "dtype": "torch.bfloat16", "block_size": 32, "quantization": None}
     assert not list(differences(one, dict(one)))
     first, second = differences(one, other)

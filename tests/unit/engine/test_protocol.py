@@ -63,8 +63,8 @@ class ReturnsNoBlocks(FakeEngine):
 
 
 class ReportsOneLayerTooMany(FakeEngine):
-    async def shape(self) -> tuple[int, int]:
-        layers, experts = await super().shape()
+    async def measure_shape(self) -> tuple[int, int]:
+        layers, experts = await super().measure_shape()
         return layers + 1, experts
 
 

@@ -395,7 +395,7 @@ async def start(
 
     monkeypatch.setattr(LLMServer, "start", start_engine)
     config = SimpleNamespace(model_id="m", multiplex_config=lambda: None)
-    shape = await (await VllmEngine.start(config)).shape()
+    shape = await (await VllmEngine.start(config)).measure_shape()
     return serving, abandoned, shape
 
 

@@ -29,7 +29,7 @@ def test_encode_equals_a_loop(counts: np.ndarray, element: str) -> None:
     cell = {"count": float, "sqrt": math.sqrt, "binary": lambda c: float(c > 0)}[element]
     for row, request in zip(s.encode(counts), counts, strict=True):
         vector = [
-            cell(int(request[layer, e])) * float(s.idf[layer, e]) for layer in (0, 2, 3) for e in range(5)
+            cell(int(request[layer, e])) * float(s.weights[layer, e]) for layer in (0, 2, 3) for e in range(5)
         ]
         norm = math.sqrt(sum(v * v for v in vector))
         expected = [v / norm if norm else 0.0 for v in vector]
@@ -61,7 +61,7 @@ def test_an_impossible_spec_is_refused(idf: np.ndarray, layers: list[int]) -> No
 
 def test_a_spec_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="read-only"):
-        spec().idf[0, 0] = 1
+        spec().weights[0, 0] = 1
 
 
 @given(arrays(np.uint32, st.tuples(st.integers(1, 6), st.just(2), st.just(3)), elements=st.integers(0, 3)))
@@ -118,8 +118,8 @@ def test_layer_selection_equals_a_greedy_search_from_scratch() -> None:
         kept.append(best)
         assert found.order[step] == best
         assert found.rho[step] == pytest.approx(scores[best], abs=1e-3)
-    assert set(found.kept) == set(found.order[: int(np.argmax(found.rho)) + 1])
-    assert 0 not in found.kept  # the layer of noise
+    assert set(found.best_layers) == set(found.order[: int(np.argmax(found.rho)) + 1])
+    assert 0 not in found.best_layers  # the layer of noise
 
 
 def test_every_transform_can_be_fitted_and_predicts() -> None:

@@ -42,7 +42,7 @@ class Ranked(FakeEngine):
         self.held, self.load = placement, load
         return {"placement": placement.id, "slices": 1}
 
-    def experts(self) -> dict[str, Any] | None:
+    def expert_status(self) -> dict[str, Any] | None:
         return {"placement": self.held.id if self.held else None, "slices_left": 0}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_kernels import write_package
 
-from eldr_serve.gpu_cost import package
+from eldr_serve.gpu_cost import kernel_times
 
 
 @pytest.fixture
@@ -26,4 +26,4 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide aiconfigurator-core if it is installed."""
-    monkeypatch.setattr(package, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernel_times, "find_spec", lambda name: None)

@@ -10,7 +10,7 @@ import yaml
 from fake_kernels import TERMS
 
 from benchmarks.engine.gpu_cost import row_of
-from eldr_serve.gpu_cost import package
+from eldr_serve.gpu_cost import kernel_times
 from eldr_serve.gpu_cost.readings import Setting
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.scheduling.cost_file import FittedCost
@@ -82,8 +82,8 @@ def test_without_the_package_the_command_names_it() -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_the_benchmark_has_a_row_with_the_errors_of_each_batch() -> None:
-    row = row_of(package.read(Setting("acme/Moe", "h200_sxm", 4, 4)))
+    row = row_of(kernel_times.read(Setting("acme/Moe", "h200_sxm", 4, 4)))
     assert (row["model"], row["gpu"], row["tp"], row["ep"]) == ("acme/Moe", "h200_sxm", 4, 4)
     assert row["per_expert_us"] == pytest.approx(4)
-    assert all(abs(row[f"error_pct_{batch}"]) < 1e-6 for batch in package.BATCHES)
+    assert all(abs(row[f"error_pct_{batch}"]) < 1e-6 for batch in kernel_times.BATCHES)
     assert row["most_saved_pct_8"] < row["experts_share_pct_8"]

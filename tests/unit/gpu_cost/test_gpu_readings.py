@@ -13,7 +13,7 @@ import pytest
 from fake_kernels import CONFIGS, TERMS
 
 from eldr_serve.errors import UserInputError
-from eldr_serve.gpu_cost import package
+from eldr_serve.gpu_cost import kernel_times
 from eldr_serve.gpu_cost.fitting import fit
 from eldr_serve.gpu_cost.readings import Readings, Setting
 from tests.support.shipped import ROOT
@@ -24,9 +24,9 @@ MOE = Setting("acme/Moe", "h100_sxm")
 @pytest.mark.parametrize("parallel", [{}, {"tp": 4}, {"tp": 4, "ep": 4}, {"tp": 4, "ep": 2}])
 @pytest.mark.usefixtures("kernels")
 def test_the_times_of_linear_kernels_are_found_exactly(parallel: dict[str, int]) -> None:
-    readings = package.read(replace(MOE, **parallel))
+    readings = kernel_times.read(replace(MOE, **parallel))
     assert readings.shape.layers == 10
-    assert len(readings.steps) == 2 * len(package.BATCHES) * len(package.CONTEXTS)
+    assert len(readings.steps) == 2 * len(kernel_times.BATCHES) * len(kernel_times.CONTEXTS)
     found = fit(readings)
     assert found.cost.per_expert_s == pytest.approx(TERMS.per_expert_s, rel=1e-4)
     batch = np.arange(1, 99)
@@ -40,18 +40,19 @@ def test_a_config_in_a_file_or_folder_is_as_good_as_a_name(tmp_path: Path) -> No
     path = tmp_path / "moe.json"
     path.write_text(json.dumps(CONFIGS["acme/Moe"]))
     (tmp_path / "config.json").write_text(path.read_text())
-    by_name = package.read(MOE)
+    by_name = kernel_times.read(MOE)
     for model in (str(path), str(tmp_path)):
-        assert package.read(replace(MOE, model=model)).steps == by_name.steps
-    assert package.read(replace(MOE, model="a/name"), config=path.read_text()).steps == by_name.steps
-    assert package.read(replace(MOE, model="acme/Moe-Large")).shape.layers == 20  # only its config is there
+        assert kernel_times.read(replace(MOE, model=model)).steps == by_name.steps
+    assert kernel_times.read(replace(MOE, model="a/name"), config=path.read_text()).steps == by_name.steps
+    # Only the config of this model is there.
+    assert kernel_times.read(replace(MOE, model="acme/Moe-Large")).shape.layers == 20
 
 
 @pytest.mark.usefixtures("kernels")
 def test_gpus_and_models_with_experts_are_listed() -> None:
-    assert package.installed()
-    assert package.gpus() == ["h100_sxm", "h200_sxm"]
-    assert package.models() == ["acme/Moe", "acme/Moe-Large"]
+    assert kernel_times.is_installed()
+    assert kernel_times.list_gpus() == ["h100_sxm", "h200_sxm"]
+    assert kernel_times.list_models() == ["acme/Moe", "acme/Moe-Large"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_what_the_package_does_not_know_is_refused_in_one_sentence(
     changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserInputError, match=said):
-        package.read(replace(MOE, **changes))
+        kernel_times.read(replace(MOE, **changes))
 
 
 @pytest.mark.parametrize(
@@ -91,22 +92,22 @@ def test_a_config_that_cannot_be_priced_is_refused(text: str, said: str, tmp_pat
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(UserInputError, match=said):
-        package.read(replace(MOE, model=str(path)))
+        kernel_times.read(replace(MOE, model=str(path)))
 
 
 @pytest.mark.usefixtures("no_kernels")
 def test_without_the_package_the_sentence_names_the_pip_command() -> None:
-    assert not package.installed()
-    with pytest.raises(UserInputError, match=f"aiconfigurator-core: pip install {package.REQUIREMENT}"):
-        package.read(MOE)
+    assert not kernel_times.is_installed()
+    with pytest.raises(UserInputError, match=f"aiconfigurator-core: pip install {kernel_times.REQUIREMENT}"):
+        kernel_times.read(MOE)
 
 
 def test_the_pip_command_installs_the_version_of_the_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["cost"] == [package.REQUIREMENT]
+    assert project["optional-dependencies"]["cost"] == [kernel_times.REQUIREMENT]
 
 
 @pytest.mark.usefixtures("kernels")
 def test_readings_survive_json() -> None:
-    readings = package.read(MOE, [1, 2], [512])
+    readings = kernel_times.read(MOE, [1, 2], [512])
     assert Readings.from_json(readings.as_json()) == readings

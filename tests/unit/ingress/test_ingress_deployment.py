@@ -17,7 +17,7 @@ from eldr_serve.config.application import EldrArgs
 from eldr_serve.engine.vllm.backend import VllmBackend
 from eldr_serve.ingress.deployment import EldrIngress
 from eldr_serve.ingress.http_application import application
-from eldr_serve.preflight.findings import drain
+from eldr_serve.preflight.rules import check_drain
 from tests.support.ingress_app import running_app
 from tests.support.shipped import ROOT
 
@@ -55,7 +55,7 @@ def test_an_ingress_drains_as_long_as_an_engine() -> None:
     own = engine.deployment_config["graceful_shutdown_timeout_s"]
     assert options()["graceful_shutdown_timeout_s"] == own
     assert options(num_replicas=2)["graceful_shutdown_timeout_s"] == 600
-    assert not list(drain("ingress", options()))
+    assert not list(check_drain("ingress", options()))
 
 
 @pytest.mark.parametrize(("cores", "ingresses"), [(2, 1), (3, 1), (4, 2), (64, 2)])
@@ -71,7 +71,7 @@ def test_the_default_number_of_ingresses_depends_on_the_cores(
 def test_a_shorter_drain_time_in_the_yaml_is_kept_with_a_warning() -> None:
     short = options(graceful_shutdown_timeout_s=20)
     assert short["graceful_shutdown_timeout_s"] == 20
-    (finding,) = drain("ingress", short)
+    (finding,) = check_drain("ingress", short)
     assert finding.severity == "warning"
     assert finding.sentence.startswith("ingress replicas that stop are killed after 20 s")
 

@@ -214,7 +214,7 @@ def test_pods_and_the_ray_up_cluster_have_the_same_resources(case: Case) -> None
         on_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
         assert ("nvidia.com/gpu.product" in pod.get("nodeSelector", {})) == on_gpu, name
         assert bool(pod.get("tolerations")) == on_gpu
-    scaled = any(engines.scaled for engines in deployment.engines)
+    scaled = any(engines.is_autoscaled for engines in deployment.engines)
     assert cluster_of(manifest).get("enableInTreeAutoscaling", False) == scaled
 
 

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
-from offline.placement import as_written, director, relaxation
-from offline.placement.as_written import director_as_written, round_with_scales
+from offline.placement import director, director_paper, relaxation
 from offline.placement.cost import LayerCost
-from offline.placement.director import director_placement, placed_work, placement_s, renewed_placement
+from offline.placement.director import director_placement, renewed_placement
+from offline.placement.director_paper import director_paper_placement, round_with_scales
 from offline.placement.rounding import round_in_polytope
+from offline.placement.workload import placed_work, placement_s
 
 COST = LayerCost(fixed_s=1e-4, per_expert_s=2e-6, per_token_s=1e-7, near_byte_s=1e-11, far_byte_s=1e-10)
 BYTES = 2000.0
@@ -169,7 +170,7 @@ def test_the_papers_algorithm_places_each_expert_once_near_its_budget(
 ) -> None:
     topology, experts = Topology(ranks=ranks, nodes=2), 4 * ranks - 1
     tokens = workload(seed, 2, ranks, experts)
-    placed, report = director_as_written(
+    placed, report = director_paper_placement(
         tokens, topology=topology, slots=slots, cost=COST, token_bytes=BYTES, seed=seed
     )
     hosts = hosts_of(placed, experts, ranks)
@@ -200,9 +201,9 @@ def paper_s(layer: tuple[np.ndarray, np.ndarray]) -> float:
 
 
 def test_the_budget_is_searched_by_lps_over_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch, (as_written, "linprog"), (as_written, "round_with_scales"))
+    calls = counted(monkeypatch, (director_paper, "linprog"), (director_paper, "round_with_scales"))
     tokens = workload(1, 3, 2, 6)
-    _, report = director_as_written(tokens, topology=Topology(ranks=2), slots=3, cost=COST)
+    _, report = director_paper_placement(tokens, topology=Topology(ranks=2), slots=3, cost=COST)
     assert calls == {"linprog": report.lp_solves, "round_with_scales": 3}
     # Without traffic and with whole shares allowed to split, the least budget is the mean load.
     work = COST.per_token_s * tokens.sum() + COST.per_expert_s * (tokens.sum(axis=1) > 0).sum()

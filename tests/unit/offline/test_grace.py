@@ -17,8 +17,8 @@ from offline.placement.evaluate import (
     home_ranks,
     metro_rule,
     sample_batches,
+    serve,
     serve_even,
-    served,
 )
 from offline.placement.grace import grace_placement
 from offline.placement.grouping import (
@@ -262,7 +262,7 @@ def test_an_evaluation_equals_direct_counting(seed: int) -> None:
         assert found["experts_mean_rank"] <= found["experts_worst_rank"] <= 6
         assert found["token_skew"] >= 1
         assert found["layer_us"] >= 1e6 * (1 + 2 * found["experts_worst_rank"])
-    ranks = served(batches, hosts, TOPOLOGY, metro_rule(hosts))
+    ranks = serve(batches, hosts, TOPOLOGY, metro_rule(hosts))
     near = far = near_forwarded = far_forwarded = experts = 0
     for b, layer in itertools.product(range(3), range(2)):
         activated = {(e, r) for e, r in zip(batches[b, :, layer].flat, ranks[b, :, layer].flat, strict=True)}

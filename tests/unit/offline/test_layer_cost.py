@@ -19,11 +19,11 @@ def test_a_fit_recovers_the_cost_and_is_never_negative(
 ) -> None:
     activated, tokens = (a.ravel() for a in np.meshgrid([1, 2, 5, 9], [10, 20, 50]))
     times = fixed + per_expert * activated + per_token * tokens
-    found = LayerCost.fitted(activated, tokens, times)
+    found = LayerCost.fit_ranks(activated, tokens, times)
     fitted = found.fixed_s + found.per_expert_s * activated + found.per_token_s * tokens
     np.testing.assert_allclose(fitted, times, rtol=1e-6)
     assert found.per_expert_s == pytest.approx(per_expert, rel=1e-4, abs=1e-9)
-    found = LayerCost.fitted(activated, tokens, np.random.default_rng(seed).uniform(1e-4, 1e-3, 12))
+    found = LayerCost.fit_ranks(activated, tokens, np.random.default_rng(seed).uniform(1e-4, 1e-3, 12))
     assert min(found.fixed_s, found.per_expert_s, found.per_token_s) >= 0
 
 

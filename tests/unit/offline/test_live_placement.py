@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from eldr_serve.commands.client import ServiceError
 from eldr_serve.experts.parallel.placement import hosts_of
 from eldr_serve.experts.routing_table import ExpertPlacement
-from offline.live_placement import Planner, learnt_correction, update_placement
+from offline.live_placement import Planner, learn_correction, update_placement
 from offline.placement import director, relaxation
 from offline.placement.cost import LayerCost
 from offline.placement.forecast import decode_correction
@@ -126,8 +126,8 @@ def test_the_correction_is_learnt_from_sampled_traffic() -> None:
     sampled: Any = Sampled()
     unsampled: Any = Unsampled()
     columns = trace.prefill_counts, trace.prompt_tokens, trace.decode_counts, trace.decode_steps
-    assert np.array_equal(learnt_correction(sampled), decode_correction(*columns))
-    assert learnt_correction(unsampled) is None
+    assert np.array_equal(learn_correction(sampled), decode_correction(*columns))
+    assert learn_correction(unsampled) is None
 
 
 def test_a_gain_below_the_minimum_moves_nothing() -> None:

@@ -12,7 +12,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import ExpertPlacement
 from offline.place import METHODS, place
-from offline.placement import as_written, director, relaxation
+from offline.placement import director, director_paper, relaxation
 from offline.placement.cost import LayerCost
 from tests.support.in_process import command, sentence
 from tests.support.traces import saved, synthetic_trace
@@ -70,7 +70,7 @@ def test_each_method_improves_its_own_objective(trace: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("method", "module", "rounding"),
-    [("director", director, "round_in_polytope"), ("director-paper", as_written, "round_with_scales")],
+    [("director", director, "round_in_polytope"), ("director-paper", director_paper, "round_with_scales")],
 )
 def test_directors_methods_solve_an_lp_and_round_it(
     method: str, module: Any, rounding: str, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -175,7 +175,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckOutcome
 def test_a_shipped_deployment_would_start(name: str, outcomes: dict[str, CheckOutcome]) -> None:
     outcome = outcomes[name]
     assert [finding.sentence for finding in outcome.findings] == []
-    assert outcome.starts
+    assert outcome.can_start
     for engines, _, answer in outcome.results:
         assert answer.kv_tokens >= answer.max_model_len, engines.role
         assert answer.kernels
@@ -184,13 +184,13 @@ def test_a_shipped_deployment_would_start(name: str, outcomes: dict[str, CheckOu
 
 def test_the_readmes_deployment_would_start(outcomes: dict[str, CheckOutcome]) -> None:
     outcome = outcomes["readme"]
-    assert outcome.starts
+    assert outcome.can_start
     assert [engines.role for engines, *_ in outcome.results] == ["prefill", "decode"]
 
 
 def test_our_kernel_is_shown_where_vllms_choice_would_hide_routes(outcomes: dict[str, CheckOutcome]) -> None:
     outcome = outcomes["gpt_oss_by_itself"]
-    assert outcome.starts
+    assert outcome.can_start
     assert {name for *_, answer in outcome.results for name, _ in answer.kernels} == {"MarlinExperts"}
 
 
@@ -199,7 +199,7 @@ def test_a_wrong_deployment_is_reported_in_one_sentence(name: str, outcomes: dic
     errors = [finding.sentence for finding in outcomes[name].findings if finding.severity == "error"]
     assert len(errors) == 1, errors
     assert WRONG[name][2] in errors[0]
-    assert not outcomes[name].starts
+    assert not outcomes[name].can_start
     assert "\n" not in errors[0]
 
 

@@ -18,7 +18,7 @@ from eldr_serve.preflight.machine import NodePool
 from tests.support.processes import python
 from tests.support.shipped import ROOT
 
-HERE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24, here=True)]
+HERE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24, is_this_machine=True)]
 ELSEWHERE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24)]
 SHIPPED: dict[str, Any] = yaml.safe_load((ROOT / "deployments/cpu_demo.yaml").read_text())
 
@@ -124,7 +124,7 @@ def test_a_key_that_serve_ignores_is_a_warning(tmp_path: Path) -> None:
     given["applications"][0]["import_path"] = "eldr_serve.app.build_app"
     given["applications"][0]["deployments"] = [{"name": "EldrIngress", "num_replicas": 3}]
     found = checked(tmp_path, given)
-    assert found.starts
+    assert found.can_start
     ignored, overridden = sentences(found, "warning")
     assert ignored == "Serve ignores the key x-shared: leave it out"
     assert overridden.startswith("applications.0.deployments.0 overrides options of EldrIngress")
@@ -141,8 +141,8 @@ def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> No
             f"{where}.port is {port}: another process listens there at 127.0.0.1; stop it, "
             "or set another port"
         ]
-        assert checked(tmp_path, given, ELSEWHERE).starts
-    assert checked(tmp_path, given).starts
+        assert checked(tmp_path, given, ELSEWHERE).can_start
+    assert checked(tmp_path, given).can_start
 
 
 def test_a_port_of_an_own_service_is_a_warning(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_port_of_an_own_service_is_a_warning(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server:
         given["applications"][0]["args"]["ingress"]["port"] = port = server.getsockname()[1]
         found = checked(tmp_path, given)
-        assert found.starts
+        assert found.can_start
         assert sentences(found, "warning")[0].startswith(f"ingress.port is {port}, where a service of yours")
 
 
@@ -168,14 +168,14 @@ def test_a_missing_or_invalid_key_file_is_reported(tmp_path: Path) -> None:
     (sentence,) = sentences(checked(tmp_path, given))
     assert sentence.startswith(f"ingress.keys_file: {keys} cannot be read")
     away = checked(tmp_path, given, ELSEWHERE)
-    assert away.starts
+    assert away.can_start
     assert sentences(away, "warning") == [
         f"ingress.keys_file {keys} is not on this machine: each node of the ingress must have it"
     ]
     keys.write_text('{"tenants": {"A B": {}}}')
     assert "tenants" in sentences(checked(tmp_path, given))[0]
     keys.write_text("{}")
-    assert checked(tmp_path, given).starts
+    assert checked(tmp_path, given).can_start
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 from eldr_serve.engine.protocol import StepSizes
 from eldr_serve.preflight.deployment import EngineDeployment
 from eldr_serve.preflight.engines import ProbeResult
-from eldr_serve.preflight.findings import host_memory, memory
 from eldr_serve.preflight.machine import GIB, gpu_of
 from eldr_serve.preflight.memory import FIXED_GIB, kv_bytes, reserve_bytes
+from eldr_serve.preflight.rules import check_host_memory, check_memory
 
 QWEN3_30B = StepSizes(
     tokens=16384, sequences=64, hidden=2048, top_k=8, expert_width=768, vocabulary=151936, element=2
@@ -35,12 +35,12 @@ def test_a_small_cpu_cache_names_the_setting_of_its_size() -> None:
     spec: Any = SimpleNamespace(model_source="m", host_kv_variable="KV_SPACE")
     engines = EngineDeployment("whole", spec, 1, 1, 1, False, [], "PACK", "")
     answer = ProbeResult(weights=1, kv=GIB, kv_tokens=0, max_model_len=999, kernels=(("Experts", False),))
-    (on_cpu,) = memory(engines, None, answer)
+    (on_cpu,) = check_memory(engines, None, answer)
     assert on_cpu.sentence.endswith(
         "holds no sequence of max_model_len 999: raise KV_SPACE in "
         "decode_config.runtime_env.env_vars, or lower max_model_len"
     )
-    (on_gpu,) = memory(engines, gpu_of("H100"), answer)
+    (on_gpu,) = check_memory(engines, gpu_of("H100"), answer)
     assert on_gpu.sentence.endswith("lower it, or raise gpu_memory_utilization")
 
 
@@ -52,4 +52,4 @@ def test_each_rank_of_a_cpu_engine_needs_memory(ranks: int, sentences: int) -> N
     answer = ProbeResult(weights=GIB, kv=2 * GIB, reserve=2 * GIB, kv_tokens=9, max_model_len=9, kernels=())
     node = SimpleNamespace(name="n", pool=SimpleNamespace(memory_gib=10), replicas=[("decode", 0)])
     placed: Any = SimpleNamespace(nodes=[node])
-    assert len([*host_memory(deployment, placed, [answer])]) == sentences
+    assert len([*check_host_memory(deployment, placed, [answer])]) == sentences

@@ -19,7 +19,8 @@ class BlockExpertCounts:
     """[B,L,E] of `cell_dtype`: number of tokens of block b that chose expert e in layer l.
 
     Rows follow the life cycle of their KV blocks. Writing a block at offset 0 begins a new block, so its
-    row is reset; a block that is found in the prefix cache keeps the row of the request that computed it.
+    row is reset. A block that a request finds in the prefix cache keeps the row of the request that computed
+    it.
 
     Args:
         num_blocks: number of KV blocks of the engine.

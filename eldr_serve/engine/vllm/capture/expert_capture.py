@@ -1,7 +1,7 @@
 """Capture the experts that tokens choose: hooks on the routers, and counts after each forward.
 
-It runs in vLLM's workers. This module assembles the counts that the scheduler has asked for; `device_capture`
-counts with tensors on the device, and `host_capture` in host memory.
+It runs in vLLM's workers. This module assembles the counts that the scheduler requests. `on_device` counts
+with tensors on the device, and `on_host` in host memory.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ExpertCapture(ABC):
         choices = self._choices(plan.tokens)
         if plan.decode_slots:
             # Gather the routes of all requests at once: the cost hardly depends on their number.
-            wanted = [slot for _, own in plan.decode_slots.values() for slot in own]
-            routes = self._choices_at(wanted, slots, choices)
+            decode_slots = [slot for _, own_slots in plan.decode_slots.values() for slot in own_slots]
+            routes = self._choices_at(decode_slots, slots, choices)
             tokens = {name: (first, len(own)) for name, (first, own) in plan.decode_slots.items()}
             counts.routes = StepRoutes(self.num_experts, tokens, routes)
         if not plan.is_decode:
@@ -101,7 +101,7 @@ class ExpertCapture(ABC):
     def store_choices(self, layer: int, experts: Tensor) -> None:
         """Store a layer's choices int[T,k]; the hook that a router calls in each forward.
 
-        The tensor is wider if the experts that all tokens share follow the chosen ones.
+        The tensor has more columns if the experts that all tokens share follow the chosen experts.
         """
 
     @abstractmethod
@@ -117,5 +117,5 @@ class ExpertCapture(ABC):
         """Return int16[L,T,k], the stored choices of the step's tokens, without padding."""
 
     @abstractmethod
-    def _choices_at(self, wanted: list[int], slots: Tensor, choices: Tensor) -> HostCopy:
-        """Return int16[n,L,k], the choices of the tokens at the wanted n of the KV slots int64[T]."""
+    def _choices_at(self, selected: list[int], slots: Tensor, choices: Tensor) -> HostCopy:
+        """Return int16[n,L,k], the choices of the tokens at the n selected of the KV slots int64[T]."""

@@ -1,7 +1,7 @@
 """Capture experts with tensors on the model's device: a GPU, or the CPU of a compiled model.
 
-It runs in vLLM's workers. No step waits for it: the host knows all sizes, and results are copied to the host
-asynchronously.
+It runs in vLLM's workers. No step waits for it, because the host knows all sizes, and results are copied to
+the host asynchronously.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DeviceCapture(ExpertCapture):
     def _choices(self, tokens: int) -> Tensor:
         return self._buffer[:, :tokens]
 
-    def _choices_at(self, wanted: list[int], slots: Tensor, choices: Tensor) -> HostCopy:
+    def _choices_at(self, selected: list[int], slots: Tensor, choices: Tensor) -> HostCopy:
         by_slot = slots.argsort()
-        tokens = by_slot[torch.searchsorted(slots[by_slot], to_device(wanted, slots.device))]
+        tokens = by_slot[torch.searchsorted(slots[by_slot], to_device(selected, slots.device))]
         return self._copies.start(choices[:, tokens].transpose(0, 1))

@@ -22,8 +22,8 @@ from eldr_serve.engine.vllm.capture.host_copy import HostCopy
 class HostCapture(ExpertCapture):
     """Capture in host memory.
 
-    The hooks keep the routers' own tensors: no router's tensor is overwritten after its hook has run, which
-    holds if the model is not compiled.
+    The hooks keep the routers' own tensors. This is exact because no router's tensor is overwritten after its
+    hook has run, which is true of a model that is not compiled.
 
     Args:
         routers, num_blocks, block_size, reports: see ExpertCapture.
@@ -41,12 +41,12 @@ class HostCapture(ExpertCapture):
         self._experts[layer] = experts
 
     def _record(self, cache: BlockExpertCounts, slots: Tensor, new_blocks: list[int]) -> None:
-        rows, where = cache.rows.numpy(), slots.numpy()
+        rows, slot_array = cache.rows.numpy(), slots.numpy()
         for block in new_blocks:
             rows[block] = 0
         count = _counting_loop()
         for layer, experts in enumerate(self._experts):
-            count(rows, where, experts.numpy(), layer, self.top_k, cache.block_size)
+            count(rows, slot_array, experts.numpy(), layer, self.top_k, cache.block_size)
 
     def _prompt_counts(self, cache: BlockExpertCounts, blocks: list[int]) -> HostCopy:
         return HostCopy(cache.rows.numpy()[blocks].sum(0, dtype=np.int32))
@@ -54,10 +54,10 @@ class HostCapture(ExpertCapture):
     def _choices(self, tokens: int) -> Tensor:
         return torch.stack([experts[:tokens, : self.top_k] for experts in self._experts]).to(torch.int16)
 
-    def _choices_at(self, wanted: list[int], slots: Tensor, choices: Tensor) -> HostCopy:
-        known = slots.numpy()
-        by_slot = known.argsort()
-        tokens = by_slot[known[by_slot].searchsorted(wanted)]
+    def _choices_at(self, selected: list[int], slots: Tensor, choices: Tensor) -> HostCopy:
+        all_slots = slots.numpy()
+        by_slot = all_slots.argsort()
+        tokens = by_slot[all_slots[by_slot].searchsorted(selected)]
         return HostCopy(choices.numpy()[:, tokens].swapaxes(0, 1))
 
 

@@ -31,21 +31,27 @@ _FLUSH_PERIOD_S = 1.0
 
 
 class _Pending:
-    """Values of this process's counters and histograms not yet reported to Ray, and its gauges' values."""
+    """The values of this process's metrics that are not yet reported to Ray.
+
+    Attributes:
+        values: newest values of gauges.
+        sums: increments of counters.
+        observations: observations of histograms.
+    """
 
     def __init__(self, values: dict[BufferedGauge, float] | None = None) -> None:
         self.values = dict(values or {})
         self.sums: defaultdict[BufferedCounter, float] = defaultdict(int)
-        self.observed: defaultdict[BufferedHistogram, list[float]] = defaultdict(list)
+        self.observations: defaultdict[BufferedHistogram, list[float]] = defaultdict(list)
 
     def report(self) -> None:
-        """Report all values to Ray, in any thread; nothing may be added any more."""
+        """Report all values to Ray, in any thread; nothing may be added afterwards."""
         for gauge, value in self.values.items():
             gauge.report(value)
         for counter, total in self.sums.items():
             counter.report(total)
-        for histogram, observed in self.observed.items():
-            for value in observed:
+        for histogram, values in self.observations.items():
+            for value in values:
                 histogram.report(value)
 
 
@@ -54,14 +60,14 @@ class _Labelled(RayPrometheusMetric):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._made: dict[tuple[str, ...], Any] = {}
+        self._children: dict[tuple[str, ...], Any] = {}
 
     def labels(self, *labels: Any, **named: Any) -> Any:
         """Return the child with these labels, as metrics of prometheus_client do."""
         key = (*map(str, labels), *(f"{name}={value}" for name, value in named.items()))
-        child = self._made.get(key)
+        child = self._children.get(key)
         if child is None:
-            child = self._made[key] = super().labels(*labels, **named)
+            child = self._children[key] = super().labels(*labels, **named)
         return child
 
 
@@ -95,7 +101,7 @@ class BufferedHistogram(_Labelled, RayHistogramWrapper):
 
     def observe(self, value: float) -> None:
         """Observe a value, as prometheus_client's Histogram does."""
-        _pending.observed[self].append(value)
+        _pending.observations[self].append(value)
 
     def report(self, value: float) -> None:
         """Report to Ray."""
@@ -161,8 +167,8 @@ def flush() -> None:
 
 def _take_pending() -> _Pending:
     global _pending
-    taken, _pending = _pending, _Pending(_pending.values)
-    return taken
+    pending, _pending = _pending, _Pending(_pending.values)
+    return pending
 
 
 _pending = _Pending()
@@ -171,9 +177,9 @@ _pending = _Pending()
 def replace_ray_logger(client: Any, kind: type[RayPrometheusStatLogger]) -> None:
     """Replace the Ray logger of a started engine by this subclass, and remove its text logger.
 
-    Ray hard-codes the class of its logger. The text logger sums up stats for a line that a replica does not
-    use; it is kept only if it was set to write a line for each step. Engines without a Ray logger do not
-    change.
+    Ray hard-codes the class of its logger. The text logger sums up statistics for a line that a replica does
+    not use, so it is kept only if it is set to write a line for each step. An engine without a Ray logger
+    does not change.
 
     Args:
         client: vLLM's client of its engine core.

@@ -23,9 +23,9 @@ class UnsupportedEngineError(RuntimeError):
 def check_version() -> None:
     """Raise UnsupportedEngineError unless vLLM is the checked version or a later patch of it.
 
-    0.32.0, 0.32.1 and suffixes of builds (0.32.1+cpu, 0.32.1.post1) are accepted: a patch fixes a release,
-    and the names that we need are checked. Other minor versions, older patches and pre-releases (0.32.1rc1,
-    0.32.1.dev7), which may contain any state of vLLM, are not accepted.
+    0.32.0, 0.32.1 and suffixes of builds (0.32.1+cpu, 0.32.1.post1) are accepted, because a patch only fixes
+    a release, and the names that we need are checked. Other minor versions, older patches and pre-releases
+    (0.32.1rc1, 0.32.1.dev7) are not accepted: a pre-release may contain any state of vLLM.
     """
     minor, patch = CHECKED.rsplit(".", 1)
     match = re.fullmatch(rf"{re.escape(minor)}\.(\d+)(\.post\d+)?(\+.*)?", vllm.__version__)

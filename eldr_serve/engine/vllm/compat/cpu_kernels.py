@@ -14,19 +14,19 @@ with internal_imports():
 
 
 def choose_mla_for_amx() -> None:
-    """Make vLLM choose its MLA backend for AMX. It uses oneDNN, which also runs without AMX.
+    """Make vLLM choose its MLA backend for AMX, which uses oneDNN and so also runs without AMX.
 
     Raises:
         RuntimeError: the CPU has neither AMX nor AVX-512 with bfloat16.
     """
-    seen = vars(torch.cpu)
-    if not (seen["_is_amx_tile_supported"]() or seen["_is_avx512_bf16_supported"]()):
+    functions = vars(torch.cpu)
+    if not (functions["_is_amx_tile_supported"]() or functions["_is_avx512_bf16_supported"]()):
         raise RuntimeError("vLLM's MLA backend for AMX needs a CPU with AMX, or AVX-512 with bfloat16")
 
     class WithAmx:
         """Replaces torch in the module that chooses backends; the kernels of other layers do not change."""
 
-        cpu = SimpleNamespace(**seen | {"_is_amx_tile_supported": lambda: True})
+        cpu = SimpleNamespace(**functions | {"_is_amx_tile_supported": lambda: True})
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)

@@ -74,12 +74,12 @@ class _Weightless(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
-        if func in self._MAKERS and given.get("device") is None:
-            tensor = func(*args, **given | {"device": "meta"})
+        options = kwargs or {}
+        if func in self._MAKERS and options.get("device") is None:
+            tensor = func(*args, **options | {"device": "meta"})
             if tensor.numel() > 4096:
                 return tensor
-        return func(*args, **given)
+        return func(*args, **options)
 
 
 @contextmanager
@@ -101,19 +101,19 @@ def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
     for module_info in pkgutil.iter_modules(experts.__path__, f"{experts.__name__}."):
         with suppress(ImportError, AttributeError):  # some modules need their kernel library
             importlib.import_module(module_info.name)
-    replaced = {"current_platform": Described()} | dict.fromkeys(_GPU_WHEEL, lambda: True)
-    usual = [
+    replacements = {"current_platform": Described()} | dict.fromkeys(_GPU_WHEEL, lambda: True)
+    originals = [
         (module, name, vars(module)[name])
         for key, module in list(sys.modules.items())
         if key.startswith(_SELECTORS)
-        for name in replaced.keys() & vars(module).keys()
+        for name in replacements.keys() & vars(module).keys()
     ]
     try:
-        for module, name, _ in usual:
-            setattr(module, name, replaced[name])
+        for module, name, _ in originals:
+            setattr(module, name, replacements[name])
         yield
     finally:
-        for module, name, value in usual:
+        for module, name, value in originals:
             setattr(module, name, value)
 
 
@@ -136,25 +136,25 @@ class DescribedEngine:
 
     def __init__(self, arguments: dict[str, Any], capability: tuple[int, int] | None) -> None:
         ranks, data_ranks = (arguments.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "data"))
-        given = arguments | {
+        all_arguments = arguments | {
             "skip_tokenizer_init": True,
             "load_format": "dummy",
             "distributed_executor_backend": "mp" if ranks > 1 else "uni",
         }
-        self.config = AsyncEngineArgs(**given).create_engine_config(UsageContext.OPENAI_API_SERVER)
-        whole = ranks * data_ranks
-        sizes = {"WORLD": whole, "TP": ranks, "DP": data_ranks, "EP": whole}
+        self.config = AsyncEngineArgs(**all_arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        world = ranks * data_ranks
+        sizes = {"WORLD": world, "TP": ranks, "DP": data_ranks, "EP": world}
         for name in ("WORLD", "TP", "EP", "PP", "DP", "DCP", "PCP", "EPLB"):
             setattr(parallel_state, f"_{name}", _FirstRank(sizes.get(name, 1)))
         get_model_architecture(self.config.model_config)  # imports the model's modules for this machine
-        usual = torch.get_default_dtype()
+        default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.config.model_config.dtype)
         try:
             with set_current_vllm_config(self.config), _Weightless(), _selecting_for(capability):
                 avoid_kernels_that_hide_choices(self.config)  # as our worker does
                 self._model = initialize_model(self.config)
         finally:
-            torch.set_default_dtype(usual)
+            torch.set_default_dtype(default_dtype)
         self._capability = capability
         self._layers = self.config.compilation_config.static_forward_context
 
@@ -169,32 +169,32 @@ class DescribedEngine:
             for layer in self._layers.values()
             if getattr(layer, "router", None) is not None
         ]
-        named = ((getattr(method, "experts_cls", None) or type(method), method) for method in methods)
+        kinds = ((getattr(method, "experts_cls", None) or type(method), method) for method in methods)
         return {
             (kind.__name__, bool(method.is_monolithic) and (kind is type(method) or hides_choices(kind)))
-            for kind, method in named
+            for kind, method in kinds
         }
 
     def check(self) -> None:
         """Raise UnsupportedEngineError if our connector would."""
         check_engine(self.config, "cpu" if self._capability is None else "cuda")
-        planned = self._planned(2**60)
-        counted_group(self.config, planned)
+        kv_cache = self._plan_kv_cache(2**60)
+        counted_group(self.config, kv_cache)
         if self._capability is None:
-            self._check_block_size(planned)
+            self._check_block_size(kv_cache)
 
-    def _check_block_size(self, planned: KVCacheConfig) -> None:
+    def _check_block_size(self, kv_cache: KVCacheConfig) -> None:
         """Raise UnsupportedEngineError if attention on CPUs does not support blocks of this size."""
-        for group in planned.kv_cache_groups:
+        for group in kv_cache.kv_cache_groups:
             backends = [self._layers[name].get_attn_backend() for name in group.layer_names]
             try:
                 select_common_block_size(group.kv_cache_spec.block_size, list(dict.fromkeys(backends)))
             except ValueError as error:
                 size = self.config.cache_config.block_size
                 declared = [size for b in backends for size in b.get_supported_kernel_block_sizes()]
-                taken = sorted({_block_sizes(size) for size in declared})
+                sizes = sorted({_block_sizes(size) for size in declared})
                 raise UnsupportedEngineError(
-                    f"block_size is {size}: attention on CPUs supports only {' and '.join(taken)}"
+                    f"block_size is {size}: attention on CPUs supports only {' and '.join(sizes)}"
                 ) from error
 
     def kv_cache(self, available: int) -> tuple[int, float]:
@@ -206,11 +206,11 @@ class DescribedEngine:
         Raises:
             ValueError: the cache cannot hold one sequence.
         """
-        planned = self._planned(available)
-        sequences = kv_cache_utils.get_max_concurrency_for_kv_cache_config(self.config, planned)
+        kv_cache = self._plan_kv_cache(available)
+        sequences = kv_cache_utils.get_max_concurrency_for_kv_cache_config(self.config, kv_cache)
         return int(sequences * self.config.model_config.max_model_len), sequences
 
-    def _planned(self, available: int) -> KVCacheConfig:
+    def _plan_kv_cache(self, available: int) -> KVCacheConfig:
         specs = {
             name: layer.get_kv_cache_spec(self.config)
             for name, layer in self._layers.items()

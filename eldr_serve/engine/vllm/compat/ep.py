@@ -43,9 +43,9 @@ def register_layers() -> None:
         raise UnsupportedEngineError(
             "ELDR_EXPERT_PARALLEL is for CPUs; on GPUs vLLM has expert parallelism: unset it"
         )
-    for theirs, ours in ((UnquantizedFusedMoEMethod, PlacedMoEMethod), (MoERunner, PlacedMoERunner)):
-        if theirs.__name__ not in op_registry_oot:
-            theirs.register_oot(ours, name=theirs.__name__)
+    for base, subclass in ((UnquantizedFusedMoEMethod, PlacedMoEMethod), (MoERunner, PlacedMoERunner)):
+        if base.__name__ not in op_registry_oot:
+            base.register_oot(subclass, name=base.__name__)
 
 
 class PlacedMoERunner(MoERunner):
@@ -74,8 +74,8 @@ class PlacedMoEMethod(UnquantizedFusedMoEMethod):
         if moe.moe_parallel_config.use_ep:
             vllm_config = get_current_vllm_config()
             _check(vllm_config, moe)
-            _config(vllm_config)
-            self.experts_cls: Any = _placed(self.experts_cls, vllm_config)
+            _parse_config(vllm_config)
+            self.experts_cls: Any = _limit_to_own_slots(self.experts_cls, vllm_config)
             self._layer_names = vllm_config.compilation_config.static_all_moe_layers  # in the model's order
 
     def _init_moe_kernel(self, layer: Any) -> None:
@@ -83,32 +83,32 @@ class PlacedMoEMethod(UnquantizedFusedMoEMethod):
         super()._init_moe_kernel(layer)
         if self.moe.use_ep and self.moe.dp_size > 1:
             dispatch = RankDispatch(begins=layer.layer_name == self._layer_names[0])
-            made: Any = self.moe_kernel  # type: ignore[has-type]
-            self.moe_kernel = FusedMoEKernel(dispatch, made.fused_experts)
+            kernel: Any = self.moe_kernel  # type: ignore[has-type]
+            self.moe_kernel = FusedMoEKernel(dispatch, kernel.fused_experts)
 
 
 def live_experts(vllm_config: VllmConfig) -> LiveExperts:
     """Return the experts of a worker's model; raise ValueError if they cannot be moved."""
-    layers = list(_live(vllm_config))
+    layers = list(_find_layers(vllm_config))
     if not layers:
         raise ValueError(
             "this engine's experts cannot be moved: it does not run eldr-serve's expert parallelism"
         )
-    together = vllm_config.parallel_config.data_parallel_size == 1
-    moves = _config(vllm_config).moves_per_slice
-    return LiveExperts(layers, moves, get_ep_group().cpu_group, called_together=together)
+    called_together = vllm_config.parallel_config.data_parallel_size == 1
+    moves = _parse_config(vllm_config).moves_per_slice
+    return LiveExperts(layers, moves, get_ep_group().cpu_group, called_together=called_together)
 
 
-def _live(vllm_config: VllmConfig) -> Iterator[LayerExperts]:
+def _find_layers(vllm_config: VllmConfig) -> Iterator[LayerExperts]:
     context = vllm_config.compilation_config.static_forward_context
     for name in vllm_config.compilation_config.static_all_moe_layers:
         kernel = getattr(context[name].routed_experts.quant_method, "moe_kernel", None)
-        placed = getattr(getattr(kernel, "fused_experts", None), "placed", None)
-        if placed is not None:
-            yield placed
+        layer_experts = getattr(getattr(kernel, "fused_experts", None), "layer_experts", None)
+        if layer_experts is not None:
+            yield layer_experts
 
 
-def _config(vllm_config: VllmConfig) -> CpuExpertsConfig:
+def _parse_config(vllm_config: VllmConfig) -> CpuExpertsConfig:
     return parse(CpuExpertsConfig, (vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
 
 
@@ -127,19 +127,19 @@ def _check(vllm_config: VllmConfig, moe: Any) -> None:
     )
 
 
-def _placed(kernel: Any, vllm_config: VllmConfig) -> Any:
+def _limit_to_own_slots(kernel: Any, vllm_config: VllmConfig) -> Any:
     """Return a subclass of a kernel that computes only the (token, expert) pairs of this rank."""
 
     class Placed(kernel):
-        placed: LayerExperts
+        layer_experts: LayerExperts
 
         def process_weights_after_loading(self, layer: Any) -> None:
             super().process_weights_after_loading(layer)
             group = get_ep_group()
             names = vllm_config.compilation_config.static_all_moe_layers
-            self.placed = start_layer(
+            self.layer_experts = start_layer(
                 [weight for name, weight in layer.named_parameters() if name.startswith(("w13_", "w2_"))],
-                _config(vllm_config),
+                _parse_config(vllm_config),
                 layer=names.index(layer.layer_name),
                 num_layers=len(names),
                 num_experts=self.moe_config.num_experts,
@@ -159,7 +159,7 @@ def _placed(kernel: Any, vllm_config: VllmConfig) -> Any:
             **others: Any,
         ) -> None:
             sizes = rank_batches().sizes if self.moe_config.dp_size > 1 else None
-            local = self.placed.local_slots(topk_ids, sizes)
+            local = self.layer_experts.local_slots(topk_ids, sizes)
             token, column = (local >= 0).nonzero(as_tuple=True)
             output.zero_()
             if not len(token):

@@ -56,19 +56,19 @@ def routes_own_tokens(layer: Any) -> bool:
 
     Otherwise it sees the tokens of all ranks, because they were gathered or all ranks have the same ones.
     """
-    own: bool = (
+    sees_own_tokens: bool = (
         layer.moe_config.moe_parallel_config.use_all2all_kernels and not layer.do_naive_dispatch_combine
     )
-    return own
+    return sees_own_tokens
 
 
 def before_eplb_mapping(router: BaseRouter, prepare: Callable[[Tensor], None]) -> None:
     """Call prepare(top-k ids) before each mapping of a batch's experts to their replicas."""
-    mapped = router._apply_eplb_mapping
+    apply_mapping = router._apply_eplb_mapping
 
-    def prepared(topk_ids: Tensor) -> Tensor:
+    def prepare_and_map(topk_ids: Tensor) -> Tensor:
         prepare(topk_ids)
-        routed: Tensor = mapped(topk_ids)
-        return routed
+        replicas: Tensor = apply_mapping(topk_ids)
+        return replicas
 
-    router._apply_eplb_mapping = prepared
+    router._apply_eplb_mapping = prepare_and_map

@@ -14,7 +14,7 @@ __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventPublisher", 
 
 
 def collect_events(vllm_config: VllmConfig) -> None:
-    """Make a scheduler that is made of this configuration collect events, which it publishes to nobody.
+    """Change a configuration so that its scheduler collects KV events, which it publishes to nobody.
 
     Raises:
         UnsupportedEngineError: vLLM's scheduler has no name that its own publisher would use.

@@ -42,16 +42,16 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
         UnsupportedEngineError: a router does not expose its choices, or the model has no MoE layer.
     """
     layers: list[tuple[int, Any]] = []
-    model = None  # prefix of the names of the model's layers, which come before its drafter's
+    model_prefix = None  # of the names of the model's layers, which come before those of its drafter
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         router = getattr(layer, "router", None)
         if router is None:
             continue
         index = extract_layer_index(name)
         prefix = name.split(f".{index}.")[0]
-        model = model or prefix
+        model_prefix = model_prefix or prefix
         if vllm_config.speculative_config is not None and (
-            prefix != model or index >= vllm_config.model_config.get_total_num_hidden_layers()
+            prefix != model_prefix or index >= vllm_config.model_config.get_total_num_hidden_layers()
         ):
             continue
         if not isinstance(router, BaseRouter):
@@ -126,7 +126,7 @@ def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
         UnsupportedEngineError: a layer hides its choices, or layers differ in experts or top-k.
     """
     _check_rotary(vllm_config)
-    routers = [(index, _source(index, layer)) for index, layer in moe_layers(vllm_config)]
+    routers = [(index, _find_source(index, layer)) for index, layer in moe_layers(vllm_config)]
     first, source = routers[0]
     for index, other in routers:
         if (other.global_num_experts, other.top_k) != (source.global_num_experts, source.top_k):
@@ -138,7 +138,7 @@ def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
     return routers
 
 
-def _source(index: int, layer: Any) -> Any:
+def _find_source(index: int, layer: Any) -> Any:
     method = getattr(layer, "_quant_method", None)
     if not getattr(method, "is_monolithic", False):
         return layer.router

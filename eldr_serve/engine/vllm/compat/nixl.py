@@ -31,12 +31,12 @@ __all__ = [
     "WithoutTransfers",
     "check",
     "check_side_channel",
+    "disable_progress_thread",
     "expire_send_leases",
     "get_kv_transfer_group",
     "get_tensor_model_parallel_rank",
     "has_kv_transfer_group",
-    "kept_affinity",
-    "polled_nixl",
+    "restore_affinity",
     "transfer_errors",
 ]
 
@@ -109,12 +109,12 @@ def expire_send_leases(worker: Any, engine_ids: Iterable[str]) -> None:
 
 
 @contextmanager
-def kept_affinity() -> Iterator[None]:
+def restore_affinity() -> Iterator[None]:
     """Restore this thread's CPU affinity on exit.
 
-    On CPU NIXL's worker binds the thread that creates it to the last core of each NUMA node, to keep
-    transfers off the model's cores. But that thread also runs the model, so all engines of a machine would
-    share that core.
+    On CPUs NIXL's worker binds the thread that creates it to the last core of each NUMA node, to keep
+    transfers off the cores of the model. But this thread also runs the model, so all engines of a machine
+    would share one core.
     """
     if not hasattr(os, "sched_getaffinity"):
         yield
@@ -192,11 +192,11 @@ _NO_OPERATIONS = {
 
 
 @contextmanager
-def polled_nixl() -> Iterator[None]:
+def disable_progress_thread() -> Iterator[None]:
     """Make NIXL agents without a progress thread on CPUs, where engines share cores.
 
     The thread spins: it takes a whole core for each engine, even if idle, and vLLM has no setting for it.
-    Without it transfers progress when the engine checks them, in every step, and the engine runs steps as
+    Without the thread, transfers progress when the engine checks them in every step. The engine runs steps as
     long as a transfer or a lease is open.
     """
     original = getattr(base_worker, "nixl_agent_config", None)

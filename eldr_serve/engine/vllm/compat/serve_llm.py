@@ -134,7 +134,7 @@ class _OneProcess(VLLMEngineConfig):
 
     @property
     def num_devices(self) -> int:
-        """Return the number of ranks; Ray leaves out data parallelism, so that replicas would share ports."""
+        """Return the number of ranks. Ray omits data-parallel ranks, so replicas would share ports."""
         devices: int = super().num_devices
         return devices * int(self.engine_kwargs.get("data_parallel_size") or 1)
 
@@ -142,9 +142,10 @@ class _OneProcess(VLLMEngineConfig):
 class OneProcessLLMConfig(LLMConfig):
     """An LLMConfig of an engine whose scheduler and model run in one process for each data-parallel rank.
 
-    Ray gives every CPU engine vLLM's multiprocess executor, whatever its arguments say. There scheduler
-    and worker wait for each other by spinning, which takes a core for each engine under load, and the
-    additional process takes 0.8 GB. Every GPU engine gets Ray's executor, whose worker is a separate actor.
+    Ray gives every CPU engine vLLM's multiprocess executor, whatever its arguments say. With this executor,
+    scheduler and worker wait for each other by spinning, which takes a core for each engine under load, and
+    the additional process takes 0.8 GB. Ray gives every GPU engine its own executor, whose worker is a
+    separate actor.
     """
 
     def get_engine_config(self) -> VLLMEngineConfig:
@@ -223,7 +224,11 @@ async def rerank(engine: Any, request: Any, raw_request: Any) -> bytes:
 
 
 def with_client(serving: Any, wrap: Callable[[Any], _Client]) -> tuple[Any, _Client]:
-    """Return a copy of a serving object that uses `wrap(client)` in place of its engine client, and this."""
+    """Copy a serving object and wrap the engine client of the copy.
+
+    Returns:
+        The copy, and its client `wrap(client)`.
+    """
     serving = copy.copy(serving)
     serving.engine_client = client = wrap(serving.engine_client)
     return serving, client
@@ -238,8 +243,8 @@ def wrap_stream(serving: Any, method: str, wrap: Callable[[Any], Any]) -> None:
 def check_serving(engine: Any) -> None:
     """Raise an error unless vLLM has all serving objects where they are expected, with the names used here.
 
-    Ray itself calls embeddings and scores. Engines that generate text do not have these objects, so the
-    names that Ray reads are looked up in the vLLM function that would set them.
+    Ray itself calls the objects for embeddings and scores. An engine that generates text does not have these
+    objects, so the names that Ray reads are looked up in the vLLM function that would set them.
 
     Raises:
         RuntimeError: a serving object is missing.
@@ -278,12 +283,12 @@ def deployment_options(config: LLMConfig) -> dict[str, Any]:
     if ray.is_initialized():
         options: dict[str, Any] = LLMServer.get_deployment_options(config)
         return options
-    usual = ray.get_runtime_context
+    get_runtime_context = ray.get_runtime_context
     ray.get_runtime_context = lambda: SimpleNamespace(runtime_env={})
     try:
         return dict(LLMServer.get_deployment_options(config))
     finally:
-        ray.get_runtime_context = usual
+        ray.get_runtime_context = get_runtime_context
 
 
 def parameter_of(error: Exception) -> str | None:
@@ -293,8 +298,8 @@ def parameter_of(error: Exception) -> str | None:
         parameter = error.parameter
     elif isinstance(error, ValidationError):
         causes = [details.get("ctx", {}).get("error") for details in error.errors()]
-        named = [cause.parameter for cause in causes if isinstance(cause, VLLMValidationError)]
-        parameter = next(filter(None, named), None)
+        parameters = [cause.parameter for cause in causes if isinstance(cause, VLLMValidationError)]
+        parameter = next(filter(None, parameters), None)
         if parameter is None:
             parameter = clean_loc_for_param(("body", *error.errors()[0]["loc"]))
     return parameter
@@ -311,11 +316,11 @@ def check_ray() -> None:
         hasattr(LLMConfig, "get_engine_config") and "_engine_config" in LLMConfig.__private_attributes__
     )
     starts = inspect.iscoroutinefunction(getattr(LLMServer, "_start_engine", None))
-    for there, what in (
+    for exists, what in (
         (starts, "LLMServer._start_engine()"),
         (engine, "LLMConfig.get_engine_config with VLLMEngineConfig.get_initialization_kwargs"),
     ):
-        if not there:
+        if not exists:
             raise RuntimeError(
                 f"ray {ray.__version__} has no {what}, which eldr-serve extends; "
                 f"it was checked on ray {_CHECKED}"

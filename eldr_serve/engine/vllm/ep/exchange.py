@@ -27,7 +27,7 @@ class RankBatches:
         self.sizes = [0] * self.ranks
 
     def begin(self, tokens: int) -> None:
-        """Begin a forward in which this rank has so many tokens, and learn the numbers of the others."""
+        """Begin a forward: exchange the numbers of tokens, of which this rank has `tokens`."""
         gathered = torch.empty(self.ranks, dtype=torch.int64)
         dist.all_gather_into_tensor(gathered, torch.tensor([tokens]), group=self._group)
         self.sizes = gathered.tolist()
@@ -35,7 +35,7 @@ class RankBatches:
     def gather(self, *parts: Tensor) -> list[Tensor]:
         """Return the rows of all ranks, in the order of ranks.
 
-        All parts travel in one message to each rank. None is sent if no rank has tokens.
+        All parts are sent to each rank in one message. Nothing is sent if no rank has tokens.
 
         Args:
             parts: [T, ...] each, two-dimensional, of this rank's tokens; further rows are ignored.
@@ -50,10 +50,10 @@ class RankBatches:
         rows = torch.cat(
             [gathered[rank * longest : rank * longest + size] for rank, size in enumerate(self.sizes)]
         )
-        return _unpacked(rows, parts)
+        return _unpack(rows, parts)
 
     def combine(self, partial: Tensor) -> Tensor:
-        """Return the sum over ranks, of this rank's rows.
+        """Return this rank's rows of the sum over ranks.
 
         Args:
             partial: [T, H], one rank's part of the result for the tokens of all ranks; it is overwritten.
@@ -64,7 +64,7 @@ class RankBatches:
         return partial[start : start + self.sizes[self._rank]]
 
 
-def _unpacked(rows: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+def _unpack(rows: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the columns of bytes as tensors of the parts' types."""
     widths = [part.shape[1] * part.element_size() for part in parts]
     # A view of other types needs aligned rows, which `contiguous` does not make of a single row.

@@ -14,9 +14,10 @@ from eldr_serve.experts.parallel.replica_choice import ReplicaChoice, make_choic
 
 Ints = NDArray[np.int64]
 LOG_SIZE = 4096  # batches in the log; new ones replace the oldest
-# Columns of the log, per batch: its tokens; of this rank, the slots with at least one token, the (token,
-# expert) pairs, those of them whose token has its home here, and its tokens with another home. A token's home
-# is its rank of data parallelism; without, homes are equal blocks of the batch.
+# Columns of the log, one row per batch: the batch's tokens, and, on this rank, the slots with at least one
+# token, the (token, expert) pairs, the pairs whose token has its home on this rank, and the tokens with
+# another home. A token's home is its data-parallel rank. Without data parallelism, homes are equal blocks of
+# the batch.
 LOG_COLUMNS = ("tokens", "activated", "pairs", "pairs_at_home", "guests")
 
 
@@ -64,7 +65,7 @@ class LayerExperts:
         self._choice = make_choice(self.rule, row, self.num_experts, self.topology, load=self.load)
 
     def local_slots(self, experts: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return int64[T, k], this rank's slot for each (token, expert) pair; -1: another rank's.
+        """Return int64[T, k], this rank's slot for each (token, expert) pair; -1: another rank serves it.
 
         Args:
             experts: int[T, k], logical experts of each token.
@@ -80,18 +81,18 @@ class LayerExperts:
         slots, first = self._choice.slots(experts, home), self.rank * self.slots_per_rank
         load = torch.bincount(slots.reshape(-1), minlength=len(self.row))[first : first + self.slots_per_rank]
         local = slots - first
-        here = (local >= 0) & (local < self.slots_per_rank)
-        served = here.any(dim=1)
+        is_local = (local >= 0) & (local < self.slots_per_rank)
+        has_local_pair = is_local.any(dim=1)
         self.log[self.batches % LOG_SIZE] = (
             tokens,
             int((load > 0).sum()),
             int(load.sum()),
-            int(here[start:end].sum()),
-            int(served.sum() - served[start:end].sum()),
+            int(is_local[start:end].sum()),
+            int(has_local_pair.sum() - has_local_pair[start:end].sum()),
         )
         self.routed += torch.bincount(experts.reshape(-1), minlength=self.num_experts)
         self.batches += 1
-        return torch.where(here, local, -1)
+        return torch.where(is_local, local, -1)
 
     def slot_bytes(self) -> int:
         """Return the size of one expert's weights, bytes."""

@@ -24,8 +24,8 @@ class LiveExperts:
         moves_per_slice: maximum number of experts that move between two steps.
         group: process group of the ranks.
         called_together: whether all ranks receive a call between the same two steps. Data-parallel ranks do
-            not, so they refuse changes: one would wait for weights that another sends only after a step in
-            which it waits for the first.
+            not, so they refuse changes. Otherwise a rank would wait for weights that another rank sends only
+            after a step, in which that rank waits for the first.
     """
 
     def __init__(
@@ -38,8 +38,9 @@ class LiveExperts:
     ) -> None:
         self._called_together = called_together
         self._layers, self._slice_size, self._group = dict(enumerate(layers)), moves_per_slice, group
-        self._waiting: deque[list[Move]] = deque()
-        self._moved, self._received = 0, 0  # since the start: experts moved by all ranks, bytes by this one
+        self._slices: deque[list[Move]] = deque()  # to be moved
+        # Since the start: experts moved by all ranks, bytes received by this rank.
+        self._num_moved, self._received_bytes = 0, 0
 
     def begin(self, placement: ArrayLike, ranks: int, load: ArrayLike | None = None) -> int:
         """Plan a swap; no expert moves yet, but replicas are chosen by the new load at once.
@@ -48,7 +49,7 @@ class LiveExperts:
             placement: int[L, P]; -1: the slot becomes empty.
             ranks: number of ranks that the placement is for.
             load: float[L, E], expected number of tokens of each expert, for replica choices that use it. It
-                suits the old placement too, so `stop` keeps it. None: unchanged.
+                is valid for the old placement too, so `stop` keeps it. None: unchanged.
 
         Returns:
             Number of slices.
@@ -58,8 +59,8 @@ class LiveExperts:
                 together; nothing was changed.
         """
         self._check_changeable()
-        if self._waiting:
-            raise ValueError(f"a swap of expert placements is under way: {len(self._waiting)} slices to come")
+        if self._slices:
+            raise ValueError(f"a swap of expert placements is under way: {len(self._slices)} slices to come")
         first = self._layers[0]
         if ranks != first.topology.ranks:
             raise ValueError(f"the placement is for {ranks} ranks, the engine has {first.topology.ranks}")
@@ -75,12 +76,12 @@ class LiveExperts:
         if load is not None and np.shape(load) != (len(self._layers), first.num_experts):
             raise ValueError(f"the load has shape {np.shape(load)}, not one number per layer and expert")
         old = self.placement()
-        self._waiting.extend(slice_moves(old, keep_slots(old, rows, ranks), ranks, self._slice_size))
+        self._slices.extend(slice_moves(old, keep_slots(old, rows, ranks), ranks, self._slice_size))
         if load is not None:
             for number, layer in self._layers.items():
                 layer.load = np.asarray(load)[number]
                 layer.set_placement(layer.row)
-        return len(self._waiting)
+        return len(self._slices)
 
     def choose(self, rule: str) -> None:
         """Choose replicas by this rule from the next step on; raise ValueError if that is impossible."""
@@ -103,21 +104,21 @@ class LiveExperts:
 
         A rank that fails exits, since other ranks may have moved their part; the engine ends with it.
         """
-        if self._waiting:
-            moves = self._waiting[0]
+        if self._slices:
+            moves = self._slices[0]
             try:
-                self._received += transfer(self._layers, moves, self._group)
+                self._received_bytes += transfer(self._layers, moves, self._group)
             except Exception as error:
                 raise SystemExit(f"experts could not be moved between ranks: {error}") from error
-            self._moved += sum(move.expert >= 0 for move in moves)
-            self._waiting.popleft()
-        return len(self._waiting)
+            self._num_moved += sum(move.expert >= 0 for move in moves)
+            self._slices.popleft()
+        return len(self._slices)
 
     def stop(self) -> int:
         """End the swap, leaving experts where they are now; return the number of slices not made."""
-        left = len(self._waiting)
-        self._waiting.clear()
-        return left
+        num_left = len(self._slices)
+        self._slices.clear()
+        return num_left
 
     def placement(self) -> NDArray[np.int64]:
         """Return int64[L, P], the experts in the slots; -1: empty."""
@@ -129,7 +130,7 @@ class LiveExperts:
         Returns:
             placement [L, P], replica_choice, slices_left, experts_moved (by all ranks), bytes_received (by
             this rank), and this rank's memory for experts: weight_bytes without replicas, replica_bytes of
-            the redundant slots, slice_bytes (most that a swap buffers beside them, except in cyclic moves).
+            the redundant slots, slice_bytes (the most that a swap buffers, except in cyclic moves).
         """
         first = self._layers[0]
         expert = [layer.slot_bytes() for layer in self._layers.values()]
@@ -137,9 +138,9 @@ class LiveExperts:
         return {
             "placement": self.placement().tolist(),
             "replica_choice": first.rule,
-            "slices_left": len(self._waiting),
-            "experts_moved": self._moved,
-            "bytes_received": self._received,
+            "slices_left": len(self._slices),
+            "experts_moved": self._num_moved,
+            "bytes_received": self._received_bytes,
             "weight_bytes": (first.slots_per_rank - redundant) * sum(expert),
             "replica_bytes": redundant * sum(expert),
             "slice_bytes": self._slice_size * max(expert),
@@ -155,8 +156,8 @@ class LiveExperts:
             Number of batches since the start, and [N][L][LOG_COLUMNS] of the new ones.
         """
         end = min(layer.batches for layer in self._layers.values())
-        wanted = np.arange(max(since, end - LOG_SIZE), end) % LOG_SIZE
-        return end, np.stack([layer.log[wanted] for layer in self._layers.values()], axis=1).tolist()
+        rows = np.arange(max(since, end - LOG_SIZE), end) % LOG_SIZE
+        return end, np.stack([layer.log[rows] for layer in self._layers.values()], axis=1).tolist()
 
     def routed(self) -> list[list[int]]:
         """Return [L, E], tokens per expert since the start, as EPLB counts them; equal on all ranks."""

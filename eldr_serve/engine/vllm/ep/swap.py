@@ -43,8 +43,8 @@ class SwapResult:
 async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike | None = None) -> SwapResult:
     """Move a running engine's experts to a placement, one slice between two steps.
 
-    Answers do not change: after each slice every expert has a slot. Cancellation leaves the experts where
-    the slices so far have moved them.
+    Answers do not change, since every expert has a slot after each slice. A cancelled swap leaves the experts
+    where it has moved them so far.
 
     Args:
         call: `collective_rpc` of the engine's client.
@@ -55,27 +55,27 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
     Raises:
         PlacementError: the placement does not fit the engine, or another swap is under way.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     before = await _call_ranks(call, "status")
-    expected = None if load is None else np.asarray(load, float).tolist()
+    expected_tokens = None if load is None else np.asarray(load, float).tolist()
     rows = placement.physical_to_logical.tolist()
-    planned = asyncio.ensure_future(_call_ranks(call, "begin", rows, placement.ranks, expected))
-    left = 1
+    planning = asyncio.ensure_future(_call_ranks(call, "begin", rows, placement.ranks, expected_tokens))
+    slices_left = 1
     try:
-        slices = left = (await asyncio.shield(planned))[0]
-        while left:
-            left = (await _call_ranks(call, "move"))[0]
+        slices = slices_left = (await asyncio.shield(planning))[0]
+        while slices_left:
+            slices_left = (await _call_ranks(call, "move"))[0]
     finally:
         with suppress(PlacementError):  # refused: there is no swap to end
-            await planned  # cancelling the caller does not stop the engine's planning
-            if left:
+            await planning  # cancelling the caller does not stop the engine's planning
+            if slices_left:
                 await _call_ranks(call, "stop")
     after = await _call_ranks(call, "status")
     return SwapResult(
         slices,
         after[0]["experts_moved"] - before[0]["experts_moved"],
         sum(new["bytes_received"] - old["bytes_received"] for old, new in zip(before, after, strict=True)),
-        time.monotonic() - began,
+        time.monotonic() - start,
     )
 
 
@@ -133,7 +133,7 @@ class EngineExperts:
             )
         self._swapping = True
         try:
-            swapped = await swap_placement(self._call, placement, load)
+            result = await swap_placement(self._call, placement, load)
         except PlacementError as error:
             raise RequestRefusedError(str(error), status=400) from error
         finally:
@@ -141,7 +141,7 @@ class EngineExperts:
                 await self.refresh()  # a cancelled swap has moved some experts
             finally:
                 self._swapping = False
-        return {"placement": self.status["placement"], **asdict(swapped)}
+        return {"placement": self.status["placement"], **asdict(result)}
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         """Call a method of all ranks, and update `slices_left` in `status` from the answers."""

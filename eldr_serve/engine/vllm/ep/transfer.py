@@ -20,8 +20,8 @@ from eldr_serve.experts.routing_table import ArtifactError, ExpertPlacement
 def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: Any) -> int:
     """Make all moves and update the layers' placements; all ranks make the same call.
 
-    All moves read the content of the slots before the call. Incoming weights are buffered beside the slots,
-    at most one expert per move, until all have arrived.
+    All moves read the content that the slots had before the call. Weights that a rank receives are buffered
+    beside the slots, at most one expert per move, until all have arrived.
 
     Args:
         layers: the layers, by `Move.layer`.
@@ -31,9 +31,9 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
     Returns:
         Bytes that this rank received from others.
     """
-    sent: list[tuple[Tensor, Any]] = []  # holds tensors until they are sent
-    waiting: list[tuple[Tensor, int, Tensor, Any]] = []
-    received = 0
+    sends: list[tuple[Tensor, Any]] = []  # content and request; it keeps the content until it is sent
+    receives: list[tuple[Tensor, int, Tensor, Any]] = []  # weight, slot, its new content, and request
+    received_bytes = 0
     for tag, move in enumerate(moves):
         if move.expert < 0:  # the slot becomes empty
             continue
@@ -42,37 +42,37 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
         for part, weight in enumerate(layer.weights):
             number = tag * len(layer.weights) + part
             if rank == layer.rank:
-                arriving, request = _receive(
+                content, request = _receive(
                     weight, move.source % layer.slots_per_rank, source, layer.rank, group, number
                 )
-                waiting.append((weight, move.slot % layer.slots_per_rank, arriving, request))
-                received += 0 if request is None else arriving.numel() * arriving.element_size()
+                receives.append((weight, move.slot % layer.slots_per_rank, content, request))
+                received_bytes += 0 if request is None else content.numel() * content.element_size()
             elif source == layer.rank:
-                leaving = weight[move.source % layer.slots_per_rank].contiguous()
-                sent.append((leaving, dist.isend(leaving, group=group, group_dst=rank, tag=number)))
-    for *_, request in waiting:
+                content = weight[move.source % layer.slots_per_rank].contiguous()
+                sends.append((content, dist.isend(content, group=group, group_dst=rank, tag=number)))
+    for *_, request in receives:
         if request is not None:
             request.wait()
-    for _, request in sent:
+    for _, request in sends:
         request.wait()
     dist.barrier(group)  # if a rank fails before this, no rank has changed a slot
-    for weight, slot, arriving, _ in waiting:
-        weight[slot].copy_(arriving)
+    for weight, slot, content, _ in receives:
+        weight[slot].copy_(content)
     for number in {move.layer for move in moves}:
         row = layers[number].row.copy()
         for move in moves:
             if move.layer == number:
                 row[move.slot] = move.expert
         layers[number].set_placement(row)
-    return received
+    return received_bytes
 
 
 def _receive(weight: Tensor, slot: int, source: int, rank: int, group: Any, tag: int) -> tuple[Tensor, Any]:
     """Return the content of a slot of rank `source`, and the request to wait for; None if it is local."""
     if source == rank:
         return weight[slot].clone(), None
-    arriving = torch.empty_like(weight[0], memory_format=torch.contiguous_format)
-    return arriving, dist.irecv(arriving, group=group, group_src=source, tag=tag)
+    content = torch.empty_like(weight[0], memory_format=torch.contiguous_format)
+    return content, dist.irecv(content, group=group, group_src=source, tag=tag)
 
 
 def start_layer(

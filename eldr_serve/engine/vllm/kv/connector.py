@@ -1,8 +1,9 @@
 """The KV connector, which vLLM loads into its engine core and into each worker: NIXL's, with expert counts.
 
 Load it with `kv_connector="EldrConnector", kv_connector_module_path="eldr_serve.engine.vllm.kv.connector"`
-(see eldr_serve.engine.vllm.config). Roles: kv_producer (prefill), kv_consumer (decode), kv_both
-(calibration, and whole engines, which prefill and decode); kv_both transfers nothing and runs without NIXL.
+(see eldr_serve.engine.vllm.config). Its roles are kv_producer (prefill), kv_consumer (decode) and kv_both
+(calibration, and whole engines, which prefill and decode). An engine with kv_both transfers nothing and runs
+without NIXL.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from eldr_serve.engine.vllm.compat.nixl import (
     NixlPullConnector,
     SideChannel,
     WithoutTransfers,
+    disable_progress_thread,
     expire_send_leases,
-    kept_affinity,
-    polled_nixl,
+    restore_affinity,
     transfer_errors,
 )
 from eldr_serve.engine.vllm.kv.metadata import EldrConnectorMetadata, EldrConnectorWorkerMetadata
@@ -38,19 +39,19 @@ from eldr_serve.engine.vllm.stats import EldrPromMetrics, EldrStats
 class EldrConnector(NixlPullConnector):
     """NIXL's pull connector, which also returns expert counts in `kv_transfer_params`.
 
-    vLLM makes one connector for its scheduler and one for each worker. Each has a part of NIXL's, which
-    transfers blocks, and one of ours, which counts. In each step:
+    vLLM makes one connector for its scheduler and one for each worker. Each has a part by NIXL, which
+    transfers blocks, and a part by us, which counts experts. In each step:
 
     1. Scheduler: `build_connector_meta` lists the prompts that end in the step, and their blocks.
-    2. Worker: `get_transfer_results` counts after the forward, and `build_connector_worker_meta` returns the
-       sums.
-    3. Scheduler: `take_counts` stores the sums before the step's requests are finished
-       (eldr_serve.engine.vllm.scheduler), and `request_finished` adds them to the answer. A whole engine's
-       answer comes much later, so its sums are sent at once, with the stats (`take_prompt_counts`).
+    2. Worker: `get_transfer_results` counts experts after the forward, and `build_connector_worker_meta`
+       returns the counts.
+    3. Scheduler: `take_counts` stores the counts before the step's requests are finished
+       (eldr_serve.engine.vllm.scheduler), and `request_finished` adds them to the answer. The answer of a
+       whole engine ends much later, so its counts are sent at once, with the stats (`take_prompt_counts`).
 
     Attributes:
         kv_group: the group of the KV cache by whose blocks tokens are counted.
-        scheduler_side, worker_side: our part; a connector has only the one of its role.
+        scheduler_side, worker_side: the part by us; a connector has only the side of its role.
     """
 
     scheduler_side: EldrConnectorScheduler
@@ -65,7 +66,7 @@ class EldrConnector(NixlPullConnector):
             self.connector_scheduler = transfers if role == KVConnectorRole.SCHEDULER else None
             self.connector_worker = transfers if role == KVConnectorRole.WORKER else None
         else:
-            with transfer_errors(), polled_nixl(), kept_affinity():
+            with transfer_errors(), disable_progress_thread(), restore_affinity():
                 super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self._side_channel = SideChannel(self.connector_scheduler)
@@ -144,10 +145,10 @@ class EldrConnector(NixlPullConnector):
         # exception in the forward: then nothing is counted, and that exception must propagate.
         if sys.exc_info()[0] is None:
             self.worker_side.count_step()
-        # Do this in every step: a decode engine's heartbeat may have extended the lease since the last one.
-        expire_send_leases(self.connector_worker, self.worker_side.abandoned.due())
+        # Do this in every step: a decode engine's heartbeat may have extended a lease since the last step.
+        expire_send_leases(self.connector_worker, self.worker_side.abandoned.ids_to_free())
         results = super().get_transfer_results(finished_req_ids)
-        self.worker_side.abandoned.freed(results.finished_sending)
+        self.worker_side.abandoned.forget(results.finished_sending)
         return results
 
     def build_connector_worker_meta(self) -> EldrConnectorWorkerMetadata | None:

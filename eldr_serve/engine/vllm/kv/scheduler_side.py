@@ -42,10 +42,9 @@ class EldrConnectorScheduler:
         self._drafts = vllm_config.speculative_config is not None
         self._kv_group = kv_group
         self._requests: dict[str, Any] = {}  # vLLM's objects of all unfinished requests
-        self._tracked: dict[str, TrackedRequest] = {}  # those of them whose experts are counted
-        self._held: dict[
-            str, str
-        ] = {}  # prompts with held blocks since the last step: engine's id -> caller's name
+        self._tracked: dict[str, TrackedRequest] = {}  # the unfinished requests whose experts are counted
+        # Prompts whose blocks are held since the last step: engine's id -> caller's name.
+        self._held: dict[str, str] = {}
         self._prompt_counts: dict[str, PromptCounts] = {}  # by callers' names of the prompts, until taken
         self._warned_of_limit = False
 
@@ -115,8 +114,8 @@ class EldrConnectorScheduler:
 
     def take_held(self) -> dict[str, str]:
         """Return the prompts whose blocks are held since the last call: engine's id -> caller's name."""
-        taken, self._held = self._held, {}
-        return taken
+        held, self._held = self._held, {}
+        return held
 
     def take_counts(self, counts: StepCounts) -> None:
         """Store the counts of a step, before its requests are finished."""
@@ -144,8 +143,8 @@ class EldrConnectorScheduler:
         Returns:
             Caller's name of the prompt -> its length and packed counts.
         """
-        taken, self._prompt_counts = self._prompt_counts, {}
-        return taken
+        prompt_counts, self._prompt_counts = self._prompt_counts, {}
+        return prompt_counts
 
     def request_finished(
         self, request: Any, holds_blocks: bool, params: dict[str, Any] | None

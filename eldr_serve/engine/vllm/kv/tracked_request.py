@@ -25,13 +25,13 @@ class RouteCounts:
         keep: whether to keep the routes as well.
 
     Attributes:
-        kept: the routes, int16[steps,L,k] each, if they are kept.
+        routes: the routes, int16[steps,L,k] each; empty if they are not kept.
     """
 
     def __init__(self, first: int, *, keep: bool) -> None:
-        self.kept: list[NDArray[np.int16]] = []
+        self.routes: list[NDArray[np.int16]] = []
         self._first = self._next = first
-        self._keep = keep
+        self._keeps_routes = keep
         self._pending: list[NDArray[np.int16]] = []
         self._num_experts = 0
         self._cells: NDArray[np.int64] | None = None  # flattened counts
@@ -44,8 +44,8 @@ class RouteCounts:
         self._next += len(new)
         self._num_experts = num_experts
         self._pending.append(new)
-        if self._keep:
-            self.kept.append(new)
+        if self._keeps_routes:
+            self.routes.append(new)
         if len(self._pending) >= _BATCH:
             self._sum()
 
@@ -82,13 +82,13 @@ class TrackedRequest:
 
     Attributes:
         request: vLLM's object for the request.
-        want_routes: whether the answer includes the routes of the decode steps.
+        wants_routes: whether the answer includes the routes of the decode steps.
         decode: the decode counts, if they were requested.
         prompt_counts: int32[L,E], set when this engine has computed the prompt.
     """
 
     request: Any
-    want_routes: bool = False
+    wants_routes: bool = False
     decode: RouteCounts | None = None
     prompt_counts: NDArray[np.int32] | None = None
 
@@ -109,6 +109,6 @@ class TrackedRequest:
             shape = self.prompt_counts.shape
             answer["eldr_prefill"] = pack_counts(self.prompt_counts)
         answer["eldr_decode"] = pack_counts(self.decode.total(shape))
-        kept = self.decode.kept or [np.zeros((0, shape[0], 1), np.int16)]
-        answer["eldr_routes"] = pack_routes(np.concatenate(kept)) if self.want_routes else None
+        routes = self.decode.routes or [np.zeros((0, shape[0], 1), np.int16)]
+        answer["eldr_routes"] = pack_routes(np.concatenate(routes)) if self.wants_routes else None
         return answer

@@ -1,19 +1,47 @@
-"""Give answers of vLLM's serving objects the form of each API."""
+"""Describe in one table how the answers of vLLM's API methods differ, and give each answer its form."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from eldr_serve.engine.vllm.compat.messages import to_message, to_message_events
 from eldr_serve.engine.vllm.compat.responses import to_response_events
 
-# How vLLM's server serializes the answers of a method, if not by default.
-_SERIALIZED: dict[str, dict[str, bool]] = {
-    "messages": {"exclude_none": True},
-    "count_tokens": {"exclude_none": True},
-    "responses": {"by_alias": True},
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """The properties of an API method's answers.
+
+    Attributes:
+        json_options: arguments by which vLLM's server serializes an answer.
+        has_plain_streams: `PlainStream` may serialize chunks of a stream.
+        renders_text_alone: vLLM renders the prompt from the request's text, so token ids cannot replace it.
+        has_random_ids: parts of an answer have random ids, so no other engine can continue it.
+        is_lazy: a stream calls the engine's `generate` only when it is read.
+    """
+
+    json_options: Mapping[str, bool] = field(default_factory=dict)
+    has_plain_streams: bool = False
+    renders_text_alone: bool = False
+    has_random_ids: bool = False
+    is_lazy: bool = False
+
+
+_FORMS = {
+    "chat": AnswerForm(has_plain_streams=True),
+    "completions": AnswerForm(has_plain_streams=True),
+    "messages": AnswerForm({"exclude_none": True}),
+    "count_tokens": AnswerForm({"exclude_none": True}),
+    "responses": AnswerForm({"by_alias": True}, renders_text_alone=True, has_random_ids=True, is_lazy=True),
 }
+_USUAL = AnswerForm()
+
+
+def answer_form(method: str) -> AnswerForm:
+    """Return the properties of a method's answers."""
+    return _FORMS.get(method, _USUAL)
 
 
 def to_events(method: str, serving: Any, answer: Any) -> AsyncGenerator[str, None]:
@@ -39,5 +67,5 @@ def to_whole_answer(method: str, serving: Any, answer: Any) -> Any:
 
 def to_json(method: str, answer: Any) -> bytes:
     """Serialize an answer as vLLM's server does."""
-    serialized: str = answer.model_dump_json(**_SERIALIZED.get(method, {}))
+    serialized: str = answer.model_dump_json(**answer_form(method).json_options)
     return serialized.encode()

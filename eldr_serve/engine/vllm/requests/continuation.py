@@ -1,9 +1,10 @@
 """Generate answers that another engine can continue, and continue answers that another engine has begun.
 
-It runs in the replica. The ingress receives the ids of generated tokens with the bytes made from them. If
-the engine is lost, another one receives the ids and computes prompt and ids as one prompt. Its vLLM output
-processor first processes the ids, whose output was already sent and is dropped, and then the new tokens. So
-buffered text, stop strings, log-probabilities, usage and finish reasons equal those of a single engine.
+It runs in the replica. The ingress receives the ids of generated tokens with the bytes made from them. If the
+engine is lost, another engine receives the ids, and computes prompt and ids as one prompt. There vLLM's
+output processor first replays the ids, and then processes the new tokens. The output of the replay was
+already sent, so it is dropped. In this way buffered text, stop strings, log-probabilities, usage and finish
+reasons equal those of a single engine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
 
 _CREATED = re.compile(rb'"created":\d+')  # in generated text the quotes are escaped
 _FINISHES = {str(reason): reason for reason in FinishReason}
-_TOKENS_PER_FRAME = 8  # of an answer that is not streamed, whose bytes all come at the end
+_TOKENS_PER_FRAME = 8  # in an answer that is not streamed, all of whose bytes are in the last frame
 _REPLAY_BATCH = 32  # tokens to replay before yielding to the event loop
 
 
@@ -39,10 +40,10 @@ def prompt_with_generated(prompt: Any, generated: list[int]) -> Any:
 
 
 def is_resumable(params: SamplingParams, *, stream: bool) -> bool:
-    """Return whether the rest of an answer depends only on the prompt and the generated ids.
+    """Return whether another engine can generate the rest of an answer from the prompt and the generated ids.
 
-    It does not with a seeded generator, whose state is lost, or if a parameter treats prompt and generated
-    tokens differently. Log-probabilities of an answer that is not streamed would be lost.
+    It cannot if the generator is seeded, since its state is lost, or if a parameter treats prompt and
+    generated tokens differently. It would lose the log-probabilities of an answer that is not streamed.
     """
     return (
         params.sampling_type is not SamplingType.RANDOM_SEED
@@ -61,13 +62,13 @@ def is_resumable(params: SamplingParams, *, stream: bool) -> bool:
 class Continuation:
     """A proxy of a vLLM engine client, which also receives the bytes that a serving object makes.
 
-    The bytes made from one output and its tokens are sent as one frame, so that they end together wherever
-    an answer is cut. The last frame holds everything that follows the last token.
+    A frame holds the ids of one output's tokens and the bytes made from them, so that an answer that is cut
+    has both or neither. The last frame also holds the bytes that follow the last token.
 
     Args:
         client: vLLM's client of the engine.
         send: callback that receives the frames.
-        request: vLLM's request, with one prompt and one answer.
+        request: vLLM's request for one answer to one prompt.
         generated: ids that another engine generated and the ingress received.
         created: timestamp in the chunks that were already sent, s since 1970; None if none were.
         random_ids: parts of the answer have random ids, so no other engine can continue it.
@@ -77,7 +78,7 @@ class Continuation:
         metrics: vLLM's RequestStateStats; set at the end of the answer, if there are any.
         prompt_token_ids: set at the end of the answer.
         cached_tokens: number of tokens in the engine's prefix cache; set at the end of the answer.
-        counts: what our connector added to the answer, set at its end; clients do not receive it.
+        counts: fields that our connector added to the answer; set at its end, and hidden from clients.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class Continuation:
         self._random_ids = random_ids or bool(getattr(request, "tools", None))
         self._generated = generated
         self._created = None if created is None else b'"created":%d' % created
-        self._replays = bool(generated)
-        self._with_ids = False
+        self._is_replaying = bool(generated)
+        self._sends_ids = False
         self._bytes: list[bytes] = []
         self._ids: list[int] = []
         self.failure: Exception | None = None
@@ -117,18 +118,18 @@ class Continuation:
     def _flush(self) -> None:
         payload, ids = b"".join(self._bytes), self._ids
         self._bytes, self._ids = [], []
-        if self._replays or not (payload or ids):
+        if self._is_replaying or not (payload or ids):
             return
         if self._created is not None:
             payload = _CREATED.sub(self._created, payload)
-        self._send(payload, len(ids), array("I", ids).tobytes() if self._with_ids else b"")
+        self._send(payload, len(ids), array("I", ids).tobytes() if self._sends_ids else b"")
 
     def end(self, part: bytes = b"") -> None:
         """Send the last frame; raise the engine's error if it has failed."""
         if self.failure is not None:
             raise self.failure
         self.write(part)
-        self._replays = False
+        self._is_replaying = False
         self._flush()
 
     async def generate(
@@ -136,7 +137,7 @@ class Continuation:
     ) -> AsyncGenerator[Any, None]:
         """Generate as the client does; an answer that is not streamed is yielded once, at its end."""
         one_prompt = isinstance(prompt, dict) and "prompt_token_ids" in prompt
-        self._with_ids = one_prompt and not self._random_ids and is_resumable(params, stream=self._stream)
+        self._sends_ids = one_prompt and not self._random_ids and is_resumable(params, stream=self._stream)
         if not self._stream:
             params = params.clone()
             params.output_kind = RequestOutputKind.DELTA
@@ -144,11 +145,11 @@ class Continuation:
         # If the prompt's blocks come from a prefill engine, the prompt was written to that engine's cache.
         transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
         created = transfer.get(CREATED)
-        make = self._resume if self._generated else self._client.generate
-        whole: Any = None
+        generate = self._resume if self._generated else self._client.generate
+        whole_answer: Any = None
         output: Any = None
         try:
-            async with aclosing(make(prompt, params, request_id, **kwargs)) as outputs:
+            async with aclosing(generate(prompt, params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
                     completion = output.outputs[0]
                     if created is not None:
@@ -160,33 +161,34 @@ class Continuation:
                         self.failure = RuntimeError("the engine failed this request")
                     if self._stream:
                         yield output
-                    elif whole is None:
-                        whole = output
+                    elif whole_answer is None:
+                        whole_answer = output
                     else:
-                        whole.add(output, aggregate=True)
+                        whole_answer.add(output, aggregate=True)
                     if not output.finished:  # the serving object has processed this output completely
                         self._flush()
         except Exception as error:
             self.failure = error
             raise
         finally:
-            # The engine has received the request and will free the prompt's blocks. If the client has
-            # disconnected early, vLLM's server would notify the prefill engine a second time.
+            # The engine has received the request and will free the prompt's blocks. Otherwise vLLM's server
+            # would notify the prefill engine a second time if the client disconnects early.
             transfer["do_remote_prefill"] = False
         self.metrics = getattr(output, "metrics", None)
         self.prompt_token_ids = getattr(output, "prompt_token_ids", None) or []
         self.cached_tokens = getattr(output, "num_cached_tokens", None) or 0
-        if whole is not None:
-            yield whole
+        if whole_answer is not None:
+            yield whole_answer
 
     async def _resume(
         self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
+        """Replay the generated ids, then generate the rest; yield the outputs of both."""
         client, generated = self._client, self._generated
-        replayed = params.clone()
-        replayed.stream_interval = None  # bytes were made from each of the ids
+        replay_params = params.clone()
+        replay_params.stream_interval = None  # the lost engine made bytes from each of the ids
         request = client.input_processor.process_inputs(
-            request_id, prompt, replayed, await client.get_supported_tasks()
+            request_id, prompt, replay_params, await client.get_supported_tasks()
         )
         request.external_req_id = request_id
         processor = OutputProcessor(client.renderer.tokenizer, log_stats=False)
@@ -199,20 +201,23 @@ class Continuation:
                 yield output
             if number % _REPLAY_BATCH == _REPLAY_BATCH - 1:
                 await asyncio.sleep(0)
-        rest = params.clone()
-        rest.max_tokens = None if params.max_tokens is None else max(params.max_tokens - len(generated), 1)
-        rest.min_tokens = max(params.min_tokens - len(generated), 0)
-        rest.stop, rest.detokenize, rest.output_text_buffer_length = [], False, 0
-        rest.output_kind = RequestOutputKind.DELTA
-        stream = client.generate(prompt_with_generated(prompt, generated), rest, request_id, **kwargs)
+        rest_params = params.clone()
+        if params.max_tokens is not None:
+            rest_params.max_tokens = max(params.max_tokens - len(generated), 1)
+        rest_params.min_tokens = max(params.min_tokens - len(generated), 0)
+        rest_params.stop, rest_params.detokenize, rest_params.output_text_buffer_length = [], False, 0
+        rest_params.output_kind = RequestOutputKind.DELTA
+        whole_prompt = prompt_with_generated(prompt, generated)
+        stream = client.generate(whole_prompt, rest_params, request_id, **kwargs)
         async with aclosing(stream) as outputs:
             async for result in outputs:
-                self._replays = False
-                done = processor.process_outputs([_core_output(result.outputs[0], request_id, params)])
-                for output in done.request_outputs:
+                self._is_replaying = False
+                core = _core_output(result.outputs[0], request_id, params)
+                processed = processor.process_outputs([core])
+                for output in processed.request_outputs:
                     output.num_cached_tokens = result.num_cached_tokens
                     yield output
-                if done.reqs_to_abort:  # a stop string, which the engine does not look for
+                if processed.reqs_to_abort:  # a stop string, which the engine does not look for
                     return
 
 
@@ -236,7 +241,7 @@ def _core_output(output: Any, request_id: str, params: SamplingParams) -> Engine
 
 
 def _logprob_row(logprobs: dict[int, Any], top: int) -> list[tuple[int, Any]]:
-    """Return the sampled token, then the `top` most likely ones, which may include it again."""
+    """Return the sampled token, followed by the `top` most likely tokens, which may include it again."""
     sampled, *others = logprobs.items()
     if len(others) < top:
         others.insert(sampled[1].rank - 1, sampled)

@@ -10,25 +10,34 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.vllm.compat.serve_llm import openai_serving, with_client
+from eldr_serve.engine.vllm.requests.answer_forms import answer_form
 from eldr_serve.engine.vllm.requests.continuation import prompt_with_generated
 
 
 class _PromptKnownError(BaseException):
-    """Ends vLLM's work on an answer when its prompt is known; vLLM catches every Exception."""
+    """Ends vLLM's work on an answer when its prompt is known.
+
+    vLLM catches every Exception, so this is none.
+    """
 
 
 class _OneTokenClient:
     """A proxy of a vLLM engine client whose `generate` checks the request and generates one token.
 
     Args:
-        raises: `generate` raises _PromptKnownError, because vLLM would read `output` at once.
+        client: vLLM's client of the engine.
+        generated: tokens that another engine generated from the prompt, appended to it.
+        raises: `generate` raises _PromptKnownError, because vLLM would read its result at once.
+
+    Attributes:
+        output: result of the last `generate`; None before.
     """
 
     def __init__(self, client: Any, generated: list[int], *, raises: bool) -> None:
         self._client = client
         self._generated = generated
         self._raises = raises
-        self.output: AsyncGenerator[Any, None] | None = None  # result of the last `generate`
+        self.output: AsyncGenerator[Any, None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -45,9 +54,9 @@ class _OneTokenClient:
         self, prompt: Any, params: SamplingParams, request_id: str, kwargs: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         client = self._client
-        checked = {name: kwargs.get(name) for name in ("lora_request", "priority", "data_parallel_rank")}
+        options = {name: kwargs.get(name) for name in ("lora_request", "priority", "data_parallel_rank")}
         client.input_processor.process_inputs(
-            request_id, prompt, params, await client.get_supported_tasks(), **checked
+            request_id, prompt, params, await client.get_supported_tasks(), **options
         )
         # Blocks are handed over only if the request ends by its length, so no token may end it.
         one_token = SamplingParams(
@@ -81,14 +90,14 @@ async def first_token(engine: Any, method: str, request: Any, raw_request: Any, 
         CallFailedError: vLLM refuses the request.
     """
     serving, create = openai_serving(engine, method)
-    # A stream of the Responses API calls `generate` only when it is read; a whole answer does at once.
-    lazy = method == "responses"
+    # Only a whole answer of a lazy method calls `generate` at once.
+    lazy = answer_form(method).is_lazy
     serving, client = with_client(serving, lambda client: _OneTokenClient(client, generated, raises=lazy))
     answer: Any = None
     with suppress(_PromptKnownError):
         # Other streams are returned before they begin and are never read, so no answer is made.
-        asked = request.model_copy(update={"stream": not lazy})
-        answer = await getattr(serving, create)(asked, raw_request)
+        request = request.model_copy(update={"stream": not lazy})
+        answer = await getattr(serving, create)(request, raw_request)
     if client.output is None:
         raise CallFailedError(int(answer.error.code), answer.model_dump_json().encode())
     last: Any = None

@@ -1,7 +1,7 @@
 """Serialize the chunks of plain streams without pydantic, byte for byte as vLLM's server does, in a replica.
 
-vLLM's own generator makes the first and last chunks of a stream, and one more with a marker as its text. That
-chunk, split at the marker, is the template of all chunks in between.
+vLLM's own generator makes the first and last chunks of a stream, and one more with a marker as its text. This
+chunk, split at the marker, is the template of all chunks in the middle of the stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pydantic_core
 
 from eldr_serve.engine.protocol import several_prompts
 
-PLAIN_STREAMS = ("chat", "completions")  # methods whose streams may be plain
 _MARK = "\x00eldr\x00"
 _MARK_JSON = pydantic_core.to_json(_MARK).decode()
 
@@ -31,7 +30,7 @@ def is_plain(serving: Any, request: Any) -> bool:
     return (
         (request.n or 1) == 1
         and not several_prompts(getattr(request, "prompt", None))
-        and (request.logprobs is None or request.logprobs is False)  # 0 requests some in a completion
+        and (request.logprobs is None or request.logprobs is False)  # a completion's 0 requests one
         and not request.return_token_ids
         and not (options and options.continuous_usage_stats)
         and getattr(serving, "parser_cls", None) is None
@@ -59,11 +58,11 @@ class PlainStream:
 
     async def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
         """Yield the chunks that vLLM's generator makes; the arguments are those of the generator."""
-        at = next(number for number, arg in enumerate(args) if hasattr(arg, "__anext__"))
-        self._outputs = args[at]
-        async for chunk in self._generator(*args[:at], self, *args[at + 1 :], **kwargs):
-            head, found, tail = chunk.partition(_MARK_JSON) if self._mark is not None else ("", "", "")
-            if found:
+        position = next(number for number, arg in enumerate(args) if hasattr(arg, "__anext__"))
+        self._outputs = args[position]
+        async for chunk in self._generator(*args[:position], self, *args[position + 1 :], **kwargs):
+            head, mark, tail = chunk.partition(_MARK_JSON) if self._mark is not None else ("", "", "")
+            if mark:
                 self._mark, self._template = None, (head.encode(), tail.encode())
             else:
                 yield chunk
@@ -76,7 +75,7 @@ class PlainStream:
         if self._mark is not None:
             return self._mark
         while True:
-            item = await anext(self._outputs)  # of completions: a tuple of the prompt's index and the result
+            item = await anext(self._outputs)  # for completions a tuple: the prompt's index, and the result
             result = item[1] if isinstance(item, tuple) else item
             output = result.outputs[0]
             if self._template is None or output.finish_reason is not None:

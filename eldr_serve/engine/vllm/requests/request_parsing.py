@@ -47,7 +47,7 @@ def parse_request(engine_request: EngineRequest) -> Any:
     fields = pydantic_core.from_json(engine_request.body)
     if not isinstance(fields, dict):
         raise RequestRefusedError("the body must be a JSON object", status=400)
-    fields |= {"kv_transfer_params": None, "ec_transfer_params": None}  # not for clients to set
+    fields |= {"kv_transfer_params": None, "ec_transfer_params": None}  # clients may not set these
     if engine_request.cache_salt:
         fields |= {"cache_salt": engine_request.cache_salt, "priority": 0}
     try:
@@ -59,10 +59,10 @@ def parse_request(engine_request: EngineRequest) -> Any:
     if isinstance(request, ResponsesRequest):
         _check_response(request)
     prefix = "resp_" if engine_request.id and engine_request.method == "responses" else ""
-    ours = {"request_id": f"{prefix}{engine_request.id}", "kv_transfer_params": engine_request.kv}
-    known = type(request).model_fields
+    own_fields = {"request_id": f"{prefix}{engine_request.id}", "kv_transfer_params": engine_request.kv}
+    field_names = type(request).model_fields
     request = request.model_copy(
-        update={name: value for name, value in ours.items() if name in known and value}
+        update={name: value for name, value in own_fields.items() if name in field_names and value}
     )
     detection = getattr(request, "repetition_detection", None)
     if detection is not None and detection.max_pattern_size > _MAX_PATTERN_TOKENS:
@@ -70,7 +70,7 @@ def parse_request(engine_request: EngineRequest) -> Any:
         raise RequestRefusedError(
             f"repetition_detection.max_pattern_size is at most {_MAX_PATTERN_TOKENS}", status=400
         )
-    is_chat = "messages" in known and engine_request.method not in ("messages", "count_tokens")
+    is_chat = "messages" in field_names and engine_request.method not in ("messages", "count_tokens")
     return _validate_messages(request) if is_chat else request
 
 
@@ -99,7 +99,7 @@ async def parse_generation(engine_request: EngineRequest, engine: Any) -> Any:
 
 
 def _check_response(request: ResponsesRequest) -> None:
-    """Refuse what needs stored responses, which vLLM keeps in the memory of one engine."""
+    """Refuse a request that needs stored responses, which vLLM keeps in the memory of one engine."""
     for name in ("background", "previous_response_id"):
         if getattr(request, name):
             raise RequestRefusedError(

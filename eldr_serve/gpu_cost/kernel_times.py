@@ -1,4 +1,7 @@
-"""The only module that imports `aiconfigurator-core`: NVIDIA's measured kernel times, and steps over them."""
+"""Read kernel times that NVIDIA measured, and the times of steps made of them, from `aiconfigurator-core`.
+
+No other module imports this Python package. In `eldr_serve.gpu_cost`, "NVIDIA's package" means it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ REQUIREMENT = "aiconfigurator-core==0.12.0"
 BATCHES = (1, 2, 4, 8, 16, 32, 48, 64)  # batches of up to 64 tokens at which MoE kernels were measured
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
 PROMPTS = (512, 1024, 2048, 4096, 8192)  # prompt tokens of a step
-# Kind of the weights -> the package's names for matrix products and for experts.
+# Kind of the weights -> the names in NVIDIA's package for matrix products and for experts.
 DTYPES = {
     "bf16": ("bfloat16", "bfloat16"),
     "fp8": ("fp8", "fp8"),
@@ -35,18 +38,18 @@ _PROMPT_CONTEXT = 1024  # KV tokens of the requests that decode beside a prompt
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def installed() -> bool:
-    """Return whether the package is there."""
+def is_installed() -> bool:
+    """Return whether NVIDIA's package is installed."""
     return find_spec("aiconfigurator_core") is not None
 
 
-def gpus() -> list[str]:
+def list_gpus() -> list[str]:
     """Return the GPUs on which MoE kernels were measured."""
     return sorted(path.parents[1].name for path in _root().glob(f"systems/data/*/moe/{_FRAMEWORK}"))
 
 
-def models() -> list[str]:
-    """Return the mixture-of-experts models that the package knows by name."""
+def list_models() -> list[str]:
+    """Return the mixture-of-experts models that NVIDIA's package knows by name."""
     return sorted(name for name, path in _configs().items() if _has_experts(json.loads(path.read_text())))
 
 
@@ -62,57 +65,57 @@ def read(
         config: content of the model's config.json; None: that of `setting.model`.
 
     Raises:
-        UserInputError: the package is not installed, does not know the model or the GPU, or has no rows for
-            this kind of weights or for these parallel sizes.
+        UserInputError: NVIDIA's package is not installed, does not know the model or the GPU, or has no
+            rows for this kind of weights or for these parallel sizes.
     """
-    found = gpus()
-    if setting.gpu not in found:
-        raise UserInputError(f"--gpu is {setting.gpu!r}: unknown, there are {', '.join(found)}")
+    gpus = list_gpus()
+    if setting.gpu not in gpus:
+        raise UserInputError(f"--gpu is {setting.gpu!r}: unknown, there are {', '.join(gpus)}")
     if setting.dtype not in (None, *DTYPES):
         raise UserInputError(f"--dtype is {setting.dtype!r}: unknown, there are {', '.join(DTYPES)}")
     if setting.tp % setting.ep:
         raise UserInputError(f"--ep is {setting.ep}: it must be 1 or a divisor of --tp, {setting.tp}")
-    with _quiet(), _model_path(setting.model, config) as path:
+    with _suppressed_log(), _model_path(setting.model, config) as path:
         try:
             return _read(setting, path, batches, contexts)
         except (ValueError, RuntimeError, AssertionError, KeyError, TypeError) as error:
             if isinstance(error, UserInputError):
                 raise
-            raise UserInputError(f"{_named(setting)} cannot be priced: {_reason(error)}") from error
+            raise UserInputError(f"{_describe(setting)} cannot be priced: {_reason(error)}") from error
 
 
 def _read(setting: Setting, path: str, batches: Sequence[int], contexts: Sequence[int]) -> Readings:
     from aiconfigurator_core import engine_spec_bincode_from_json
     from aiconfigurator_core.sdk.engine import EngineHandle
 
-    spec = _spec(setting, path)
-    experts = _experts(setting, spec)
-    shape = _shape(setting, experts)
+    spec = _model_spec(setting, path)
+    moe_layers = _find_moe_layers(setting, spec)
+    shape = _shape(setting, moe_layers)
     steps: list[Step] = []
     distributions: dict[Routing, str] = {"even": "balanced", "skewed": f"power_law_{shape.skew:g}"}
     for routing, distribution in distributions.items():
-        for layers in experts:
+        for layers in moe_layers:
             layers["workload_distribution"] = distribution
         engine = EngineHandle(bytes(engine_spec_bincode_from_json(json.dumps(spec))))
-        alone = json.dumps([{"Moe": layers} for layers in experts])
+        moe_ops = json.dumps([{"Moe": layers} for layers in moe_layers])
         for batch in batches:
-            parts = engine.evaluate_ops_json(alone, is_context=False, batch_size=batch, s=1)
+            parts = engine.evaluate_ops_json(moe_ops, is_context=False, batch_size=batch, s=1)
             if any(origin != "silicon" for *_, origin in parts):
-                raise UserInputError(f"{_named(setting)} cannot be priced: {_NO_ROWS}")
+                raise UserInputError(f"{_describe(setting)} cannot be priced: {_NO_ROWS}")
             for context in contexts:
-                whole = engine.predict_decode_latency(batch, context)
-                steps.append(Step(batch, context, routing, 1e-3 * whole))
+                step_ms = engine.predict_decode_latency(batch, context)
+                steps.append(Step(batch, context, routing, 1e-3 * step_ms))
     prompts = []
     for tokens, batch in itertools.product(PROMPTS, _PROMPT_BATCHES):
-        whole = engine.mixed_step_latency(tokens, batch, _PROMPT_CONTEXT, 2)
-        prompts.append(PromptStep(batch, _PROMPT_CONTEXT, tokens, 1e-3 * whole))
+        step_ms = engine.mixed_step_latency(tokens, batch, _PROMPT_CONTEXT, 2)
+        prompts.append(PromptStep(batch, _PROMPT_CONTEXT, tokens, 1e-3 * step_ms))
     version = spec["engine"]["backend_version"]
     source = f"{REQUIREMENT.replace('==', ' ')}, kernels of vLLM {version}"
     return Readings(setting, source, shape, tuple(steps), tuple(prompts))
 
 
-def _spec(setting: Setting, path: str) -> dict[str, Any]:
-    """Return the package's description of the model's steps."""
+def _model_spec(setting: Setting, path: str) -> dict[str, Any]:
+    """Return the description in NVIDIA's package of the model's steps."""
     from aiconfigurator_core.sdk.config_builders import build_model_config
     from aiconfigurator_core.sdk.engine import build_engine_spec_json
     from aiconfigurator_core.sdk.models import get_model
@@ -141,86 +144,90 @@ def _spec(setting: Setting, path: str) -> dict[str, Any]:
         nextn=0,
         database=get_database(setting.gpu, _FRAMEWORK, version),
     )
-    found: dict[str, Any] = json.loads(spec)
-    return found
+    model_spec: dict[str, Any] = json.loads(spec)
+    return model_spec
 
 
-def _experts(setting: Setting, spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the descriptions of the MoE layers in a decode step, parts of `spec`, which differ in number."""
-    found = list(_parts(spec["generation_ops"], "Moe"))
-    if not found:
+def _find_moe_layers(setting: Setting, spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the descriptions of the MoE layers in a decode step, which are parts of `spec`.
+
+    Each description stands for a number of layers. The descriptions may differ in this number alone.
+    """
+    moe_layers = list(_find_parts(spec["generation_ops"], "Moe"))
+    if not moe_layers:
         raise UserInputError(f"{setting.model} has no MoE layers: only mixture-of-experts models are priced")
     kinds = {
         json.dumps({key: value for key, value in layers.items() if key not in ("name", "scale_factor")})
-        for layers in found
+        for layers in moe_layers
     }
     if len(kinds) > 1:
         raise UserInputError(f"{setting.model} has MoE layers of {len(kinds)} kinds: only one kind is priced")
-    return found
+    return moe_layers
 
 
-def _shape(setting: Setting, experts: Sequence[dict[str, Any]]) -> Shape:
-    one = experts[0]
+def _shape(setting: Setting, moe_layers: Sequence[dict[str, Any]]) -> Shape:
+    first = moe_layers[0]
     return Shape(
-        int(one["num_experts"]),
-        int(one["topk"]),
-        round(sum(layers["scale_factor"] for layers in experts)),
+        int(first["num_experts"]),
+        int(first["topk"]),
+        round(sum(layers["scale_factor"] for layers in moe_layers)),
         setting.ep,
-        float(one["workload_distribution"].rpartition("_")[2]),
-        one["quant_mode"],
+        float(first["workload_distribution"].rpartition("_")[2]),
+        first["quant_mode"],
     )
 
 
-def _parts(inside: Any, name: str) -> Iterator[dict[str, Any]]:
-    if isinstance(inside, dict):
-        for key, value in inside.items():
+def _find_parts(document: Any, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the value of each key `name` in a JSON document."""
+    if isinstance(document, dict):
+        for key, value in document.items():
             if key == name:
                 yield value
             else:
-                yield from _parts(value, name)
-    elif isinstance(inside, list):
-        for value in inside:
-            yield from _parts(value, name)
+                yield from _find_parts(value, name)
+    elif isinstance(document, list):
+        for value in document:
+            yield from _find_parts(value, name)
 
 
 @contextmanager
 def _model_path(model: str, config: str | None) -> Iterator[str]:
-    """Yield what the package reads the model from: a known name, or a folder with its config.json."""
+    """Yield the model for NVIDIA's package: a name that it knows, or a folder with a config.json."""
     from aiconfigurator_core.sdk.common import DefaultHFModels
 
-    where = Path(model)
+    path = Path(model)
     if config is None:
-        where = where / "config.json" if where.is_dir() else where
-        if not where.is_file():
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
             if model in DefaultHFModels:
                 yield model
                 return
-            where = _known_config(model)
+            path = _find_known_config(model)
     try:
-        config = where.read_text() if config is None else config
+        config = path.read_text() if config is None else config
         if not isinstance(json.loads(config), dict):
             raise ValueError("it is not a mapping")
     except ValueError as error:
-        raise UserInputError(f"--model is {model!r}: {where} is no model's config.json ({error})") from error
+        raise UserInputError(f"--model is {model!r}: {path} is no model's config.json ({error})") from error
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(config)
         yield folder
 
 
-def _known_config(model: str) -> Path:
-    """Return the config in the package of a model by name; raise UserInputError if there is none."""
-    known = _configs()
-    if model not in known:
-        hint = did_you_mean(model, models())
+def _find_known_config(model: str) -> Path:
+    """Return the config.json of a model in NVIDIA's package; raise UserInputError if there is none."""
+    configs = _configs()
+    if model not in configs:
+        hint = did_you_mean(model, list_models())
         raise UserInputError(
             f"--model is {model!r}: neither a known model nor a config.json; "
             f"{hint or '`eldr cost --list` names the models'}"
         )
-    return known[model]
+    return configs[model]
 
 
 def _configs() -> dict[str, Path]:
-    """Return the configs in the package, by the model's name."""
+    """Return the config.json files in NVIDIA's package, by the model's name."""
     paths = _root().glob("model_configs/*_config.json")
     return {
         path.name.removesuffix("_config.json").replace("--", "/", 1): path
@@ -252,17 +259,17 @@ def _reason(error: Exception) -> str:
     return text.partition(". ")[0][:300]
 
 
-def _named(setting: Setting) -> str:
+def _describe(setting: Setting) -> str:
     kind = f" in {setting.dtype}" if setting.dtype else ""
     return f"{setting.model}{kind} on {setting.gpu}, TP {setting.tp}, EP {setting.ep},"
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the package's log, which lists files that it reads."""
-    before = logging.root.manager.disable
+def _suppressed_log() -> Iterator[None]:
+    """Suppress the log of NVIDIA's package, which lists the files that it reads."""
+    level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level)

@@ -1,12 +1,13 @@
-"""DIRECTOR's Algorithm 1 as the paper has it, to compare with `director_placement` (sections VI-C, VII).
+"""DIRECTOR's Algorithm 1 as the paper writes it (sections VI-C, VII), to compare `director_placement` with.
 
-One LP covers all layers under a latency budget, which a bisection lowers. A layer takes the slowest rank's
-computation plus the slowest sender's communication, and an expert has one replica. Rounding is a random walk
-in macro-iterations, whose steps are scaled by each variable's distance to a whole number.
+One LP covers all layers under a latency budget, which a bisection lowers. The time of a layer is the slowest
+rank's computation plus the slowest sender's communication, and an expert has one replica. Rounding is a
+random walk in macro-iterations, whose steps are scaled by each variable's distance to a whole number.
 
-The paper leaves two things open. A step that would leave [0, 1] ends at the bound, so that the experts' and
-the slots' constraints hold exactly. Where the walk has no direction left, or a macro-iteration makes nothing
-whole, the next one is without scales; the rest is then a transportation polytope, which has whole vertices.
+The paper leaves two things open. Here a step that would leave [0, 1] ends at the bound, so that the
+constraints of experts and of slots hold exactly. If the walk has no direction left, or if a macro-iteration
+makes no variable whole, the next macro-iteration has no scales. The remaining variables then form a
+transportation polytope, which has whole vertices.
 
 Arrays: L layers, E experts, G ranks.
 """
@@ -23,7 +24,8 @@ from scipy.sparse import block_diag, csr_array, eye_array, hstack, kron, vstack
 
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.cost import LayerCost
-from offline.placement.director import by_source, check_slots, fill_empty_ranks, full_slots, prices
+from offline.placement.packing import fill_empty_ranks, repeat_in_empty_slots
+from offline.placement.workload import check_slots, price_experts, split_by_source
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -35,7 +37,7 @@ _WHOLE = 1e-7
 
 
 @dataclass(frozen=True)
-class AsWrittenReport:
+class DirectorPaperReport:
     """Latencies that the search and the rounding reached: the paper's two maxima, summed over layers, s.
 
     Attributes:
@@ -74,7 +76,7 @@ class _Latency:
         return float((self.compute_s @ x).max() + sent.max())
 
 
-def director_as_written(
+def director_paper_placement(
     workload: ArrayLike,
     *,
     topology: Topology,
@@ -82,19 +84,20 @@ def director_as_written(
     cost: LayerCost,
     token_bytes: float = 0.0,
     seed: int = 0,
-) -> tuple[Ints, AsWrittenReport]:
+) -> tuple[Ints, DirectorPaperReport]:
     """Return the placement int[L, P], rank-major, of Algorithm 1 for a pending batch.
 
-    Spare slots repeat an expert of their rank. So each expert is on one rank, unless a rank would be empty.
+    Spare slots repeat an expert of their rank, so each expert is on one rank. A rank without an expert gets
+    the expert with the least work too.
 
     Args:
         workload, topology, slots, cost, token_bytes: as for `director_placement`.
-        seed: of the random walk.
+        seed: seed of the random walk.
 
     Raises:
         UserInputError: the workload is invalid, or slots are fewer than experts.
     """
-    tokens = by_source(workload, topology)
+    tokens = split_by_source(workload, topology)
     experts, ranks = tokens.shape[2], topology.ranks
     check_slots(ranks, slots, experts)
     latencies = [_latency(layer, topology, cost, token_bytes) for layer in tokens]
@@ -103,25 +106,25 @@ def director_as_written(
     chosen = np.stack([round_with_scales(x, slots, rng) for x in shares])  # [L, E]
     whole = (chosen[..., None] == np.arange(ranks)).astype(np.float64)
     reached_s = sum(latency.seconds(x) for latency, x in zip(latencies, whole, strict=True))
-    placed = np.full((len(tokens), ranks, slots), experts)
+    filled = np.full((len(tokens), ranks, slots), experts)
     for layer, row in enumerate(chosen):
         for rank in range(ranks):
-            held = np.flatnonzero(row == rank)
-            placed[layer, rank, : len(held)] = held
-    token_s, active_s = prices(tokens, topology, cost, token_bytes)
-    fill_empty_ranks(placed, token_s, active_s, np.zeros(len(tokens)))
-    report = AsWrittenReport(low_s, budget_s, reached_s, solves)
-    return full_slots(placed, experts).reshape(len(tokens), -1), report
+            members = np.flatnonzero(row == rank)
+            filled[layer, rank, : len(members)] = members
+    token_s, active_s = price_experts(tokens, topology, cost, token_bytes)
+    fill_empty_ranks(filled, token_s, active_s, np.zeros(len(tokens)))
+    report = DirectorPaperReport(low_s, budget_s, reached_s, solves)
+    return repeat_in_empty_slots(filled, experts).reshape(len(tokens), -1), report
 
 
 def _latency(tokens: Floats, topology: Topology, cost: LayerCost, token_bytes: float) -> _Latency:
     """Return the latency of a layer with tokens[G, E]."""
-    everyone = tokens.sum(axis=0)
-    same = topology.node_of[:, None] == topology.node_of
-    byte_s = np.where(same, cost.near_byte_s, cost.far_byte_s)
+    of_all_ranks = tokens.sum(axis=0)
+    same_node = topology.node_of[:, None] == topology.node_of
+    byte_s = np.where(same_node, cost.near_byte_s, cost.far_byte_s)
     np.fill_diagonal(byte_s, 0)
     return _Latency(
-        cost.per_token_s * everyone + cost.per_expert_s * (everyone > 0),
+        cost.per_token_s * of_all_ranks + cost.per_expert_s * (of_all_ranks > 0),
         token_bytes * tokens[:, :, None] * byte_s[:, None, :],
     )
 
@@ -143,12 +146,12 @@ def search_budget(latencies: list[_Latency], slots: int) -> tuple[float, float, 
     limits, sums, at_most = _constraints(latencies, slots, scale)
     while high - low > _SEARCH * high:
         budget = (low + high) / 2
-        solved = _feasible(limits, sums, at_most, budget / scale, shares.shape)
+        solution = _solve_feasible(limits, sums, at_most, budget / scale, shares.shape)
         solves += 1
-        if solved is None:
+        if solution is None:
             low = budget
         else:
-            high, shares = budget, solved
+            high, shares = budget, solution
     return low, high, shares, solves
 
 
@@ -181,7 +184,7 @@ def _constraints(latencies: list[_Latency], slots: int, scale: float) -> tuple[c
     )
 
 
-def _feasible(
+def _solve_feasible(
     limits: csr_array, sums: csr_array, at_most: Floats, budget: float, shape: tuple[int, ...]
 ) -> Floats | None:
     """Solve the LP with a budget; return x[L, E, G], or None if it is infeasible.
@@ -212,11 +215,11 @@ def round_with_scales(share: Floats, slots: int, rng: np.random.Generator) -> In
         share: rows that sum to 1, columns of at most `slots`.
         slots: slots of each rank.
     """
-    x = _snapped(share)
+    x = _snap(share)
     scaled = True
-    while len(cells := np.argwhere(_fractional(x))):
+    while len(cells := np.argwhere(_is_fractional(x))):
         after = _macro_iteration(x, cells, slots, rng, scaled=scaled)
-        fewer = int(_fractional(after).sum()) < len(cells)
+        fewer = int(_is_fractional(after).sum()) < len(cells)
         if not (fewer or scaled):  # a vertex: only rounding errors are left
             break
         x, scaled = after, fewer
@@ -227,9 +230,9 @@ def round_with_scales(share: Floats, slots: int, rng: np.random.Generator) -> In
 def _macro_iteration(x: Floats, cells: Ints, slots: int, rng: np.random.Generator, *, scaled: bool) -> Floats:
     """Return x after a walk of its fractional variables, int[n, 2] `cells`.
 
-    With scales, a step is `_STEP` times a random direction in units of the scales s, the sum of each scale's
-    variables stays (7), and a variable stays within alpha * s of its whole number. Without, a step goes as
-    far as the constraints allow.
+    With scales, a step is `_STEP` times a random direction in units of the scales s. The sum of the variables
+    of each scale does not change (7), and a variable stays within alpha * s of its whole number. Without
+    scales, a step goes as far as the constraints allow.
     """
     expert, rank = cells.T
     value = x[expert, rank]
@@ -244,8 +247,8 @@ def _macro_iteration(x: Floats, cells: Ints, slots: int, rng: np.random.Generato
     for _ in range(_STEPS if scaled else len(value) + x.shape[1]):
         room = slots - x.sum(axis=0)
         if basis is None:
-            kept = np.vstack([*rows, of_rank[room < _WHOLE]]).astype(np.float64)
-            basis = null_space(kept[:, moving] * scale[moving])
+            tight = np.vstack([*rows, of_rank[room < _WHOLE]]).astype(np.float64)
+            basis = null_space(tight[:, moving] * scale[moving])
         if not basis.shape[1]:
             break
         step = np.zeros(len(value))
@@ -272,9 +275,9 @@ def _reach(value: Floats, low: Floats, high: Floats, step: Floats, room: Floats,
     return float(max(0.0, min(to_bound[step != 0].min(initial=np.inf), to_full.min())))
 
 
-def _snapped(x: Floats) -> Floats:
+def _snap(x: Floats) -> Floats:
     return np.where(abs(x - np.round(x)) < _WHOLE, np.round(x), x)
 
 
-def _fractional(x: Floats) -> NDArray[np.bool_]:
+def _is_fractional(x: Floats) -> NDArray[np.bool_]:
     return (x > 0) & (x < 1)

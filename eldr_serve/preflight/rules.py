@@ -1,4 +1,4 @@
-"""Find faults of a deployment on a cluster, one sentence each."""
+"""The rules that a deployment on a cluster must keep; each yields its violations, one sentence each."""
 
 from __future__ import annotations
 
@@ -39,48 +39,48 @@ class Finding:
     sentence: str
 
 
-def resources(deployment: Deployment, node_pools: Sequence[NodePool]) -> Iterator[Finding]:
+def check_resources(deployment: Deployment, node_pools: Sequence[NodePool]) -> Iterator[Finding]:
     """Yield each requested resource that no node has."""
     offered = {name for pool in node_pools for name in pool.resources}
     kinds = sorted(name.removeprefix(ACCELERATOR) for name in offered if name.startswith(ACCELERATOR))
-    for wanted in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
-        for name in sorted({name for bundle in wanted.bundles for name, amount in bundle.items() if amount}):
+    for demand in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
+        for name in sorted({name for bundle in demand.bundles for name, amount in bundle.items() if amount}):
             if name in offered:
                 continue
             if name.startswith(ACCELERATOR):
                 yield _error(
-                    f"{wanted.name} needs accelerator_type {name.removeprefix(ACCELERATOR)}, "
+                    f"{demand.name} needs accelerator_type {name.removeprefix(ACCELERATOR)}, "
                     f"and the nodes have {' and '.join(kinds) or 'no GPU'}"
                 )
             elif name == "GPU":
-                yield _error(f"{wanted.name} needs GPUs, and no node has any")
+                yield _error(f"{demand.name} needs GPUs, and no node has any")
             else:
-                yield _error(f"{wanted.name} needs the resource {name!r}, which no node has")
+                yield _error(f"{demand.name} needs the resource {name!r}, which no node has")
 
 
-def placement(deployment: Deployment, placed: ReplicaPlacement) -> Iterator[Finding]:
+def check_placement(deployment: Deployment, placement: ReplicaPlacement) -> Iterator[Finding]:
     """Yield deployments whose replicas find no node, or whose engines would spread over several nodes."""
-    for wanted in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
-        missing = placed.missing.get(wanted.name, 0)
+    for demand in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
+        missing = placement.missing.get(demand.name, 0)
         if missing:
             needed = ", ".join(
                 name if name.startswith(ACCELERATOR) else f"{amount:g} {name}"
-                for name, amount in total(wanted.bundles).items()
+                for name, amount in total(demand.bundles).items()
                 if amount
             )
             yield _error(
-                f"{missing} of {wanted.count} {wanted.name} replicas find no node: each needs {needed}"
-                + (f" by {wanted.strategy}" if len(wanted.bundles) > 1 else "")
+                f"{missing} of {demand.count} {demand.name} replicas find no node: each needs {needed}"
+                + (f" by {demand.strategy}" if len(demand.bundles) > 1 else "")
             )
-        spread = placed.spread.get(wanted.name, 0)
+        spread = placement.spread.get(demand.name, 0)
         if spread:
             yield _error(
-                f"{spread} of {wanted.count} {wanted.name} replicas would each spread over several nodes, "
+                f"{spread} of {demand.count} {demand.name} replicas would each spread over several nodes, "
                 "whose ranks communicate in every layer: set placement_group_config's strategy to STRICT_PACK"
             )
 
 
-def memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> Iterator[Finding]:
+def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> Iterator[Finding]:
     """Yield why vLLM or our extension would refuse an engine."""
     kind = gpu.kind if gpu else "CPU"
     hidden = [name for name, hides in result.kernels if hides]
@@ -95,8 +95,9 @@ def memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> I
             f"{result.reserve / GIB:.1f} GiB exceed gpu_memory_utilization by {-result.kv / GIB:.1f} GiB"
         )
     elif result.refusal:
-        named = result.refusal.startswith(engines.where)
-        yield _error(result.refusal if named else f"{engines.role} on {kind} is refused: {result.refusal}")
+        names_argument = result.refusal.startswith(engines.arguments_name)
+        sentence = f"{engines.role} on {kind} is refused: {result.refusal}"
+        yield _error(result.refusal if names_argument else sentence)
     elif result.weights and not result.kernels:
         yield _error(f"{engines.spec.model_source} has no MoE layer, so there are no experts to count")
     elif result.weights and not result.kv_tokens:
@@ -106,13 +107,13 @@ def memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> I
             + (
                 "lower it, or raise gpu_memory_utilization"
                 if gpu
-                else f"raise {engines.spec.host_kv_variable} in {engines.config}.runtime_env.env_vars, "
+                else f"raise {engines.spec.host_kv_variable} in {engines.section}.runtime_env.env_vars, "
                 "or lower max_model_len"
             )
         )
 
 
-def agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, ProbeResult]]) -> Iterator[Finding]:
+def check_agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, ProbeResult]]) -> Iterator[Finding]:
     """Yield the fields that prefill and decode must share but that vLLM resolves to different values."""
     results = {deployment.role: result for deployment, _, result in engines}
     if "prefill" in results and not any(result.refusal for result in results.values()):
@@ -121,8 +122,8 @@ def agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, ProbeResult]
             yield _error(sentence)
 
 
-def host_memory(
-    deployment: Deployment, placed: ReplicaPlacement, results: Sequence[ProbeResult]
+def check_host_memory(
+    deployment: Deployment, placement: ReplicaPlacement, results: Sequence[ProbeResult]
 ) -> Iterator[Finding]:
     """Yield nodes whose CPU engines need more memory than the node has."""
     needed: dict[str, int] = {
@@ -130,7 +131,7 @@ def host_memory(
         for engines, result in zip(deployment.engines, results, strict=True)
         if engines.spec.device == "cpu"
     }
-    for node in placed.nodes:
+    for node in placement.nodes:
         total = sum(needed.get(name, 0) for name, _ in node.replicas) / GIB
         if node.pool.memory_gib and total > node.pool.memory_gib:
             yield _error(
@@ -139,7 +140,7 @@ def host_memory(
             )
 
 
-def network(deployment: Deployment, placed: ReplicaPlacement) -> Iterator[Finding]:
+def check_network(deployment: Deployment, placement: ReplicaPlacement) -> Iterator[Finding]:
     """Yield ports at which two processes on one node would listen."""
     ports = {engines.role: engines.nixl_ports for engines in deployment.engines}
     for role, numbers in ports.items():
@@ -150,15 +151,15 @@ def network(deployment: Deployment, placed: ReplicaPlacement) -> Iterator[Findin
                     "set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
                 )
     for one, other in combinations(ports, 2):
-        together = any({one, other} <= {name for name, _ in node.replicas} for node in placed.nodes)
-        if together and set(ports[one]) & set(ports[other]):
+        share_a_node = any({one, other} <= {name for name, _ in node.replicas} for node in placement.nodes)
+        if share_a_node and set(ports[one]) & set(ports[other]):
             yield _error(
                 f"{one}'s NIXL ports {_span(ports[one])} overlap {other}'s {_span(ports[other])} on one "
                 "node: set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
             )
     for engines in deployment.engines:
         role, numbers = engines.role, ports[engines.role]
-        crowded = any(sum(name == role for name, _ in node.replicas) > 1 for node in placed.nodes)
+        crowded = any(sum(name == role for name, _ in node.replicas) > 1 for node in placement.nodes)
         if crowded and len(set(numbers)) < len(numbers):
             yield _error(
                 f"{role} replicas on one node would share NIXL's port {numbers[0]}: leave "
@@ -169,7 +170,7 @@ def network(deployment: Deployment, placed: ReplicaPlacement) -> Iterator[Findin
         yield _error(f"the ingress and Serve's proxy would both listen at port {port}: change ingress.port")
 
 
-def this_machine(deployment: Deployment) -> Iterator[Finding]:
+def check_this_machine(deployment: Deployment) -> Iterator[Finding]:
     """Yield the ports of this machine at which another process listens."""
     ingress = deployment.args.ingress
     own = (ingress.host, ingress.port) if ingress.port else None
@@ -196,13 +197,13 @@ def this_machine(deployment: Deployment) -> Iterator[Finding]:
             )
 
 
-def keys_file(deployment: Deployment, node_pools: Sequence[NodePool]) -> Iterator[Finding]:
+def check_keys_file(deployment: Deployment, node_pools: Sequence[NodePool]) -> Iterator[Finding]:
     """Yield the key file if the ingress could not read it, as far as this machine can tell."""
     path = deployment.args.ingress.keys_file
     if path is None:
         return
-    here = all(pool.here for pool in node_pools)
-    if not here and not path.exists():
+    is_here = all(pool.is_this_machine for pool in node_pools)
+    if not is_here and not path.exists():
         sentence = f"ingress.keys_file {path} is not on this machine: each node of the ingress must have it"
         yield Finding("warning", sentence)
         return
@@ -212,7 +213,7 @@ def keys_file(deployment: Deployment, node_pools: Sequence[NodePool]) -> Iterato
         yield _error(f"ingress.keys_file: {error}; eldr keys add makes one")
 
 
-def settings(engines: EngineDeployment) -> Iterator[Finding]:
+def check_settings(engines: EngineDeployment) -> Iterator[Finding]:
     """Yield faults of the engines' Serve settings."""
     options = engines.spec.deployment_config
     scaling = options.get("autoscaling_config") or {}
@@ -221,12 +222,12 @@ def settings(engines: EngineDeployment) -> Iterator[Finding]:
             f"{engines.role}'s autoscaling policy is Serve's own, which does not count requests that come "
             "through channels: leave `policy` out"
         )
-    if engines.scaled and engines.min_replicas == 0:
+    if engines.is_autoscaled and engines.min_replicas == 0:
         yield _error(
             f"{engines.role} would scale to no replica, and nothing would start one again: set min_replicas"
         )
-    yield from drain(engines.role, options)
-    if engines.max_replicas > 1 and "HF_HOME" not in engines.spec.environment and engines.on_hub:
+    yield from check_drain(engines.role, options)
+    if engines.max_replicas > 1 and "HF_HOME" not in engines.spec.environment and engines.is_on_hub:
         yield Finding(
             "warning",
             f"{engines.max_replicas} {engines.role} replicas would download {engines.spec.model_source} to "
@@ -234,7 +235,7 @@ def settings(engines: EngineDeployment) -> Iterator[Finding]:
         )
 
 
-def drain(name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
+def check_drain(name: str, options: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a warning if the replicas of a deployment have little time to end their streams."""
     seconds = float(options.get("graceful_shutdown_timeout_s", 0))
     if seconds < _MIN_DRAIN_S:
