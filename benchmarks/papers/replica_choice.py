@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from eldr_serve.experts.parallel.metro import checked
+from eldr_serve.experts.parallel.metro import parse_batch
 
 Ints = NDArray[np.int64]
 
@@ -20,7 +20,7 @@ def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
 
     Returns and raises as `route_metro`; an optimum for comparison, too slow for serving.
     """
-    count, held = checked(tokens, hosts)
+    count, held = parse_batch(tokens, hosts)
     rank = np.full(count.shape, -1, np.int64)
     for layer in range(len(count)):
         active = np.flatnonzero(count[layer] > 0)
@@ -31,7 +31,7 @@ def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
 
 def route_even(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
     """Spread tokens evenly over replicas, like EPLB: int[..., E, G]; the first hosts get the remainder."""
-    count, held = checked(tokens, hosts)
+    count, held = parse_batch(tokens, hosts)
     replicas = held.sum(axis=2)
     share, rest = np.divmod(count, np.maximum(replicas, 1))
     place = np.cumsum(held, axis=2) - 1  # 0 for the first host, 1 for the second, ...
