@@ -40,7 +40,7 @@ def route_even(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
 
 
 def _flow(is_host: NDArray[np.bool_]) -> Ints:
-    """Return int[n], the rank of each expert of held[n, G], with the least maximum."""
+    """Return int[n], the rank of each expert of is_host[n, G], with the least maximum."""
     n, ranks = is_host.shape
     low, high = -(-n // ranks), n
     best: Ints | None = None

@@ -89,7 +89,7 @@ def route_metro(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
     Raises:
         ValueError: the shapes do not agree, or an expert has tokens and no host.
     """
-    _check_shapes(tokens, hosts)
+    parse_batch(tokens, hosts)
     return MetroPlan.from_hosts(hosts).route(tokens)
 
 
@@ -104,12 +104,13 @@ def _check_hosts(hosts: ArrayLike) -> NDArray[np.bool_]:
     return hosted.reshape(-1, experts, ranks)
 
 
-def _check_shapes(tokens: ArrayLike, hosts: ArrayLike) -> None:
-    """Raise ValueError if tokens [..., E] and hosts [..., E, G] do not agree."""
+def parse_batch(tokens: ArrayLike, hosts: ArrayLike) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return tokens as int64[N, E] and hosts as bool[N, E, G]; raise ValueError if they do not agree."""
     count, hosted = np.asarray(tokens), np.asarray(hosts, bool)
     if hosted.ndim < 2 or count.shape != hosted.shape[:-1]:
         raise ValueError(f"tokens of shape {count.shape} do not go with hosts of shape {hosted.shape}")
-    _check_tokens(count, hosted.reshape(-1, *hosted.shape[-2:]))
+    hosted = hosted.reshape(-1, *hosted.shape[-2:])
+    return _check_tokens(count, hosted), hosted
 
 
 def _check_tokens(tokens: ArrayLike, hosted: NDArray[np.bool_]) -> Ints:
