@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from service import ADMIN_KEY, ROOT, Service
+from tests.e2e.service import ADMIN_KEY, ROOT, Service
 
 from benchmarks.lib.cluster import wait_ready
 from benchmarks.lib.engines import our_arguments

@@ -5,19 +5,28 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from collector import Collector
-from service import POOL_TTL_S, ROOT, Background, Demo, Service, run, submit_job, wait_for
 
-PROMPTS = ROOT / "examples/demo_model" / "prompts"
+from tests.e2e.collector import Collector
+from tests.e2e.service import (
+    ENGINE_ENV,
+    POOL_TTL_S,
+    PROMPTS,
+    ROOT,
+    STRANGER,
+    Background,
+    Demo,
+    Service,
+    run,
+    submit_job,
+    wait_for,
+)
+
 PORT = 8231
-# A third-party policy, outside the repository.
-STRANGER = Path(tempfile.gettempdir()) / f"eldr_stranger_{os.getpid()}" / "stranger_policy.py"
 _POLICY = """
 from eldr_serve.scheduling import Decision, Policy
 from pydantic import Field
@@ -33,12 +42,6 @@ class LastWorker(Policy):
         return Decision(int(last), num_candidates=len(workers), reason="last")
 """
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides failures
-ENGINE_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that vLLM is imported once
-}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

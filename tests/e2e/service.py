@@ -25,12 +25,22 @@ from benchmarks.lib.prometheus import total
 from tests.support.processes import output
 
 ROOT = Path(__file__).parents[2]
+PROMPTS = ROOT / "examples/demo_model/prompts"
 ADMIN_KEY = "demo"
 GREEDY = {"max_tokens": 24, "temperature": 0}  # like the answers of `single_engine`
 # Loading certificates, which no test needs, would take 30 ms of a core for each client.
 ONE_CONNECTION_EACH = httpx.Limits(max_keepalive_connections=0)
 HTTP = httpx.Client(verify=False, timeout=60, limits=ONE_CONNECTION_EACH)
 POOL_TTL_S = 12.0  # longer than a busy machine needs for a queue of short answers
+# The file of a third-party policy, outside the repository; the demo starts with its folder on PYTHONPATH.
+STRANGER = Path(tempfile.gettempdir()) / f"eldr_stranger_{os.getpid()}" / "stranger_policy.py"
+# For plain engines of vLLM, which the demo's answers are compared with.
+ENGINE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that vLLM is imported once
+}
 
 
 @dataclass(frozen=True)

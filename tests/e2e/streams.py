@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from service import HTTP, Service, events
+from tests.e2e.service import HTTP, Service, events
 
 LONG = {"model": "eldr-demo", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
 

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from service import ROOT, Service, wait_for
+from tests.e2e.service import ROOT, Service, wait_for
 
 from benchmarks.serving.backlog import row, send_all, texts
 from examples.demo_model import WEIGHTS

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from service import ADMIN_KEY, ROOT, Service, wait_for
+from tests.e2e.service import ADMIN_KEY, ROOT, Service, wait_for
 
 from loadgen.trial import JOURNAL, read_trials
 

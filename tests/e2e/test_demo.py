@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from service import Demo
+from tests.e2e.service import Demo
 
 from tests.support.browser import rendered
 

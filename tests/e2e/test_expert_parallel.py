@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from applications import arguments_of, running
-from service import ADMIN_KEY, Background, Service, core_of, until, wait_for
-from streams import Stream, completed
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import ADMIN_KEY, Background, Service, core_of, until, wait_for
+from tests.e2e.streams import Stream, completed
 from typer.testing import CliRunner, Result
 
 from eldr_serve.cli import app

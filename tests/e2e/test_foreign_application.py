@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from service import wait_for
+from tests.e2e.service import wait_for
 
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.experts.signature import pack_counts

@@ -12,8 +12,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from conftest import ENGINE_ENV
-from service import HTTP, Demo, Service
+from tests.e2e.service import ENGINE_ENV, HTTP, Demo, Service
 
 from benchmarks.lib.engines import process, wait_http
 from benchmarks.lib.ports import free_port

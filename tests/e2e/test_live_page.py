@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from service import ADMIN_KEY, HTTP, Demo, Service, wait_for
+from tests.e2e.service import ADMIN_KEY, HTTP, Demo, Service, wait_for
 
 from benchmarks.lib.screenshots import taken
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from applications import beside_the_demo
-from service import ADMIN_KEY, ROOT
+from tests.e2e.applications import beside_the_demo
+from tests.e2e.service import ADMIN_KEY, ROOT
 
 from benchmarks.lib.engines import wait_http
 from tests.support.processes import output

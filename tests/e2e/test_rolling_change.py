@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from applications import arguments_of, deploy, running
-from service import Service, events, until
+from tests.e2e.applications import arguments_of, deploy, running
+from tests.e2e.service import Service, events, until
 
 NAME = "rolling"
 CROWD, FEW = 9, 2  # concurrent streams: more than one engine should have, and few enough for one

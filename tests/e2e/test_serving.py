@@ -10,7 +10,7 @@ import openai
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from service import ADMIN_KEY, Service, wait_for
+from tests.e2e.service import ADMIN_KEY, Service, wait_for
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable

@@ -12,9 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from applications import arguments_of, running
-from conftest import PROMPTS
-from service import ADMIN_KEY, Service, run, wait_for
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import ADMIN_KEY, PROMPTS, Service, run, wait_for
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import STRANGER
-from service import Service, run
+
+from tests.e2e.service import STRANGER, Service, run
 
 POLICY = f"{STRANGER.stem}:LastWorker"
 

@@ -5,9 +5,9 @@ import re
 
 import httpx
 import pytest
-from collector import Collector, Received
+from tests.e2e.collector import Collector, Received
 from prometheus_client.parser import text_string_to_metric_families
-from service import HTTP, Service, wait_for
+from tests.e2e.service import HTTP, Service, wait_for
 
 from eldr_serve.metrics import METRICS, PREFIX
 from tests.support.monitoring_files import FOREIGN, expressions

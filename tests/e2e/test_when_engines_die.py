@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from service import Service, controller_log, core_of, events, pid_of, until, wait_for
+from tests.e2e.service import Service, controller_log, core_of, events, pid_of, until, wait_for
 
 from loadgen import application, processes
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from service import Service, events, until
+from tests.e2e.service import Service, events, until
 
 STREAMS = 32  # half of them at each worker
 LONG = {"model": "eldr-demo", "temperature": 0, "max_tokens": 300, "ignore_eos": True, "stream": True}

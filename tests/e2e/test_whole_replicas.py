@@ -10,9 +10,8 @@ from dataclasses import replace
 import httpx
 import numpy as np
 import pytest
-from applications import arguments_of, running
-from conftest import PROMPTS
-from service import Service, wait_for
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import PROMPTS, Service, wait_for
 
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.pipeline.prompt_tokens import PromptTokens

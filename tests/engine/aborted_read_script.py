@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transfer_script import PATIENCE_S, engine, run
+from tests.engine.transfer_script import PATIENCE_S, engine, run
 
 ROUNDS, LENGTH, OUTPUT = 12, 200, 6
 BLOCKS = 24  # KV blocks of the prefill engine; a prompt has 7

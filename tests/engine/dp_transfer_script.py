@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dp_script import made
+from tests.engine.dp_script import made
 
 from benchmarks.lib.ports import free_port
 

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import contract_script
+from tests.engine import contract_script
 import numpy as np
-from contract_script import end, start
+from tests.engine.contract_script import end, start
 
 from eldr_serve.engine.calls import CACHED_TOKENS
 from eldr_serve.engine.protocol import EngineRequest

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from operators import WAITING
+from tests.engine.operators import WAITING
 
 # An operator ("aten::item"), or a tensor method that calls no operator on a CPU.
 _NAME = re.compile(

@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import contract_script
+from tests.engine import contract_script
 import numpy as np
-from contract_script import RemoteEngine, end, nixl, serve, start
+from tests.engine.contract_script import RemoteEngine, end, nixl, serve, start
 
 from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.engine.calls import EXPERT_COUNTS

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from operators import WAITING, Operators
+from tests.engine.operators import WAITING, Operators
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripts import run_script
+from tests.engine.scripts import run_script
 
 from eldr_serve.experts.signature import unpack_counts
 from tests.support.engine_contract import CHECKS

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import vllm
-from scripts import ROOT, run_script
+from tests.engine.scripts import ROOT, run_script
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripts import run_script
+from tests.engine.scripts import run_script
 from vllm.v1.worker.gpu_worker import Worker
 
 from benchmarks.lib.ports import free_port

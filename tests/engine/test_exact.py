@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_script import BATCHES, CHUNK, SHORT
-from operators import WAITING
-from scripts import run_script
+from tests.engine.engine_script import BATCHES, CHUNK, SHORT
+from tests.engine.operators import WAITING
+from tests.engine.scripts import run_script
 
 from benchmarks.lib.exact import against_reference
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts import run_script
+from tests.engine.scripts import run_script
 
 
 @pytest.mark.parametrize("after", ["nothing", "a prompt"])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from profiled import called, waiting
-from scripts import run_script
+from tests.engine.profiled import called, waiting
+from tests.engine.scripts import run_script
 
 RUNNERS = {"V1": "cpu_model_runner", "V2": "cpu.model_runner"}
 COUNTS = {"copy_", "index_put_", "scatter_add_", "index_select", "argsort", "searchsorted"}

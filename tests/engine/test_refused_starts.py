@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scripts import run_script
+from tests.engine.scripts import run_script
 
 from benchmarks.lib.families import FAMILIES, Family
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import ROOT
+from tests.engine.scripts import ROOT
 
 from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.replay import command as replay_command

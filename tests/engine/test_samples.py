@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples_script import TOKENS, prompts
-from scripts import run_script
+from tests.engine.samples_script import TOKENS, prompts
+from tests.engine.scripts import run_script
 
 from eldr_serve.experts.signature import unpack_counts
 from tests.support.tiny_model import EXPERTS

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts import run_script
-from transfer_script import TOKENS
+from tests.engine.scripts import run_script
+from tests.engine.transfer_script import TOKENS
 
 from benchmarks.lib.families import FAMILIES
 

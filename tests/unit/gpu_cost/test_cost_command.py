@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_kernels import TERMS
+from tests.unit.gpu_cost.fake_kernels import TERMS
 
 from benchmarks.engine.gpu_cost import row_of
 from eldr_serve.gpu_cost import package

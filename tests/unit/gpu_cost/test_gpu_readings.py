@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_kernels import CONFIGS, TERMS
+from tests.unit.gpu_cost.fake_kernels import CONFIGS, TERMS
 
 from eldr_serve.errors import UserInputError
 from eldr_serve.gpu_cost import package

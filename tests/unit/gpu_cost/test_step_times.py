@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_kernels import CONFIGS
+from tests.unit.gpu_cost.fake_kernels import CONFIGS
 from rich.console import Console
 
 from eldr_serve.preflight.check import CheckOutcome

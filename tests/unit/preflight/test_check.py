@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from document_edits import MISSING, edit
+from tests.unit.preflight.document_edits import MISSING, edit
 from typer.testing import CliRunner
 
 from eldr_serve.cli import app

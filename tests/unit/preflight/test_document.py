@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from document_edits import MISSING, edit
+from tests.unit.preflight.document_edits import MISSING, edit
 
 from benchmarks.lib.ports import free_port
 from eldr_serve.preflight import check as checking

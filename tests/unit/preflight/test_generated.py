@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from document_edits import MISSING, edit
+from tests.unit.preflight.document_edits import MISSING, edit
 from pydantic import BaseModel
 
 from eldr_serve.app import build_app
