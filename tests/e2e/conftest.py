@@ -111,7 +111,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
         "out": out,
     }
     command = [sys.executable, "-m", "offline.demo", "--keep"]
-    said = out / "said.txt"
+    log = out / "demo.txt"
     # By default each test of a metric waits for 10 s, and of spans for 5 s.
     os.environ |= {"RAY_metrics_report_interval_ms": "1000", "OTEL_BSP_SCHEDULE_DELAY": "500"}
     # By default each test of autoscaling waits for 10 s.
@@ -120,7 +120,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     STRANGER.write_text(_POLICY)
     paths = [str(ROOT), str(STRANGER.parent), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    with said.open("w") as file:
+    with log.open("w") as file:
         process = subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],
             stdout=file,
@@ -128,12 +128,12 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
             cwd=ROOT,
             text=True,
         )
-    running = Demo(process, said, out, f"http://127.0.0.1:{PORT}")
+    running = Demo(process, log, out, f"http://127.0.0.1:{PORT}")
     try:
         yield running
     finally:
         running.stop()
-    assert process.returncode == 0, said.read_text()[-5000:]
+    assert process.returncode == 0, log.read_text()[-5000:]
 
 
 @pytest.fixture(scope="session")
@@ -171,9 +171,9 @@ def calibration_job(starting_demo: Demo) -> Iterator[Background]:
 @pytest.fixture(scope="session")
 def demo(request: pytest.FixtureRequest, starting_demo: Demo) -> Demo:
     """Run the demo to its report; its service stays. Other requested fixtures run meanwhile."""
-    for asked, beside in (("single_engine", "single_engine_run"), ("trace_file", "calibration_job")):
-        if any(asked in getattr(item, "fixturenames", ()) for item in request.session.items):
-            request.getfixturevalue(beside)
+    for fixture, background in (("single_engine", "single_engine_run"), ("trace_file", "calibration_job")):
+        if any(fixture in getattr(item, "fixturenames", ()) for item in request.session.items):
+            request.getfixturevalue(background)
     starting_demo.wait_for_line("until Ctrl-C")
     return starting_demo
 
@@ -203,8 +203,8 @@ def service(demo: Demo, ray_cluster: str) -> Service:
 def single_engine(demo: Demo, single_engine_run: Background) -> dict[str, list[str]]:
     """Return the greedy fp32 answers of one plain engine with the demo's model, one prompt at a time."""
     single_engine_run.finished()
-    found: dict[str, list[str]] = json.loads((demo.out / "answers.json").read_text())
-    return found
+    answers: dict[str, list[str]] = json.loads((demo.out / "answers.json").read_text())
+    return answers
 
 
 @pytest.fixture(scope="session")

@@ -45,31 +45,36 @@ ENGINE_ENV = {
 
 @dataclass(frozen=True)
 class Demo:
-    """The README's first command with small settings; it keeps serving after its report."""
+    """The README's first command with small settings; it keeps serving after its report.
+
+    Attributes:
+        log: file with its output.
+        out: its folder of results.
+    """
 
     process: subprocess.Popen[str]
-    said: Path
+    log: Path
     out: Path
     url: str
 
     @property
     def dashboard(self) -> str:
         """Return the address of its Ray cluster's dashboard."""
-        found = re.search(r"dashboard: (http://\S+)", self.said.read_text())
-        assert found is not None
-        return found[1]
+        address = re.search(r"dashboard: (http://\S+)", self.log.read_text())
+        assert address is not None
+        return address[1]
 
     def wait_for_line(self, words: str) -> None:
         """Wait until the demo has printed `words`."""
         wait_for(
-            lambda: words in self.said.read_text() or self.process.poll() is not None,
+            lambda: words in self.log.read_text() or self.process.poll() is not None,
             f"the demo prints {words!r}",
             600,
         )
         if self.process.poll() is not None:
-            said = self.said.read_text()[-5000:]
-            last = (said.strip().splitlines() or ["nothing was printed"])[-1]  # pytest's summary has one line
-            raise AssertionError(f"the demo ended with status {self.process.returncode}: {last}\n{said}")
+            output = self.log.read_text()[-5000:]
+            last = (output.strip().splitlines() or ["nothing was printed"])[-1]  # for pytest's summary
+            raise AssertionError(f"the demo ended with status {self.process.returncode}: {last}\n{output}")
 
     def stop(self) -> None:
         """Stop it like Ctrl-C."""

@@ -55,37 +55,37 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
     """Prepare a user's files: a copy of the nearest deployment with other ports, a log of OpenAI requests."""
-    found = tmp_path_factory.mktemp("own")
+    root = tmp_path_factory.mktemp("own")
     copy = ["eldr", "deployments", "cpu_demo.yaml", "--copy", "my_deployment.yaml"]
-    output(*copy, cwd=found, env=environment)
-    document = yaml.safe_load((found / "my_deployment.yaml").read_text())
+    output(*copy, cwd=root, env=environment)
+    document = yaml.safe_load((root / "my_deployment.yaml").read_text())
     document["http_options"]["port"] = PORT + 1
     arguments = document["applications"][0]["args"]
     arguments["ingress"]["port"] = PORT
     arguments["decode_config"]["deployment_config"]["num_replicas"] = 1  # the demo's engines run, too
     beside_the_demo(arguments)
-    (found / "my_deployment.yaml").write_text(yaml.safe_dump(document))
-    (found / "my_prompts").mkdir()
-    with (found / "my_prompts/log.jsonl").open("w") as log:
+    (root / "my_deployment.yaml").write_text(yaml.safe_dump(document))
+    (root / "my_prompts").mkdir()
+    with (root / "my_prompts/log.jsonl").open("w") as log:
         for file in sorted((ROOT / "examples/demo_model/prompts").glob("*.jsonl")):
             for line in file.read_text().splitlines()[:4]:
                 messages = [{"role": "user", "content": json.loads(line)["prompt"][:500]}]
                 log.write(json.dumps({"model": "eldr-demo", "messages": messages}) + "\n")
-    return found
+    return root
 
 
 @pytest.fixture(scope="module")
 def served(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Run `serve run` until it is ready for requests."""
-    said = folder / "served.txt"
+    log = folder / "served.txt"
     # As in a terminal: background processes of a shell, such as this suite, ignore Ctrl-C.
     command = ["env", "--default-signal=INT", *commands()["run"]]
-    with said.open("w") as file:
+    with log.open("w") as file:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
         )
     try:
-        wait_http(f"{URL}/eldr/ready", process, said, 240)
+        wait_http(f"{URL}/eldr/ready", process, log, 240)
         yield process
     finally:
         process.kill()

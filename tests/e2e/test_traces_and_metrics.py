@@ -85,21 +85,21 @@ def made(span: Received) -> int:
 
 
 def test_every_metric_of_rules_and_dashboards_is_exported(service: Service) -> None:
-    wanted = {name for _, expr in expressions() for name in re.findall(rf"\b{PREFIX}\w+", expr)}
-    assert len(wanted) > 60
+    used_names = {name for _, expr in expressions() for name in re.findall(rf"\b{PREFIX}\w+", expr)}
+    assert len(used_names) > 60
     exported: set[str] = set()
 
     def all_there() -> bool:
         ask(service)  # Ray exports only gauges set since the last export
         families = text_string_to_metric_families(service.metrics())
         exported.update(sample.name for family in families for sample in family.samples)
-        return wanted - SOMETIMES.keys() <= exported
+        return used_names - SOMETIMES.keys() <= exported
 
     with contextlib.suppress(pytest.fail.Exception):  # the list of missing metrics says more
         wait_for(all_there, "every metric is exported", 40)
-    missing = sorted(wanted - SOMETIMES.keys() - exported)
+    missing = sorted(used_names - SOMETIMES.keys() - exported)
     assert missing == []
-    assert SOMETIMES.keys() <= wanted
+    assert SOMETIMES.keys() <= used_names
     for name in SOMETIMES.keys() - FOREIGN.keys():  # tests/unit finds those in the installed vLLM
         metric = METRICS[name.removeprefix(PREFIX).removesuffix("_bucket")]
         assert metric.only, f"{name} is there without an event"

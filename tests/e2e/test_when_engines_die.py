@@ -131,9 +131,9 @@ async def asked(service: Service, body: dict[str, Any], received: list[str]) -> 
     parts = [json.loads(event) for event in received[:-1]]
     assert len({(part["id"], part["created"]) for part in parts}) == 1
     choices = [part["choices"][0] for part in parts[:-1]]
-    said = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
+    texts = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
     assert sum("role" in choice.get("delta", {}) for choice in choices) == chat
-    return {"text": "".join(said), "finish": choices[-1]["finish_reason"], "usage": parts[-1]["usage"]}
+    return {"text": "".join(texts), "finish": choices[-1]["finish_reason"], "usage": parts[-1]["usage"]}
 
 
 @pytest.fixture(scope="module")

@@ -66,16 +66,16 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
 
 def main(model: str, out: str, steps: int, frees: bool) -> None:
     arguments = {"model": model, "dtype": "float32", "max_model_len": 512}
-    mine, theirs = get_context("fork").Pipe()
+    parent_end, child_end = get_context("fork").Pipe()
     limits = {"num_gpu_blocks_override": BLOCKS}
-    process = get_context("fork").Process(target=prefill, args=(arguments | limits, theirs), daemon=True)
+    process = get_context("fork").Process(target=prefill, args=(arguments | limits, child_end), daemon=True)
     process.start()
     decoder = engine("decode", arguments | {"num_gpu_blocks_override": 160})
-    mine.recv()
+    parent_end.recv()
 
     def ask(what: str, argument: Any = None) -> Any:
-        mine.send((what, argument))
-        return mine.recv()
+        parent_end.send((what, argument))
+        return parent_end.recv()
 
     rng, wrong = np.random.default_rng(0), 0
     for number in range(ROUNDS):

@@ -57,7 +57,7 @@ async def main(model: str, pipe: Connection) -> list[dict[str, Any]]:
     from eldr_serve.experts.signature import unpack_counts
 
     decoder = engine("decode", model)
-    rng, found = np.random.default_rng(0), []
+    rng, report = np.random.default_rng(0), []
     for there in range(RANKS):
         for here in range(RANKS):
             prompt, name = rng.integers(1, 257, LENGTH).tolist(), f"{there}-{here}"
@@ -67,7 +67,7 @@ async def main(model: str, pipe: Connection) -> list[dict[str, Any]]:
             pulled = await run(decoder, name, {"prompt_token_ids": prompt}, here, OUTPUT, params)
             alone = {"prompt_token_ids": prompt, "cache_salt": "computed here"}
             computed = await run(decoder, f"{name}-alone", alone, 1 - here, OUTPUT)
-            found.append(
+            report.append(
                 {
                     "rank": there,
                     "engine": params["remote_engine_id"],
@@ -79,7 +79,7 @@ async def main(model: str, pipe: Connection) -> list[dict[str, Any]]:
             )
     pipe.send(None)
     decoder.shutdown()
-    return found
+    return report
 
 
 if __name__ == "__main__":

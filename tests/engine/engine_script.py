@@ -30,12 +30,12 @@ def prompts(seed: int) -> list[list[int]]:
     """Return token ids: stems of whole and partial blocks with several continuations, some repeated."""
     rng = np.random.default_rng(seed)
     stems = [rng.integers(1, 257, int(n)).tolist() for n in (64, 33, 100, 32)]
-    found = [
+    requests = [
         stem + rng.integers(1, 257, int(rng.integers(0, 60))).tolist() for stem in stems for _ in range(6)
     ]
-    found += [stems[0], stems[0], stems[2], stems[3], [5]]
-    order = rng.permutation(len(found))
-    return [found[i] for i in order]
+    requests += [stems[0], stems[0], stems[2], stems[3], [5]]
+    order = rng.permutation(len(requests))
+    return [requests[i] for i in order]
 
 
 def recorded(on_host: bool) -> Operators:
@@ -87,7 +87,7 @@ def note_decode_steps(scheduler: Any) -> list[list[tuple[str, int]]]:
 
     On a GPU a step's record arrives one or more steps after its tokens, but records keep their order.
     """
-    found: list[list[tuple[str, int]]] = []
+    steps: list[list[tuple[str, int]]] = []
     schedule = scheduler.schedule
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -95,11 +95,11 @@ def note_decode_steps(scheduler: Any) -> list[list[tuple[str, int]]]:
         tokens = scheduled.num_scheduled_tokens
         if tokens and sum(tokens.values()) == len(tokens):
             fed = [scheduler.requests[name] for name in tokens]
-            found.append([(r.kv_transfer_params["eldr_request"], r.num_computed_tokens - 1) for r in fed])
+            steps.append([(r.kv_transfer_params["eldr_request"], r.num_computed_tokens - 1) for r in fed])
         return scheduled
 
     scheduler.schedule = recorded
-    return found
+    return steps
 
 
 def main(model: str, out: str, asynchronous: bool, short: bool, where: str, graphs: str) -> None:

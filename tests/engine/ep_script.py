@@ -63,18 +63,18 @@ class Session:
             prompt = rng.integers(1, 257, int(rng.integers(3, 90))).tolist()
             given = {"prompt_token_ids": prompt, "cache_salt": str(self._sent)}
             self._engine.add_request(f"{self._sent}-{number}", given, params)
-        found = {}
+        answers_by_request = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 if output.finished:
                     number = int(output.request_id.split("-")[1])
-                    found[number] = {
+                    answers_by_request[number] = {
                         "tokens": list(output.outputs[0].token_ids),
                         "counts": output.kv_transfer_params["eldr_prefill"],
                         "decode": output.kv_transfer_params["eldr_decode"],
                     }
             between()
-        return [found[number] for number in range(PROMPTS)]
+        return [answers_by_request[number] for number in range(PROMPTS)]
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """Return every rank's result."""

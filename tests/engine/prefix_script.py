@@ -74,9 +74,9 @@ async def check(model: str) -> dict[str, Any]:
     for prompt in (*past, system + [9] * 40, new(200), *past[::-1], [*system, 5]):
         await conversations.send(prompt)
         await conversations.read_report()
-    found = {"hits": conversations.hits}
+    report = {"hits": conversations.hits}
     end(engine)
-    return found
+    return report
 
 
 if __name__ == "__main__":

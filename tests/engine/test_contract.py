@@ -18,7 +18,7 @@ from tests.support.tiny_model import EXPERTS
 
 @pytest.fixture(scope="module")
 def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    out = tmp_path_factory.mktemp("contract") / "found.json"
+    out = tmp_path_factory.mktemp("contract") / "report.json"
     run_script("contract_script.py", model, out)
     return json.loads(out.read_text())
 
@@ -33,8 +33,8 @@ def test_a_calibration_engine_counts_prefill_and_decode_separately(found: Any) -
 
 
 def test_counts_match_the_prompt_and_steps_are_reported(
-    found: Any, choices: Callable[[list[int]], np.ndarray]
+    report: Any, choices: Callable[[list[int]], np.ndarray]
 ) -> None:
-    chosen = (choices(found["ids"])[..., None] == np.arange(EXPERTS)).sum(axis=(0, 2))
-    np.testing.assert_array_equal(unpack_counts(found["counts"]), chosen)
-    assert found["steps"] > 0
+    chosen = (choices(report["ids"])[..., None] == np.arange(EXPERTS)).sum(axis=(0, 2))
+    np.testing.assert_array_equal(unpack_counts(report["counts"]), chosen)
+    assert report["steps"] > 0
