@@ -17,19 +17,19 @@ from tests.support.tiny_model import EXPERTS
 
 
 @pytest.fixture(scope="module")
-def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("contract") / "report.json"
     run_script("contract_script.py", model, out)
     return json.loads(out.read_text())
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_an_engine_satisfies_the_contract(found: Any, check: str) -> None:
-    assert found["broken"][check] == ""
+def test_an_engine_satisfies_the_contract(report: Any, check: str) -> None:
+    assert report["broken"][check] == ""
 
 
-def test_a_calibration_engine_counts_prefill_and_decode_separately(found: Any) -> None:
-    assert found["calibration"] == []
+def test_a_calibration_engine_counts_prefill_and_decode_separately(report: Any) -> None:
+    assert report["calibration"] == []
 
 
 def test_counts_match_the_prompt_and_steps_are_reported(

@@ -413,8 +413,8 @@ def test_only_engines_that_verify_drafts_make_them(
     assert kwargs.get("speculative_config") == (drafting if kept else None)
     assert kwargs["async_scheduling"] is asynchronous
     assert ("Async" in kwargs["scheduler_cls"]) is asynchronous
-    said = [record.getMessage() for record in caplog.records]
-    assert said == (
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == (
         [] if kept else [f"speculative decoding is off on the {role} engine, which verifies no drafts"]
     )
 

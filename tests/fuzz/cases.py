@@ -42,10 +42,10 @@ def case(
     if not isinstance(body, bytes):
         text = body if isinstance(body, str) else json.dumps(body)
         body = text.encode(errors="surrogatepass")
-    said = {"host": "eldr", "connection": "close"} | (JSON if headers is None else headers)
-    if "transfer-encoding" not in said:
-        said["content-length"] = str(len(body) if length is None else length)
-    head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
+    fields = {"host": "eldr", "connection": "close"} | (JSON if headers is None else headers)
+    if "transfer-encoding" not in fields:
+        fields["content-length"] = str(len(body) if length is None else length)
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     raw = f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1", "replace") + body
     return Case(label, raw, complete)
 
@@ -207,8 +207,8 @@ def _transport(model: str) -> Iterator[Case]:
         headers = JSON | {f"x-{number}": "y" for number in range(many)}
         yield case("headers", COMPLETIONS, body, headers=headers, complete=many < 100)
     text = json.dumps(body).encode()
-    for said in (len(text) + 10, 10**6, 10**18, 10**30, -1, 0, 5):
-        yield case("length", COMPLETIONS, text, length=said, complete=False)
+    for length in (len(text) + 10, 10**6, 10**18, 10**30, -1, 0, 5):
+        yield case("length", COMPLETIONS, text, length=length, complete=False)
     large = 17 * 2**20
     yield case("large", COMPLETIONS, b'{"prompt": "' + b"x" * large + b'"}', complete=False)
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(text), text)

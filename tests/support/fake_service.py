@@ -98,8 +98,8 @@ class FakeService:
         if self.fail_every and len(self.bodies) % self.fail_every == 0:
             return _refusal(503, "overloaded")
         if not body.get("stream"):
-            said = self.says(self.policy["name"], body["messages"][0]["content"])
-            return web.json_response({"choices": [{"message": {"content": said}}]})
+            content = self.says(self.policy["name"], body["messages"][0]["content"])
+            return web.json_response({"choices": [{"message": {"content": content}}]})
         self.in_flight += 1
         try:
             return await self._stream(request, body["max_tokens"])

@@ -268,7 +268,7 @@ async def test_commands_of_the_pages_that_operate_a_service_run(folder: Path) ->
             curl = await asyncio.create_subprocess_shell(
                 command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environment
             )
-            said, _ = await curl.communicate()
-            assert curl.returncode == 0, said
+            output, _ = await curl.communicate()
+            assert curl.returncode == 0, output
             wanted = NamedPolicy("shortest-queue") if "PUT" in line else None
             assert actor.state.settings.shadow == wanted

@@ -62,9 +62,9 @@ def test_rows_are_compared_within_their_round() -> None:
     ]
 
 
-@pytest.mark.parametrize(("ways", "said"), [("nobody", "nobody"), ("grpc", "must include channel")])
-def test_bad_ways_are_a_sentence(ways: str, said: str) -> None:
-    assert said in sentence(command("benchmarks.serving.channel_or_grpc", ways=ways))
+@pytest.mark.parametrize(("ways", "words"), [("nobody", "nobody"), ("grpc", "must include channel")])
+def test_bad_ways_are_a_sentence(ways: str, words: str) -> None:
+    assert words in sentence(command("benchmarks.serving.channel_or_grpc", ways=ways))
 
 
 @pytest.mark.slow

@@ -72,8 +72,8 @@ def test_a_step_is_a_benchmark_with_these_options(step: Step) -> None:
     module, *words = step.command[1:]
     stem = module.rpartition(".")[2]
     name = words[0] if words and stem != words[0] and not words[0].startswith("-") else stem
-    said = command(getattr(importlib.import_module(module), name), "--help").stdout
-    assert not [word for word in words if word.startswith("--") and word not in said]
+    help_text = command(getattr(importlib.import_module(module), name), "--help").stdout
+    assert not [word for word in words if word.startswith("--") and word not in help_text]
 
 
 def test_the_command_writes_states_and_fails_with_a_step(

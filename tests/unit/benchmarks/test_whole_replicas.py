@@ -179,12 +179,12 @@ def test_plain_whole_servers_differ_only_in_the_missing_transfer() -> None:
 
 
 def test_impossible_options_are_refused_before_anything_starts() -> None:
-    for asked, said in (
+    for options, words in (
         ({"systems": "nobody"}, "there is no system 'nobody'"),
         ({"systems": "vllm-router/cache_aware"}, "'vllm-router/cache_aware' needs an option"),
         ({"workloads": "sessions"}, "'sessions' needs an option"),
     ):
-        assert said in sentence(command("benchmarks.serving.whole_replicas", **asked))
+        assert words in sentence(command("benchmarks.serving.whole_replicas", **options))
     assert whole_replicas._chosen("workload", "", whole_replicas.WORKLOADS, "sessions", None) == [
         "many domains",
         "system prompts",

@@ -238,13 +238,13 @@ def test_encoded_documents_begin_at_their_start_and_end_with_the_end_token(token
 
 
 @pytest.mark.parametrize(
-    ("entry", "arguments", "said"),
+    ("entry", "arguments", "words"),
     [
         (train.train, "--corpus {tmp} --out {tmp}/m", "has no corpus"),
         (evaluate.evaluate, "--corpus {tmp} --out {tmp}/e.json", "has no corpus"),
         (widen.widen_experts, "--out {tmp}/w --intermediate 33", "multiple of 32"),
     ],
 )
-def test_bad_input_is_reported_in_one_sentence(tmp_path: Path, entry, arguments: str, said: str):
-    assert said in sentence(command(entry, *arguments.format(tmp=tmp_path).split()))
+def test_bad_input_is_reported_in_one_sentence(tmp_path: Path, entry, arguments: str, words: str):
+    assert words in sentence(command(entry, *arguments.format(tmp=tmp_path).split()))
     assert not list(tmp_path.iterdir())

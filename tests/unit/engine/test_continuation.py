@@ -241,6 +241,6 @@ async def test_the_usage_of_a_chat_reports_tokens_that_prefill_cached(
     request = EngineRequest("chat", json.dumps(body | options).encode(), "r", kv=kv)
     frames = Frames()
     await engine(Client(scripted), 100).generate(request, frames.send)
-    _, said = frames.up_to(None)
-    last = said.split(b"data: ")[-2] if stream else said
+    _, answer = frames.up_to(None)
+    last = answer.split(b"data: ")[-2] if stream else answer
     assert json.loads(last)["usage"]["prompt_tokens_details"]["created_cache_tokens"] == 736

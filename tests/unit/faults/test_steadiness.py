@@ -15,12 +15,12 @@ Held = dict[str, list[tuple[int, float, int]]]  # (pid, MiB, descriptors) of pro
 
 
 def measured_rows(before: Held, after: Held, *metrics: str, **stops: int) -> dict[str, dict[str, Any]]:
-    held = [before, after]
-    steadiness = Steadiness(lambda role: held[0].get(role, []))
+    readings = [before, after]
+    steadiness = Steadiness(lambda role: readings[0].get(role, []))
     steadiness.begin()
     for text in metrics:
         steadiness.take(text)
-    held.pop(0)
+    readings.pop(0)
     steadiness.end()
     return {row["process"]: row for row in steadiness.rows(stops)}
 
@@ -38,12 +38,12 @@ def test_growth_is_measured_on_processes_that_survive_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "said"), [((1, 400.0, 20), "MiB of memory"), ((1, 100.0, 200), "180 descriptors")]
+    ("after", "words"), [((1, 400.0, 20), "MiB of memory"), ((1, 100.0, 200), "180 descriptors")]
 )
-def test_a_growing_process_is_reported(after: tuple[int, float, int], said: str) -> None:
+def test_a_growing_process_is_reported(after: tuple[int, float, int], words: str) -> None:
     (what,) = wrong(list(measured_rows(dict(router=[(1, 100.0, 20)]), dict(router=[after])).values()))
     assert what.startswith("router: ")
-    assert said in what
+    assert words in what
 
 
 def test_task_growth_starts_at_the_first_sample() -> None:

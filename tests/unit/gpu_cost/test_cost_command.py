@@ -52,7 +52,7 @@ def test_the_list_names_gpus_and_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "words"),
     [
         ({"model": "acme/Mo"}, "--model is 'acme/Mo'"),
         ({"gpu": "b300"}, "--gpu is 'b300'"),
@@ -66,11 +66,11 @@ def test_the_list_names_gpus_and_models() -> None:
 )
 @pytest.mark.usefixtures("kernels")
 def test_after_bad_input_nothing_is_written(
-    changes: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
-    assert said in sentence(command("offline.cost", **(GIVEN | {"out": "cost.json"} | changes)))
+    assert words in sentence(command("offline.cost", **(GIVEN | {"out": "cost.json"} | changes)))
     assert set(tmp_path.iterdir()) == before
 
 

@@ -55,7 +55,7 @@ def test_gpus_and_models_with_experts_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "words"),
     [
         ({"model": "acme/Mow"}, "--model is 'acme/Mow': .* did you mean 'acme/Moe'"),
         ({"model": "acme/Dense"}, "acme/Dense has no MoE layers"),
@@ -70,14 +70,14 @@ def test_gpus_and_models_with_experts_are_listed() -> None:
 )
 @pytest.mark.usefixtures("kernels")
 def test_what_the_package_does_not_know_is_refused_in_one_sentence(
-    changes: dict[str, Any], said: str
+    changes: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(UserInputError, match=said):
+    with pytest.raises(UserInputError, match=words):
         package.read(replace(MOE, **changes))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ('{"num_experts": 32', "is no model's config.json"),
         ("[]", "is no model's config.json"),
@@ -87,10 +87,10 @@ def test_what_the_package_does_not_know_is_refused_in_one_sentence(
     ],
 )
 @pytest.mark.usefixtures("kernels")
-def test_a_config_that_cannot_be_priced_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_priced_is_refused(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(UserInputError, match=said):
+    with pytest.raises(UserInputError, match=words):
         package.read(replace(MOE, model=str(path)))
 
 

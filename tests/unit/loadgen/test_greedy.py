@@ -27,8 +27,8 @@ def test_every_policy_gets_the_same_greedy_requests(service: FakeService) -> Non
     assert service.policies_set == ["shortest-queue", "random", "locality-band"]
     asked = [(b["messages"][0]["content"], b["temperature"], b["max_tokens"]) for b in service.bodies]
     assert asked == [("Say one", 0, 5), ("Say two", 0, 5)] * 3
-    said = greedy_sentence(found, 2)
-    assert said == "Greedy answers to 2 prompts, sent one at a time, are equal under all 3 policies."
+    sentence = greedy_sentence(found, 2)
+    assert sentence == "Greedy answers to 2 prompts, sent one at a time, are equal under all 3 policies."
 
 
 def test_an_answer_that_a_policy_changes_is_reported(service: FakeService) -> None:

@@ -56,15 +56,15 @@ def trials(engines: dict[str, float] | None) -> list[Trial]:
 async def test_the_report_renders_in_a_browser(
     tmp_path: Path, engines: dict[str, float] | None, bad: bool
 ) -> None:
-    made = trials(engines)
-    rows = policy_rows(POLICIES, made, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
+    trials_of_engines = trials(engines)
+    rows = policy_rows(POLICIES, trials_of_engines, warm_up_s=2, seconds=8, slo=Slo(500, 30), seed=0)
     page = tmp_path / "report.html"
     sentences, remarks = step_sentences(rows), client_sentences(rows, rounds=2)
     assert bool(sentences) == (engines is not None)
     page.write_text(
         html_report(
             rows,
-            made,
+            trials_of_engines,
             sentences=sentences,
             remarks=remarks,
             verdict="240 requests, 6 FAILED",

@@ -71,7 +71,7 @@ def test_invalid_promql_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expr", "said"),
+    ("expr", "words"),
     [
         ("eldr_leases", "no series eldr_leases"),
         ("sum(ray_eldr_lease) > bool 1.5e-3", "no series ray_eldr_lease"),
@@ -86,9 +86,9 @@ def test_invalid_promql_is_refused(tmp_path: Path) -> None:
         ("1 > bool 0", "it names no series"),
     ],
 )
-def test_wrong_series_of_an_expression_are_reported(expr: str, said: str) -> None:
+def test_wrong_series_of_an_expression_are_reported(expr: str, words: str) -> None:
     (problem,) = _problems(expr)
-    assert said in problem
+    assert words in problem
 
 
 def test_a_valid_expression_is_accepted(tmp_path: Path) -> None:

@@ -72,17 +72,17 @@ def test_terminal_and_report_begin_with_the_effect_of_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(tmp_path, 4)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     first, second = (
         "marginal-cost reads 10.0 % fewer experts per step than shortest-queue [10.0, 10.0]; "
         "its steps take 5.0 % less CPU time per token [5.0, 5.0].",
         "locality-band reads 20.0 % fewer experts per step than shortest-queue [20.0, 20.0]; "
         "its steps take 2.0 % more CPU time per token [2.0, 2.0].",
     )
-    assert said.startswith(
+    assert output.startswith(
         f"{first}\n{second}\nGREEDY\nCalculated, not run: with the layers of Qwen3-30B-A3B"
     )
-    assert re.search(r"4 engines, the ingress and the load generator share \d+ cores", said)
+    assert re.search(r"4 engines, the ingress and the load generator share \d+ cores", output)
     report = (tmp_path / "report.html").read_text()
     order = [
         report.index(text)
@@ -122,8 +122,8 @@ def test_a_round_in_which_no_answer_ends_is_reported(
     monkeypatch.setattr(demo, "_load", load)
     made = demo._rounds(None, plan(tmp_path, 1))  # type: ignore[arg-type]
     assert [len(trial.requests) for trial in made] == [5, 0, 5]
-    said = " ".join(capsys.readouterr().out.split())
-    assert said == "no answer ended in the measured 10 s: give more --seconds"
+    output = " ".join(capsys.readouterr().out.split())
+    assert output == "no answer ended in the measured 10 s: give more --seconds"
 
 
 def test_failed_requests_raise_an_error_after_the_report(tmp_path: Path) -> None:

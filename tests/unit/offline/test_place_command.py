@@ -40,19 +40,19 @@ def test_a_placement_is_written_with_its_report(
     for name in ("p", "again"):
         placed(trace, tmp_path / f"{name}.json", method=method, nodes=2, redundant=redundant)
     assert (tmp_path / "p.json").read_bytes() == (tmp_path / "again.json").read_bytes()
-    made = ExpertPlacement.load(tmp_path / "p.json")
-    assert (made.model, made.physical_to_logical.shape[0], made.num_experts) == ("m", L, E)
-    assert (made.method, made.ranks, made.nodes, made.num_redundant) == (method, 4, 2, redundant)
-    assert made.fingerprint == CalibrationTrace.load(trace).fingerprint
+    placement = ExpertPlacement.load(tmp_path / "p.json")
+    assert (placement.model, placement.physical_to_logical.shape[0], placement.num_experts) == ("m", L, E)
+    assert (placement.method, placement.ranks, placement.nodes, placement.num_redundant) == (method, 4, 2, redundant)
+    assert placement.fingerprint == CalibrationTrace.load(trace).fingerprint
     top_k = CalibrationTrace.load(trace).top_k
-    assert made.expected_tokens is not None
-    assert made.expected_tokens.sum(axis=1) == pytest.approx([16 * top_k] * L, rel=1e-3)
+    assert placement.expected_tokens is not None
+    assert placement.expected_tokens.sum(axis=1) == pytest.approx([16 * top_k] * L, rel=1e-3)
     rules = ["-"] if method in ("activation", "director-paper") else ["turn", "metro", "local"]
-    found = [(row["placement"], row["replicas_by"]) for row in made.report["held_out"]]
+    found = [(row["placement"], row["replicas_by"]) for row in placement.report["held_out"]]
     assert found == [("linear", "-"), *((method, rule) for rule in rules)]
-    said = capsys.readouterr().out
-    assert "experts_worst_rank" in said
-    assert "p.meta.json" in said
+    output = capsys.readouterr().out
+    assert "experts_worst_rank" in output
+    assert "p.meta.json" in output
 
 
 def test_each_method_improves_its_own_objective(trace: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_cost_memory_and_vllms_format_can_be_added(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "words"),
     [
         (
             {"method": "nobody"},
@@ -151,7 +151,7 @@ def test_cost_memory_and_vllms_format_can_be_added(
     ],
 )
 def test_bad_input_is_reported_in_one_sentence(
-    options: dict[str, Any], said: str, trace: Path, tmp_path: Path
+    options: dict[str, Any], words: str, trace: Path, tmp_path: Path
 ) -> None:
     CalibrationTrace.load(trace).subset(np.arange(60)).save(tmp_path / "bare.safetensors")
     fit_table(synthetic_trace(num_experts=8), 2)[0].save(tmp_path / "foreign.safetensors")
@@ -160,5 +160,5 @@ def test_bad_input_is_reported_in_one_sentence(
     given = {"trace": trace, "method": "grace", "ranks": 4, "batch": 16, "out": "p.json"} | options
     for name in given.keys() & {"trace", "cost", "cluster_of", "out"}:
         given[name] = tmp_path / given[name]
-    assert said in sentence(command(place, **given))
+    assert words in sentence(command(place, **given))
     assert set(tmp_path.iterdir()) == before

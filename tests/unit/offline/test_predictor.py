@@ -117,12 +117,12 @@ def test_the_command_writes_predictor_and_report(tmp_path: Path) -> None:
     assert "gain over the mean" in done.stdout
 
 
-@pytest.mark.parametrize(("kind", "said"), [("old", "no token ids"), ("few", "too few"), ("none", "nowhere")])
-def test_input_that_cannot_be_fitted_is_refused_in_one_sentence(kind: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "words"), [("old", "no token ids"), ("few", "too few"), ("none", "nowhere")])
+def test_input_that_cannot_be_fitted_is_refused_in_one_sentence(kind: str, words: str, tmp_path: Path) -> None:
     trace = tmp_path / ("nowhere" if kind == "none" else "trace")
     if kind == "old":
         replace(TRACE, token_ids=None).save(trace)
     if kind == "few":
         TRACE.subset(np.arange(9)).save(trace)
-    assert said in sentence(command("offline.fit_predictor", trace=trace, out=tmp_path / "out"))
+    assert words in sentence(command("offline.fit_predictor", trace=trace, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -279,9 +279,9 @@ def test_bad_files_are_refused_in_one_sentence_and_nothing_is_written(
 ) -> None:
     path = tmp_path / "routes.jsonl.gz"
     write(path, records)
-    said = sentence(command("offline.routes", path, out=tmp_path / "t.safetensors"))
-    assert message in said
-    assert str(path) in said
+    error = sentence(command("offline.routes", path, out=tmp_path / "t.safetensors"))
+    assert message in error
+    assert str(path) in error
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -317,11 +317,11 @@ def test_bad_traces_and_sizes_of_a_simulation_are_refused(
     gptoss = route_file(tmp_path / "gptoss.jsonl.gz", route_records(GPTOSS, each=2, tokens=(170, 180)))
     path, out = small_scenario(tmp_path), tmp_path / "result.json"
     options = {"config": path, "out": out, "trace": traces[1]}
-    for fit_trace, said in (
+    for fit_trace, words in (
         (gptoss, "is of gpt-oss-20b with 24 x 32 experts, but"),
         (tmp_path / "nowhere.safetensors", "cannot be read"),
     ):
-        assert said in sentence(command("offline.simulate", fit_trace=fit_trace, **options))
+        assert words in sentence(command("offline.simulate", fit_trace=fit_trace, **options))
     scenario = read_scenario(path)
     bare = scenario.model_copy(update={"experts": None})
     with pytest.raises(UserInputError, match="--fit-trace needs --trace"):

@@ -119,8 +119,8 @@ def test_a_trace_without_token_ids_is_refused(observed: Path, tmp_path: Path) ->
 
     bare = tmp_path / "bare.safetensors"
     replace(CalibrationTrace.load(observed), token_ids=None).save(bare)
-    said = sentence(command(reproduce, "predicted", "methods", trace=bare, out=tmp_path / "x.json"))
-    assert "no routes or no token ids" in said
+    message = sentence(command(reproduce, "predicted", "methods", trace=bare, out=tmp_path / "x.json"))
+    assert "no routes or no token ids" in message
 
 
 @pytest.mark.slow

@@ -47,9 +47,9 @@ def row_of(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
 
 def test_without_arguments_it_lists_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     reproduce()
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in (*eldr.FIGURES, *eldr_parallel.FIGURES, *balanceroute.FIGURES):
-        assert f"  {name}" in said
+        assert f"  {name}" in output
 
 
 def test_balance_routes_reduce_imbalance(

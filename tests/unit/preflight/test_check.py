@@ -220,12 +220,12 @@ def test_kv_tokens_equal_a_computation_by_hand(outcomes: dict[str, CheckOutcome]
 
 
 def test_json_output_is_complete(outcomes: dict[str, CheckOutcome]) -> None:
-    found = json.loads(json.dumps(as_json(outcomes["qwen3_235b_2p8d"])))
-    assert found["starts"]
-    prefill, decode = found["engines"]
+    report = json.loads(json.dumps(as_json(outcomes["qwen3_235b_2p8d"])))
+    assert report["starts"]
+    prefill, decode = report["engines"]
     assert prefill["nixl_ports"] == [*range(20000, 20008)]
     assert decode["replicas"] == {"min": 2, "initial": 8, "max": 8}
-    held = [held for node in found["nodes"] if node["pool"] == "decode_of_8" for held in node["replicas"]]
+    held = [held for node in report["nodes"] if node["pool"] == "decode_of_8" for held in node["replicas"]]
     assert sorted(number for _, number in held) == list(range(8))
 
 

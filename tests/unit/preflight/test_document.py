@@ -31,10 +31,10 @@ def no_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def content() -> dict[str, Any]:
     """Return the content of the shipped file, with free ports."""
-    found = json.loads(json.dumps(SHIPPED))
-    found["http_options"]["port"] = free_port()
-    found["applications"][0]["args"]["ingress"]["port"] = free_port()
-    return dict(found)
+    document = json.loads(json.dumps(SHIPPED))
+    document["http_options"]["port"] = free_port()
+    document["applications"][0]["args"]["ingress"]["port"] = free_port()
+    return dict(document)
 
 
 def checked(folder: Path, given: Any, pools: Any = HERE) -> CheckOutcome:
@@ -49,7 +49,7 @@ def sentences(found: CheckOutcome, severity: str = "error") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ("applications:\n\t- name: eldr\n", "line 2, column 1: while scanning for the next token, found"),
         ("applications: [\n  a: {", "made.yaml, line 2"),
@@ -59,9 +59,9 @@ def sentences(found: CheckOutcome, severity: str = "error") -> list[str]:
         ("", "made.yaml is not a mapping"),
     ],
 )
-def test_invalid_yaml_is_reported_with_its_location(text: str, said: str, tmp_path: Path) -> None:
+def test_invalid_yaml_is_reported_with_its_location(text: str, words: str, tmp_path: Path) -> None:
     (sentence,) = sentences(checked(tmp_path, text))
-    assert said in sentence
+    assert words in sentence
     assert "\n" not in sentence
     assert ("tabs" in sentence) == ("\t" in text)
 

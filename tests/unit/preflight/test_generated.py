@@ -240,16 +240,16 @@ def test_build_and_check_refuse_an_error_with_the_same_sentence(wrong: Wrong, tm
     edit(args, wrong.path, wrong.value)
     with pytest.raises(ConfigurationError) as refused:
         build_app(json.loads(json.dumps(args)))
-    said = str(refused.value)
-    assert errors_of(written(tmp_path, args)) == [said]
-    assert "\n" not in said
-    assert (wrong.path if wrong.place is None else wrong.place) in said
-    assert wrong.words in said
+    message = str(refused.value)
+    assert errors_of(written(tmp_path, args)) == [message]
+    assert "\n" not in message
+    assert (wrong.path if wrong.place is None else wrong.place) in message
+    assert wrong.words in message
     if not wrong.hidden and not isinstance(wrong.value, dict | list):
-        assert format_value(wrong.value) in said
-    assert "{'" not in said  # no Python dict
-    assert len(said) < 600
-    assert "12345" not in said  # no secret
+        assert format_value(wrong.value) in message
+    assert "{'" not in message  # no Python dict
+    assert len(message) < 600
+    assert "12345" not in message  # no secret
 
 
 # valid changes: (place, value) of each
