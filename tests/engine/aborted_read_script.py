@@ -38,7 +38,7 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
     core = engine("prefill", arguments)
     warnings = InvalidBlockWarnings()
     logging.getLogger("vllm").addHandler(warnings)  # the engine's start has configured logging
-    held = get_kv_transfer_group().connector_worker._reqs_to_send
+    prompts_to_send = get_kv_transfer_group().connector_worker._reqs_to_send
     pipe.send(None)
     number = 0
     while True:
@@ -61,7 +61,7 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
             core.step()
             pipe.send(None)
         elif what == "said":
-            pipe.send((warnings.count, len(held)))
+            pipe.send((warnings.count, len(prompts_to_send)))
 
 
 def main(model: str, out: str, steps: int, frees: bool) -> None:

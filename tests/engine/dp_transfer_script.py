@@ -58,18 +58,18 @@ async def main(model: str, pipe: Connection) -> list[dict[str, Any]]:
 
     decoder = engine("decode", model)
     rng, report = np.random.default_rng(0), []
-    for there in range(RANKS):
-        for here in range(RANKS):
-            prompt, name = rng.integers(1, 257, LENGTH).tolist(), f"{there}-{here}"
-            pipe.send((name, prompt, there))
+    for prefill_rank in range(RANKS):
+        for decode_rank in range(RANKS):
+            prompt, name = rng.integers(1, 257, LENGTH).tolist(), f"{prefill_rank}-{decode_rank}"
+            pipe.send((name, prompt, prefill_rank))
             params = await asyncio.to_thread(pipe.recv)
             counts = unpack_counts(params.pop("eldr_expert_counts"))
-            pulled = await run(decoder, name, {"prompt_token_ids": prompt}, here, OUTPUT, params)
+            pulled = await run(decoder, name, {"prompt_token_ids": prompt}, decode_rank, OUTPUT, params)
             alone = {"prompt_token_ids": prompt, "cache_salt": "computed here"}
-            computed = await run(decoder, f"{name}-alone", alone, 1 - here, OUTPUT)
+            computed = await run(decoder, f"{name}-alone", alone, 1 - decode_rank, OUTPUT)
             report.append(
                 {
-                    "rank": there,
+                    "rank": prefill_rank,
                     "engine": params["remote_engine_id"],
                     "port": params["remote_port"],
                     "counted": int(counts.sum()),

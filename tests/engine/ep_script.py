@@ -148,14 +148,14 @@ def main(model: str, expected: Path) -> None:
     def migrated(rows: np.ndarray, rule: str) -> None:
         session.ask("choose", rule)
         slices = session.ask("begin", rows.tolist(), RANKS)[0]
-        left = [slices]
+        slices_left = [slices]
 
         def between() -> None:
-            if left[-1]:
-                left.append(session.ask("move")[0])
+            if slices_left[-1]:
+                slices_left.append(session.ask("move")[0])
 
         assert session.answers(between) == alone, "while experts moved"
-        assert left == list(range(slices, slices - len(left), -1))
+        assert slices_left == list(range(slices, slices - len(slices_left), -1))
         session.ask("stop")
         assert session.answers() == alone, "where the swap ended"
 
@@ -176,15 +176,15 @@ def started_with(model: str, expected: Path, first: str, *others: str) -> None:
     assert session.answers() == alone
     for number, file in enumerate(others):
         placed = ExpertPlacement.load(file)
-        left = session.ask("begin", placed.physical_to_logical.tolist(), 4)[0]
-        assert left > 1, f"{placed.method} moves no experts"
+        slices_left = session.ask("begin", placed.physical_to_logical.tolist(), 4)[0]
+        assert slices_left > 1, f"{placed.method} moves no experts"
 
         def between() -> None:
-            nonlocal left
-            left = session.ask("move")[0]
+            nonlocal slices_left
+            slices_left = session.ask("move")[0]
 
         assert session.answers(between) == alone, f"on the way to {placed.method}"
-        while left:
+        while slices_left:
             between()
         check_held(session, placed)
         session.ask("choose", ("weighted", "local")[number % 2])
@@ -214,16 +214,16 @@ def check_log(session: Session) -> None:
     """Check that exactly one rank serves every (token, expert) pair."""
     from eldr_serve.engine.vllm.ep.layer import LOG_COLUMNS
 
-    (end, mine), (_, theirs) = session.ask("batches", 0)
-    mine, theirs = np.array(mine), np.array(theirs)
-    assert mine.shape == (end, LAYERS, len(LOG_COLUMNS))
-    assert np.array_equal(mine[..., 0], theirs[..., 0])
-    assert np.array_equal(mine[..., 2] + theirs[..., 2], mine[..., 0] * tiny_model.TOP_K)
-    assert (mine[..., 3] + mine[..., 4] <= mine[..., 2]).all()
+    (end, first), (_, second) = session.ask("batches", 0)
+    first, second = np.array(first), np.array(second)
+    assert first.shape == (end, LAYERS, len(LOG_COLUMNS))
+    assert np.array_equal(first[..., 0], second[..., 0])
+    assert np.array_equal(first[..., 2] + second[..., 2], first[..., 0] * tiny_model.TOP_K)
+    assert (first[..., 3] + first[..., 4] <= first[..., 2]).all()
     assert np.array_equal(
-        np.sum(session.ask("routed")[0], axis=1), tiny_model.TOP_K * mine[..., 0].sum(axis=0)
+        np.sum(session.ask("routed")[0], axis=1), tiny_model.TOP_K * first[..., 0].sum(axis=0)
     )
-    assert (mine[..., 1] <= SLOTS // RANKS).all()
+    assert (first[..., 1] <= SLOTS // RANKS).all()
 
 
 def check_refusals(session: Session) -> None:

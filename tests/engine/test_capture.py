@@ -188,7 +188,7 @@ def test_a_copy_is_ready_when_its_event_is_over() -> None:
 
 def test_pickling_a_copy_waits_for_it() -> None:
     event = Event()
-    there = pickle.loads(pickle.dumps(HostCopy(np.arange(3), event, torch.arange(3))))
+    restored = pickle.loads(pickle.dumps(HostCopy(np.arange(3), event, torch.arange(3))))
     assert event.over
-    assert there.ready
-    assert there.wait().tolist() == [0, 1, 2]
+    assert restored.ready
+    assert restored.wait().tolist() == [0, 1, 2]

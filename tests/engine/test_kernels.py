@@ -199,7 +199,7 @@ def layers(kernel: type[InsideRouting]) -> tuple[VllmConfig, list[mk.FusedMoEKer
         )
         for _ in range(LAYERS)
     ]
-    made = {
+    layers_by_name = {
         f"model.layers.{number}.mlp.experts": SimpleNamespace(
             router=Unused(K, EXPERTS),
             routed_experts=SimpleNamespace(routing_sink=None),
@@ -210,13 +210,13 @@ def layers(kernel: type[InsideRouting]) -> tuple[VllmConfig, list[mk.FusedMoEKer
     config: Any = SimpleNamespace(
         speculative_config=None,
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen3_moe")),
-        compilation_config=SimpleNamespace(static_forward_context=made),
+        compilation_config=SimpleNamespace(static_forward_context=layers_by_name),
     )
-    return config, impls, list(made.values())
+    return config, impls, list(layers_by_name.values())
 
 
 def test_choices_made_in_the_kernel_are_counted() -> None:
-    config, impls, made = layers(InsideRouting)
+    config, impls, drivers = layers(InsideRouting)
     capture = DeviceCapture(
         [router for _, router in moe_routers(config)],
         max_tokens=32,
@@ -225,7 +225,7 @@ def test_choices_made_in_the_kernel_are_counted() -> None:
         block_size=4,
     )
     logits = torch.randn(LAYERS, 6, EXPERTS)
-    for impl, layer, own in zip(impls, made, logits, strict=True):
+    for impl, layer, own in zip(impls, drivers, logits, strict=True):
         out = impl.apply(
             torch.zeros(6, HIDDEN),
             torch.empty(0),

@@ -165,11 +165,11 @@ def test_an_error_of_vllm_with_several_lines_becomes_one_sentence() -> None:
             raise ValueError(f"Model architectures ['{value}'] failed to be inspected.\nSee the logs.")
 
     with (
-        pytest.raises(UnsupportedEngineError, match=r"inspected\. See the logs\..*torchvision") as found,
+        pytest.raises(UnsupportedEngineError, match=r"inspected\. See the logs\..*torchvision") as refusal,
         start_errors(),
     ):
         Settings(model="Qwen3_5MoeForCausalLM")
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_plain_engine_is_accepted() -> None:
@@ -393,7 +393,7 @@ MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 @pytest.mark.parametrize(
-    ("role", "drafting", "kept", "asynchronous"),
+    ("role", "drafting", "drafts", "asynchronous"),
     [
         ("decode", NGRAM, True, False),  # required by vLLM
         ("decode", MTP, True, True),
@@ -405,17 +405,17 @@ MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
 def test_only_engines_that_verify_drafts_make_them(
     role: Role,
     drafting: dict[str, Any],
-    kept: bool,
+    drafts: bool,
     asynchronous: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kwargs = engine_kwargs(role, speculative_config=drafting)
-    assert kwargs.get("speculative_config") == (drafting if kept else None)
+    assert kwargs.get("speculative_config") == (drafting if drafts else None)
     assert kwargs["async_scheduling"] is asynchronous
     assert ("Async" in kwargs["scheduler_cls"]) is asynchronous
     messages = [record.getMessage() for record in caplog.records]
     assert messages == (
-        [] if kept else [f"speculative decoding is off on the {role} engine, which verifies no drafts"]
+        [] if drafts else [f"speculative decoding is off on the {role} engine, which verifies no drafts"]
     )
 
 

@@ -125,12 +125,12 @@ def corpus(url: str, model: str, count: int, seed: int, admin_key: str | None) -
 
 
 def _corpus(document: dict[str, Any], model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
-    found = known(model)[:count]
-    share = (count - len(found)) // 5  # generating cases from the document is slow
-    written = by_hand(model, admin_key)
-    found += random.Random(seed).sample(written, min(len(written), 2 * share))
-    found += from_openapi(document, model, admin_key, share, seed)
-    return found + mutations(model, count - len(found), seed)
+    cases = known(model)[:count]
+    share = (count - len(cases)) // 5  # generating cases from the document is slow
+    handwritten = by_hand(model, admin_key)
+    cases += random.Random(seed).sample(handwritten, min(len(handwritten), 2 * share))
+    cases += from_openapi(document, model, admin_key, share, seed)
+    return cases + mutations(model, count - len(cases), seed)
 
 
 def _read(path: Path) -> list[Case]:

@@ -161,10 +161,10 @@ def _messages(model: str) -> Iterator[Case]:
 
 
 def _nested(levels: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "string"}
+    schema: dict[str, Any] = {"type": "string"}
     for _ in range(levels // 2):
-        found = {"type": "object", "properties": {"x": found}}
-    return found
+        schema = {"type": "object", "properties": {"x": schema}}
+    return schema
 
 
 def _other_endpoints(model: str) -> Iterator[Case]:

@@ -99,11 +99,11 @@ def _of_prompt(subject: Subject, packed: str, tokens: int) -> None:
 
 
 async def prefill_gives_ids_a_handle_and_counts_of_the_prompt(subject: Subject) -> None:
-    found = await subject.prefills.prefill(request("prefill"))
-    assert found.token_ids.dtype == np.uint32
-    assert found.token_ids.tolist() == subject.ids, found.token_ids
-    assert found.kv.keys() - {EXPERT_COUNTS}  # location of the blocks
-    _of_prompt(subject, found.kv[EXPERT_COUNTS], len(subject.ids))
+    prefilled = await subject.prefills.prefill(request("prefill"))
+    assert prefilled.token_ids.dtype == np.uint32
+    assert prefilled.token_ids.tolist() == subject.ids, prefilled.token_ids
+    assert prefilled.kv.keys() - {EXPERT_COUNTS}  # location of the blocks
+    _of_prompt(subject, prefilled.kv[EXPERT_COUNTS], len(subject.ids))
     await subject.prefills.release("prefill")
 
 
@@ -146,16 +146,16 @@ async def what_an_engine_that_was_lost_has_sent_is_not_sent_again(subject: Subje
 
 
 async def a_call_that_is_cancelled_ends_in_the_engine(subject: Subject) -> None:
-    left, other = Sent(), Sent()
-    call = asyncio.create_task(subject.generates.generate(request("left", tokens=LONG), left))
-    await left.begun.wait()
+    abandoned, other = Sent(), Sent()
+    call = asyncio.create_task(subject.generates.generate(request("left", tokens=LONG), abandoned))
+    await abandoned.begun.wait()
     call.cancel()
     await asyncio.wait([call])
     assert call.cancelled()
-    seen = len(left.parts)
+    seen = len(abandoned.parts)
     subject.generates.take_steps()
     await subject.generates.generate(request("other", tokens=32), other)
-    assert len(left.parts) == seen, left.parts
+    assert len(abandoned.parts) == seen, abandoned.parts
     sums = subject.generates.take_steps()  # if it were still running, there would be twice as many
     assert sums.requests <= 1.5 * sums.steps, sums
 
@@ -180,10 +180,10 @@ async def an_engine_says_how_full_it_is(subject: Subject) -> None:
 
 
 async def a_signature_is_that_of_the_prompt(subject: Subject) -> None:
-    asked = asyncio.create_task(subject.generates.expert_counts("whole prompt"))
+    counting = asyncio.create_task(subject.generates.expert_counts("whole prompt"))
     await asyncio.sleep(0)  # requested before the engine gets the prompt
     await subject.generates.generate(request("whole prompt"), Sent())
-    tokens, packed = await asked
+    tokens, packed = await counting
     assert tokens == len(subject.ids), tokens
     _of_prompt(subject, packed, tokens)
 
@@ -229,7 +229,7 @@ async def a_sampled_request_that_is_cancelled_gives_no_sample(subject: Subject) 
 
 async def a_request_is_refused_by_prefill_as_by_generate(subject: Subject) -> None:
     broken = EngineRequest("completions", b"[", "broken")
-    told = []
+    answers = []
     for engine, call in (
         (subject.prefills, subject.prefills.prefill(broken)),
         (subject.generates, subject.generates.generate(broken, Sent())),
@@ -237,10 +237,10 @@ async def a_request_is_refused_by_prefill_as_by_generate(subject: Subject) -> No
         try:
             await call
         except Exception as error:  # each engine has its own error messages
-            told.append((engine.status_of(error), str(error)))
-    assert len(told) == 2, told
-    assert told[0] == told[1], told
-    assert 400 <= told[0][0] < 500, told
+            answers.append((engine.status_of(error), str(error)))
+    assert len(answers) == 2, answers
+    assert answers[0] == answers[1], answers
+    assert 400 <= answers[0][0] < 500, answers
 
 
 async def an_endpoint_that_is_not_there_is_refused(subject: Subject) -> None:

@@ -102,7 +102,7 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
         patch.object(ingress, "RouterCalls", lambda find: actor),
         patch.object(serve, "get_replica_context", lambda: holder),
     ):
-        holder.servable_object = made = _Ingress(
+        holder.servable_object = process = _Ingress(
             prefill=Mock(),
             decode=Mock(),
             tokenizer="/nowhere",
@@ -114,18 +114,18 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
             path_options=PathOptions(retry_backoff_s=0.0),
             prefill_options=PrefillRouterOptions(),
         )
-        made._prefill.start()
-        made._decode.start()
-        made._client.start()
-        server = HttpServer(application(), made.gate.options)
-        holder.port, holder.ingress = server.port, made
+        process._prefill.start()
+        process._decode.start()
+        process._client.start()
+        server = HttpServer(application(), process.gate.options)
+        holder.port, holder.ingress = server.port, process
         await wait_until(lambda: server._server.started, 30)
-        await wait_until(lambda: len(made._prefill.live) == len(prefill), 30)
-        await wait_until(lambda: len(made._decode.live) == len(decode), 30)
+        await wait_until(lambda: len(process._prefill.live) == len(prefill), 30)
+        await wait_until(lambda: len(process._decode.live) == len(decode), 30)
         try:
             yield holder
         finally:
-            await made.stop()
+            await process.stop()
             await server.drain()
 
 

@@ -130,7 +130,9 @@ def test_the_status_shows_the_decode_queue_and_the_live_policys_saving(service: 
         (["table", "nowhere"], "nowhere"),
     ],
 )
-def test_refusals_are_reported_in_one_sentence(arguments: list[str], words: str, service: FakeService) -> None:
+def test_refusals_are_reported_in_one_sentence(
+    arguments: list[str], words: str, service: FakeService
+) -> None:
     assert words in sentence(eldr(*arguments, "--url", service.url))
 
 

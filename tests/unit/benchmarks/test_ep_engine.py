@@ -36,12 +36,12 @@ class Engine:
 def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: Path) -> None:
     engine: Any = Engine()
     keys = [(turn, name) for turn in range(2) for name in ("a", "b")]
-    asked: list[tuple[int, str]] = []
+    measured: list[tuple[int, str]] = []
 
     def measure(running: Any, key: tuple[int, str]) -> str:
         assert running is engine
-        asked.append(key)
-        if len(asked) == 3:
+        measured.append(key)
+        if len(measured) == 3:
             raise UserInputError("the engine died")
         return f"{key[1]}{key[0]}"
 
@@ -50,12 +50,12 @@ def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: 
 
     with pytest.raises(UserInputError, match="died"):
         turns(None)
-    assert asked == keys[:3]
+    assert measured == keys[:3]
     assert list(Journal.read(tmp_path / "j.jsonl")) == ["0/a", "0/b"]
     with pytest.raises(UserInputError, match="time is up"):
         turns(0.0)
     assert turns(None) == {(0, "a"): "a0", (0, "b"): "b0", (1, "a"): "a1", (1, "b"): "b1"}
-    assert asked == [*keys[:3], *keys[2:]]
+    assert measured == [*keys[:3], *keys[2:]]
     assert engine.started == 3
     turns(0.0)  # nothing is left to measure
     assert engine.started == 3
@@ -68,10 +68,10 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     log[:, :SKIPPED] = 99
     seconds = np.array([9.0, 9.0, 0.010, 0.030])
     answers = np.arange(10).reshape(2, 5)
-    found = summary(Decoded(answers, seconds, 0, 0, 0, 0, log, answers, answers))
-    hashes = found.pop("answers")
+    batch = summary(Decoded(answers, seconds, 0, 0, 0, 0, log, answers, answers))
+    hashes = batch.pop("answers")
     assert len(set(hashes)) == 2
-    assert found == pytest.approx(
+    assert batch == pytest.approx(
         {
             "step_ms": 20,
             "steps": 4,

@@ -313,10 +313,10 @@ async def test_an_engine_writes_all_streams_at_once_in_each_iteration_of_the_loo
 def test_frames_are_parsed_however_the_stream_is_split(sent: Any, data: st.DataObject) -> None:
     stream = b"".join(frame(kind, call, payload, 7) for kind, call, payload in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
-    frames, found = Frames(40), []
+    frames, parsed = Frames(40), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        found += list(frames.feed(stream[start:end]))
-    assert found == [(kind, call, 7, payload) for kind, call, payload in sent]
+        parsed += list(frames.feed(stream[start:end]))
+    assert parsed == [(kind, call, 7, payload) for kind, call, payload in sent]
 
 
 def test_a_frame_that_is_too_long_is_refused_by_its_header() -> None:

@@ -23,10 +23,10 @@ HI = {"role": "user", "content": "hi"}
 
 def serving() -> Any:
     """Return vLLM's serving object without its engine."""
-    made = object.__new__(AnthropicServingMessages)
-    made._merge_inline_system = False
-    made._disabled_thinking_effort = "low"
-    return made
+    serving_object = object.__new__(AnthropicServingMessages)
+    serving_object._merge_inline_system = False
+    serving_object._disabled_thinking_effort = "low"
+    return serving_object
 
 
 def parse(**fields: Any) -> Any:

@@ -56,16 +56,16 @@ def test_differences_between_resolved_values_are_listed_by_field() -> None:
 
 
 def test_own_settings_of_the_transfer_keep_the_lease() -> None:
-    ours = engine_kwargs("prefill", kv_lease_s=45.0)["kv_transfer_config"]
-    assert ours["kv_connector_extra_config"] == {"kv_lease_duration": 45}
-    assert engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=None)["kv_transfer_config"] == ours
+    default = engine_kwargs("prefill", kv_lease_s=45.0)["kv_transfer_config"]
+    assert default["kv_connector_extra_config"] == {"kv_lease_duration": 45}
+    assert engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=None)["kv_transfer_config"] == default
     own: dict[str, Any] = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"backends": ["UCX"]}}
-    found = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
+    merged = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
     extra = {"backends": ["UCX"], "kv_lease_duration": 45}
-    assert found == ours | {"kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
+    assert merged == default | {"kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
     own["kv_connector_extra_config"] = None
-    found = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
-    assert found == ours | {"kv_buffer_device": "cpu"}
+    merged = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
+    assert merged == default | {"kv_buffer_device": "cpu"}
     own["kv_connector_extra_config"] = {"kv_lease_duration": 9}
     with pytest.raises(ConfigurationError, match=r"kv_lease_duration is 9: set path\.kv_lease_s instead"):
         engine_kwargs("prefill", kv_transfer_config=own)

@@ -24,9 +24,9 @@ outputs = st.lists(
 
 def serving(kind: Any) -> Any:
     """Return vLLM's serving object without an engine, with the attributes that its stream generator reads."""
-    found = object.__new__(kind)
+    serving_object = object.__new__(kind)
     off = ("force_include_usage", "per_request_metrics", "log_outputs")
-    found.__dict__ |= {f"enable_{name}": False for name in off} | {
+    serving_object.__dict__ |= {f"enable_{name}": False for name in off} | {
         "enable_prompt_tokens_details": True,
         "_include_reasoning_tokens_details": False,
         "log_error_stack": False,
@@ -35,7 +35,7 @@ def serving(kind: Any) -> Any:
         "response_role": "assistant",
         "system_fingerprint": "vllm-test",
     }
-    return found
+    return serving_object
 
 
 def results(made: list[tuple[str, list[int]]], finish: tuple[str, Any], fails: bool) -> Any:
@@ -57,13 +57,13 @@ async def numbered(found: Any) -> AsyncIterator[Any]:
         yield 0, result
 
 
-def stream(of: Any, request: Any, found: Any, generator: Any) -> Any:
-    if isinstance(of, OpenAIServingChat):
-        return generator(request, found, "chatcmpl-1", "m", request.messages, object(), Metadata())
+def stream(serving_object: Any, request: Any, outputs: Any, generator: Any) -> Any:
+    if isinstance(serving_object, OpenAIServingChat):
+        return generator(request, outputs, "chatcmpl-1", "m", request.messages, object(), Metadata())
     return generator(
         request,
         [],
-        numbered(found),
+        numbered(outputs),
         "cmpl-1",
         5,
         "m",
@@ -94,7 +94,7 @@ def requested(method: str, **fields: Any) -> tuple[Any, Any]:
 )
 async def test_a_plain_stream_equals_vllms(
     method: str,
-    made: list[tuple[str, list[int]]],
+    choices: list[tuple[str, list[int]]],
     finish: tuple[str, Any],
     usage: bool,
     echo: bool,
@@ -106,12 +106,12 @@ async def test_a_plain_stream_equals_vllms(
     name = "chat_completion_stream_generator" if method == "chat" else "completion_stream_generator"
     generator = getattr(of, name)
     with patch("time.time", lambda: 1.0):
-        expected = [c async for c in stream(of, request, results(made, finish, fails), generator)]
-        got: list[str] = []
-        plain = PlainStream(generator, lambda chunk: got.append(chunk.decode()))
-        async for chunk in stream(of, request, results(made, finish, fails), plain):
-            got.append(chunk)
-    assert got == expected
+        expected = [c async for c in stream(of, request, results(choices, finish, fails), generator)]
+        chunks: list[str] = []
+        plain = PlainStream(generator, lambda chunk: chunks.append(chunk.decode()))
+        async for chunk in stream(of, request, results(choices, finish, fails), plain):
+            chunks.append(chunk)
+    assert chunks == expected
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ Fate = st.sampled_from(["sent", "sent", "later", "lost", "router restarts", "rep
 @settings(max_examples=150, deadline=None)
 @given(steps=st.lists(st.tuples(Step, Fate), max_size=25), probes=st.lists(Prompt, min_size=3, max_size=3))
 def test_predicted_hits_are_those_of_the_cache(steps: list[Any], probes: list[list[int]]) -> None:
-    cache, replica, router, known = Cache(), TrackedBlocks(), PrefixMap(), False
+    cache, replica, router, is_known = Cache(), TrackedBlocks(), PrefixMap(), False
     for (name, *arguments), fate in steps:
         getattr(cache, name)(*arguments)
         if (changes := cache.changes()) is not None:
@@ -116,16 +116,16 @@ def test_predicted_hits_are_those_of_the_cache(steps: list[Any], probes: list[li
         if fate == "later":
             continue
         if fate == "lost":  # the replica does not know whether the router got it
-            replica.take(whole=not known)
-            known = False
+            replica.take(whole=not is_known)
+            is_known = False
             continue
         if fate == "router restarts":
             router = PrefixMap()
         elif fate == "replica restarts":
-            cache, replica, known = Cache(), TrackedBlocks(), False
+            cache, replica, is_known = Cache(), TrackedBlocks(), False
             router.keep([])
-        known = router.report("w", replica.take(whole=not known))
-        if not known:
+        is_known = router.report("w", replica.take(whole=not is_known))
+        if not is_known:
             continue
         for ids in (*probes, *(list(one.all_token_ids) for one in cache.running)):
             for kind, salt in SALTS.items():

@@ -26,10 +26,10 @@ class Counting(Client):
     counted = 0
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
-        asked = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(CALIBRATE)
-        self.counted += bool(asked)
+        calibrates = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(CALIBRATE)
+        self.counted += bool(calibrates)
         async for output in super().generate(prompt, params, request_id, **more):
-            if asked and output.finished:
+            if calibrates and output.finished:
                 output.kv_transfer_params = {
                     "eldr_prefill": pack_counts(COUNTS),
                     "eldr_decode": pack_counts(COUNTS + 1),

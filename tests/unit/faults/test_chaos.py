@@ -104,10 +104,10 @@ def test_a_whole_answer_must_equal_the_answer_or_be_an_error(kind: str, status: 
 
 def test_the_load_has_requests_of_every_kind() -> None:
     prompts = [Prompt(f"{number}", "a", "some text") for number in range(16)]
-    asked = bodies(prompts, "m", 16, seed=0)
-    assert sum(path.endswith("chat/completions") for path, _ in asked) == 4
-    assert sum("logprobs" in body for _, body in asked) == 2
-    assert sum("stop" in body for _, body in asked) == 2
+    requests = bodies(prompts, "m", 16, seed=0)
+    assert sum(path.endswith("chat/completions") for path, _ in requests) == 4
+    assert sum("logprobs" in body for _, body in requests) == 2
+    assert sum("stop" in body for _, body in requests) == 2
 
 
 class UnreachableRouter:
@@ -233,11 +233,11 @@ def test_a_kill_returns_the_client_ports_of_the_killed_process() -> None:
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
         port = int(server.stdout.readline())
-        with socket.create_connection(("127.0.0.1", port)) as taken:
+        with socket.create_connection(("127.0.0.1", port)) as accepted:
             assert server.stdout.readline() == "taken\n"
             with socket.create_connection(("127.0.0.1", port)) as waiting:
-                held = processes.kill(psutil.Process(server.pid))
-                assert {taken.getsockname()[1], waiting.getsockname()[1]} <= held
+                ports = processes.kill(psutil.Process(server.pid))
+                assert {accepted.getsockname()[1], waiting.getsockname()[1]} <= ports
                 assert psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE
         assert server.wait() == -signal.SIGKILL
 
@@ -268,10 +268,10 @@ def test_a_run_appends_to_the_record_of_earlier_runs(tmp_path: Path) -> None:
             processes=[{"process": "decode", "stalls": 1, "memory_mib": 10.0 * number}],
             unsteady=[],
         )
-    found = {row["fault"]: row for row in rows(Record(file))}
-    assert list(found) == ["before any", "kill decode", "stop router", "all"]
-    assert [row["requests"] for row in found.values()] == [2, 4, 1, 7]
-    killed, stopped_row, total = found["kill decode"], found["stop router"], found["all"]
+    row_by_fault = {row["fault"]: row for row in rows(Record(file))}
+    assert list(row_by_fault) == ["before any", "kill decode", "stop router", "all"]
+    assert [row["requests"] for row in row_by_fault.values()] == [2, 4, 1, 7]
+    killed, stopped_row, total = row_by_fault["kill decode"], row_by_fault["stop router"], row_by_fault["all"]
     assert (killed["times"], killed["ok"], killed["left"]) == (2, 2, 2)
     assert (killed["recovery_p50_s"], killed["recovery_max_s"], killed["longest_gap_s"]) == (4.5, 5.0, 2.0)
     assert (stopped_row["failed"], stopped_row["not_recovered"], stopped_row["silent_over_15_s"]) == (1, 1, 1)

@@ -51,13 +51,13 @@ def in_world(seed: int, main: Callable[[World], Coroutine[Any, Any, None]]) -> N
 
 def held(world: World) -> list[str]:
     """Return all slots, leases, requests, blocks and prompts that are held."""
-    found = [f"{len(p.servable_object._state.placer.running)} leases" for p in world.live["router"]]
-    found += [f"{p.servable_object.gate.in_flight} slots" for p in world.live["ingress"]]
-    found += [f"{p.servable_object._client.lease_count} own leases" for p in world.live["ingress"]]
+    amounts = [f"{len(p.servable_object._state.placer.running)} leases" for p in world.live["router"]]
+    amounts += [f"{p.servable_object.gate.in_flight} slots" for p in world.live["ingress"]]
+    amounts += [f"{p.servable_object._client.lease_count} own leases" for p in world.live["ingress"]]
     for engine in world.engines.values():
-        found += [f"{engine.running} requests", f"{engine.blocks.in_use} blocks"]
-        found += [f"{len(engine.held)} prompts"] if isinstance(engine, PrefillEngine) else []
-    return [one for one in found if not one.startswith("0 ")]
+        amounts += [f"{engine.running} requests", f"{engine.blocks.in_use} blocks"]
+        amounts += [f"{len(engine.held)} prompts"] if isinstance(engine, PrefillEngine) else []
+    return [one for one in amounts if not one.startswith("0 ")]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -85,7 +85,7 @@ def test_engines_end_the_requests_of_a_killed_ingress_within_two_seconds(seed: i
         for after_s in (0.0, 0.01, 0.5):
             loop, ingress = world.loop, world.live["ingress"][0]
             plans = [Plan(0.0, "completions", f"{PROMPT} {n}", 200, True, token_s=0.1) for n in range(3)]
-            asked = [loop.create_task(ask(world, plan, ingress)) for plan in plans]
+            requests = [loop.create_task(ask(world, plan, ingress)) for plan in plans]
             while not busy(world):
                 await asyncio.sleep(0.001)
             await asyncio.sleep(after_s)
@@ -94,7 +94,7 @@ def test_engines_end_the_requests_of_a_killed_ingress_within_two_seconds(seed: i
             while busy(world):
                 await asyncio.sleep(0.01)
             assert loop.time() - killed_s <= DEAD_S
-            assert {(await outcome).kind for outcome in asked} == {"connection lost"}
+            assert {(await outcome).kind for outcome in requests} == {"connection lost"}
             await asyncio.sleep(WARM_S)  # there is another ingress
 
     in_world(seed, main)

@@ -27,12 +27,12 @@ def test_the_times_of_linear_kernels_are_found_exactly(parallel: dict[str, int])
     readings = package.read(replace(MOE, **parallel))
     assert readings.shape.layers == 10
     assert len(readings.steps) == 2 * len(package.BATCHES) * len(package.CONTEXTS)
-    found = fit(readings)
-    assert found.cost.per_expert_s == pytest.approx(TERMS.per_expert_s, rel=1e-4)
+    result = fit(readings)
+    assert result.cost.per_expert_s == pytest.approx(TERMS.per_expert_s, rel=1e-4)
     batch = np.arange(1, 99)
-    assert found.cost.seconds(batch, 50, 9, 3) == pytest.approx(TERMS.seconds(batch, 50, 9, 3), rel=1e-4)
-    assert abs(found.errors).max() < 1e-5
-    assert abs(found.prompt_errors).max() < 1e-5
+    assert result.cost.seconds(batch, 50, 9, 3) == pytest.approx(TERMS.seconds(batch, 50, 9, 3), rel=1e-4)
+    assert abs(result.errors).max() < 1e-5
+    assert abs(result.prompt_errors).max() < 1e-5
 
 
 @pytest.mark.usefixtures("kernels")

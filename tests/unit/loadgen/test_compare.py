@@ -316,7 +316,7 @@ def test_the_best_baseline_is_chosen_figure_by_figure() -> None:
     assert (band["tpot_p50_ms_baseline"], band["ttft_p50_ms_baseline"]) == ("shortest-queue", "random")
     assert band["tpot_p50_ms_change_pct"] == pytest.approx(-10)
     assert band["ttft_p50_ms_change_pct"] == pytest.approx(100)
-    pooled = [row["tpot_p50_ms_pooled_change_pct"] for row in figures]  # half of the pool at 10, half at 20 ms
+    pooled = [row["tpot_p50_ms_pooled_change_pct"] for row in figures]  # half at 10, half at 20 ms
     assert pooled == pytest.approx([100 / 3, -100 / 3, -40])
     assert band["goodput_rps"] == 0
     assert (band["goodput_rps_baseline"], band["goodput_rps_change_pct"]) == ("random", pytest.approx(-100))

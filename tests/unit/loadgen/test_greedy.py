@@ -22,12 +22,12 @@ def differing(service: FakeService) -> dict[str, list[str]]:
 
 
 def test_every_policy_gets_the_same_greedy_requests(service: FakeService) -> None:
-    found = differing(service)
-    assert found == {policy: [] for policy in POLICIES}
+    differences = differing(service)
+    assert differences == {policy: [] for policy in POLICIES}
     assert service.policies_set == ["shortest-queue", "random", "locality-band"]
-    asked = [(b["messages"][0]["content"], b["temperature"], b["max_tokens"]) for b in service.bodies]
-    assert asked == [("Say one", 0, 5), ("Say two", 0, 5)] * 3
-    sentence = greedy_sentence(found, 2)
+    requests = [(b["messages"][0]["content"], b["temperature"], b["max_tokens"]) for b in service.bodies]
+    assert requests == [("Say one", 0, 5), ("Say two", 0, 5)] * 3
+    sentence = greedy_sentence(differences, 2)
     assert sentence == "Greedy answers to 2 prompts, sent one at a time, are equal under all 3 policies."
 
 

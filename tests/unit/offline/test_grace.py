@@ -148,11 +148,11 @@ def test_hot_experts_are_the_fewest_that_reach_the_share(seed: int, replicas: in
     load = np.random.default_rng(seed).exponential(size=9)
     members = np.array([1, 3, 4, 6, 8])
     hot = hot_experts(load, members, replicas)
-    wanted = load[members].sum() * replicas / (1 + replicas)
+    least_load = load[members].sum() * replicas / (1 + replicas)
     subsets = (some for size in range(1, 6) for some in itertools.combinations(members, size))
     assert set(hot) <= set(members)
-    assert load[hot].sum() > wanted
-    assert len(hot) == min(len(some) for some in subsets if load[list(some)].sum() > wanted)
+    assert load[hot].sum() > least_load
+    assert len(hot) == min(len(some) for some in subsets if load[list(some)].sum() > least_load)
 
 
 @quick
@@ -237,10 +237,10 @@ def test_batches_are_steps_of_the_given_requests() -> None:
     steps = {r: {s.tobytes() for s in trace.decode_routes(np.array([r])).astype(np.int64)} for r in range(9)}
     batches = sample_batches(trace, np.array([2, 5]), 6, 10, seed=0)
     assert batches.shape == (10, 6, 4, 2)
-    drawn = {token.tobytes() for batch in batches for token in batch}
-    assert drawn <= steps[2] | steps[5]
-    assert drawn & steps[2]
-    assert drawn & steps[5]
+    tokens = {token.tobytes() for batch in batches for token in batch}
+    assert tokens <= steps[2] | steps[5]
+    assert tokens & steps[2]
+    assert tokens & steps[5]
     empty = replace(trace, routes=None, route_offsets=None)
     with pytest.raises(ValueError, match="holds no routes"):
         sample_batches(empty, np.array([2]), 6, 10, seed=0)
@@ -258,10 +258,10 @@ def test_an_evaluation_equals_direct_counting(seed: int) -> None:
     cost = LayerCost(fixed_s=1, per_expert_s=2, per_token_s=3, near_byte_s=0.1, far_byte_s=0.2)
     local = local_rule(load, hosts, TOPOLOGY)
     for rule in (serve_even, metro_rule(hosts), local, weighted_rule(load, hosts)):
-        found = evaluate(batches, hosts, TOPOLOGY, rule, cost=cost)
-        assert found["experts_mean_rank"] <= found["experts_worst_rank"] <= 6
-        assert found["token_skew"] >= 1
-        assert found["layer_us"] >= 1e6 * (1 + 2 * found["experts_worst_rank"])
+        figures = evaluate(batches, hosts, TOPOLOGY, rule, cost=cost)
+        assert figures["experts_mean_rank"] <= figures["experts_worst_rank"] <= 6
+        assert figures["token_skew"] >= 1
+        assert figures["layer_us"] >= 1e6 * (1 + 2 * figures["experts_worst_rank"])
     ranks = served(batches, hosts, TOPOLOGY, metro_rule(hosts))
     near = far = near_forwarded = far_forwarded = experts = 0
     for b, layer in itertools.product(range(3), range(2)):
@@ -274,10 +274,10 @@ def test_an_evaluation_equals_direct_counting(seed: int) -> None:
             far += len(visited - same)
             far_forwarded += bool(visited - same)
             near_forwarded += len(same - {home}) + max(0, len(visited - same) - 1)
-    found = evaluate(batches, hosts, TOPOLOGY, metro_rule(hosts))
-    assert found["experts_worst_rank"] == pytest.approx(experts / 6)
+    figures = evaluate(batches, hosts, TOPOLOGY, metro_rule(hosts))
+    assert figures["experts_worst_rank"] == pytest.approx(experts / 6)
     pairs = 3 * 2 * 8
-    assert (found["near_copies"], found["far_copies"]) == pytest.approx((near / pairs, far / pairs))
+    assert (figures["near_copies"], figures["far_copies"]) == pytest.approx((near / pairs, far / pairs))
     assert forwarded_copies(ranks, TOPOLOGY) == pytest.approx((near_forwarded / pairs, far_forwarded / pairs))
     # The tokens of an expert are spread over its replicas in turn.
     both = np.array([[True, False, True, True], [False, True, False, False]])

@@ -42,7 +42,8 @@ def test_a_placement_is_written_with_its_report(
     assert (tmp_path / "p.json").read_bytes() == (tmp_path / "again.json").read_bytes()
     placement = ExpertPlacement.load(tmp_path / "p.json")
     assert (placement.model, placement.physical_to_logical.shape[0], placement.num_experts) == ("m", L, E)
-    assert (placement.method, placement.ranks, placement.nodes, placement.num_redundant) == (method, 4, 2, redundant)
+    assert (placement.method, placement.ranks, placement.nodes) == (method, 4, 2)
+    assert placement.num_redundant == redundant
     assert placement.fingerprint == CalibrationTrace.load(trace).fingerprint
     top_k = CalibrationTrace.load(trace).top_k
     assert placement.expected_tokens is not None
@@ -56,16 +57,16 @@ def test_a_placement_is_written_with_its_report(
 
 
 def test_each_method_improves_its_own_objective(trace: Path, tmp_path: Path) -> None:
-    found = {}
+    held_out = {}
     for method in METHODS:
         placed(trace, tmp_path / "p.json", method=method, nodes=2)
-        found[method] = ExpertPlacement.load(tmp_path / "p.json").report["held_out"]
-    linear, grace = found["grace"]
+        held_out[method] = ExpertPlacement.load(tmp_path / "p.json").report["held_out"]
+    linear, grace = held_out["grace"]
     copies = [row["near_copies"] + row["far_copies"] for row in (linear, grace)]
     assert copies[1] < 0.95 * copies[0]
-    assert found["eplb"][1]["load_std_pct"] < linear["load_std_pct"]
-    assert found["activation"][1]["experts_worst_rank"] <= linear["experts_worst_rank"]
-    assert found["director"][1]["layer_us"] < found["director"][0]["layer_us"]
+    assert held_out["eplb"][1]["load_std_pct"] < linear["load_std_pct"]
+    assert held_out["activation"][1]["experts_worst_rank"] <= linear["experts_worst_rank"]
+    assert held_out["director"][1]["layer_us"] < held_out["director"][0]["layer_us"]
 
 
 @pytest.mark.parametrize(

@@ -103,16 +103,16 @@ def test_options_say_which_tokens_are_prompt_and_answer(
 def test_samples_are_drawn_and_held_out_by_domain(published: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.safetensors"
     held_out = tmp_path / "t.held_out.safetensors"
-    found = []
+    contents = []
     for seed in (0, 0, 1):
-        kept = converted(published, out, held_out=0.25, seed=seed)
-        apart = CalibrationTrace.load(held_out)
-        assert Counter(kept.domains) == {"law": 30, "intent": 30}
-        assert Counter(apart.domains) == {"law": 10, "intent": 10}
-        assert not set(kept.ids) & set(apart.ids)
-        found.append((out.read_bytes(), held_out.read_bytes()))
-    assert found[0] == found[1]
-    assert found[0] != found[2]
+        fitted = converted(published, out, held_out=0.25, seed=seed)
+        held_out_trace = CalibrationTrace.load(held_out)
+        assert Counter(fitted.domains) == {"law": 30, "intent": 30}
+        assert Counter(held_out_trace.domains) == {"law": 10, "intent": 10}
+        assert not set(fitted.ids) & set(held_out_trace.ids)
+        contents.append((out.read_bytes(), held_out.read_bytes()))
+    assert contents[0] == contents[1]
+    assert contents[0] != contents[2]
     few = converted(published, out, domain="law", samples=6, held_out=0.5)
     assert Counter(few.domains) == {"law": 3}
     assert set(CalibrationTrace.load(held_out).domains) == {"law"}

@@ -102,15 +102,15 @@ def test_a_router_delays_placements_and_several_share_its_work(
 ) -> None:
     names = "shortest-queue,marginal-cost"
     given = options | {"policies": names, "saving": "none", "seeds": "1", "workers": "8"}
-    found = {}
+    row_by_setting = {}
     for routers, channel_s in ((1, 0.0), (1, 1e-3), (1, 0.05), (4, 1e-3)):
         monkeypatch.setattr(module, "channel_s", lambda s=channel_s: s)
         case = {"journal": options["journal"].with_suffix(f".{channel_s}"), "routers": str(routers)}
         assert command(at_scale, **given | case).exit_code == 0
         row = json.loads(Path(str(options["out"])).read_text())["rows"][0]
         assert row["routers"] == routers
-        found[routers, channel_s] = row
-    fast, slow, overloaded, four = found.values()
+        row_by_setting[routers, channel_s] = row
+    fast, slow, overloaded, four = row_by_setting.values()
     assert 1 < slow["ttft_p50_ms"] - fast["ttft_p50_ms"] < 20
     assert overloaded["router_load_pct"] > 1000
     assert overloaded["ttft_p50_ms"] > 1000  # its queue grows while requests arrive
@@ -139,15 +139,15 @@ def test_a_request_goes_to_one_router_drawn_at_random() -> None:
 
 @pytest.mark.parametrize("goal", range(10))
 def test_the_fewest_workers_are_found_with_few_runs(goal: int) -> None:
-    counts, asked = list(range(2, 9)), []
+    counts, measured = list(range(2, 9)), []
 
     def meets(count: int) -> bool:
-        asked.append(count)
+        measured.append(count)
         return count >= goal
 
-    found: Callable[[], int | None] = lambda: next((c for c in counts if c >= goal), None)  # noqa: E731
-    assert fewest(counts, meets) == found()
-    assert len(asked) <= 3
+    expected: Callable[[], int | None] = lambda: next((c for c in counts if c >= goal), None)  # noqa: E731
+    assert fewest(counts, meets) == expected()
+    assert len(measured) <= 3
 
 
 @pytest.mark.parametrize(

@@ -159,11 +159,11 @@ def test_without_an_objective_or_measurements_nothing_is_refused_or_asked() -> N
     async def main() -> None:
         assert await service.send(ttft_s=1e-6, tpot_s=1e-6) is not None  # nothing is known yet
         service.measured(queued=9000)
-        asked = len(service.client.blocks)
+        num_calls = len(service.client.blocks)
         context = await service.send()
         assert context is not None
         assert context.prediction is None
-        assert len(service.client.blocks) == asked
+        assert len(service.client.blocks) == num_calls
 
     run(service, main)
     assert service.latencies["ttft"]["requests"] == 0

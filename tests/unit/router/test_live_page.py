@@ -142,8 +142,8 @@ async def test_charts_do_not_connect_points_across_idle_minutes() -> None:
 
 
 async def test_stuck_prefills_are_shown_in_red_with_number_and_age() -> None:
-    held, ages = asyncio.Event(), {"r0": 4.9, "r1": 43.2}
-    async with opened(busy_actor(), prefill=answer_with(held)) as (app, page):
+    go_on, ages = asyncio.Event(), {"r0": 4.9, "r1": 43.2}
+    async with opened(busy_actor(), prefill=answer_with(go_on)) as (app, page):
         with patch.object(type(app.prefill), "oldest_s", ages):
             posts = [
                 asyncio.create_task(app.post("/v1/completions", {"model": "m", "prompt": f"p{n}"}))
@@ -157,7 +157,7 @@ async def test_stuck_prefills_are_shown_in_red_with_number_and_age() -> None:
                 assert f"{number} request{'s' * (number > 1)}, oldest {ages[name]} s" in text
             red = await page.evaluate("document.querySelector('#path .bad').innerText")
             assert red.endswith("oldest 43.2 s")
-            held.set()
+            go_on.set()
             for post in posts:
                 post.cancel()
 

@@ -141,22 +141,22 @@ class Traffic:
             self.now += float(self.rng.exponential(0.2))
             client = "ab"[self.rng.integers(2)]
             leases = self.held[client]
-            gone = [name for name in sorted(leases) if self.rng.random() < 0.12]
-            for name in gone:
+            released = [name for name in sorted(leases) if self.rng.random() < 0.12]
+            for name in released:
                 del leases[name]
             if self.waiting[client] and self.rng.random() < 0.1:
                 name = sorted(self.waiting[client])[0]
                 del self.waiting[client][name]
-                gone.append(name)
+                released.append(name)
             progress = {name: int(self.rng.integers(1, 60)) for name in sorted(leases)[:3]}
             many = int(self.rng.integers(0, 4))
             requests = tuple(self.request(f"{client}{step}-{n}") for n in range(many))
-            held = ()
+            restored = ()
             if leases and self.rng.random() < 0.05:
                 name = sorted(leases)[0]
                 leases[name] = replace(leases[name], worker=self.replicas[-1])
-                held = (name,)
-            self.exchange(client, requests, released=tuple(gone), progress=progress, held=held)
+                restored = (name,)
+            self.exchange(client, requests, released=tuple(released), progress=progress, held=restored)
             if step % 40 == 17:
                 self.state.observe_steps(self.steps())
             if step % 60 == 31:  # a replica is replaced
@@ -235,10 +235,10 @@ def decisions(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_same_requests_go_to_the_same_workers(name: str) -> None:
-    recorded, found = json.loads(RECORD.read_text())[name], decisions(name)
-    assert found["placed"] == recorded["placed"]
-    assert found["simulated"]["workers"] == recorded["simulated"]["workers"]
-    assert found["simulated"]["sum of ends, s"] == pytest.approx(recorded["simulated"]["sum of ends, s"])
+    recorded, current = json.loads(RECORD.read_text())[name], decisions(name)
+    assert current["placed"] == recorded["placed"]
+    assert current["simulated"]["workers"] == recorded["simulated"]["workers"]
+    assert current["simulated"]["sum of ends, s"] == pytest.approx(recorded["simulated"]["sum of ends, s"])
 
 
 if __name__ == "__main__":

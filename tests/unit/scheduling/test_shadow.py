@@ -54,13 +54,13 @@ def a_request(name: str, rng: np.random.Generator) -> PlacementRequest:
     return PlacementRequest(name, rng.integers(0, tokens + 1, (L, E)).astype(np.uint32), tokens, 10)
 
 
-def step_seconds(held: list[PlacementRequest], generated: dict[str, int]) -> float:
+def step_seconds(requests: list[PlacementRequest], generated: dict[str, int]) -> float:
     """Return the step time of a worker that holds these requests, from their counts alone."""
     idle = np.ones((L, E))
-    for request in held:
+    for request in requests:
         idle *= 1 - probability(levels_of(request.expert_counts / request.prompt_tokens)).astype(float)
-    tokens = sum(r.prompt_tokens + generated[r.request_id] for r in held)
-    return float(COST.seconds(len(held), tokens, (1 - idle).sum()))
+    tokens = sum(r.prompt_tokens + generated[r.request_id] for r in requests)
+    return float(COST.seconds(len(requests), tokens, (1 - idle).sum()))
 
 
 @settings(max_examples=40)
@@ -165,11 +165,11 @@ def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval
         placer.progress({f"r{number}": 5})
         shadow.catch_up()
         now[0] += 11
-        found = shadow.saving()
-        assert (found.low_pct is None) == (number < 2)
-    assert found.tokens == 30
-    assert found.change_pct < 0  # two workers step faster than one with all requests
-    assert found.low_pct < found.change_pct < found.high_pct
+        saving = shadow.saving()
+        assert (saving.low_pct is None) == (number < 2)
+    assert saving.tokens == 30
+    assert saving.change_pct < 0  # two workers step faster than one with all requests
+    assert saving.low_pct < saving.change_pct < saving.high_pct
 
 
 def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> None:
