@@ -155,7 +155,7 @@ class Service:
         return answer.choices[0].text
 
     @asynccontextmanager
-    async def posted(self, body: dict[str, Any], path: str = "completions") -> AsyncIterator[httpx.Response]:
+    async def post(self, body: dict[str, Any], path: str = "completions") -> AsyncIterator[httpx.Response]:
         """Send a request over its own connection; yield the answer, whose body has not been read."""
         async with (
             httpx.AsyncClient(verify=False, timeout=200) as client,

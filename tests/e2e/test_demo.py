@@ -6,7 +6,7 @@ import re
 import pytest
 from tests.e2e.service import Demo
 
-from tests.support.browser import rendered
+from tests.support.browser import render
 
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 FIRST = re.compile(
@@ -50,7 +50,7 @@ def test_the_demo_writes_its_figures(demo: Demo) -> None:
 
 
 async def test_the_demos_report_opens_in_a_browser(demo: Demo) -> None:
-    seen, widths, _ = await rendered(demo.out / "report.html")
+    seen, widths, _ = await render(demo.out / "report.html")
     assert "<title>eldr-serve demo</title>" in seen
     assert all(policy in seen for policy in POLICIES)
     answer = FIRST.search(seen)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from tests.e2e.applications import arguments_of, running
 from tests.e2e.service import ADMIN_KEY, Background, Service, core_of, until, wait_for
-from tests.e2e.streams import Stream, completed
+from tests.e2e.streams import Stream, complete
 from typer.testing import CliRunner, Result
 
 from eldr_serve.cli import app
@@ -76,7 +76,7 @@ def command(service: Service, placement: ExpertPlacement, folder: Path, *options
 def test_greedy_answers_equal_the_single_engine(
     expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    answers = [completed(expert_parallel, prompt) for prompt in prompts]
+    answers = [complete(expert_parallel, prompt) for prompt in prompts]
     assert [text for _, text in answers] == single_engine["completions"]
     assert len({replica for replica, _ in answers}) == 2
     counters = expert_parallel.status()["counters"]
@@ -94,7 +94,7 @@ def test_moving_experts_during_answers_does_not_change_them(
         return json.loads(done.stdout)
 
     def text(prompt: str) -> str:
-        return completed(expert_parallel, prompt)[1]
+        return complete(expert_parallel, prompt)[1]
 
     wait_for(lambda: len(experts_of(expert_parallel)) == 2, "both engines have reported their experts", 30)
     before = experts_of(expert_parallel)
@@ -125,7 +125,7 @@ def test_moving_experts_during_answers_does_not_change_them(
 def test_a_job_places_the_experts_for_the_newest_prompts(
     expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    texts = [completed(expert_parallel, prompt)[1] for prompt in prompts]
+    texts = [complete(expert_parallel, prompt)[1] for prompt in prompts]
     before, log = experts_of(expert_parallel), tmp_path / "job.txt"
     options = {
         "cost": RESULTS / "layer_cost_cpu.json",
@@ -141,7 +141,7 @@ def test_a_job_places_the_experts_for_the_newest_prompts(
     assert placement is not None
     assert placement[1] not in {experts["placement"] for experts in before.values()}
     wait_for(lambda: have_placement(expert_parallel, placement[1]), "both hold the job's placement", 30)
-    assert texts == [completed(expert_parallel, p)[1] for p in prompts] == single_engine["completions"]
+    assert texts == [complete(expert_parallel, p)[1] for p in prompts] == single_engine["completions"]
 
 
 async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
@@ -200,6 +200,6 @@ async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
     placements = {name: experts["placement"] for name, experts in experts_of(expert_parallel).items()}
     assert placements.pop(new) == CONFIGURED.id
     assert list(placements.values()) == [random_placement(7).id]
-    answers = [completed(expert_parallel, prompt) for prompt in prompts]
+    answers = [complete(expert_parallel, prompt) for prompt in prompts]
     assert [text for _, text in answers] == single_engine["completions"]
     assert new in {replica for replica, _ in answers}

@@ -127,7 +127,7 @@ def _comparable(value: Any) -> Any:
     return [_comparable(item) for item in value] if isinstance(value, list) else value
 
 
-def _merged(events: list[Any]) -> list[Any]:
+def _merge(events: list[Any]) -> list[Any]:
     """Join successive events of text: engines may put tokens into events differently."""
     merged: list[Any] = []
     for event in events:
@@ -146,7 +146,7 @@ def _answer(answer: Any, stream: bool) -> Any:
     """Return what a vendor's client received."""
     if not stream:
         return _comparable(answer.model_dump())
-    return _merged([_comparable(event.model_dump()) for event in answer])
+    return _merge([_comparable(event.model_dump()) for event in answer])
 
 
 @pytest.mark.parametrize("stream", [True, False])

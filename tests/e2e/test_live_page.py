@@ -15,7 +15,7 @@ def live(service: Service) -> dict[str, Any]:
 async def stream_all(service: Service, prompts: list[str]) -> None:
     async def one(prompt: str) -> None:
         body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 48, "stream": True, "ignore_eos": True}
-        async with service.posted(body) as response:
+        async with service.post(body) as response:
             await response.aread()
 
     await asyncio.gather(*map(one, prompts))

@@ -92,7 +92,7 @@ def served(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Pop
         process.wait(60)
 
 
-def ran(name: str, folder: Path, environment: dict[str, str]) -> str:
+def run_command(name: str, folder: Path, environment: dict[str, str]) -> str:
     return output(*commands()[name], *SHORTER[name], cwd=folder, env=environment, timeout_s=300)
 
 
@@ -101,7 +101,7 @@ def test_the_section_has_four_commands() -> None:
 
 
 def test_check_reports_that_it_would_start(folder: Path, environment: dict[str, str]) -> None:
-    assert "my_deployment.yaml: would start" in ran("check", folder, environment)
+    assert "my_deployment.yaml: would start" in run_command("check", folder, environment)
 
 
 def test_the_served_model_is_compared_watched_and_stopped(
@@ -109,12 +109,12 @@ def test_the_served_model_is_compared_watched_and_stopped(
 ) -> None:
     body = {"model": "eldr-demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     assert httpx.post(f"{URL}/v1/chat/completions", json=body, timeout=60).json()["choices"]
-    ran("compare", folder, environment)
+    run_command("compare", folder, environment)
     rows = json.loads((folder / "out/compare/compare.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["shortest-queue", "marginal-cost"]
     assert min(row["requests"] for row in rows) > 0
     assert sum(row["failures"] for row in rows) == 0
-    assert "marginal-cost" in ran("status", folder, environment)
+    assert "marginal-cost" in run_command("status", folder, environment)
     served.send_signal(signal.SIGINT)
     served.wait(60)
     with pytest.raises(httpx.TransportError):

@@ -18,7 +18,7 @@ def pool_size(service: Service) -> int:
 async def long_answer(service: Service, number: int) -> httpx.Response:
     """Send a request that occupies its worker for seconds; return the answer without its body."""
     prompt = f"{number} a long story about a prefill engine " * 30
-    async with service.posted(LONG | {"prompt": prompt}) as response:
+    async with service.post(LONG | {"prompt": prompt}) as response:
         async for _ in response.aiter_bytes():
             pass
         return response

@@ -93,7 +93,7 @@ async def stream(service: Service, prompt: str) -> Answer:
     }
     sent_s = time.monotonic()
     # One connection each, so that all ingresses get some.
-    async with service.posted(body) as response:
+    async with service.post(body) as response:
         assert response.status_code == 200, await response.aread()
         *parts, end = [data async for data in events(response)]
     assert end == "[DONE]", end

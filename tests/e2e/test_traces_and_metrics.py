@@ -73,13 +73,13 @@ def test_our_spans_and_those_of_both_engines_are_one_tree(service: Service, coll
     name = answer.headers["x-eldr-request"]
     assert f"{name}-p0" in prefill.attributes["gen_ai.request.id"]
     assert name in decode.attributes["gen_ai.request.id"]
-    assert made(prefill) == 1
-    assert made(decode) == TOKENS
+    assert generated_tokens(prefill) == 1
+    assert generated_tokens(decode) == TOKENS
     assert prefill.source["vllm.process_id"] != decode.source["vllm.process_id"]
     assert not collector.spans(not_sampled)
 
 
-def made(span: Received) -> int:
+def generated_tokens(span: Received) -> int:
     """Return the tokens that vLLM generated in the span."""
     return int(span.attributes["gen_ai.usage.completion_tokens"])
 

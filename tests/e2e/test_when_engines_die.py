@@ -115,10 +115,10 @@ async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
     assert service.complete("after all", max_tokens=5).usage is not None
 
 
-async def asked(service: Service, body: dict[str, Any], received: list[str]) -> dict[str, Any]:
+async def read_answer(service: Service, body: dict[str, Any], received: list[str]) -> dict[str, Any]:
     """Return an answer's text and usage; append a stream's events to `received` as they arrive."""
     chat = "messages" in body
-    async with service.posted(body, "chat/completions" if chat else "completions") as response:
+    async with service.post(body, "chat/completions" if chat else "completions") as response:
         assert response.status_code == 200
         if not body["stream"]:
             whole = json.loads(await response.aread())
@@ -169,12 +169,12 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
             body | {"stream": streams} | ({"stream_options": {"include_usage": True}} if streams else {})
         )
     if not undisturbed:
-        undisturbed += [await asked(service, body, []) for body in bodies]
+        undisturbed += [await read_answer(service, body, []) for body in bodies]
     before, logged = service.status()["counters"], len(controller_log())
     replica = service.status()["workers"][0]["replica"]
     victim = await asyncio.to_thread(of, replica)
     received: list[list[str]] = [[] for _ in bodies]
-    answers = [asyncio.create_task(asked(service, *each)) for each in zip(bodies, received, strict=True)]
+    answers = [asyncio.create_task(read_answer(service, *each)) for each in zip(bodies, received, strict=True)]
     while any(len(found) < 20 for found, body in zip(received, bodies, strict=True) if body["stream"]):
         await asyncio.sleep(0.02)
     assert not any(answer.done() for answer in answers)
@@ -251,7 +251,7 @@ async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_th
     worker: list[str] = []
 
     async def stream() -> None:
-        async with service.posted(body | {"stream": True}) as response:
+        async with service.post(body | {"stream": True}) as response:
             worker.append(response.headers["x-eldr-decode-worker"])
             async for event in events(response):
                 received.append(event)

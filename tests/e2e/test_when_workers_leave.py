@@ -14,9 +14,9 @@ STREAMS = 32  # half of them at each worker
 LONG = {"model": "eldr-demo", "temperature": 0, "max_tokens": 300, "ignore_eos": True, "stream": True}
 
 
-async def streamed(service: Service, prompt: str, received: list[str]) -> str:
+async def read_stream(service: Service, prompt: str, received: list[str]) -> str:
     """Return the text of a stream; append its events to `received` as they arrive."""
-    async with service.posted(LONG | {"prompt": prompt}) as response:
+    async with service.post(LONG | {"prompt": prompt}) as response:
         assert response.status_code == 200
         async for event in events(response):
             received.append(event)
@@ -39,12 +39,12 @@ async def test_a_drained_worker_is_soon_empty_and_no_answer_changes(
 ) -> None:
     service.set_policy("round-robin")
     prompts_of_streams = [prompts[number % len(prompts)] for number in range(STREAMS)]
-    expected = {prompt: await streamed(service, prompt, []) for prompt in set(prompts_of_streams)}
+    expected = {prompt: await read_stream(service, prompt, []) for prompt in set(prompts_of_streams)}
     before = service.status()["counters"]
     victim = service.status()["workers"][0]["replica"]
     received: list[list[str]] = [[] for _ in prompts_of_streams]
     answers = [
-        asyncio.create_task(streamed(service, prompt, texts))
+        asyncio.create_task(read_stream(service, prompt, texts))
         for prompt, texts in zip(prompts_of_streams, received, strict=True)
     ]
     await until(lambda: all(len(texts) > 20 for texts in received), "all have begun", 60)

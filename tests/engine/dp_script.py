@@ -24,7 +24,7 @@ PROMPTS, OUTPUT = 8, 10
 Rank = int | None
 
 
-def made(model: str, ranks: int, role: Any = "calibrate", **others: Any) -> Any:
+def make_engine(model: str, ranks: int, role: Any = "calibrate", **others: Any) -> Any:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -97,7 +97,7 @@ class Session:
 
 async def main(model: str, expected: Path, ranks: int) -> None:
     alone = json.loads(expected.read_text())
-    session = Session(made(model, ranks))
+    session = Session(make_engine(model, ranks))
     spread = await session.answers(lambda number: number % ranks)
     assert spread == alone, "each rank with requests of its own"
     await check_log(session, ranks)
@@ -170,7 +170,7 @@ async def check_death(session: Session, ranks: int) -> None:
 
 
 async def write_alone(model: str, answers: Path) -> None:
-    session = Session(made(model, 1))
+    session = Session(make_engine(model, 1))
     answers.write_text(json.dumps(await session.answers(lambda number: None)))
     session.engine.shutdown()
 

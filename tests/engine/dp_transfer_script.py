@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.engine.dp_script import made
+from tests.engine.dp_script import make_engine
 
 from benchmarks.lib.ports import free_port
 
@@ -26,7 +26,7 @@ def engine(role: str, model: str) -> Any:
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     }
-    return made(model, RANKS, role)
+    return make_engine(model, RANKS, role)
 
 
 async def run(engine: Any, name: str, prompt: Any, rank: int, tokens: int, params: Any = None) -> Any:

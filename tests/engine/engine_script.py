@@ -38,7 +38,7 @@ def prompts(seed: int) -> list[list[int]]:
     return [requests[i] for i in order]
 
 
-def recorded(on_host: bool) -> Operators:
+def record_operators(on_host: bool) -> Operators:
     """Record the operators that our part of the worker calls in a step, except for the copies to the host."""
     from eldr_serve.engine.vllm.capture.expert_capture import ExpertCapture
     from eldr_serve.engine.vllm.capture.host_copy import HostCopies
@@ -90,7 +90,7 @@ def note_decode_steps(scheduler: Any) -> list[list[tuple[str, int]]]:
     steps: list[list[tuple[str, int]]] = []
     schedule = scheduler.schedule
 
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+    def schedule_and_record(*args: Any, **kwargs: Any) -> Any:
         scheduled = schedule(*args, **kwargs)
         tokens = scheduled.num_scheduled_tokens
         if tokens and sum(tokens.values()) == len(tokens):
@@ -98,7 +98,7 @@ def note_decode_steps(scheduler: Any) -> list[list[tuple[str, int]]]:
             steps.append([(r.kv_transfer_params["eldr_request"], r.num_computed_tokens - 1) for r in fed])
         return scheduled
 
-    scheduler.schedule = recorded
+    scheduler.schedule = schedule_and_record
     return steps
 
 
@@ -128,7 +128,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
         def log_engine_initialized(self) -> None: ...
 
     # Graph capture does not work inside a torch mode.
-    operators = Operators() if where == "cuda" else recorded(where == "host")
+    operators = Operators() if where == "cuda" else record_operators(where == "host")
     placed = device_arguments(where, graphs)
     cores = os.sched_getaffinity(0)
     engine = LLMEngine.from_engine_args(

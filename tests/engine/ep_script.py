@@ -26,7 +26,7 @@ SLOTS = EXPERTS + REDUNDANT
 PROMPTS, OUTPUT = 6, 10
 
 
-def made(model: str, ranks: int, **others: Any) -> Any:
+def make_engine(model: str, ranks: int, **others: Any) -> Any:
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -113,7 +113,7 @@ def main(model: str, expected: Path) -> None:
     from eldr_serve.experts.parallel.replica_choice import RULES
 
     session = Session(
-        made(
+        make_engine(
             model,
             RANKS,
             additional_config={
@@ -134,18 +134,18 @@ def main(model: str, expected: Path) -> None:
 
     @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(rows=placements(), rule=st.sampled_from(RULES))
-    def placed(rows: np.ndarray, rule: str) -> None:
+    def check_placement(rows: np.ndarray, rule: str) -> None:
         session.ask("choose", rule)
         session.swap(rows)
         for status in session.ask("status"):
             assert by_rank(status["placement"]) == by_rank(rows)
         assert session.answers() == alone, f"{rule} on {rows.tolist()}"
 
-    placed()
+    check_placement()
 
     @settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(rows=placements(), rule=st.sampled_from(RULES))
-    def migrated(rows: np.ndarray, rule: str) -> None:
+    def check_migration(rows: np.ndarray, rule: str) -> None:
         session.ask("choose", rule)
         slices = session.ask("begin", rows.tolist(), RANKS)[0]
         slices_left = [slices]
@@ -159,7 +159,7 @@ def main(model: str, expected: Path) -> None:
         session.ask("stop")
         assert session.answers() == alone, "where the swap ended"
 
-    migrated()
+    check_migration()
     check_refusals(session)
     assert session.answers() == alone
     check_death(session)
@@ -171,7 +171,7 @@ def started_with(model: str, expected: Path, first: str, *others: str) -> None:
 
     alone = json.loads(expected.read_text())
     config = {"placement": first, "replica_choice": "metro", "moves_per_slice": 24}
-    session = Session(made(model, 4, additional_config={"eldr_experts": config}))
+    session = Session(make_engine(model, 4, additional_config={"eldr_experts": config}))
     check_held(session, ExpertPlacement.load(first))
     assert session.answers() == alone
     for number, file in enumerate(others):
@@ -199,12 +199,12 @@ def check_held(session: Session, placed: Any) -> None:
         assert placement_id(status["placement"], placed.ranks) == placed.id
 
 
-def compiled(model: str, expected: Path) -> None:
+def check_compiled(model: str, expected: Path) -> None:
     import torch
     from vllm.config import CompilationMode
 
     torch._dynamo.config.disable = False  # other engines' tests disable it at import
-    engine = made(model, RANKS, enforce_eager=False)
+    engine = make_engine(model, RANKS, enforce_eager=False)
     assert engine.vllm_config.compilation_config.mode == CompilationMode.DYNAMO_TRACE_ONCE
     session = Session(engine)
     assert session.answers() == json.loads(expected.read_text())
@@ -287,9 +287,9 @@ def die_after_sending(worker: Any) -> None:
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if sys.argv[2] == "alone":
-        Path(sys.argv[3]).write_text(json.dumps(Session(made(sys.argv[1], 1)).answers()))
+        Path(sys.argv[3]).write_text(json.dumps(Session(make_engine(sys.argv[1], 1)).answers()))
     elif sys.argv[2] == "compiled":
-        compiled(sys.argv[1], Path(sys.argv[3]))
+        check_compiled(sys.argv[1], Path(sys.argv[3]))
     elif sys.argv[2] == "placed":
         started_with(sys.argv[1], Path(sys.argv[3]), *sys.argv[4:])
     else:

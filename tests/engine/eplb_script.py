@@ -178,12 +178,12 @@ def run(rank: int, port: int, path: Path) -> None:
                     assert np.array_equal(slots, evenly(own_ids, maps, index)), "vLLM chooses otherwise"
         state.rearrange()  # like vLLM after step_interval
         check_weights(rank, layers, placement)
-    refused(lambda: worker(rank, path, kernel_router, "local", False), "must choose equally")
+    check_refused(lambda: worker(rank, path, kernel_router, "local", False), "must choose equally")
     other = path.with_name(f"other{rank}.json")
     save([PLACEMENT[0]], other)
-    refused(lambda: worker(rank, other, kernel_router, "even", True), "1 layers of 8 slots")
+    check_refused(lambda: worker(rank, other, kernel_router, "even", True), "1 layers of 8 slots")
     save([[0] * SLOTS] * LAYERS, other, experts=1)
-    refused(lambda: worker(rank, other, kernel_router, "even", True), "has no slot")
+    check_refused(lambda: worker(rank, other, kernel_router, "even", True), "has no slot")
 
 
 def check_weights(rank: int, layers: list[Layer], placement: np.ndarray) -> None:
@@ -203,7 +203,7 @@ def save(slots: list[list[int]], path: Path, experts: int = EXPERTS) -> None:
     ExpertPlacement(np.array(slots), RANKS, experts, model="tiny", method="by hand").save(path)
 
 
-def refused(call: Any, word: str) -> None:
+def check_refused(call: Any, word: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=word):
         call()
 

@@ -16,7 +16,7 @@ _NAME = re.compile(
 )
 
 
-def called(trace: Path, ours: str, excluded: str) -> tuple[set[str], set[str]]:
+def operators_called(trace: Path, ours: str, excluded: str) -> tuple[set[str], set[str]]:
     """Return the operators and tensor methods that our functions call, and those that anything calls.
 
     Args:
@@ -45,6 +45,6 @@ def called(trace: Path, ours: str, excluded: str) -> tuple[set[str], set[str]]:
     return by_ours, by_all
 
 
-def waiting(names: set[str]) -> set[str]:
+def waiting_names(names: set[str]) -> set[str]:
     """Return the names of those that wait."""
     return names & WAITING

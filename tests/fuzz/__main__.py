@@ -29,7 +29,7 @@ from eldr_serve.commands.client import Client, ServiceError
 from eldr_serve.commands.errors import UserInputError, run
 from loadgen.held_resources import settle
 from loadgen.progress import progress_bar
-from tests.fuzz.cases import Case, by_hand, known
+from tests.fuzz.cases import Case, by_hand, known_cases
 from tests.fuzz.connections import occupied, slow_request
 from tests.fuzz.generated_cases import from_openapi, mutations
 
@@ -125,7 +125,7 @@ def corpus(url: str, model: str, count: int, seed: int, admin_key: str | None) -
 
 
 def _corpus(document: dict[str, Any], model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
-    cases = known(model)[:count]
+    cases = known_cases(model)[:count]
     share = (count - len(cases)) // 5  # generating cases from the document is slow
     handwritten = by_hand(model, admin_key)
     cases += random.Random(seed).sample(handwritten, min(len(handwritten), 2 * share))

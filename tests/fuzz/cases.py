@@ -50,7 +50,7 @@ def case(
     return Case(label, raw, complete)
 
 
-def known(model: str) -> list[Case]:
+def known_cases(model: str) -> list[Case]:
     """Return requests that once broke this service."""
     surrogate = r'{"model": "MODEL", "prompt": "a\ud800b", "max_tokens": 2}'.replace("MODEL", model)
     return [
@@ -77,22 +77,22 @@ def by_hand(model: str, admin_key: str | None) -> list[Case]:
 def tables_for(model: str) -> dict[str, list[Any]]:
     """Return lists of values and parts of bodies, for a model with that id."""
     text = Path(__file__).with_suffix(".json").read_text().replace("MODEL", json.dumps(model)[1:-1])
-    tables: dict[str, list[Any]] = _expanded(json.loads(text))
+    tables: dict[str, list[Any]] = expand(json.loads(text))
     return tables
 
 
-def _expanded(value: Any) -> Any:
+def expand(value: Any) -> Any:
     """Expand values that are repeated `times`, follow `after`, or are `nested` in levels."""
     if isinstance(value, list):
-        return [_expanded(part) for part in value]
+        return [expand(part) for part in value]
     if not isinstance(value, dict):
         return value
     if "times" in value:
         repeated = value["repeat"] * value["times"]
         return value["after"] + repeated if "after" in value else repeated
     if "nested" in value:
-        return _nested(value["nested"])
-    return {key: _expanded(part) for key, part in value.items()}
+        return nested_schema(value["nested"])
+    return {key: expand(part) for key, part in value.items()}
 
 
 def completion(model: str, /, **fields: Any) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _messages(model: str) -> Iterator[Case]:
         )
 
 
-def _nested(levels: int) -> dict[str, Any]:
+def nested_schema(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(levels // 2):
         schema = {"type": "object", "properties": {"x": schema}}

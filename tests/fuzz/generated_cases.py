@@ -86,11 +86,11 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
     ]
 
     @st.composite
-    def mutated(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
+    def mutated_case(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
         path, valid = draw(st.sampled_from(bodies))
         body = json.loads(json.dumps(valid))
         for _ in range(draw(st.integers(1, 3))):
-            body = _mutated(body, draw)
+            body = _mutate(body, draw)
         raw = json.dumps(body).encode(errors="surrogatepass")
         if draw(st.integers(0, 9)) == 9:
             at = draw(st.integers(0, len(raw)))
@@ -100,17 +100,17 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
     cases: dict[Case, None] = {}
     while len(cases) < count:  # examples may repeat
         number += 1
-        cases |= dict.fromkeys(_collect(mutated(), max(count - len(cases), 50), number))
+        cases |= dict.fromkeys(_collect(mutated_case(), max(count - len(cases), 50), number))
     return list(cases)[:count]
 
 
-def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
+def _mutate(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
     """Return the body with one value replaced, removed or added."""
     if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
         return deepcopy(draw(_VALUES))  # a copy, since the strategy may return one object several times
     if isinstance(body, list):
         at = draw(st.integers(0, len(body) - 1))
-        body[at] = _mutated(body[at], draw)
+        body[at] = _mutate(body[at], draw)
         return body
     kind = draw(st.integers(0, 5))
     if kind < 2:
@@ -120,7 +120,7 @@ def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
     if kind == 2:
         del body[key]
     else:
-        body[key] = _mutated(body[key], draw)
+        body[key] = _mutate(body[key], draw)
     return body
 
 
@@ -145,11 +145,11 @@ def from_openapi(
         for generated in _collect(strategy, share, number + index):
             if isinstance(generated.body, dict) and "model" in generated.body:
                 generated.body["model"] = model
-            cases.append(_sent(generated, admin_key))
+            cases.append(_case_of(generated, admin_key))
     return cases
 
 
-def _sent(generated: Any, admin_key: str | None) -> Case:
+def _case_of(generated: Any, admin_key: str | None) -> Case:
     arguments = generated.as_transport_kwargs(base_url="http://eldr")
     prepared = requests.Request(**arguments).prepare()
     url = urlsplit(prepared.url or "/")

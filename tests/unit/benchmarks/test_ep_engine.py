@@ -17,7 +17,7 @@ from eldr_serve.experts.parallel.placement import placement_id
 from loadgen.journal import Journal
 
 
-def measured(step_ms: float, experts: float = 10.0, answers: str = "ab", **others: float) -> dict[str, Any]:
+def measurement(step_ms: float, experts: float = 10.0, answers: str = "ab", **others: float) -> dict[str, Any]:
     figures = {"experts_all_ranks": 18.0, "worst_rank_pairs": 16.0, "away_pct": 50.0, "moved_a_token": 0.9}
     return {"step_ms": step_ms, "worst_rank_experts": experts, "answers": list(answers)} | figures | others
 
@@ -102,9 +102,9 @@ def test_a_placement_in_more_slots_is_the_same_placement() -> None:
 
 def test_a_choice_is_compared_with_no_replicas_and_even_spread() -> None:
     arms = {
-        (1.0, "linear, none"): [measured(10), measured(20), measured(30)],
-        (1.5, "eplb, even"): [measured(12, 13), measured(24, 13), measured(36, 13)],
-        (1.5, "eplb, metro"): [measured(9, 9), measured(18, 9), measured(27, 9, "ax")],
+        (1.0, "linear, none"): [measurement(10), measurement(20), measurement(30)],
+        (1.5, "eplb, even"): [measurement(12, 13), measurement(24, 13), measurement(36, 13)],
+        (1.5, "eplb, metro"): [measurement(9, 9), measurement(18, 9), measurement(27, 9, "ax")],
     }
     base, even, metro = choice_rows(arms, 8, 0)
     assert [row["step_ms"] for row in (base, even, metro)] == [20, 24, 18]
@@ -123,7 +123,7 @@ def test_a_shift_is_summarised_by_phase_including_moves() -> None:
     moves = {"plan_ms": 5.0, "migration_ms": 40.0, "experts_moved": 8, "slices": 4, "slices_left": 1}
 
     def windows(step: float, moved: float) -> list[dict[str, Any]]:
-        return [measured(step + n, **moves, with_moves_ms=step + n + moved) for n in range(4)]
+        return [measurement(step + n, **moves, with_moves_ms=step + n + moved) for n in range(4)]
 
     rows = list(shift_rows({"offline": [windows(10, 0)] * 2, "proactive": [windows(8, 4), windows(8, 4)]}, 0))
     assert [(row["placement"], row["phase"], row["windows"]) for row in rows] == [

@@ -53,11 +53,11 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
         model_families, "Reference", lambda checkpoint: SimpleNamespace(route=lambda tokens: CHOSEN)
     )
 
-    def made(one: dict[str, Any]) -> dict[str, Any]:
+    def row_of(one: dict[str, Any]) -> dict[str, Any]:
         report = {"records": [one], "groups": [], "step_tokens": CHUNK, "preemptions": 0}
         return row("Mixtral", "V1", None, report)
 
-    return made
+    return row_of
 
 
 def with_one_choice_moved(counts: Counts) -> Counts:

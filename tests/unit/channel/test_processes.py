@@ -13,7 +13,7 @@ import pytest
 
 from eldr_serve.channel import Channel, ChannelLostError, Chunk
 from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, Kind, frame
-from tests.support.channel_calls import HELLO, SECRET, Engine, connected, lines, read_all, until
+from tests.support.channel_calls import HELLO, SECRET, Engine, connected_engine, lines, read_all, until
 
 _ENGINE = """
 import asyncio, sys
@@ -171,7 +171,7 @@ async def test_an_ingress_closes_the_channel_to_a_faulty_engine_process_with_one
     cut = sent.startswith(frame(Kind.DATA, 1, b"x" * 10)[:4])
     async with (
         process(_WRONG_ENGINE, sent=frame(Kind.WELCOME) + sent, cut=cut) as (_, port),
-        connected() as (_, other),
+        connected_engine() as (_, other),
     ):
         channel = await Channel.connect("127.0.0.1", int(port), SECRET)
         with caplog.at_level(logging.WARNING), pytest.raises(ChannelLostError):

@@ -39,13 +39,13 @@ def test_parsers_of_plugins_are_accepted(role: str) -> None:
         check_arguments(f"{role}_config.engine_kwargs", {"tool_call_parser": "mine"})
 
 
-def configured(**model: Any) -> SimpleNamespace:
+def config_of(**model: Any) -> SimpleNamespace:
     return SimpleNamespace(model_config=SimpleNamespace(**model), cache_config=SimpleNamespace(block_size=32))
 
 
 def test_differences_between_resolved_values_are_listed_by_field() -> None:
-    one = resolved(configured(max_model_len=2048, dtype="torch.bfloat16", quantization=None))
-    other = resolved(configured(max_model_len=4096, dtype="torch.bfloat16", quantization="fp8"))
+    one = resolved(config_of(max_model_len=2048, dtype="torch.bfloat16", quantization=None))
+    other = resolved(config_of(max_model_len=4096, dtype="torch.bfloat16", quantization="fp8"))
     assert one == {"max_model_len": 2048, "dtype": "torch.bfloat16", "block_size": 32, "quantization": None}
     assert not list(differences(one, dict(one)))
     first, second = differences(one, other)

@@ -149,7 +149,7 @@ def _step(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _held(sent: Sent) -> dict[tuple[Any, ...], Any]:
+def values_of_metrics(sent: Sent) -> dict[tuple[Any, ...], Any]:
     """Return what the metrics hold: a gauge its last value, a counter the sum, a histogram all values."""
     kept = {"Gauge": lambda values: values[-1], "Counter": sum, "Histogram": list}
     return {key: kept[key[0]](values) for key, values in sent.items()}
@@ -163,7 +163,7 @@ async def test_batched_metrics_equal_those_recorded_in_each_step(sent: Sent, see
     sequence = [_step(draw) for _ in range(40)]
     for stats in sequence:
         each_step.record(**stats)
-    expected = _held(sent)
+    expected = values_of_metrics(sent)
     assert {key[0] for key in expected} == {"Gauge", "Counter", "Histogram"}
     assert len(expected) > 60
     sent.clear()
@@ -174,7 +174,7 @@ async def test_batched_metrics_equal_those_recorded_in_each_step(sent: Sent, see
         if draw.random() < 0.1:
             buffered_metrics.flush()
     buffered_metrics.flush()
-    assert _held(sent) == expected
+    assert values_of_metrics(sent) == expected
 
 
 async def test_ray_gets_one_update_for_many_steps_and_gauges_also_between_updates(

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.chat_completion.serving_of import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving_of import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from eldr_serve.engine.vllm.compat.serve_llm import ChatCompletionRequest, CompletionRequest
@@ -22,7 +22,7 @@ outputs = st.lists(
 )
 
 
-def serving(kind: Any) -> Any:
+def serving_of(kind: Any) -> Any:
     """Return vLLM's serving object without an engine, with the attributes that its stream generator reads."""
     serving_object = object.__new__(kind)
     off = ("force_include_usage", "per_request_metrics", "log_outputs")
@@ -77,11 +77,11 @@ class Metadata:
     final_usage_info: Any = None
 
 
-def requested(method: str, **fields: Any) -> tuple[Any, Any]:
+def make_request(method: str, **fields: Any) -> tuple[Any, Any]:
     if method == "chat":
         messages = [{"role": "user", "content": "hi"}]
-        return serving(OpenAIServingChat), ChatCompletionRequest(model="m", messages=messages, **fields)
-    return serving(OpenAIServingCompletion), CompletionRequest(model="m", prompt="p", max_tokens=9, **fields)
+        return serving_of(OpenAIServingChat), ChatCompletionRequest(model="m", messages=messages, **fields)
+    return serving_of(OpenAIServingCompletion), CompletionRequest(model="m", prompt="p", max_tokens=9, **fields)
 
 
 @given(
@@ -101,7 +101,7 @@ async def test_a_plain_stream_equals_vllms(
     fails: bool,
 ) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
-    of, request = requested(method, stream=True, echo=echo, **options)
+    of, request = make_request(method, stream=True, echo=echo, **options)
     assert is_plain(of, request)
     name = "chat_completion_stream_generator" if method == "chat" else "completion_stream_generator"
     generator = getattr(of, name)
@@ -125,12 +125,12 @@ async def test_a_plain_stream_equals_vllms(
 )
 @pytest.mark.parametrize("method", ["chat", "completions"])
 def test_chunks_that_differ_in_more_than_text_are_made_by_vllm(method: str, fields: dict[str, Any]) -> None:
-    of, request = requested(method, stream=True, **fields)
+    of, request = make_request(method, stream=True, **fields)
     assert not is_plain(of, request)
 
 
 def test_requests_with_several_prompts_logprobs_or_parsers_are_left_to_vllm() -> None:
-    of, request = requested("completions", stream=True)
+    of, request = make_request("completions", stream=True)
     assert not is_plain(of, request.model_copy(update={"prompt": ["a", "b"]}))
     assert not is_plain(of, request.model_copy(update={"logprobs": 0}))
     assert is_plain(of, request.model_copy(update={"prompt": [1, 2]}))
@@ -139,7 +139,7 @@ def test_requests_with_several_prompts_logprobs_or_parsers_are_left_to_vllm() ->
 
 
 async def test_chunks_in_the_middle_do_not_call_vllms_generator() -> None:
-    of, request = requested("completions", stream=True)
+    of, request = make_request("completions", stream=True)
     seen = 0
 
     async def watched(*args: Any, **kwargs: Any) -> AsyncIterator[str]:

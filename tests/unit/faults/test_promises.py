@@ -32,7 +32,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def in_world(seed: int, main: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+def run_in_world(seed: int, main: Callable[[World], Coroutine[Any, Any, None]]) -> None:
     rng = random.Random(seed)
     loop = VirtualLoop(random.Random(rng.random()))
     loop.network = Network(loop, random.Random(rng.random()))
@@ -42,14 +42,14 @@ def in_world(seed: int, main: Callable[[World], Coroutine[Any, Any, None]]) -> N
     async def run() -> None:
         await world.start(prefills=1, decodes=2, ingresses=1)
         await asyncio.sleep(WARM_S)
-        assert not held(world)
+        assert not held_amounts(world)
         await main(world)
 
     with virtual(loop, world, random.Random(rng.random())):
         loop.run(run())
 
 
-def held(world: World) -> list[str]:
+def held_amounts(world: World) -> list[str]:
     """Return all slots, leases, requests, blocks and prompts that are held."""
     amounts = [f"{len(p.servable_object._state.placer.running)} leases" for p in world.live["router"]]
     amounts += [f"{p.servable_object.gate.in_flight} slots" for p in world.live["ingress"]]
@@ -71,9 +71,9 @@ def test_resources_are_free_a_fifth_of_a_second_after_a_client_disconnects(seed:
             outcome = await ask(world, plan, world.live["ingress"][0])
             assert outcome.kind == "left"
             await asyncio.sleep(LEFT_S)
-            assert not held(world)
+            assert not held_amounts(world)
 
-    in_world(seed, main)
+    run_in_world(seed, main)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -97,4 +97,4 @@ def test_engines_end_the_requests_of_a_killed_ingress_within_two_seconds(seed: i
             assert {(await outcome).kind for outcome in requests} == {"connection lost"}
             await asyncio.sleep(WARM_S)  # there is another ingress
 
-    in_world(seed, main)
+    run_in_world(seed, main)

@@ -18,7 +18,7 @@ import requests
 from benchmarks.lib.ports import free_port
 from loadgen.arrivals import poisson
 from tests.support.fake_service import REPLICAS, FakeService
-from tests.support.processes import finished
+from tests.support.processes import run_command
 from tests.support.shipped import ROOT
 
 pytestmark = pytest.mark.slow  # each test starts processes
@@ -32,7 +32,7 @@ def locust(
     record = out / "record.jsonl"
     words = [*BASE, "--headless", "--only-summary", "--host", service.url, "--record", record]
     words += ["--max-tokens", 6, "--users", users, "--spawn-rate", users, *options]
-    done = finished(*words, timeout_s=100)
+    done = run_command(*words, timeout_s=100)
     assert done.returncode == status, done.stdout + done.stderr
     lines = record.read_text().splitlines() if record.exists() else []
     return done, sorted(map(json.loads, lines), key=lambda r: r["number"])

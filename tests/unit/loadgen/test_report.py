@@ -12,7 +12,7 @@ from loadgen.report import html_report
 from loadgen.sentences import client_sentences, step_sentences
 from loadgen.statistics import Slo
 from loadgen.trial import Trial
-from tests.support.browser import rendered
+from tests.support.browser import render
 
 POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
 
@@ -75,7 +75,7 @@ async def test_the_report_renders_in_a_browser(
             seconds=8,
         )
     )
-    seen, widths, picture = await rendered(page)
+    seen, widths, picture = await render(page)
     pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"), float)
     assert pixels.shape[0] >= 2000
     assert pixels.std() > 20  # not blank

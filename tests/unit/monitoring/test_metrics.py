@@ -105,7 +105,7 @@ COUNTING = (
 )
 
 
-def _counted() -> Iterator[str]:
+def _counted_keys() -> Iterator[str]:
     """Yield the keys that serving code counts by `count("x")`, `counters["x"]` or `counters.update(x=1)`."""
     for path in sorted(path for name in COUNTING for path in (ROOT / "eldr_serve" / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -121,7 +121,7 @@ def _counted() -> Iterator[str]:
 
 
 def test_each_counter_has_a_metric_and_each_metric_a_counter() -> None:
-    counted = set(_counted()) | set(router_status(router_state())["counters"])
+    counted = set(_counted_keys()) | set(router_status(router_state())["counters"])
     assert counted == set(COUNTED) | {f"{key}:" for key in NAMED}
 
 

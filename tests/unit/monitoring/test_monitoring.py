@@ -52,7 +52,7 @@ def test_each_alert_fires_in_its_scenario_and_in_no_other() -> None:
 def test_every_expression_is_valid_promql_over_existing_series(tmp_path: Path) -> None:
     all_expressions = list(expressions())
     assert len(all_expressions) > 80
-    assert _refused(tmp_path, *(expr for _, expr in all_expressions)) == ""
+    assert _promtool_errors(tmp_path, *(expr for _, expr in all_expressions)) == ""
     assert not {where: problems for where, expr in all_expressions if (problems := list(_problems(expr)))}
 
 
@@ -67,7 +67,7 @@ def test_invalid_promql_is_refused(tmp_path: Path) -> None:
         "max(ray_eldr_placed_total[5m])",
         "5m > ray_eldr_leases",
     ]
-    assert _refused(tmp_path, *wrong).count("could not parse expression") == len(wrong)
+    assert _promtool_errors(tmp_path, *wrong).count("could not parse expression") == len(wrong)
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_a_valid_expression_is_accepted(tmp_path: Path) -> None:
         'sum by (reason) (increase(ray_eldr_placed_by_reason_total{reason="x"}[1h])) > 0',
         "absent(ray_eldr_leases) and on (policy) ray_eldr_leases",
     ]
-    assert _refused(tmp_path, *right) == ""
+    assert _promtool_errors(tmp_path, *right) == ""
     assert not [problem for expr in right for problem in _problems(expr)]
 
 
-def _refused(folder: Path, *exprs: str) -> str:
+def _promtool_errors(folder: Path, *exprs: str) -> str:
     """Return what promtool says against the expressions, as recording rules; empty if it accepts them."""
     rules = [{"record": f"e{number}", "expr": expr} for number, expr in enumerate(exprs)]
     file = folder / "rules.yaml"

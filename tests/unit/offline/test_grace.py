@@ -46,7 +46,7 @@ def random_routes(seed: int, experts: int = 8, tokens: int = 60, layers: int = 2
     return np.argsort(-(taste + rng.gumbel(size=(tokens, layers, experts))), axis=-1)[..., :k]
 
 
-def planted(groups: int, size: int, within: float = 10.0, between: float = 1.0) -> np.ndarray:
+def planted_affinity(groups: int, size: int, within: float = 10.0, between: float = 1.0) -> np.ndarray:
     """Return the affinity of groups, where expert e belongs to group e modulo `groups`."""
     group = np.arange(groups * size) % groups
     affinity = np.where(group[:, None] == group, within, between)
@@ -109,10 +109,10 @@ def test_group_sizes_and_replicas_equal_the_papers() -> None:
 
 
 def test_planted_groups_are_found_and_related_ones_share_a_node() -> None:
-    found = spectral_groups(planted(3, 5), 3)
+    found = spectral_groups(planted_affinity(3, 5), 3)
     assert len({(int(found[e]), e % 3) for e in range(15)}) == 3
-    near = planted(2, 8, within=8, between=0.1)  # groups by parity, which contain smaller groups
-    rank = hierarchical_groups(near + planted(4, 4, within=30, between=0), TOPOLOGY, ratio=0.3)
+    near = planted_affinity(2, 8, within=8, between=0.1)  # groups by parity, which contain smaller groups
+    rank = hierarchical_groups(near + planted_affinity(4, 4, within=30, between=0), TOPOLOGY, ratio=0.3)
     assert len({(int(rank[e]), e % 4) for e in range(16)}) == 4
     assert len({(int(rank[e]) // 2, e % 2) for e in range(16)}) == 2
     unused = hierarchical_groups(np.zeros((8, 8)), TOPOLOGY, ratio=0.0)
@@ -138,7 +138,7 @@ def test_the_knee_is_where_affinity_stops_growing() -> None:
     curve = np.array([[0.3, 0.0], [0.6, 1.0], [0.62, 2.0], [0.64, 4.0]])
     assert knee(curve) == 1
     assert knee(np.array([[0.3, 1.0], [0.3, 1.0]])) == 0
-    sizes = ratio_curve([planted(2, 8)], 2, ratios=(0.0, 1.0))[:, 1]
+    sizes = ratio_curve([planted_affinity(2, 8)], 2, ratios=(0.0, 1.0))[:, 1]
     assert sizes.tolist() == [0.0, 0.0]  # planted groups have equal sizes, so the ratio has no effect
 
 

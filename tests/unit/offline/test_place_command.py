@@ -15,17 +15,17 @@ from offline.place import METHODS, place
 from offline.placement import as_written, director, relaxation
 from offline.placement.cost import LayerCost
 from tests.support.in_process import command, sentence
-from tests.support.traces import saved, synthetic_trace
+from tests.support.traces import save_trace, synthetic_trace
 
 L, E = 4, 16
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(synthetic_trace(n=60, num_layers=L, num_experts=E), tmp_path_factory)
+    return save_trace(synthetic_trace(n=60, num_layers=L, num_experts=E), tmp_path_factory)
 
 
-def placed(trace: Path, out: Path, **options: Any) -> None:
+def run_place(trace: Path, out: Path, **options: Any) -> None:
     if str(options.get("method")).startswith("director"):
         options["cost"] = trace.with_name("cost.json")
         LayerCost(fixed_s=1e-5, per_expert_s=1e-8, per_token_s=1e-6).save(options["cost"])
@@ -38,7 +38,7 @@ def test_a_placement_is_written_with_its_report(
 ) -> None:
     redundant = 0 if method == "activation" else 4
     for name in ("p", "again"):
-        placed(trace, tmp_path / f"{name}.json", method=method, nodes=2, redundant=redundant)
+        run_place(trace, tmp_path / f"{name}.json", method=method, nodes=2, redundant=redundant)
     assert (tmp_path / "p.json").read_bytes() == (tmp_path / "again.json").read_bytes()
     placement = ExpertPlacement.load(tmp_path / "p.json")
     assert (placement.model, placement.physical_to_logical.shape[0], placement.num_experts) == ("m", L, E)
@@ -59,7 +59,7 @@ def test_a_placement_is_written_with_its_report(
 def test_each_method_improves_its_own_objective(trace: Path, tmp_path: Path) -> None:
     held_out = {}
     for method in METHODS:
-        placed(trace, tmp_path / "p.json", method=method, nodes=2)
+        run_place(trace, tmp_path / "p.json", method=method, nodes=2)
         held_out[method] = ExpertPlacement.load(tmp_path / "p.json").report["held_out"]
     linear, grace = held_out["grace"]
     copies = [row["near_copies"] + row["far_copies"] for row in (linear, grace)]
@@ -89,7 +89,7 @@ def test_directors_methods_solve_an_lp_and_round_it(
 
     watch(relaxation if method == "director" else module, "linprog")
     watch(module, rounding)
-    placed(trace, tmp_path / "p.json", method=method, redundant=4)
+    run_place(trace, tmp_path / "p.json", method=method, redundant=4)
     assert called["linprog"] >= L
     assert called[rounding] >= L
 
@@ -97,8 +97,8 @@ def test_directors_methods_solve_an_lp_and_round_it(
 def test_each_decode_worker_gets_its_own_placement(trace: Path, tmp_path: Path) -> None:
     table, _ = fit_table(CalibrationTrace.load(trace), 3)
     table.save(tmp_path / "table.safetensors")
-    placed(trace, tmp_path / "t.json", method="activation", cluster_of=tmp_path / "table.safetensors")
-    placed(trace, tmp_path / "w.json", method="activation", workers=3)
+    run_place(trace, tmp_path / "t.json", method="activation", cluster_of=tmp_path / "table.safetensors")
+    run_place(trace, tmp_path / "w.json", method="activation", workers=3)
     for name in ("t", "w"):
         made = [ExpertPlacement.load(tmp_path / f"{name}.{worker}.json") for worker in range(3)]
         assert [placement.report["held_out"][0]["worker"] for placement in made] == ["0", "1", "2"]
@@ -109,12 +109,12 @@ def test_each_decode_worker_gets_its_own_placement(trace: Path, tmp_path: Path) 
 def test_cost_memory_and_vllms_format_can_be_added(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    placed(trace, tmp_path / "p.json", export="vllm", dry_run=True)
+    run_place(trace, tmp_path / "p.json", export="vllm", dry_run=True)
     assert list(tmp_path.iterdir()) == []
     assert "p.json, p.meta.json, p.vllm.jsonl not written" in capsys.readouterr().out
     cost = tmp_path / "cost.json"
     LayerCost(fixed_s=1e-5, per_expert_s=1e-6, per_token_s=1e-8, far_byte_s=1e-12).save(cost)
-    placed(trace, tmp_path / "p.json", redundant=8, cost=cost, expert_bytes=2.0**30, export="vllm")
+    run_place(trace, tmp_path / "p.json", redundant=8, cost=cost, expert_bytes=2.0**30, export="vllm")
     linear, *ours = ExpertPlacement.load(tmp_path / "p.json").report["held_out"]
     assert (linear["gib_a_rank"], ours[0]["gib_a_rank"]) == (L * 16 / 4, L * 24 / 4)
     assert linear["layer_us"] >= 10 + linear["experts_worst_rank"]

@@ -14,7 +14,7 @@ from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost_file import FittedCost
 from offline.simulation.requests import Requests
 from tests.support.in_process import command, sentence
-from tests.support.traces import favourites_trace, saved
+from tests.support.traces import favourites_trace, save_trace
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def options(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         cost=fitted, steps=100, rms_relative_error=0.01, median_relative_error=None, source="steps"
     ).save(cost)
     return {
-        "routes": saved(trace, tmp_path_factory),
+        "routes": save_trace(trace, tmp_path_factory),
         "arrivals": arrivals,
         "cost": cost,
         "batch": 6,

@@ -11,14 +11,14 @@ from benchmarks.papers.figures.common import Options
 from eldr_serve.commands.errors import UserInputError
 from eldr_serve.experts.signature import TRANSFORMS
 from offline.scenario import observed, routes_of
-from tests.support.traces import favourites_trace, route_file, route_records, saved
+from tests.support.traces import favourites_trace, route_file, route_records, save_trace
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Provide 30 requests of each of three domains, each with a favourite eighth of the experts."""
     shape: dict[str, Any] = {"each": 30, "num_layers": 3, "num_experts": 32, "steps": 12, "others": 0.02}
-    return saved(favourites_trace(("law", "math", "en"), **shape), tmp_path_factory)
+    return save_trace(favourites_trace(("law", "math", "en"), **shape), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -176,13 +176,13 @@ def test_a_session_stays_until_its_worker_is_overloaded() -> None:
 
 
 def test_the_longest_prefix_wins_among_workers_without_overload() -> None:
-    def chosen(in_flight: list[int], cached: list[int]) -> int:
+    def choose(in_flight: list[int], cached: list[int]) -> int:
         found = Loads.from_counts(in_flight)
         seen = Loads(found.in_flight, found.kv_tokens, found.available, cached_tokens=np.array(cached))
         return LongestPrefix().select(request(), seen, RNG).worker
 
-    assert chosen([4, 4, 4], [0, 32, 64]) == 2
-    assert chosen([1, 4, 9], [0, 32, 64]) == 1
-    assert chosen([1, 9, 9], [0, 32, 64]) == 0
-    assert chosen([2, 1, 1], [32, 32, 0]) == 1
+    assert choose([4, 4, 4], [0, 32, 64]) == 2
+    assert choose([1, 4, 9], [0, 32, 64]) == 1
+    assert choose([1, 9, 9], [0, 32, 64]) == 0
+    assert choose([2, 1, 1], [32, 32, 0]) == 1
     assert LongestPrefix().select(request(), Loads.from_counts([2, 1]), RNG).worker == 1

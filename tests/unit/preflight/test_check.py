@@ -136,7 +136,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
 ON_L40S = with_gpu(CLUSTER, gpu_of("L40S"))
 
 
-def edited(name: str) -> dict[str, Any]:
+def edited_document(name: str) -> dict[str, Any]:
     file, changes, _ = (WRONG | OTHERS)[name]
     document: dict[str, Any] = yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text())
     document = json.loads(json.dumps(document))  # so that YAML aliases do not share their values
@@ -161,7 +161,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckOutcome
     paths = list(SHIPPED)
     for name in (*OTHERS, *WRONG):
         paths.append(folder / f"{name}.yaml")
-        paths[-1].write_text(yaml.safe_dump(edited(name)))
+        paths[-1].write_text(yaml.safe_dump(edited_document(name)))
     paths.append(folder / "readme.yaml")
     (deployment,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     paths[-1].write_text(deployment)

@@ -37,7 +37,7 @@ def content() -> dict[str, Any]:
     return dict(document)
 
 
-def checked(folder: Path, given: Any, pools: Any = HERE) -> CheckOutcome:
+def check(folder: Path, given: Any, pools: Any = HERE) -> CheckOutcome:
     path = folder / "made.yaml"
     path.write_text(given if isinstance(given, str) else yaml.safe_dump(given))
     (found,) = checking.check([path], lambda path, device: pools)
@@ -60,7 +60,7 @@ def sentences(found: CheckOutcome, severity: str = "error") -> list[str]:
     ],
 )
 def test_invalid_yaml_is_reported_with_its_location(text: str, words: str, tmp_path: Path) -> None:
-    (sentence,) = sentences(checked(tmp_path, text))
+    (sentence,) = sentences(check(tmp_path, text))
     assert words in sentence
     assert "\n" not in sentence
     assert ("tabs" in sentence) == ("\t" in text)
@@ -100,7 +100,7 @@ def test_content_that_serve_would_refuse_or_misread_is_reported(path: str, tmp_p
     value, words = WRONG[path]
     given = content()
     edit(given, path, value)
-    (sentence,) = sentences(checked(tmp_path, given))
+    (sentence,) = sentences(check(tmp_path, given))
     assert words in sentence
     assert "\n" not in sentence
 
@@ -116,14 +116,14 @@ def test_content_that_serve_would_refuse_or_misread_is_reported(path: str, tmp_p
 def test_two_applications_are_reported(change: dict[str, str], words: str, tmp_path: Path) -> None:
     given = content()
     given["applications"].append(copy.deepcopy(given["applications"][0]) | change)
-    assert words in sentences(checked(tmp_path, given))[0]
+    assert words in sentences(check(tmp_path, given))[0]
 
 
 def test_a_key_that_serve_ignores_is_a_warning(tmp_path: Path) -> None:
     given = content() | {"x-shared": {"any": "thing"}}
     given["applications"][0]["import_path"] = "eldr_serve.app.build_app"
     given["applications"][0]["deployments"] = [{"name": "EldrIngress", "num_replicas": 3}]
-    found = checked(tmp_path, given)
+    found = check(tmp_path, given)
     assert found.starts
     ignored, overridden = sentences(found, "warning")
     assert ignored == "Serve ignores the key x-shared: leave it out"
@@ -136,20 +136,20 @@ def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> No
     part = given["http_options"] if where == "http_options" else given["applications"][0]["args"]["ingress"]
     with socket.create_server(("127.0.0.1", 0)) as server:
         part["port"] = port = server.getsockname()[1]
-        found = checked(tmp_path, given)
+        found = check(tmp_path, given)
         assert sentences(found) == [
             f"{where}.port is {port}: another process listens there at 127.0.0.1; stop it, "
             "or set another port"
         ]
-        assert checked(tmp_path, given, ELSEWHERE).starts
-    assert checked(tmp_path, given).starts
+        assert check(tmp_path, given, ELSEWHERE).starts
+    assert check(tmp_path, given).starts
 
 
 def test_a_port_of_an_own_service_is_a_warning(tmp_path: Path) -> None:
     given = content()
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server:
         given["applications"][0]["args"]["ingress"]["port"] = port = server.getsockname()[1]
-        found = checked(tmp_path, given)
+        found = check(tmp_path, given)
         assert found.starts
         assert sentences(found, "warning")[0].startswith(f"ingress.port is {port}, where a service of yours")
 
@@ -157,7 +157,7 @@ def test_a_port_of_an_own_service_is_a_warning(tmp_path: Path) -> None:
 def test_a_host_that_this_machine_does_not_have_is_reported(tmp_path: Path) -> None:
     given = content()
     given["applications"][0]["args"]["ingress"]["host"] = "192.0.2.1"
-    (sentence,) = sentences(checked(tmp_path, given))
+    (sentence,) = sentences(check(tmp_path, given))
     assert sentence.startswith("ingress cannot listen at host '192.0.2.1' and port")
 
 
@@ -165,17 +165,17 @@ def test_a_missing_or_invalid_key_file_is_reported(tmp_path: Path) -> None:
     given = content()
     keys = tmp_path / "keys.json"
     given["applications"][0]["args"]["ingress"]["keys_file"] = str(keys)
-    (sentence,) = sentences(checked(tmp_path, given))
+    (sentence,) = sentences(check(tmp_path, given))
     assert sentence.startswith(f"ingress.keys_file: {keys} cannot be read")
-    away = checked(tmp_path, given, ELSEWHERE)
+    away = check(tmp_path, given, ELSEWHERE)
     assert away.starts
     assert sentences(away, "warning") == [
         f"ingress.keys_file {keys} is not on this machine: each node of the ingress must have it"
     ]
     keys.write_text('{"tenants": {"A B": {}}}')
-    assert "tenants" in sentences(checked(tmp_path, given))[0]
+    assert "tenants" in sentences(check(tmp_path, given))[0]
     keys.write_text("{}")
-    assert checked(tmp_path, given).starts
+    assert check(tmp_path, given).starts
 
 
 @pytest.mark.parametrize(

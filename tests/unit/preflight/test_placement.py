@@ -44,7 +44,7 @@ def max_placeable(pools: list[NodePool], demand: ReplicaDemand) -> int:
     asks = [tuple(int(bundle.get(name, 0)) for name in ("GPU", "extra")) for bundle in demand.bundles]
 
     @cache
-    def placed(free: tuple[tuple[int, ...], ...], left: int) -> int:
+    def most_placed(free: tuple[tuple[int, ...], ...], left: int) -> int:
         best = 0
         for chosen in product(range(len(free)), repeat=len(asks)) if left else ():
             distinct = len(set(chosen))
@@ -56,10 +56,10 @@ def max_placeable(pools: list[NodePool], demand: ReplicaDemand) -> int:
             for node, ask in zip(chosen, asks, strict=True):
                 after[node] = [has - amount for has, amount in zip(after[node], ask, strict=True)]
             if all(has >= 0 for node in after for has in node):
-                best = max(best, 1 + placed(tuple(sorted(map(tuple, after))), left - 1))
+                best = max(best, 1 + most_placed(tuple(sorted(map(tuple, after))), left - 1))
         return best
 
-    return placed(tuple(sorted(nodes)), demand.count)
+    return most_placed(tuple(sorted(nodes)), demand.count)
 
 
 @settings(max_examples=300)

@@ -181,7 +181,7 @@ class Traffic:
         return StepSums.from_steps(requests.tolist(), kv.tolist(), experts.tolist(), seconds.tolist())
 
 
-def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, Any]:
+def simulate_policy(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, Any]:
     """Return workers and times of a simulation with prefill, a new table and a change of workers."""
     rng = np.random.default_rng(seed)
     kinds = 30
@@ -221,7 +221,7 @@ def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, A
     return {"workers": workers, "sum of ends, s": float(np.nansum(outcome.last_s))}
 
 
-def placed(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, str]:
+def place_traffic(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, str]:
     """Return the replicas in order of placement, and a digest of all leases."""
     found = Traffic(policy, parameters, seed).run(400)
     digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
@@ -230,7 +230,7 @@ def placed(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, str]
 
 def decisions(name: str) -> dict[str, Any]:
     """Return the decisions of the router and of the simulator for a name in POLICIES."""
-    return {"placed": placed(*POLICIES[name], seed=7), "simulated": simulated(*POLICIES[name], seed=3)}
+    return {"placed": place_traffic(*POLICIES[name], seed=7), "simulated": simulate_policy(*POLICIES[name], seed=3)}
 
 
 @pytest.mark.parametrize("name", POLICIES)
