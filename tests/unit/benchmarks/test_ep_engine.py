@@ -68,10 +68,22 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     log[:, :SKIPPED] = 99
     seconds = np.array([9.0, 9.0, 0.010, 0.030])
     answers = np.arange(10).reshape(2, 5)
-    batch = summary(Decoded(answers, seconds, 0, 0, 0, 0, log, answers, answers))
-    hashes = batch.pop("answers")
+    figures = summary(
+        Decoded(
+            answers,
+            seconds,
+            move_s=0,
+            experts_moved=0,
+            slices=0,
+            slices_left=0,
+            log=log,
+            routed=answers,
+            placement=answers,
+        )
+    )
+    hashes = figures.pop("answers")
     assert len(set(hashes)) == 2
-    assert batch == pytest.approx(
+    assert figures == pytest.approx(
         {
             "step_ms": 20,
             "steps": 4,

@@ -14,7 +14,18 @@ from eldr_serve.commands.errors import UserInputError
 from tests.support.fake_service import KEY, fake_service
 
 # 100 steps of 4 requests, 10 ms each; tokens at the client take twice as long.
-PART = Part(400, 4.4, 5.5, 100, 400, 2000, 1.0, 4.0, 0.02, {"steps": 100.0})
+PART = Part(
+    tokens=400,
+    live=4.4,
+    shadow=5.5,
+    steps=100,
+    requests=400,
+    active_experts=2000,
+    seconds=1.0,
+    token_seconds=4.0,
+    tpot=0.02,
+    step_cost={"steps": 100.0},
+)
 
 
 def test_a_prediction_is_compared_with_measurements_of_the_engines() -> None:

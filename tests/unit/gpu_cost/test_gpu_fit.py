@@ -20,7 +20,7 @@ from tests.support.shipped import ROOT
 
 RECORDED = json.loads((ROOT / "tests/unit/recorded/gpu_readings.json").read_text())
 QWEN, EP = (Readings.from_json(json.dumps(one)) for one in RECORDED.values())
-SHAPE = Shape(128, 8, 48, 1, 1.2, "bfloat16")
+SHAPE = Shape(experts=128, top_k=8, layers=48, ranks=1, skew=1.2, dtype="bfloat16")
 
 
 def test_the_fit_to_real_kernel_times_is_close() -> None:

@@ -22,7 +22,16 @@ MODEL = Path("somewhere/model_64")
 
 
 def plan(out: Path, rounds: int = 4) -> demo._Plan:
-    load = LoadSpec("prompts", "eldr-demo", 0.0, 10, 0, 8, 8, temperature=0.8)
+    load = LoadSpec(
+        "prompts",
+        "eldr-demo",
+        rate=0.0,
+        seconds=10,
+        warm_up_s=0,
+        users=8,
+        max_tokens=8,
+        temperature=0.8,
+    )
     arguments = demo_arguments(DEPLOYMENT, MODEL, 3, 20)
     return demo._Plan(arguments, load, rounds, 2, out, 0)
 
@@ -161,9 +170,10 @@ def test_engines_that_share_a_gpu_leave_ray_room_for_its_own_task() -> None:
     assert 0.9 < shares <= 1
     assert _gpus(arguments) == 1
     assert _gpus(demo_arguments(DEPLOYMENT, MODEL, 2, 20)) is None
-    described = demo._Plan(
-        arguments, LoadSpec("p", "m", 0.0, 1, 0, 1, 1, temperature=0.0), 1, 1, Path("out"), 0
+    load = LoadSpec(
+        "p", "m", rate=0.0, seconds=1, warm_up_s=0, users=1, max_tokens=1, temperature=0.0
     )
+    described = demo._Plan(arguments, load, 1, 1, Path("out"), 0)
     assert described.clock == "engine time"
     assert described.hardware.startswith("one GPU and ")
 
