@@ -23,7 +23,7 @@ from loadgen.workload import read_prompts
 from tests.faults.chaos import Options, run_chaos
 from tests.faults.mutations import MUTATIONS, search
 from tests.faults.operations import FAULTS
-from tests.faults.record import APART, NOTES, Record, rows, wrong
+from tests.faults.record import APART, NOTES, Record, find_problems, rows
 from tests.faults.simulate import Run, run_seed
 
 _Processes = Annotated[int, typer.Option(help="processes to run them in", min=1)]
@@ -187,7 +187,7 @@ def chaos(
     for one in record.entries("sent"):
         if one["kind"] not in ("ok", "left", *APART):
             print(f"{one['kind']} after {one['fault']}: {one['detail'][:200]}")
-    found = wrong(record)
+    found = find_problems(record)
     for what in found:
         print(what)
     if found:

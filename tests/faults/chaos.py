@@ -72,7 +72,7 @@ async def drive(
     log("greedy answers without faults")
     prompts = await references(service.url, asked)
     log("load")
-    load = Load((service.url, proxy_url), prompts, run.ended, rng)
+    load = Load((service.url, proxy_url), prompts, run.record_request, rng)
     until_s = time.monotonic() + options.seconds
     clients = [asyncio.create_task(load.client(until_s)) for _ in range(options.in_flight)]
     watching = asyncio.create_task(_watch(run.steadiness))
@@ -80,8 +80,8 @@ async def drive(
     await asyncio.gather(*clients)
     watching.cancel()
     log(f"{run.sent} requests; what is left")
-    settled_s, left = await asyncio.to_thread(_settle, service.url)
-    left += await asyncio.to_thread(_still_running, service.url)
+    settled_s, left = await asyncio.to_thread(_wait_until_nothing_is_left, service.url)
+    left += await asyncio.to_thread(_wait_until_engines_are_idle, service.url)
     await asyncio.to_thread(_sample, run.steadiness)
     await asyncio.to_thread(run.steadiness.end)
     log("compare the router's leases with those of its clients")
@@ -95,7 +95,7 @@ async def drive(
         left_behind=left,
         counters=dict(run.counters),
         processes=held,
-        unsteady=steadiness.wrong(held),
+        unsteady=steadiness.find_problems(held),
     )
 
 
@@ -113,7 +113,7 @@ def _sample(steadiness: Steadiness) -> None:
         steadiness.take(_metrics())
 
 
-def _ingresses(url: str) -> list[dict[str, Any]]:
+def _read_statuses(url: str) -> list[dict[str, Any]]:
     """Return the status of each ingress on the port that answered."""
     found: dict[str, dict[str, Any]] = {}
     for _ in range(_STATUS_TRIES):
@@ -125,11 +125,11 @@ def _ingresses(url: str) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _settle(url: str) -> tuple[float, list[str]]:
+def _wait_until_nothing_is_left(url: str) -> tuple[float, list[str]]:
     """Return the time until nothing was left, s, and what is still left after SETTLE_S."""
     since = time.monotonic()
     while True:
-        reported = _ingresses(url)
+        reported = _read_statuses(url)
         held = list(dict.fromkeys(what for status in reported for what in held_in_status(status)))
         if len(reported) < _INGRESSES:
             held.append(f"{len(reported)} of {_INGRESSES} ingresses answer")
@@ -162,7 +162,7 @@ async def _compare_leases(url: str, model: str) -> list[str]:
     try:
         async with asyncio.timeout(30):
             while not all(task.done() for task in streams):
-                reported = await asyncio.to_thread(_ingresses, url)
+                reported = await asyncio.to_thread(_read_statuses, url)
                 own = sum(status["ingress"]["leases"] for status in reported)
                 router = [status.get("leases", -1) for status in reported]
                 if own == _STREAMS and router == [own] * _INGRESSES:
@@ -178,15 +178,15 @@ async def _compare_leases(url: str, model: str) -> list[str]:
     return [f"{seen}, of {_STREAMS} streams"]
 
 
-def _still_running(url: str) -> list[str]:
-    """Return what `_running` finds; wait, since a new engine takes a while to report its metrics."""
+def _wait_until_engines_are_idle(url: str) -> list[str]:
+    """Return what `_busy_engines` finds; wait, since a new engine takes a while to report its metrics."""
     until = time.monotonic() + SETTLE_S
-    while (wrong := _running(url)) and time.monotonic() < until:
+    while (wrong := _busy_engines(url)) and time.monotonic() < until:
         time.sleep(1.0)
     return wrong
 
 
-def _running(url: str) -> list[str]:
+def _busy_engines(url: str) -> list[str]:
     """Return live engines with running or waiting requests according to vLLM's metrics."""
     status = Client(url, ADMIN_KEY).status()
     if "workers" not in status:

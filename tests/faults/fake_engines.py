@@ -109,7 +109,7 @@ class PrefillEngine(BlockEngine):
         self, process: Process, blocks: int, time_s: Callable[[float], float], *, lease_s: float
     ) -> None:
         super().__init__(process, blocks, time_s)
-        self.held: dict[str, list[int]] = {}
+        self.held_blocks: dict[str, list[int]] = {}
         self.expired = 0
         self._lease_s = lease_s
         self._names = AbandonedPrompts(process.loop.time)
@@ -137,7 +137,7 @@ class PrefillEngine(BlockEngine):
         engine_id = f"{self.name}/{self._prompts}"
         for block, tokens in zip(blocks, cut_into_blocks(context), strict=True):
             self.blocks.content[block] = tokens
-        self.held[engine_id] = blocks
+        self.held_blocks[engine_id] = blocks
         self.prolong(engine_id)
         self._names.hold({engine_id: request.id})
         self._free_abandoned()
@@ -146,7 +146,7 @@ class PrefillEngine(BlockEngine):
         return Prefilled(np.asarray(prompt, np.uint32), {EXPERT_COUNTS: expert_counts_of(prompt)} | where)
 
     def prolong(self, engine_id: str) -> None:
-        if engine_id in self.held:
+        if engine_id in self.held_blocks:
             if engine_id in self._leases:
                 self._leases[engine_id].cancel()
             self._leases[engine_id] = self.process.soon(self._expire, engine_id, after_s=self._lease_s)
@@ -157,7 +157,7 @@ class PrefillEngine(BlockEngine):
 
     def free(self, engine_id: str) -> None:
         """Free the blocks of a prompt; do nothing if they are free already."""
-        blocks = self.held.pop(engine_id, None)
+        blocks = self.held_blocks.pop(engine_id, None)
         if blocks is not None:
             self._leases.pop(engine_id).cancel()
             self._names.freed([engine_id])

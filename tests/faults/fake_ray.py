@@ -82,7 +82,7 @@ class Remote:
     async def remote(self, *args: Any) -> Any:
         caller, process = current(), self._find()
         if process is None:
-            raise RayError("the actor is away")
+            raise RayError("the actor is unreachable")
         done: asyncio.Future[Any] = caller.loop.create_future()
 
         def answered(task: asyncio.Task[Any]) -> None:

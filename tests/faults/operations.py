@@ -51,14 +51,14 @@ class InjectedFault:
 
     Attributes:
         held: client ports of the connections that the killed process held.
-        done_s: time of its death; it may also have accepted connections between at_s and this time.
+        died_s: time of its death; it may also have accepted connections between at_s and this time.
     """
 
     fault: str
     at_s: float
     recovery_s: float | None = None
     held: set[int] = field(default_factory=set)
-    done_s: float = 0.0
+    died_s: float = 0.0
 
 
 @dataclass
@@ -76,10 +76,10 @@ class Run:
         """Return how often a process of each role was stopped."""
         return Counter(h.fault.split()[-1] for h in self.faults if h.fault.startswith("stop"))
 
-    def ended(self, sent: Sent) -> None:
+    def record_request(self, sent: Sent) -> None:
         """Record a request that has ended."""
         self.sent += 1
-        before = [happened for happened in self.faults if happened.at_s <= sent.ended_s]
+        before = [injected for injected in self.faults if injected.at_s <= sent.ended_s]
         self.record.add(
             "sent",
             fault=before[-1].fault if before else None,
@@ -92,34 +92,34 @@ class Run:
             gap_s=round(sent.gap_s, 3),
         )
 
-    def over(self, happened: InjectedFault) -> None:
+    def record_recovery(self, injected: InjectedFault) -> None:
         """Record the recovery from a fault, or that it took too long."""
-        seconds = happened.recovery_s
-        self.record.add("fault", fault=happened.fault, recovery_s=seconds and round(seconds, 2))
+        seconds = injected.recovery_s
+        self.record.add("fault", fault=injected.fault, recovery_s=seconds and round(seconds, 2))
 
 
 def explained_by_fault(sent: Sent, faults: list[InjectedFault]) -> str | None:
     """Return the kind of record.APART that explains a failed request by a fault; None if no fault does."""
-    kills = [happened for happened in faults if happened.fault in ("kill ingress", "kill proxy")]
-    for happened in reversed(kills):
-        under_way = sent.start_s <= max(happened.done_s, happened.at_s) and sent.ended_s >= happened.at_s
+    kills = [injected for injected in faults if injected.fault in ("kill ingress", "kill proxy")]
+    for injected in reversed(kills):
+        under_way = sent.start_s <= max(injected.died_s, injected.at_s) and sent.ended_s >= injected.at_s
         # During a kill the client does not read its clock: it may have connected earlier than recorded.
-        between = sent.start_s <= happened.done_s and happened.at_s <= sent.connected_s
-        its_own = sent.port in happened.held or (
-            between and sent.by_proxy == (happened.fault == "kill proxy")
+        between = sent.start_s <= injected.died_s and injected.at_s <= sent.connected_s
+        its_own = sent.port in injected.client_ports or (
+            between and sent.by_proxy == (injected.fault == "kill proxy")
         )
         if under_way and sent.kind in _DISCONNECTED and its_own:
             return "own_connection"
-        behind = sent.by_proxy and happened.fault == "kill ingress"
+        behind = sent.by_proxy and injected.fault == "kill ingress"
         failed = sent.kind in _DISCONNECTED or sent.kind == "http 500"
-        if behind and failed and under_way and sent.ended_s <= happened.at_s + _PROXY_LAG_S:
+        if behind and failed and under_way and sent.ended_s <= injected.at_s + _PROXY_LAG_S:
             return "behind_proxy"
-        away_s = happened.recovery_s or _RECOVERY_S
+        away_s = injected.recovery_s or _RECOVERY_S
         if (
-            happened.fault == "kill proxy"
+            injected.fault == "kill proxy"
             and sent.by_proxy
             and sent.kind == "not connected"
-            and sent.ended_s <= happened.at_s + away_s
+            and sent.ended_s <= injected.at_s + away_s
         ):
             return "nobody_listened"
     return None
@@ -179,8 +179,8 @@ class Operator:
         counting.cancel()
 
     async def _inject(self, fault: str) -> None:
-        happened = InjectedFault(fault, time.monotonic())
-        self._run.faults.append(happened)
+        injected = InjectedFault(fault, time.monotonic())
+        self._run.faults.append(injected)
         self._log(fault)
         verb, _, what = fault.partition(" ")
         before = {process.pid for process in processes.with_role(what)} if what in processes.ROLES else set()
@@ -188,11 +188,11 @@ class Operator:
         if verb in ("kill", "stop") and not there:
             self._log(f"{fault}: there is no such process")
             self._run.counters[f"no process to {fault}"] += 1
-            self._run.faults.remove(happened)
+            self._run.faults.remove(injected)
             return
         if verb == "kill":
-            happened.held = processes.kill(self._rng.choice(there))
-            happened.done_s = time.monotonic()
+            injected.client_ports = processes.kill(self._rng.choice(there))
+            injected.died_s = time.monotonic()
         elif verb == "stop":
             victim = self._rng.choice(there)
             processes.stop(victim)
@@ -200,7 +200,7 @@ class Operator:
             asyncio.get_running_loop().call_later(seconds, processes.resume, victim)
         else:
             await self._try_operation(_OPERATIONS[fault])
-        task = asyncio.create_task(self._recover(happened, len(before)))
+        task = asyncio.create_task(self._recover(injected, len(before)))
         self._recovering[task] = affected_roles(fault)
         task.add_done_callback(self._recovering.pop)
 
@@ -233,20 +233,20 @@ class Operator:
         fields = json.loads((Path(source) / "config.json").read_text())
         return fields["num_hidden_layers"], fields["num_local_experts"]
 
-    async def _recover(self, happened: InjectedFault, number: int) -> None:
+    async def _recover(self, injected: InjectedFault, number: int) -> None:
         """Wait until there are as many processes as before and the service is complete."""
-        role = happened.fault.split()[-1]
-        while time.monotonic() - happened.at_s < _RECOVERY_S:
+        role = injected.fault.split()[-1]
+        while time.monotonic() - injected.at_s < _RECOVERY_S:
             await asyncio.sleep(0.25)
             if role in processes.ROLES and len(processes.with_role(role)) < number:
                 continue
             if await asyncio.to_thread(self._is_complete):
-                happened.recovery_s = time.monotonic() - happened.at_s
-                self._log(f"{happened.fault}: recovered after {happened.recovery_s:.1f} s")
-                self._run.over(happened)
+                injected.recovery_s = time.monotonic() - injected.at_s
+                self._log(f"{injected.fault}: recovered after {injected.recovery_s:.1f} s")
+                self._run.record_recovery(injected)
                 return
-        self._run.over(happened)
-        self._log(f"{happened.fault}: no recovery within {_RECOVERY_S:g} s")
+        self._run.record_recovery(injected)
+        self._log(f"{injected.fault}: no recovery within {_RECOVERY_S:g} s")
 
     def _is_complete(self) -> bool:
         try:

@@ -112,7 +112,7 @@ def _processes(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(by_role.values())
 
 
-def wrong(record: Record) -> list[str]:
+def find_problems(record: Record) -> list[str]:
     """Return what no run may show, one sentence each."""
     total, found = rows(record)[-1], []
     for name in ("wrong_text", "failed", "silent_over_15_s", "not_recovered"):

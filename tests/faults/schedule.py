@@ -38,7 +38,7 @@ class Fault:
         return f"{when}: {self.kind} {self.role} ({self.choice:.2f}, {self.seconds:.2f} s)"
 
 
-def plans(rng: random.Random) -> list[Plan]:
+def draw_plans(rng: random.Random) -> list[Plan]:
     """Draw the requests of one run; some share a prefix, disconnect early or read slowly."""
     shared = [_words(rng, 8) for _ in range(2)]
     made = []
@@ -67,7 +67,7 @@ def _words(rng: random.Random, number: int) -> str:
     return " ".join(str(rng.randrange(1, 9973)) for _ in range(number))
 
 
-def faults(rng: random.Random) -> list[Fault]:
+def draw_faults(rng: random.Random) -> list[Fault]:
     """Draw zero to eight faults; in some runs of one role only, in a few only drains."""
     made = []
     roles = rng.choice([ROLES, ROLES, ROLES, ("router",), ("decode",), ("ingress",), ("prefill",)])
@@ -83,7 +83,7 @@ def faults(rng: random.Random) -> list[Fault]:
     return made
 
 
-def arm(world: World, fault: Fault, happened: Callable[[str], None]) -> None:
+def schedule_fault(world: World, fault: Fault, happened: Callable[[str], None]) -> None:
 
     def due() -> None:
         live = world.live[fault.role]

@@ -93,7 +93,7 @@ class Steadiness:
         }
 
 
-def wrong(rows: list[dict[str, Any]]) -> list[str]:
+def find_problems(rows: list[dict[str, Any]]) -> list[str]:
     """Return a sentence for each limit that a row exceeds."""
     found = []
     for row in rows:

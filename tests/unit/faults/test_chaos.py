@@ -19,7 +19,7 @@ from loadgen import application, processes
 from loadgen.workload import Prompt
 from tests.faults import chaos, operations
 from tests.faults.operations import InjectedFault, Operator, Run, explained_by_fault
-from tests.faults.record import Record, rows, wrong
+from tests.faults.record import Record, find_problems, rows
 from tests.faults.traffic import Answer, Sent, bodies, check_answer
 
 ANSWER = Answer(text="one two three", finish="length", usage=(5, 3), done=True)
@@ -188,8 +188,8 @@ async def test_an_operation_that_fails_while_the_router_is_unreachable_is_counte
 
 
 KILLED = [
-    InjectedFault("kill ingress", 10.0, 4.0, {77}, done_s=10.2),
-    InjectedFault("kill proxy", 20.0, 4.0, {88}, done_s=20.2),
+    InjectedFault("kill ingress", 10.0, 4.0, {77}, died_s=10.2),
+    InjectedFault("kill proxy", 20.0, 4.0, {88}, died_s=20.2),
 ]
 
 
@@ -218,7 +218,7 @@ def test_a_kill_explains_only_failures_of_its_own_connections(
     apart: str | None, kind: str, fields: dict[str, Any]
 ) -> None:
     sent = Sent(**{"stream": True, "by_proxy": False, "kind": kind} | fields)
-    faults = [happened for happened in KILLED if happened.at_s <= sent.ended_s]
+    faults = [injected for injected in KILLED if injected.at_s <= sent.ended_s]
     assert explained_by_fault(sent, faults) == apart
 
 
@@ -248,18 +248,18 @@ def test_a_run_appends_to_the_record_of_earlier_runs(tmp_path: Path) -> None:
         record = Record(file)
         record.add("run", seed=number)
         run = Run(record)
-        run.ended(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
+        run.record_request(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
         run.faults.append(InjectedFault("kill decode", 10.0, 4.0 + number))
-        run.ended(Sent(9.0, stream=True, by_proxy=False, kind="ok", ended_s=11.0, gap_s=2.0))
-        run.ended(Sent(9.0, stream=True, by_proxy=False, kind="left", ended_s=12.0))
-        run.over(run.faults[-1])
+        run.record_request(Sent(9.0, stream=True, by_proxy=False, kind="ok", ended_s=11.0, gap_s=2.0))
+        run.record_request(Sent(9.0, stream=True, by_proxy=False, kind="left", ended_s=12.0))
+        run.record_recovery(run.faults[-1])
         if number:
             stopped = InjectedFault("stop router", 20.0)
             run.faults.append(stopped)
-            run.ended(
+            run.record_request(
                 Sent(9.0, stream=True, by_proxy=False, kind="engine lost", ended_s=21.0, silence_s=16.0)
             )
-            run.over(stopped)
+            run.record_recovery(stopped)
         record.add(
             "end",
             settled_s=1.0 + number,
@@ -278,15 +278,15 @@ def test_a_run_appends_to_the_record_of_earlier_runs(tmp_path: Path) -> None:
     assert (total["times"], total["failures"], total["resumed"]) == (3, {"engine lost": 1}, 6)
     assert (total["runs"], total["runs_to_the_end"], total["settled_max_s"]) == (2, 2, 2.0)
     assert total["processes"] == [{"process": "decode", "stalls": 2, "memory_mib": 10.0}]
-    assert wrong(Record(file)) == ["failed: 1 {'engine lost': 1}", "silent_over_15_s: 1", "not_recovered: 1"]
+    assert find_problems(Record(file)) == ["failed: 1 {'engine lost': 1}", "silent_over_15_s: 1", "not_recovered: 1"]
 
 
 def test_an_interrupted_run_keeps_its_record_and_is_reported() -> None:
     record = Record()
     record.add("run", seed=0)
-    Run(record).ended(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
+    Run(record).record_request(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
     assert rows(record)[-1]["requests"] == 1
-    assert wrong(record) == ["1 runs did not finish"]
+    assert find_problems(record) == ["1 runs did not finish"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.faults.clients import Plan, ask
 from tests.faults.fake_engines import PrefillEngine
 from tests.faults.virtual_network import Network
 from tests.faults.virtual_time import VirtualLoop
-from tests.faults.world import World, virtual
+from tests.faults.world import World, patch_serving_code
 
 PROMPT = "1 2 3 4 5 6 7 8 9"
 LEFT_S, DEAD_S = 0.2, 2.0
@@ -45,7 +45,7 @@ def run_in_world(seed: int, main: Callable[[World], Coroutine[Any, Any, None]]) 
         assert not held_amounts(world)
         await main(world)
 
-    with virtual(loop, world, random.Random(rng.random())):
+    with patch_serving_code(loop, world, random.Random(rng.random())):
         loop.run(run())
 
 
@@ -56,7 +56,7 @@ def held_amounts(world: World) -> list[str]:
     amounts += [f"{p.servable_object._client.lease_count} own leases" for p in world.live["ingress"]]
     for engine in world.engines.values():
         amounts += [f"{engine.running} requests", f"{engine.blocks.in_use} blocks"]
-        amounts += [f"{len(engine.held)} prompts"] if isinstance(engine, PrefillEngine) else []
+        amounts += [f"{len(engine.held_blocks)} prompts"] if isinstance(engine, PrefillEngine) else []
     return [one for one in amounts if not one.startswith("0 ")]
 
 
