@@ -194,7 +194,9 @@ class _Simulation:
             await asyncio.sleep(0.1)
         return await ask(self.world, plan, ingresses[int(self.rng.random() * len(ingresses))])
 
-    async def _wait_until_none(self, find_problems: Callable[[], list[str]], seconds: float, what: str) -> None:
+    async def _wait_until_none(
+        self, find_problems: Callable[[], list[str]], seconds: float, what: str
+    ) -> None:
         """Wait until `find_problems` returns none; record a violation if that takes too long."""
         until = self.world.loop.time() + seconds
         while problems := find_problems():
