@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import httpx
+
 from tests.e2e.service import Service, session_logs
 
 COMPLETIONS, COUNT, TOGETHER = "/v1/completions", 96, 16

@@ -3,10 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from tests.e2e.service import ROOT, Service, wait_for
-
 from benchmarks.serving.backlog import row, send_all, texts
 from examples.demo_model import WEIGHTS
+from tests.e2e.service import ROOT, Service, wait_for
 
 REQUESTS, TOKENS = 60, 1500  # six times what the bound of 8 s admits
 

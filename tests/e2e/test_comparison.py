@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.service import ADMIN_KEY, ROOT, Service, wait_for
-
 from loadgen.trial import JOURNAL, read_trials
+from tests.e2e.service import ADMIN_KEY, ROOT, Service, wait_for
 
 POLICIES = ("shortest-queue", "locality-band:band=0.3")
 

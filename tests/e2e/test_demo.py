@@ -4,8 +4,8 @@ import json
 import re
 
 import pytest
-from tests.e2e.service import Demo
 
+from tests.e2e.service import Demo
 from tests.support.browser import render
 
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]

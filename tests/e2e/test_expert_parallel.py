@@ -17,9 +17,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from tests.e2e.applications import arguments_of, running
-from tests.e2e.service import ADMIN_KEY, Background, Service, core_of, until, wait_for
-from tests.e2e.streams import Stream, complete
 from typer.testing import CliRunner, Result
 
 from eldr_serve.cli import app
@@ -28,6 +25,9 @@ from examples.demo_model import WEIGHTS
 from loadgen.processes import is_alive
 from loadgen.results import RESULTS
 from offline.widen import widen
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import ADMIN_KEY, Background, Service, core_of, until, wait_for
+from tests.e2e.streams import Stream, complete
 
 
 def random_placement(seed: int) -> ExpertPlacement:

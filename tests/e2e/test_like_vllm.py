@@ -12,10 +12,10 @@ import anthropic
 import httpx
 import openai
 import pytest
-from tests.e2e.service import ENGINE_ENV, HTTP, Demo, Service
 
 from benchmarks.lib.engines import process, wait_http
 from benchmarks.lib.ports import free_port
+from tests.e2e.service import ENGINE_ENV, HTTP, Demo, Service
 from tests.support.vllm_cases import (
     CHAT,
     COMPLETIONS,

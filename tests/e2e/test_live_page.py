@@ -3,9 +3,8 @@
 import asyncio
 from typing import Any
 
-from tests.e2e.service import ADMIN_KEY, HTTP, Demo, Service, wait_for
-
 from benchmarks.lib.screenshots import taken
+from tests.e2e.service import ADMIN_KEY, HTTP, Demo, Service, wait_for
 
 
 def live(service: Service) -> dict[str, Any]:

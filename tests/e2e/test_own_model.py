@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from tests.e2e.applications import beside_the_demo
-from tests.e2e.service import ADMIN_KEY, ROOT
 
 from benchmarks.lib.engines import wait_http
+from tests.e2e.applications import beside_the_demo
+from tests.e2e.service import ADMIN_KEY, ROOT
 from tests.support.processes import output
 
 PORT = 8271

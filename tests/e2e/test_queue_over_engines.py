@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+
 from tests.e2e.service import GREEDY, POOL_TTL_S, Service, until, wait_for
 
 LONG = {"model": "eldr-demo", "max_tokens": 1500, "stream": True, "ignore_eos": True}

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.e2e.applications import arguments_of, deploy, running
 from tests.e2e.service import Service, events, until
 

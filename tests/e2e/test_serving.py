@@ -10,12 +10,12 @@ import openai
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.e2e.service import ADMIN_KEY, Service, wait_for
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.metrics import ENGINE, HISTOGRAM, METRICS, PREFIX
 from eldr_serve.scheduling import policy_names
+from tests.e2e.service import ADMIN_KEY, Service, wait_for
 
 
 def test_trace_from_a_ray_job_is_complete(trace_file: Path) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.e2e.applications import arguments_of, running
-from tests.e2e.service import ADMIN_KEY, PROMPTS, Service, run, wait_for
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import ADMIN_KEY, PROMPTS, Service, run, wait_for
 
 NAME = "pool"
 FIRST, SHIFTED = ("code", "math"), ("zh", "ru")  # domains

@@ -5,11 +5,11 @@ import re
 
 import httpx
 import pytest
-from tests.e2e.collector import Collector, Received
 from prometheus_client.parser import text_string_to_metric_families
-from tests.e2e.service import HTTP, Service, wait_for
 
 from eldr_serve.metrics import METRICS, PREFIX
+from tests.e2e.collector import Collector, Received
+from tests.e2e.service import HTTP, Service, wait_for
 from tests.support.monitoring_files import FOREIGN, expressions
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from tests.e2e.service import Service, controller_log, core_of, events, pid_of, until, wait_for
 
 from loadgen import application, processes
+from tests.e2e.service import Service, controller_log, core_of, events, pid_of, until, wait_for
 
 
 async def test_disconnecting_clients_free_their_leases_and_kv(service: Service, table_file: Path) -> None:
@@ -174,7 +174,9 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
     replica = service.status()["workers"][0]["replica"]
     victim = await asyncio.to_thread(of, replica)
     received: list[list[str]] = [[] for _ in bodies]
-    answers = [asyncio.create_task(read_answer(service, *each)) for each in zip(bodies, received, strict=True)]
+    answers = [
+        asyncio.create_task(read_answer(service, *each)) for each in zip(bodies, received, strict=True)
+    ]
     while any(len(found) < 20 for found, body in zip(received, bodies, strict=True) if body["stream"]):
         await asyncio.sleep(0.02)
     assert not any(answer.done() for answer in answers)

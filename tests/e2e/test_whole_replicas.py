@@ -10,12 +10,12 @@ from dataclasses import replace
 import httpx
 import numpy as np
 import pytest
-from tests.e2e.applications import arguments_of, running
-from tests.e2e.service import PROMPTS, Service, wait_for
 
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from examples.demo_model import WEIGHTS
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import PROMPTS, Service, wait_for
 
 LEARNT = 150  # prompts after which an untrained predictor is better than the mean
 

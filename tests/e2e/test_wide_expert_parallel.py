@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from tests.e2e.applications import arguments_of, running
-from tests.e2e.service import HTTP, Service, pid_of, until, wait_for
-from tests.e2e.streams import Stream, complete
 
 from eldr_serve.scheduling.worker_names import rank_of, replica_of, worker_names
 from loadgen.processes import is_alive
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import HTTP, Service, pid_of, until, wait_for
+from tests.e2e.streams import Stream, complete
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from tests.engine.transfer_script import PATIENCE_S, engine, run
 
 ROUNDS, LENGTH, OUTPUT = 12, 200, 6

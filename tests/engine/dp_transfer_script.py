@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.engine.dp_script import make_engine
 
 from benchmarks.lib.ports import free_port
+from tests.engine.dp_script import make_engine
 
 RANKS, LENGTH, OUTPUT = 2, 150, 8
 PATIENCE_S = 120.0

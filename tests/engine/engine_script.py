@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from tests.engine.operators import Operators
 
 CHUNK = 48  # tokens per step: every longer prompt is prefilled in chunks

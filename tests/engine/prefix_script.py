@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.engine import contract_script
 import numpy as np
-from tests.engine.contract_script import end, start
 
 from eldr_serve.engine.calls import CACHED_TOKENS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.scheduling import PrefixMap, prompt_blocks
+from tests.engine import contract_script
+from tests.engine.contract_script import end, start
 
 BLOCKS = 20  # of 32 tokens, so that later conversations evict earlier ones
 TOKENS = 40  # length of an answer, more than a block

@@ -16,14 +16,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.engine import contract_script
 import numpy as np
-from tests.engine.contract_script import RemoteEngine, end, nixl, serve, start
 
 from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.engine.protocol import EngineRequest, Sampling
 from eldr_serve.experts.signature import pack_counts
+from tests.engine import contract_script
+from tests.engine.contract_script import RemoteEngine, end, nixl, serve, start
 
 CHUNK = 48  # tokens per step: longer prompts are prefilled in pieces
 BLOCKS = 24  # of 32 tokens: too few for the concurrent requests, so that some are preempted

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engine.operators import WAITING, Operators
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -26,6 +25,7 @@ from eldr_serve.engine.vllm.capture.host_copy import HostCopies, HostCopy
 from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
 from eldr_serve.engine.vllm.capture.on_host import HostCapture
 from eldr_serve.engine.vllm.kv.metadata import StepPlan
+from tests.engine.operators import WAITING, Operators
 
 LAYERS, EXPERTS, K, SIZE = 2, 8, 2, 4
 PLAN = StepPlan(

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.engine.scripts import run_script
 
 from eldr_serve.experts.signature import unpack_counts
+from tests.engine.scripts import run_script
 from tests.support.engine_contract import CHECKS
 from tests.support.tiny_model import EXPERTS
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tests.engine.dp_transfer_script import LENGTH, RANKS
 from tests.engine.scripts import run_script
-
 from tests.support.tiny_model import LAYERS, TOP_K
 
 

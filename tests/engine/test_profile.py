@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.engine.profiled import operators_called, waiting_names
 from tests.engine.scripts import run_script
 

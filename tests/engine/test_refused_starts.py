@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.engine.scripts import run_script
 
 from benchmarks.lib.families import FAMILIES, Family
+from tests.engine.scripts import run_script
 
 DENSE = Family("Qwen3", {})
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.engine.scripts import run_script
-from tests.engine.transfer_script import TOKENS
 
 from benchmarks.lib.families import FAMILIES
+from tests.engine.scripts import run_script
+from tests.engine.transfer_script import TOKENS
 
 CHOICES = {"GPT-OSS": 4 * 4, "Gemma-4": 6 * 2, "Llama-4": 4, "Qwen3-Next": 4 * 4}  # per token: layers x top-k
 RECURRENT = {"Qwen3-Next"}  # NIXL leaves a prompt's last token to the decode engine

@@ -189,7 +189,9 @@ def test_the_tests_import_declared_distributions_and_their_own_modules_by_full_n
     assert not {
         f"{path.relative_to(ROOT)} imports {name}, which neither cpu nor dev declares"
         for path in sorted((ROOT / "tests").rglob("*.py"))
-        for name in _undeclared_names(path, TEST_PACKAGES | _declared_distributions("cpu") | _declared_distributions("dev"))
+        for name in _undeclared_names(
+            path, TEST_PACKAGES | _declared_distributions("cpu") | _declared_distributions("dev")
+        )
     }
 
 

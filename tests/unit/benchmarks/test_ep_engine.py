@@ -17,7 +17,9 @@ from eldr_serve.experts.parallel.placement import placement_id
 from loadgen.journal import Journal
 
 
-def measurement(step_ms: float, experts: float = 10.0, answers: str = "ab", **others: float) -> dict[str, Any]:
+def measurement(
+    step_ms: float, experts: float = 10.0, answers: str = "ab", **others: float
+) -> dict[str, Any]:
     figures = {"experts_all_ranks": 18.0, "worst_rank_pairs": 16.0, "away_pct": 50.0, "moved_a_token": 0.9}
     return {"step_ms": step_ms, "worst_rank_experts": experts, "answers": list(answers)} | figures | others
 

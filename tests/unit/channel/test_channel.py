@@ -22,7 +22,15 @@ from eldr_serve.channel import peer as peer_module
 from eldr_serve.channel.client import SILENT_S
 from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, VERSION, BrokenFrameError, Frames, Kind, frame
 from tests.faults.virtual_time import VirtualLoop
-from tests.support.channel_calls import HELLO, SECRET, connected_engine, lines, listening_engine, read_all, until
+from tests.support.channel_calls import (
+    HELLO,
+    SECRET,
+    connected_engine,
+    lines,
+    listening_engine,
+    read_all,
+    until,
+)
 
 
 async def test_pings_carry_the_report_to_authenticated_peers(monkeypatch: pytest.MonkeyPatch) -> None:

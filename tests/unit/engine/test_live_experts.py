@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from eldr_serve.engine.vllm.ep.live_experts import LiveExperts
 from torch import distributed as dist
 
 from benchmarks.lib.ep.ranks import on_ranks
 from eldr_serve.engine.vllm.ep import live_experts as live_module
 from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
-from eldr_serve.engine.vllm.ep.live_experts import LiveExperts
 from eldr_serve.engine.vllm.ep.swap import EngineExperts, PlacementError, swap_placement
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.parallel.placement import Topology, placement_id
@@ -132,7 +132,9 @@ async def test_a_swap_returns_its_cost_to_the_client(single_rank: None) -> None:
 
 
 def test_ranks_that_are_not_called_together_refuse_changes(single_rank: None) -> None:
-    experts = LiveExperts([*live_experts()._layers.values()], MAX_MOVED, dist.group.WORLD, called_together=False)
+    experts = LiveExperts(
+        [*live_experts()._layers.values()], MAX_MOVED, dist.group.WORLD, called_together=False
+    )
     for change in (lambda: experts.begin(placements(5)[0], 1), lambda: experts.choose("metro")):
         with pytest.raises(ValueError, match="cannot change their experts while they serve"):
             change()

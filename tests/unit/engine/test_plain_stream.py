@@ -81,7 +81,9 @@ def make_request(method: str, **fields: Any) -> tuple[Any, Any]:
     if method == "chat":
         messages = [{"role": "user", "content": "hi"}]
         return serving_of(OpenAIServingChat), ChatCompletionRequest(model="m", messages=messages, **fields)
-    return serving_of(OpenAIServingCompletion), CompletionRequest(model="m", prompt="p", max_tokens=9, **fields)
+    return serving_of(OpenAIServingCompletion), CompletionRequest(
+        model="m", prompt="p", max_tokens=9, **fields
+    )
 
 
 @given(

@@ -78,5 +78,7 @@ async def test_the_prefill_engines_counts_have_precedence() -> None:
 async def test_several_answers_give_no_sample() -> None:
     client = Counting(lambda before: 300 + len(before))
     ours = engine(client, 100)
-    await ours.generate(replace(request_of("completions", n=2, temperature=1.0), sampled=True), lambda *_: None)
+    await ours.generate(
+        replace(request_of("completions", n=2, temperature=1.0), sampled=True), lambda *_: None
+    )
     assert (client.counted, ours.take_samples()) == (0, [])

@@ -278,7 +278,11 @@ def test_a_run_appends_to_the_record_of_earlier_runs(tmp_path: Path) -> None:
     assert (total["times"], total["failures"], total["resumed"]) == (3, {"engine lost": 1}, 6)
     assert (total["runs"], total["runs_to_the_end"], total["settled_max_s"]) == (2, 2, 2.0)
     assert total["processes"] == [{"process": "decode", "stalls": 2, "memory_mib": 10.0}]
-    assert find_problems(Record(file)) == ["failed: 1 {'engine lost': 1}", "silent_over_15_s: 1", "not_recovered: 1"]
+    assert find_problems(Record(file)) == [
+        "failed: 1 {'engine lost': 1}",
+        "silent_over_15_s: 1",
+        "not_recovered: 1",
+    ]
 
 
 def test_an_interrupted_run_keeps_its_record_and_is_reported() -> None:

@@ -59,7 +59,10 @@ async def choose_replica(routing: Any, request: Any, number: int = 0) -> str:
 )
 async def test_any_call_gets_a_replica_and_calls_are_spread(fields: dict[str, Any]) -> None:
     routing = leasing_router(OverflowError)  # every placement fails
-    assert {await choose_replica(routing, SimpleNamespace(**fields), number) for number in range(2)} == {"a", "b"}
+    assert {await choose_replica(routing, SimpleNamespace(**fields), number) for number in range(2)} == {
+        "a",
+        "b",
+    }
 
 
 def test_equally_loaded_replicas_are_chosen_randomly() -> None:

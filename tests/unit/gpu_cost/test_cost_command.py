@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.unit.gpu_cost.fake_kernels import TERMS
 
 from benchmarks.engine.gpu_cost import row_of
 from eldr_serve.gpu_cost import package
@@ -15,6 +14,7 @@ from eldr_serve.gpu_cost.readings import Setting
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.scheduling.cost_file import FittedCost
 from tests.support.in_process import command, sentence
+from tests.unit.gpu_cost.fake_kernels import TERMS
 
 GIVEN = {"model": "acme/Moe", "gpu": "h100_sxm"}
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.gpu_cost.fake_kernels import CONFIGS, TERMS
 
 from eldr_serve.errors import UserInputError
 from eldr_serve.gpu_cost import package
 from eldr_serve.gpu_cost.fitting import fit
 from eldr_serve.gpu_cost.readings import Readings, Setting
 from tests.support.shipped import ROOT
+from tests.unit.gpu_cost.fake_kernels import CONFIGS, TERMS
 
 MOE = Setting("acme/Moe", "h100_sxm")
 

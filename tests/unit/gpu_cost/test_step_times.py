@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.gpu_cost.fake_kernels import CONFIGS
 from rich.console import Console
 
 from eldr_serve.preflight.check import CheckOutcome
@@ -17,6 +16,7 @@ from eldr_serve.preflight.machine import Gpu, gpu_of
 from eldr_serve.preflight.placement import ReplicaPlacement
 from eldr_serve.preflight.report import as_json, show
 from eldr_serve.preflight.step_times import step_times
+from tests.unit.gpu_cost.fake_kernels import CONFIGS
 
 H100 = gpu_of("H100")
 

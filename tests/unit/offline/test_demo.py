@@ -170,9 +170,7 @@ def test_engines_that_share_a_gpu_leave_ray_room_for_its_own_task() -> None:
     assert 0.9 < shares <= 1
     assert _gpus(arguments) == 1
     assert _gpus(demo_arguments(DEPLOYMENT, MODEL, 2, 20)) is None
-    load = LoadSpec(
-        "p", "m", rate=0.0, seconds=1, warm_up_s=0, users=1, max_tokens=1, temperature=0.0
-    )
+    load = LoadSpec("p", "m", rate=0.0, seconds=1, warm_up_s=0, users=1, max_tokens=1, temperature=0.0)
     described = demo._Plan(arguments, load, 1, 1, Path("out"), 0)
     assert described.clock == "engine time"
     assert described.hardware.startswith("one GPU and ")

@@ -259,7 +259,10 @@ def write_edited(line: int, edit: Callable[[str], Any]) -> Callable[[Path, list[
         (lambda path, _: path.write_bytes(gzip.compress(b"")), "is empty: get the whole file"),
         (write_changed(2, routes=None), "line 2 has no field 'routes'"),
         (write_changed(2, tokens=None), "line 2: tokens of deepseek-v2-lite is None, not a number of tokens"),
-        (write_changed(1, tokens=None), "line 1 has no field 'tokens' (deepseek-v2-lite) or 'decode_tokens' (gpt"),
+        (
+            write_changed(1, tokens=None),
+            "line 1 has no field 'tokens' (deepseek-v2-lite) or 'decode_tokens' (gpt",
+        ),
         (write_edited(3, lambda routes: routes[:-1]), "line 3: routes are"),
         (write_edited(3, lambda routes: ""), "line 3: routes are 0 experts, not"),
         (write_edited(3, lambda routes: [0.5]), "line 3: routes are neither letters nor ids"),
@@ -270,7 +273,10 @@ def write_edited(line: int, edit: Callable[[str], Any]) -> Callable[[Path, list[
         (write_edited(2, lambda routes: f"é{routes[1:]}"), "line 2: routes[0] is 'é'"),
         (write_edited(2, lambda routes: [64] * len(routes)), "line 2: routes[0] is 64 (token 0"),
         (write_edited(2, lambda routes: [-1] * len(routes)), "line 2: routes[0] is -1 (token 0"),
-        (write_edited(2, lambda routes: "A" * len(routes)), "routes name an expert of layer 0 twice for token 0"),
+        (
+            write_edited(2, lambda routes: "A" * len(routes)),
+            "routes name an expert of layer 0 twice for token 0",
+        ),
         (write_changed(4, id="r0"), "line 4: id 'r0' is that of line 1"),
     ],
 )

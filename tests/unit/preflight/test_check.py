@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.preflight.document_edits import MISSING, edit
 from typer.testing import CliRunner
 
 from eldr_serve.cli import app
@@ -18,6 +17,7 @@ from eldr_serve.preflight.check import CheckOutcome, FindNodePools, check
 from eldr_serve.preflight.machine import GIB, NodePool, gpu_of, read_cluster, with_gpu
 from eldr_serve.preflight.report import as_json
 from tests.support.shipped import ROOT
+from tests.unit.preflight.document_edits import MISSING, edit
 
 pytestmark = pytest.mark.slow
 

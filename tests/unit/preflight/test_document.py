@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.preflight.document_edits import MISSING, edit
 
 from benchmarks.lib.ports import free_port
 from eldr_serve.preflight import check as checking
@@ -17,6 +16,7 @@ from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import NodePool
 from tests.support.processes import python
 from tests.support.shipped import ROOT
+from tests.unit.preflight.document_edits import MISSING, edit
 
 HERE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24, here=True)]
 ELSEWHERE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24)]

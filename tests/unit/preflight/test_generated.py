@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from tests.unit.preflight.document_edits import MISSING, edit
 from pydantic import BaseModel
 
 from eldr_serve.app import build_app
@@ -22,6 +21,7 @@ from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import NodePool
 from eldr_serve.validation import format_value
 from tests.support.shipped import ROOT
+from tests.unit.preflight.document_edits import MISSING, edit
 
 NODES = [
     NodePool("nodes", 64, {"CPU": 64, "GPU": 8, "prefill": 8, "decode": 8, "ingress": 8}, memory_gib=999)

@@ -20,25 +20,28 @@ def assign(active: ExpectedActivation, asked: PlacementRequest, worker: int) -> 
 def test_a_request_that_stays_on_its_worker_changes_nothing_and_is_not_computed_again() -> None:
     rng, active = np.random.default_rng(0), ExpectedActivation()
     placed = [(counted_request(f"r{number}", rng), number % 3) for number in range(12)]
-    for request, worker in placed:
-        assign(active, request, worker)
+    for placed_request, worker in placed:
+        assign(active, placed_request, worker)
     assert active.mean is not None
     before = [array.copy() for array in (active.idle, active.union, active.depth, active.mean)]
-    levels = [active.running[request.request_id][1] for request, _ in placed]
-    for request, worker in placed:
-        assign(active, request, worker)
+    levels = [active.running[placed_request.request_id][1] for placed_request, _ in placed]
+    for placed_request, worker in placed:
+        assign(active, placed_request, worker)
     for array, same in zip((active.idle, active.union, active.depth, active.mean), before, strict=True):
         np.testing.assert_array_equal(array, same)
-    assert all(active.levels(request) is known for (request, _), known in zip(placed, levels, strict=True))
+    assert all(
+        active.levels(placed_request) is known
+        for (placed_request, _), known in zip(placed, levels, strict=True)
+    )
 
 
 def test_a_request_that_moves_or_is_measured_again_counts_once() -> None:
     rng, active, fresh = np.random.default_rng(1), ExpectedActivation(), ExpectedActivation()
     first, again, other = counted_request("a", rng), counted_request("a", rng), counted_request("b", rng)
-    for request, worker in ((first, 0), (other, 1), (first, 1), (again, 1), (again, 2)):
-        assign(active, request, worker)
-    for request, worker in ((other, 1), (again, 2)):
-        assign(fresh, request, worker)
+    for placed_request, worker in ((first, 0), (other, 1), (first, 1), (again, 1), (again, 2)):
+        assign(active, placed_request, worker)
+    for placed_request, worker in ((other, 1), (again, 2)):
+        assign(fresh, placed_request, worker)
     np.testing.assert_array_equal(active.depth, fresh.depth)
     np.testing.assert_array_equal(active.idle, fresh.idle)
     for name in "ab":

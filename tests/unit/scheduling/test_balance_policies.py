@@ -110,7 +110,9 @@ def test_the_request_that_fits_the_margin_best_is_chosen(
 
 def test_the_largest_request_goes_to_the_worker_with_most_free_slots() -> None:
     policy: Any = make_policy("balance-route", slots=8, threshold=0)
-    first = policy.dispatch(waiting_requests(50, 500, 90), Loads.from_counts([5, 2, 4], [1000, 400, 700]), RNG)[0]
+    first = policy.dispatch(
+        waiting_requests(50, 500, 90), Loads.from_counts([5, 2, 4], [1000, 400, 700]), RNG
+    )[0]
     assert (first[0], first[1].worker) == (1, 1)
 
 
@@ -142,7 +144,10 @@ def test_without_ends_only_the_projection_shrinks() -> None:
 def test_a_request_is_overtaken_a_limited_number_of_times() -> None:
     policy: Any = make_policy("balance-route", slots=2, threshold=99, max_overtakes=3)
     state = Loads.from_counts([2, 1], [1000, 900])
-    assert dispatch_order(policy, [request("large", 5000), *waiting_requests(*[100] * 9)], state).index("large") == 3
+    assert (
+        dispatch_order(policy, [request("large", 5000), *waiting_requests(*[100] * 9)], state).index("large")
+        == 3
+    )
 
 
 @pytest.mark.parametrize("name", QUEUED)

@@ -230,7 +230,10 @@ def place_traffic(policy: str, parameters: dict[str, Any], seed: int) -> dict[st
 
 def decisions(name: str) -> dict[str, Any]:
     """Return the decisions of the router and of the simulator for a name in POLICIES."""
-    return {"placed": place_traffic(*POLICIES[name], seed=7), "simulated": simulate_policy(*POLICIES[name], seed=3)}
+    return {
+        "placed": place_traffic(*POLICIES[name], seed=7),
+        "simulated": simulate_policy(*POLICIES[name], seed=3),
+    }
 
 
 @pytest.mark.parametrize("name", POLICIES)
