@@ -158,7 +158,7 @@ async def test_no_fault_is_injected_into_a_recovering_role(operator: Operator) -
         operator._recovering[task] = operations.affected_roles(fault)
 
     operator._inject = happen
-    operator._counts_shape = lambda: (1, 1)
+    operator._read_shape = lambda: (1, 1)
     faults = ["kill decode", "stop decode", "redeploy", "swap table", "kill ingress"]
     working = asyncio.create_task(operator.work(faults, 0.001, float("inf")))
     async with asyncio.timeout(30):
