@@ -108,8 +108,8 @@ class FakeService:
 
     async def _stream(self, request: web.Request, tokens: int) -> web.StreamResponse:
         await asyncio.sleep(self.first_s)
-        told = {"decode-worker": REPLICAS[0], "policy": self.policy["name"], "handover-ms": "12.5"}
-        headers = {"content-type": "text/event-stream"} | {f"x-eldr-{k}": v for k, v in told.items()}
+        values = {"decode-worker": REPLICAS[0], "policy": self.policy["name"], "handover-ms": "12.5"}
+        headers = {"content-type": "text/event-stream"} | {f"x-eldr-{k}": v for k, v in values.items()}
         stream = web.StreamResponse(headers=headers)
         await stream.prepare(request)
         events = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
