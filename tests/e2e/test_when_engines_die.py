@@ -241,7 +241,7 @@ async def test_a_dead_controller_ends_no_engine(
 async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_the_rest(
     service: Service, table_file: Path, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    """Its replica lives and reports this; no request waits for a timeout.
+    """The replica of the killed core lives and reports its death, so that no request waits for a timeout.
 
     The stream is seeded, so that no other engine can resume it.
     """

@@ -113,15 +113,15 @@ async def check_log(session: Session, ranks: int) -> None:
     """Check that one rank serves every (token, expert) pair, and that idle ranks' tokens activate nothing."""
     from eldr_serve.engine.vllm.ep.layer import LOG_COLUMNS
 
-    by_rank = [(end, np.array(found)) for end, found in await session.ask("batches", 0)]
+    by_rank = [(end, np.array(log)) for end, log in await session.ask("batches", 0)]
     end, first = by_rank[0]
     assert first.shape == (end, tiny_model.LAYERS, len(LOG_COLUMNS))
     tokens = first[..., 0]
-    for other_end, found in by_rank:
+    for other_end, log in by_rank:
         assert other_end == end
-        assert np.array_equal(found[..., 0], tokens)
-        assert (found[..., 3] + found[..., 4] <= found[..., 2]).all()
-    assert np.array_equal(sum(found[..., 2] for _, found in by_rank), tokens * tiny_model.TOP_K)
+        assert np.array_equal(log[..., 0], tokens)
+        assert (log[..., 3] + log[..., 4] <= log[..., 2]).all()
+    assert np.array_equal(sum(log[..., 2] for _, log in by_rank), tokens * tiny_model.TOP_K)
     computed = sum(len(prompt) + OUTPUT - 1 for prompt in prompts())
     assert (tokens.sum(axis=0) == computed).all(), "the tokens of requests, and no others"
     for routed in await session.ask("routed"):

@@ -90,8 +90,8 @@ class Session:
             answers: list[Any] = self._engine.collective_rpc(method, args=args)
             return answers
 
-        made = ExpertPlacement(np.array(rows), ranks, int(np.max(rows)) + 1, model="tiny", method="drawn")
-        return asyncio.run(swap_placement(call, made))
+        new_placement = ExpertPlacement(np.array(rows), ranks, int(np.max(rows)) + 1, model="tiny", method="drawn")
+        return asyncio.run(swap_placement(call, new_placement))
 
 
 @st.composite

@@ -113,7 +113,7 @@ def test_a_vllm_without_a_required_name_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("our_module", "vllm_module"),
     [
         ("compat.engine", "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector"),
         ("compat.kv_cache", "vllm.forward_context"),
@@ -126,7 +126,7 @@ def test_a_vllm_without_a_required_name_is_refused(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_vllm_without_a_required_module_is_refused(
-    monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str
+    monkeypatch: pytest.MonkeyPatch, our_module: str, vllm_module: str
 ) -> None:
     package = "eldr_serve.engine.vllm"
     for name in list(sys.modules):
@@ -135,9 +135,9 @@ def test_a_vllm_without_a_required_module_is_refused(
             if parent in sys.modules:  # otherwise it is removed with its parent
                 monkeypatch.delattr(sys.modules[parent], child)
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, theirs, None)
-    with pytest.raises(UnsupportedEngineError, match=rf"{theirs}.*pip install vllm==0\.32\.0"):
-        importlib.import_module(f"{package}.{ours}")
+    monkeypatch.setitem(sys.modules, vllm_module, None)
+    with pytest.raises(UnsupportedEngineError, match=rf"{vllm_module}.*pip install vllm==0\.32\.0"):
+        importlib.import_module(f"{package}.{our_module}")
 
 
 @pytest.mark.parametrize("path", COMPAT, ids=[path.stem for path in COMPAT])

@@ -80,16 +80,16 @@ class Runner:
             config, CountedGroup(1, 32, "model.layers.1.attn"), num_blocks=8
         )
         self.worker_side.capture, self.worker_side.timer = self.capture, StepTimer("cpu")
-        ours: Any = object.__new__(EldrConnector)  # without NIXL's agent
-        ours.__dict__ |= {
+        connector: Any = object.__new__(EldrConnector)  # without NIXL's agent
+        connector.__dict__ |= {
             "kv_transfer_config": transfer,
             "connector_worker": Worker(),
             "worker_side": self.worker_side,
         }
-        self.connector = ours
+        self.connector = connector
         self.vllm: Any = object.__new__(ActiveKVConnector)
         self.vllm.__dict__ |= {
-            "kv_connector": ours,
+            "kv_connector": connector,
             "vllm_config": None,
             "_pending_load_kwargs": None,
             "_disabled": False,

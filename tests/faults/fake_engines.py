@@ -241,20 +241,20 @@ class DecodeEngine(BlockEngine):
             if isinstance(owner, PrefillEngine):
                 owner.process.soon(owner.prolong, where["prompt"], after_s=self.time_s(0.002))
 
-    async def _read_blocks(self, where: dict[str, Any]) -> list[tuple[int, ...]]:
+    async def _read_blocks(self, source: dict[str, Any]) -> list[tuple[int, ...]]:
         """Read the prompt's blocks from the prefill engine, and return the tokens that they hold."""
         # Let a transfer that has begun finish; its result is dropped if the request was cancelled.
-        return await asyncio.shield(asyncio.create_task(self._transfer(where)))
+        return await asyncio.shield(asyncio.create_task(self._transfer(source)))
 
-    async def _transfer(self, where: dict[str, Any]) -> list[tuple[int, ...]]:
+    async def _transfer(self, source: dict[str, Any]) -> list[tuple[int, ...]]:
         await asyncio.sleep(self.time_s(0.003))
-        owner = self._peers.get(where["engine"])
+        owner = self._peers.get(source["engine"])
         while isinstance(owner, PrefillEngine) and owner.process.alive and owner.process.stopped:
             await asyncio.sleep(0.05)
         if not isinstance(owner, PrefillEngine) or not owner.process.alive:
             raise RuntimeError("the KV blocks could not be read: the prefill engine does not answer")
-        owner.process.soon(owner.free, where["prompt"], after_s=self.time_s(0.002))
-        return [owner.blocks.content[block] for block in where["blocks"]]
+        owner.process.soon(owner.free, source["prompt"], after_s=self.time_s(0.002))
+        return [owner.blocks.content[block] for block in source["blocks"]]
 
     def _cache_blocks(self, prompt: list[int], contents: list[tuple[int, ...]]) -> list[int]:
         """Add full blocks to the prefix cache, and return the tokens that the engine sees.

@@ -64,18 +64,18 @@ def process(*arguments: Any) -> Iterator[tuple[subprocess.Popen[bytes], ReadLine
     """Run this module with these arguments; yield the process and a function that reads its next line."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-m", "tests.support.fleet_processes", *map(json.dumps, arguments)]
-    started = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
-    output = started.stdout
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
+    output = child.stdout
     assert output is not None
 
     async def read_line() -> Any:
         return json.loads(await asyncio.to_thread(output.readline))
 
     try:
-        yield started, read_line
+        yield child, read_line
     finally:
-        started.kill()
-        started.wait()
+        child.kill()
+        child.wait()
         output.close()
 
 

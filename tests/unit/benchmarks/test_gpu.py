@@ -14,7 +14,7 @@ from tests.support.in_process import command, sentence
 
 WRITES = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text('{}')"
 CRASHES = "print('before'); raise SystemExit('no kernel for this card')"
-# Ignores SIGTERM, as does its child in a session of its own.
+# A program that ignores SIGTERM, and so does its child, which has a session of its own.
 HANGS = """
 import os, pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -66,16 +66,16 @@ async def process(
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """Run the code in a process; yield it and its first line of output."""
     code = code.format(path=sys.path, **values)
-    started = await asyncio.create_subprocess_exec(
+    child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=stderr
     )
-    assert started.stdout is not None
+    assert child.stdout is not None
     try:
-        yield started, (await started.stdout.readline()).decode().strip()
+        yield child, (await child.stdout.readline()).decode().strip()
     finally:
         with suppress(ProcessLookupError):
-            started.kill()
-        await started.wait()
+            child.kill()
+        await child.wait()
 
 
 @pytest.mark.parametrize(("how", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 3.5)])

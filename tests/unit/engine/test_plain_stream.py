@@ -142,18 +142,18 @@ def test_requests_with_several_prompts_logprobs_or_parsers_are_left_to_vllm() ->
 
 async def test_chunks_in_the_middle_do_not_call_vllms_generator() -> None:
     of, request = make_request("completions", stream=True)
-    seen = 0
+    num_calls = 0
 
     async def watched(*args: Any, **kwargs: Any) -> AsyncIterator[str]:
-        nonlocal seen
+        nonlocal num_calls
         async for chunk in of.completion_stream_generator(*args, **kwargs):
-            seen += 1
+            num_calls += 1
             yield chunk
 
     sent: list[bytes] = []
     plain = PlainStream(watched, sent.append)
-    made = [("a", [1])] * 50
-    async for _ in stream(of, request, results(made, FINISHES[0], False), plain):
+    choices = [("a", [1])] * 50
+    async for _ in stream(of, request, results(choices, FINISHES[0], False), plain):
         pass
     assert len(sent) == 48
-    assert seen == 4  # the first, one to learn the format, the last, [DONE]
+    assert num_calls == 4  # the first, one to learn the format, the last, [DONE]

@@ -125,7 +125,7 @@ async def test_headers_name_the_policy_and_a_streams_handover_time(streamed: boo
 @pytest.mark.parametrize("how", ["cancelled", "disconnected"])
 @pytest.mark.parametrize("chunks_sent", [0, 2])
 async def test_a_client_that_disconnects_during_a_chunk_cancels_its_call(chunks_sent: int, how: str) -> None:
-    """Its generator is suspended then, and nothing else ends it, as in a reference cycle."""
+    """The generator of the answer is suspended then, and nothing else ends it, as in a reference cycle."""
     sending, disconnected = asyncio.Event(), asyncio.Event()
     messages = 0
 

@@ -97,8 +97,8 @@ def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
     assert "one round has no interval" in output
     assert output.index("TPOT p50 ") < output.index("requests, none failed") < output.index("figure")
     assert service.policy == OWN
-    sent = len(service.bodies)
-    parts = service.bodies[: sent // 2], service.bodies[sent // 2 :]
+    num_requests = len(service.bodies)
+    parts = service.bodies[: num_requests // 2], service.bodies[num_requests // 2 :]
     # Both policies get the same requests; no figure includes the warm-up.
     halves = [sorted((b["messages"][0]["content"], b["max_tokens"]) for b in part) for part in parts]
     assert halves[0] == halves[1]
@@ -122,7 +122,7 @@ def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
 
     # A repetition sends nothing and gives the same figures.
     compare(**options(service, out))
-    assert len(service.bodies) == sent
+    assert len(service.bodies) == num_requests
     assert json.loads((out / "compare.json").read_text())["rows"] == result["rows"]
 
     # Other options are another comparison.
@@ -135,7 +135,7 @@ def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
     journal.write_text("\n".join(journal.read_text().splitlines()[:-2]))  # the last line is the restoration
     service.policy = {"name": "random", "parameters": {}}
     compare(**options(service, out))
-    assert len(service.bodies) == sent + sent // 2
+    assert len(service.bodies) == num_requests + num_requests // 2
     assert service.policy == OWN
 
 
@@ -207,9 +207,9 @@ def test_failed_requests_appear_in_the_first_line_and_the_exit_status(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_restores_the_policy(
-    service: FakeService, tmp_path: Path, sent: signal.Signals
+    service: FakeService, tmp_path: Path, stop_signal: signal.Signals
 ) -> None:
     out = tmp_path / "c"
     chosen = options(service, out, trial_seconds=30)
@@ -228,7 +228,7 @@ def test_an_interrupted_run_restores_the_policy(
         time.sleep(0.1)
     assert service.bodies, "no request came"
     assert service.policy != OWN or service.policies_set[-1] == "locality-band"
-    process.send_signal(sent)
+    process.send_signal(stop_signal)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
     assert service.policy == OWN

@@ -37,9 +37,9 @@ def content() -> dict[str, Any]:
     return dict(document)
 
 
-def check(folder: Path, given: Any, pools: Any = HERE) -> CheckOutcome:
+def check(folder: Path, text_or_document: Any, pools: Any = HERE) -> CheckOutcome:
     path = folder / "made.yaml"
-    path.write_text(given if isinstance(given, str) else yaml.safe_dump(given))
+    path.write_text(text_or_document if isinstance(text_or_document, str) else yaml.safe_dump(text_or_document))
     (found,) = checking.check([path], lambda path, device: pools)
     return found
 
@@ -132,17 +132,17 @@ def test_a_key_that_serve_ignores_is_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["ingress", "http_options"])
 def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> None:
-    given = content()
-    part = given["http_options"] if where == "http_options" else given["applications"][0]["args"]["ingress"]
+    document = content()
+    part = document["http_options"] if where == "http_options" else document["applications"][0]["args"]["ingress"]
     with socket.create_server(("127.0.0.1", 0)) as server:
         part["port"] = port = server.getsockname()[1]
-        found = check(tmp_path, given)
+        found = check(tmp_path, document)
         assert sentences(found) == [
             f"{where}.port is {port}: another process listens there at 127.0.0.1; stop it, "
             "or set another port"
         ]
-        assert check(tmp_path, given, ELSEWHERE).starts
-    assert check(tmp_path, given).starts
+        assert check(tmp_path, document, ELSEWHERE).starts
+    assert check(tmp_path, document).starts
 
 
 def test_a_port_of_an_own_service_is_a_warning(tmp_path: Path) -> None:
@@ -162,20 +162,20 @@ def test_a_host_that_this_machine_does_not_have_is_reported(tmp_path: Path) -> N
 
 
 def test_a_missing_or_invalid_key_file_is_reported(tmp_path: Path) -> None:
-    given = content()
+    document = content()
     keys = tmp_path / "keys.json"
-    given["applications"][0]["args"]["ingress"]["keys_file"] = str(keys)
-    (sentence,) = sentences(check(tmp_path, given))
+    document["applications"][0]["args"]["ingress"]["keys_file"] = str(keys)
+    (sentence,) = sentences(check(tmp_path, document))
     assert sentence.startswith(f"ingress.keys_file: {keys} cannot be read")
-    away = check(tmp_path, given, ELSEWHERE)
+    away = check(tmp_path, document, ELSEWHERE)
     assert away.starts
     assert sentences(away, "warning") == [
         f"ingress.keys_file {keys} is not on this machine: each node of the ingress must have it"
     ]
     keys.write_text('{"tenants": {"A B": {}}}')
-    assert "tenants" in sentences(check(tmp_path, given))[0]
+    assert "tenants" in sentences(check(tmp_path, document))[0]
     keys.write_text("{}")
-    assert check(tmp_path, given).starts
+    assert check(tmp_path, document).starts
 
 
 @pytest.mark.parametrize(

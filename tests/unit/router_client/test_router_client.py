@@ -40,7 +40,7 @@ async def test_a_client_scores_counts_and_the_router_places_it() -> None:
 
 async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restored() -> None:
     actor = FakeActor(policy="marginal-cost", table=None)
-    held = lambda: actor.state.placer.policy.active.running  # noqa: E731
+    running = lambda: actor.state.placer.policy.active.running  # noqa: E731
     async with connected_client(actor, "r0", "r1", timeout_s=0.1) as client:
         await client.place(request("a"), counts_for(0))
         assert actor.requests[-1].expert_counts.dtype == "uint8"
@@ -49,10 +49,10 @@ async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restore
         assert away.reason == "router-unreachable"
         actor.restart()
         await wait_until(lambda: not client.router_unreachable and len(actor.running) == 2)
-        assert set(held()) == {"a", "b"}
+        assert set(running()) == {"a", "b"}
         client.release("a")
         client.release("b")
-        await wait_until(lambda: not held())
+        await wait_until(lambda: not running())
         assert not client.leases
         await client.set_policy("shortest-queue", {})
         await client.place(request("c"), counts_for(0))
@@ -131,7 +131,7 @@ async def test_only_the_newest_latencies_are_kept_for_an_unreachable_actor() -> 
 
 
 async def test_a_restarted_actor_learns_the_shape_and_refuses_tables_of_another() -> None:
-    """The shape comes from its clients; a direct call, as of a refit, is refused too."""
+    """The actor learns the shape from its clients. It also refuses direct calls, such as those of a refit."""
     actor, other = FakeActor(), unit_table(2, num_experts=16).to_bytes()
     async with connected_client(actor, "r0", "r1") as client:
         await client.expect_counts(2, 8)
@@ -212,7 +212,7 @@ async def test_queued_requests_are_sent_again_to_a_restarted_actor() -> None:
 
 
 async def test_a_queued_request_is_sent_again_after_a_lost_channel() -> None:
-    """The channel closes as after missing pings; the leases are restored and the request keeps waiting."""
+    """The channel closes, as after missing pings. The leases are restored, and the request still waits."""
     async with router_and_client("r0", "r1", policy=SLOTS) as (actor, client):
         for name in "ab":
             await client.place(request(name), None, wait_s=30.0)

@@ -118,7 +118,7 @@ def test_the_largest_request_goes_to_the_worker_with_most_free_slots() -> None:
 
 @pytest.mark.parametrize(("ends", "chosen"), [(True, 1), (False, 0)])
 def test_a_request_that_ends_soon_may_overflow_a_margin(ends: bool, chosen: int) -> None:
-    """The heaviest worker becomes lighter after two steps; the brief request ends by then.
+    """The heaviest worker becomes lighter after two steps, when the brief request has ended.
 
     As in the paper, both requests count at every step, and the first of equals is chosen.
     """

@@ -83,7 +83,7 @@ class Traffic:
         similarity = None
         if rng.random() < 0.9 and live.table is not None:
             similarity = RoutingTable.from_bytes(live.table).similarity(counts)
-        made = request(
+        placement_request = request(
             name,
             int(rng.integers(5, 300)),
             int(rng.integers(1, 80)),
@@ -96,8 +96,8 @@ class Traffic:
             prompt_key=f"k{rng.integers(20)}",
             may_wait=bool(rng.random() < 0.8),
         )
-        made.worker_failed = bool(made.exclude)
-        return made
+        placement_request.worker_failed = bool(placement_request.exclude)
+        return placement_request
 
     def exchange(
         self,

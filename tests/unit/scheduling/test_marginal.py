@@ -108,7 +108,7 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
     newcomer = replace(request_like("new", seed + 999), max_new_tokens=most)
     cached = rng.integers(0, newcomer.prompt_tokens + 1, workers)
     lacking = [rng.integers(0, 40, rng.integers(len(p) + 1)) for p in placement]  # of requests in prefill
-    seen = replace(
+    loads_now = replace(
         loads(placement), cached_tokens=cached, prefill_tokens=np.array([m.sum() for m in lacking])
     )
     usual = float(np.mean(answers)) if answers else 128.0
@@ -124,9 +124,9 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
         return steps * total_seconds(cost, held) + len(held) * float(sum(prompts)) * cost.per_prompt_token_s
 
     expected = [(seconds_of_all(w, [newcomer]) - seconds_of_all(w, [])) / steps for w in range(workers)]
-    added = policy.added_cost(newcomer, seen)
+    added = policy.added_cost(newcomer, loads_now)
     assert added == pytest.approx(expected, rel=0.01)
-    assert added[policy.select(newcomer, seen, rng).worker] <= added.min() * (1 + 1e-6)
+    assert added[policy.select(newcomer, loads_now, rng).worker] <= added.min() * (1 + 1e-6)
 
 
 @settings(max_examples=40)
@@ -141,14 +141,14 @@ def test_without_a_tail_power_the_price_is_exactly_the_added_seconds(
     positions = rng.integers(4, size=requests).tolist()
     assign(policy, running, positions)
     newcomer, load = request_like("new", seed + 999), loads(by_worker(running, positions, 4))
-    seen = replace(load, prefill_tokens=rng.integers(0, 99, 4) if prefills else None)
-    added = policy.added_cost(newcomer, seen)
+    loads_now = replace(load, prefill_tokens=rng.integers(0, 99, 4) if prefills else None)
+    added = policy.added_cost(newcomer, loads_now)
     more = policy.active.idle[:4] @ probability_of(policy.active.levels(newcomer))
     tokens = newcomer.prompt_tokens
     decode, _ = cost.added_seconds(
         load.in_flight, load.kv_tokens, policy.active.union[:4], more_tokens=tokens, more_experts=more
     )
-    prefill = (load.in_flight + 1) * tokens + (seen.prefill_tokens if prefills else 0)
+    prefill = (load.in_flight + 1) * tokens + (loads_now.prefill_tokens if prefills else 0)
     steps = newcomer.max_new_tokens
     assert np.array_equal(added, decode + prefill * (cost.per_prompt_token_s / steps))
 
@@ -175,7 +175,7 @@ def test_a_tail_power_raises_the_price_of_slow_and_full_workers_alone(
         assign(policy, running, positions)
     placement, newcomer = by_worker(running, positions, workers), request_like("new", seed + 999)
     pending = rng.integers(0, 90, workers)
-    seen = replace(loads(placement), prefill_tokens=pending)
+    loads_now = replace(loads(placement), prefill_tokens=pending)
     tokens_s = cost.per_prompt_token_s / newcomer.max_new_tokens
     step_s = [
         total_seconds(cost, [*requests_of_worker, newcomer]) / (len(requests_of_worker) + 1)
@@ -186,12 +186,12 @@ def test_a_tail_power_raises_the_price_of_slow_and_full_workers_alone(
     expected = [
         price * max(1.0, own_s / slow_s, (len(requests_of_worker) + 1) / large) ** (power - 1)
         for price, own_s, requests_of_worker in zip(
-            plain.added_cost(newcomer, seen), step_s, placement, strict=True
+            plain.added_cost(newcomer, loads_now), step_s, placement, strict=True
         )
     ]
-    added = convex.added_cost(newcomer, seen)
+    added = convex.added_cost(newcomer, loads_now)
     assert added == pytest.approx(expected, rel=0.005 * power)  # probabilities are kept in 8 bits
-    assert added[convex.select(newcomer, seen, rng).worker] <= added.min() * (1 + 1e-6)
+    assert added[convex.select(newcomer, loads_now, rng).worker] <= added.min() * (1 + 1e-6)
 
 
 def test_a_cost_of_nothing_has_no_slow_worker() -> None:

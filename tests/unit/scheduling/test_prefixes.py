@@ -49,15 +49,15 @@ def test_cached_tokens_are_those_of_the_longest_sent_prefix(
     sent: list[tuple[str, str, list[int]]], prompt: list[int], salt: str
 ) -> None:
     prefix_map = PrefixMap()
-    for worker, theirs, ids in sent:
-        prefix_map.record_prompt(worker, blocks(*ids, salt=theirs))
+    for worker, other_salt, ids in sent:
+        prefix_map.record_prompt(worker, blocks(*ids, salt=other_salt))
     expected = []
     for name in "ab":
         # A block is cached if its prompt was computed to the end of it; the last token is not cached.
         whole = [
             min(common(prompt, ids), len(prompt) - 1, len(ids) - 1) // SIZE * SIZE
-            for worker, theirs, ids in sent
-            if (worker, theirs) == (name, salt)
+            for worker, other_salt, ids in sent
+            if (worker, other_salt) == (name, salt)
         ]
         expected.append(max([0, *whole]))
     cached_tokens = prefix_map.cached_tokens(["a", None, "b"], blocks(*prompt, salt=salt))
