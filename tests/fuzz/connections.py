@@ -30,7 +30,12 @@ def slow_request(model: str, max_tokens: int) -> bytes:
 
 @asynccontextmanager
 async def occupied(host: str, port: int, *, idle: int, slow: int, request: bytes) -> AsyncIterator[None]:
-    """Hold connections: half of the idle ones send nothing, half a partial request; slow ones send `request`.
+    """Hold connections to a service during the block.
+
+    Args:
+        idle: number of connections that get no answer: half of them send nothing, half a part of a request.
+        slow: number of connections that send `request` and never read the answer.
+        request: bytes of a request for a long stream.
 
     Raises:
         OSError: the connections cannot be opened.
