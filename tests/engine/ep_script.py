@@ -90,7 +90,9 @@ class Session:
             answers: list[Any] = self._engine.collective_rpc(method, args=args)
             return answers
 
-        new_placement = ExpertPlacement(np.array(rows), ranks, int(np.max(rows)) + 1, model="tiny", method="drawn")
+        new_placement = ExpertPlacement(
+            np.array(rows), ranks, int(np.max(rows)) + 1, model="tiny", method="drawn"
+        )
         return asyncio.run(swap_placement(call, new_placement))
 
 

@@ -118,7 +118,9 @@ async def send_all(
                 progress.advance(task)
                 if outcome.problem:
                     beginning = case.raw.partition(b"\r\n\r\n")[2][:100]
-                    console.print(f"{outcome.problem}: {case.label} {beginning!r}", markup=False, soft_wrap=True)
+                    console.print(
+                        f"{outcome.problem}: {case.label} {beginning!r}", markup=False, soft_wrap=True
+                    )
 
         await asyncio.gather(*(send_in_turn() for _ in range(in_flight)))
     return outcomes
@@ -175,7 +177,9 @@ def hostile(
         host_and_port = address.hostname, address.port or 80
 
         async def send_while_occupied() -> list[Outcome]:
-            async with occupied(*host_and_port, idle=idle, slow=slow, request=slow_request(served, _SLOW_TOKENS)):
+            async with occupied(
+                *host_and_port, idle=idle, slow=slow, request=slow_request(served, _SLOW_TOKENS)
+            ):
                 return await send_all(todo, *host_and_port, in_flight=in_flight, limit_s=limit_s)
 
         outcomes = asyncio.run(send_while_occupied())

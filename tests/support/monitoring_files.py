@@ -46,7 +46,9 @@ _EVERYWHERE = {"instance", "job", "WorkerId"}  # labels that Prometheus and Ray 
 
 def series() -> dict[str, tuple[str, set[str]]]:
     """Return kind and labels of every series that our expressions may use; a histogram's are counters."""
-    labels_by_series = {name: (foreign.kind, {*foreign.labels} | _EVERYWHERE) for name, foreign in FOREIGN.items()}
+    labels_by_series = {
+        name: (foreign.kind, {*foreign.labels} | _EVERYWHERE) for name, foreign in FOREIGN.items()
+    }
     for name, metric in METRICS.items():
         labels = {*metric.labels} | _EVERYWHERE | (set() if name in ENGINE else {APPLICATION})
         if metric.kind == HISTOGRAM:

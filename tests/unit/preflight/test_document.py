@@ -39,7 +39,9 @@ def content() -> dict[str, Any]:
 
 def check(folder: Path, text_or_document: Any, pools: Any = HERE) -> CheckOutcome:
     path = folder / "made.yaml"
-    path.write_text(text_or_document if isinstance(text_or_document, str) else yaml.safe_dump(text_or_document))
+    path.write_text(
+        text_or_document if isinstance(text_or_document, str) else yaml.safe_dump(text_or_document)
+    )
     (found,) = checking.check([path], lambda path, device: pools)
     return found
 
@@ -133,7 +135,11 @@ def test_a_key_that_serve_ignores_is_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["ingress", "http_options"])
 def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> None:
     document = content()
-    part = document["http_options"] if where == "http_options" else document["applications"][0]["args"]["ingress"]
+    part = (
+        document["http_options"]
+        if where == "http_options"
+        else document["applications"][0]["args"]["ingress"]
+    )
     with socket.create_server(("127.0.0.1", 0)) as server:
         part["port"] = port = server.getsockname()[1]
         found = check(tmp_path, document)
